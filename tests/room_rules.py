@@ -33,7 +33,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership"},
     "engine.core.store": _GROUND,
-    "engine.core.faults": _PLANS | {"engine.core.history", "engine.core.membership"},
+    "engine.core.faults": _PLANS | {"engine.core.checkpoints", "engine.core.history", "engine.core.membership"},
     "engine.core.agent": _GROUND,
     "engine.core.coordinator": _PLANS
     | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
@@ -63,12 +63,13 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}
     | {"engine.files", "engine.files.checkpoints"}
     | {"engine.models", "engine.runtime.ipc", "engine.runtime.stage", "engine.runtime.replica"},
-    "engine.runtime.faults": _HOST | {"engine.core.faults", "engine.runtime.stage", "engine.runtime.replica"},
+    "engine.runtime.faults": _HOST
+    | {"engine.core.faults", "engine.files.checkpoints", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
     | _PLANS
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
-    | {"engine.core.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"},
+    | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}

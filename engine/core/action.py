@@ -43,6 +43,7 @@ class Op(StrEnum):
     LOG = "LOG"
     COMMIT = "COMMIT"
     STEP = "STEP"
+    CHECKPOINT = "CHECKPOINT"
 
 
 _INPUT = Term(Kind.ACTIVATION, stage=-1)
@@ -170,6 +171,7 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     Op.STEP: OpRow(
         "optimizer step", Stands.REPLICA, Shown.COMMIT, (Term(Kind.VOTED, Where.VOTERS),), finds=WeightForm.IN_SHARDS
     ),
+    Op.CHECKPOINT: OpRow("copy and write of a stage's state for a checkpoint", Stands.WRITER, Shown.COMMIT),
 }
 
 
@@ -187,7 +189,7 @@ COMPUTE_OPS = frozenset(op for op, row in OP_TABLE.items() if row.work)
 FORWARD_OPS = ops_that_make(Kind.RESIDUAL)
 ADDING_OPS = COMPUTE_OPS & ops_that_make(Kind.ADDED)
 SHARD_OPS = ops_at(Stands.ANY_TIMES)  # the only ops that a step may repeat on a stage
-STAGE_OPS = SHARD_OPS | ops_at(Stands.HEALING, Stands.STAGE, Stands.REPLICA)
+STAGE_OPS = SHARD_OPS | ops_at(Stands.HEALING, Stands.STAGE, Stands.REPLICA, Stands.WRITER)
 SEND_OPS = frozenset(op for op in ops_at(Stands.BORDER) if OP_TABLE[op].makes[0].at is Where.WIRE)
 RECEIVE_OPS = ops_at(Stands.BORDER) - SEND_OPS
 

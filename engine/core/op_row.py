@@ -29,6 +29,7 @@ class Stands(Enum):
     STAGE = auto()  # at each owner of a stage, with the first of its pipelines
     REPLICA = auto()  # at the owner of each slot and at its shadows
     HEALING = auto()  # at each shadow that is healing, and at the owner of its slot
+    WRITER = auto()  # in no program: behind the optimizer step of a step that is kept, at the writer of the stage
 
 
 class Work(Enum):

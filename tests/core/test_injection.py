@@ -159,6 +159,7 @@ def test_a_fault_whose_moment_never_comes_is_unconfirmed() -> None:
         (Role("neighbour"), ACTION, 2, (0, 2)),
         (Role("neighbour"), Action(2, Op.F, 0), 0, (0, 0)),  # after the last stage: the first
         (Role("recoverer"), ACTION, 1, (0, 1)),  # no worker is dead: the owner
+        (Owner(0, 1), Action(1, Op.CHECKPOINT), 0, (0, 1)),  # the shadow writes it
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from engine.runtime.faults.registry import WorkerFaultContext, fault_kind, kinds
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
     *("oom", "slow", "hang", "nan", "flip-bit", "noop", "cut-link"),
+    *("disk-full", "disk-error", "damage"),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
+from engine.core.action import Op
 from engine.core.checks.expectations import Check
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
@@ -54,7 +55,7 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
     named = (moment.step, str(moment.action))
     victim = f"{fault.id}: worker {strike.of}"
     last = before[-1] if before else None
-    if moment.when == "after":
+    if moment.when == "after" and moment.action.op is not Op.CHECKPOINT:
         if last != named:
             yield f"{victim} was to be struck after {_text(named)}, and had done {_text(last)} last"
     else:
@@ -74,6 +75,8 @@ def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:
     """Returns (step, action) before the named one in a worker's program; it may be in the step before."""
     program, _ = initial_program(job)
     own = [str(action) for action in program[worker]]
+    if moment.action.op is Op.CHECKPOINT:  # behind the last action of its step, and itself no record
+        return moment.step, own[-1]
     place = own.index(str(moment.action))
     if place:
         return moment.step, own[place - 1]

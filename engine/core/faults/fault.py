@@ -27,7 +27,10 @@ ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The moment before, during or after an action of a step, at the owner of the action's slot."""
+    """The moment before, during or after an action of a step, at the owner of the action's slot.
+
+    A checkpoint of a stage is an action of the worker that writes it.
+    """
 
     step: int
     action: Action
@@ -116,7 +119,7 @@ class Fault:
 
 
 def slot_owner(action: Action) -> Owner:
-    """Returns the default victim of a fault at an action: the owner of its slot."""
+    """Returns the default victim of a fault at an action: the owner of its slot; for a checkpoint, its writer."""
     return Owner(action.pipeline, action.stage)
 
 

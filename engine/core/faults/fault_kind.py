@@ -15,6 +15,7 @@ from engine.core.scalar import Scalar
 AT_ONCE = frozenset({"kill"})  # kinds that end their victim at once
 WITH_NOTICE = frozenset({"terminate"})  # kinds whose victim may hand its stages over before it ends
 HARMLESS = frozenset({"noop"})  # kinds without an effect
+ON_DISKS = frozenset({"disk-full", "disk-error", "damage"})  # kinds that act on files of checkpoints
 
 MOST_NS = 24 * 3600 * 10**9  # no wait is longer: a system call may refuse it
 MOST_COUNT, MOST_NUMBER, MOST_CHARACTERS = 10**9, 10**6, 1000

@@ -17,7 +17,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from engine.core.faults.fault import After, At, Fault, RecoveryPhase, to_plain
+from engine.core.action import Op
+from engine.core.checkpoints.keeping import writers
+from engine.core.faults.fault import After, At, Fault, RecoveryPhase, slot_owner, to_plain
 from engine.core.faults.fault_kind import Sign
 from engine.core.faults.injection_state import (
     Injection,
@@ -137,7 +139,11 @@ def strike(old: Injection, now: Now, fault_id: str) -> Moved:
 
 def _victims(injection: Injection, fault: Fault, state: State) -> Victims:
     if isinstance(fault.moment, At):
-        slot = (fault.moment.action.pipeline, fault.moment.action.stage)
+        action = fault.moment.action
+        slot = (action.pipeline, action.stage)
+        if action.op is Op.CHECKPOINT and fault.victims == (slot_owner(action),):
+            ownership = Ownership(injection.grid, state.owners, state.shadows)
+            return ((writers(ownership, injection.job.fsdp > 0)[action.stage][0], slot),)
         return find_victims(fault.victims, injection.grid, state, slot, ())
     cause_id = fault.moment.fault
     cause = next(each for each in injection.struck if each.fault.id == cause_id)

@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op, Program
+from engine.core.checkpoints.keeping import Keeping, keeping_of
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
 from engine.core.faults.fault import WHOLE_AFTERWARDS, After, At
-from engine.core.faults.fault_kind import AT_ONCE
+from engine.core.faults.fault_kind import AT_ONCE, ON_DISKS
 from engine.core.faults.outcome_rules import impossible_expectations
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Scenario, Target
 from engine.core.ownership import Ownership, Slot
@@ -75,6 +76,9 @@ def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Co
     peer = wanted.parameters.get("peer", 0)
     if isinstance(peer, int) and peer >= num_workers:
         problems += [Problem("peer", f"a worker from 0 to {num_workers - 1}", str(peer), f"the job has {num_workers}")]
+    if wanted.do in ON_DISKS and keeping_of(job.checkpoint_every) == Keeping(last=False):
+        hint = "no checkpoint is written there: set checkpoint_every in the job"
+        problems.append(Problem("do", "a kind for a job that keeps checkpoints", repr(wanted.do), hint))
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger
@@ -174,6 +178,8 @@ class _Failures:
 def _action(place: str, action: Action, own: Collection[Action], job: Job, failures: _Failures) -> list[Problem]:
     """Returns the problem of an action that can never come; `own` are its slot's actions before any failure."""
     op, step = action.op, failures.at.step
+    if op is Op.CHECKPOINT:
+        return _checkpoint(f"{place}.step", job, step)
     if op is Op.HEAL:
         return _heal(f"{place}.action", job, step, can_follow=failures.before(step))
     if failures.at.is_half and failures.surely_before(step):
@@ -202,6 +208,14 @@ def _why_never(op: Op, stage: int, job: Job) -> str:
     if op in SHARD_OPS and not job.fsdp:
         return f"without fsdp there is no {op}"
     return ""
+
+
+def _checkpoint(place: str, job: Job, step: int) -> list[Problem]:
+    """A stage is written for a checkpoint behind the steps that the job keeps; those by time are not known before."""
+    keeping = keeping_of(job.checkpoint_every)
+    if keeping is None or keeping.needs_time or keeping.is_kept(step, step == job.steps - 1):
+        return []
+    return [Problem(place, "a step that is kept", str(step), f"checkpoint_every is {job.checkpoint_every!r}")]
 
 
 def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]:

@@ -137,7 +137,7 @@ class Duties:
             return f"outside the grid of {grid.pipelines} x {grid.stages} slots and {grid.microbatches} microbatches"
         owner = self._ownership.owner(pipeline, stage)
         is_shadow = worker in self._ownership.shadows_of(pipeline, stage)
-        if row.stands is Stands.AGAIN and not self._is_plan:
+        if row.stands is Stands.WRITER or (row.stands is Stands.AGAIN and not self._is_plan):
             return "no part of a whole step"
         if row.touches and row.stands is not Stands.HEALING and (worker, (pipeline, stage)) in self._healing:
             return "has no whole replica of its slot yet"

@@ -28,7 +28,7 @@ from engine.files.jobs.resolved_job import Resolved
 from engine.files.scenarios.form import Reading, in_order
 from engine.files.scenarios.library import find_scenario
 from engine.files.scenarios.scenario_job import JobSource, ScenarioJobs
-from engine.files.scenarios.scenario_schema import CHECKPOINT, scenario_form
+from engine.files.scenarios.scenario_schema import scenario_form
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 
@@ -197,11 +197,7 @@ def _parameters(
 
 
 def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) -> At | None:
-    name = values.get("action", Op.B.value)
-    if name == CHECKPOINT:
-        reading.refuse((*path, "action"), "an action that a step has", repr(name), "checkpoints are not built yet")
-        return None
-    op = Op(name)
+    op = Op(values.get("action", Op.B.value))
     microbatch = values.get("microbatch", job.microbatches // 2)
     if op in STAGE_OPS:
         if "microbatch" in values:

@@ -18,8 +18,7 @@ from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.scenarios.form import Atom, Form, FormEntry, ListOf, Mapped, choice, flag, text, whole
 
 VERSION = 1
-CHECKPOINT = "CHECKPOINT"  # known, so that it is refused with the reason
-ACTIONS = (*(op.value for op in Op if op is not Op.REDO_F), CHECKPOINT)
+ACTIONS = tuple(op.value for op in Op if op is not Op.REDO_F)
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}"
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -18,6 +18,7 @@ from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.errors import StorageError
 from engine.core.worker.outputs import Keep
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.runtime.checkpoint.layer_file import as_file
 from engine.runtime.checkpoint.snapshot import LayerState, state_of
 from engine.runtime.ipc.control import Control
@@ -33,7 +34,8 @@ class CheckpointWriter:
     def __init__(self, control: Control, replicas: Replicas, place: str):
         self._control = control
         self._replicas = replicas
-        self._folder = checkpoints_at(place)
+        self.troubles = DiskTroubles()  # faults of the disk, which a scenario adds
+        self._folder = checkpoints_at(place, troubles=self.troubles)
         self._room = threading.Semaphore(2)
         self._writes = threading.Lock()
         self._copied = threading.Event()

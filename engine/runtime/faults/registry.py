@@ -19,6 +19,7 @@ from engine.core.errors import ensure
 from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign, no_signals
 
 if TYPE_CHECKING:
+    from engine.files.checkpoints.faulty_disk import DiskTroubles
     from engine.runtime.ipc.control import Control
     from engine.runtime.stage.stage import Stage
 
@@ -30,8 +31,9 @@ class WorkerFaultContext:
     """The context of a fault by the worker itself; `stage` is its replica of the target slot, if it has one.
 
     `tell` confirms the effect with a description. `slow_down(factor, ns)` slows down compute actions from now on, for
-    `ns` nanoseconds or, with None, to the end of the step. `cut_link(peer, direction, ns)` cuts the
-    connection to a worker for a time, or for good with None, and returns whether there is one.
+    `ns` nanoseconds or, with None, to the end of the step. `cut_link(peer, direction, ns)` cuts the connection to a
+    worker for a time, or for good with None, and returns whether there is one. `troubles` are those of the disk under
+    the worker's checkpoints, None if it writes none.
     """
 
     fault: str
@@ -41,6 +43,7 @@ class WorkerFaultContext:
     tell: Callable[[str], None]
     slow_down: Callable[[float, int | None], None]
     cut_link: Callable[[int, str, int | None], bool]
+    troubles: DiskTroubles | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine.core.action import COMPUTE_OPS, Action
+from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import required
 from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_by
 from engine.core.messages import ArmMessage, InflictMessage, StrikeMessage, SufferedMessage
+from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.runtime.faults.registry import WorkerFaultContext, registered
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
@@ -51,11 +52,13 @@ class Failpoints:
         faults: Sequence[Fault] = (),
         replicas: Replicas | None = None,
         cut: CutLink = lambda peer, direction, for_ns: False,
+        troubles: DiskTroubles | None = None,
     ):
         self.control = control
         self.faults: list[Fault] = []
         self.replicas = replicas
         self._cut = cut
+        self._troubles = troubles
         self._slowdown: _Slowdown | None = None
         self._due: Fault | None = None  # the fault that is to strike during the present action
         control.on_fault = self._handle
@@ -84,6 +87,26 @@ class Failpoints:
             else:
                 self._due = fault
 
+    def around_checkpoint(
+        self, step: int, stages: Sequence[int], begin: Callable[[], None], finish: Callable[[], None]
+    ) -> None:
+        """Writes stages for a checkpoint, with the strikes before, during and after it; raises as `at` does.
+
+        `begin` lets threads write; `finish` waits for them, which only a fault after the checkpoint needs.
+        """
+        actions = [Action(stage, Op.CHECKPOINT) for stage in stages]
+        self._at_all(step, actions, "before")
+        begin()
+        self._at_all(step, actions, "during")
+        if any(struck_by(self.faults, step, action, "after") for action in actions):
+            finish()
+            self._at_all(step, actions, "after")
+
+    def _at_all(self, step: int, actions: Iterable[Action], when: When) -> None:
+        for action in actions:
+            self.at(step, action, when)
+            self.delay(step, action, now_ns())
+
     def _stand_still(self, fault: Fault) -> None:
         until_ns = now_ns() + _PATIENCE_NS
         alarm = threading.Timer(_PATIENCE_NS / 1e9, self.control.wake)
@@ -108,6 +131,7 @@ class Failpoints:
             tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),
             cut_link=self._cut,
+            troubles=self._troubles,
         )
         registered()[message.do].strike(context)
 

@@ -209,7 +209,12 @@ class Training:
                 self.context.control.send(messages.AuditMessage(output.step, pipeline, part))
 
     def _keep(self, output: outputs.Keep) -> None:
-        required(self.context.checkpoints, "a job that keeps a step has a place for it").keep(output)
+        checkpoints = required(self.context.checkpoints, "a job that keeps a step has a place for it")
+        stages = [share.slot[1] for share in output.shares]
+        with contextlib.suppress(Fenced):  # then this checkpoint lacks a part; a later check raises
+            self.context.failpoints.around_checkpoint(
+                output.step, stages, lambda: checkpoints.keep(output), checkpoints.join_writes
+            )
 
     def _join_copy(self) -> None:
         if self.context.checkpoints is not None:

@@ -199,9 +199,10 @@ def join(
     plane = backend.joining(0, welcome.ranks).join()
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
-    failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut)
-    shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
     checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints) if welcome.checkpoints else None
+    troubles = checkpoints.troubles if checkpoints else None
+    failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut, troubles)
+    shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
     context = WorkerContext(
         job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend, shards, checkpoints
     )
