@@ -68,8 +68,13 @@ RECOVERED, LOST = Expect(), Expect("state-lost")
             (KILL,),
             Expect("resumable"),
             {},
-            "expect.outcome: expected recovered, state-lost or noticed, found 'resumable'",
+            "expect.outcome: expected a job that keeps checkpoints beside it, found 'resumable' (with checkpoint_every "
+            "'end' there is no checkpoint before the end)",
         ),
+        ((PAIR,), Expect("resumable"), {"checkpoint_every": "8"}, "no checkpoint before the end"),
+        ((PAIR,), Expect("resumable"), {"checkpoint_every": "2"}, "the run goes on by itself 3 times"),
+        ((KILL,), Expect("resumable"), {"checkpoint_every": "2", "restarts": 0}, "one worker is lost, and each"),
+        ((PAIR,), RECOVERED, {"checkpoint_every": "2", "restarts": 0}, "no other worker holds stage 2"),
     ],
 )
 def test_what_never_can_be_is_refused(
@@ -100,6 +105,10 @@ def test_what_never_can_be_is_refused(
         ((wanted("a", at(3, "1B2"), "stop"),), LOST, {}),  # how many it loses depends on the clock
         ((wanted("a", at(3, "1B2"), "slow"),), Expect(recovery=Limits(max_ns=1)), {}),
         ((KILL,), Expect("noticed", notice="not-finite"), {}),
+        ((PAIR,), Expect("resumable"), {"checkpoint_every": "2", "restarts": 0}),
+        ((PAIR,), Expect("resumable"), {"checkpoint_every": "1m", "restarts": 0}),
+        ((PAIR,), RECOVERED, {"checkpoint_every": "2"}),  # the run goes on from a checkpoint
+        ((PAIR,), LOST, {"checkpoint_every": "2"}),  # no checkpoint may be whole yet
     ],
 )
 def test_what_may_be_is_not(faults: tuple[FaultSpec, ...], expect: Expect, job: dict[str, Any]) -> None:

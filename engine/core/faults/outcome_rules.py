@@ -1,7 +1,8 @@
 """The expectations that no run of a scenario can meet, found before the run.
 
 Rule: an expectation is refused only if no run can meet it, whatever happens at which time. So a fault at the end of the
-last step counts for nothing: after the last commit no death keeps a run from its end.
+last step counts for nothing: after the last commit no death keeps a run from its end. A lost state is none where a
+checkpoint may be whole, and the run may go on from it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from engine.core.action import STAGE_OPS
+from engine.core.checkpoints.keeping import keeping_of
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, holders
 from engine.core.errors import Problem
@@ -38,11 +40,16 @@ def impossible_expectations(
         yield Problem("expect.notice", f"one of {', '.join(NOTICES)} beside outcome noticed", "nothing", hint)
     if expect.outcome != "noticed" and expect.notice is not None:
         yield Problem("expect.notice", "outcome noticed beside it", repr(expect.outcome))
-    if expect.outcome == "resumable":
-        yield Problem(_PLACE, "recovered, state-lost or noticed", "'resumable'", "checkpoints are not built yet")
+    is_kept = _keeps_before_the_end(job)
+    if expect.outcome == "resumable" and not is_kept:
+        hint = f"with checkpoint_every {job.checkpoint_every!r} there is no checkpoint before the end"
+        yield Problem(_PLACE, "a job that keeps checkpoints beside it", "'resumable'", hint)
     if faults is None:
         return
-    if expect.outcome == "recovered" and (why := _why_lost(job, faults, ending)):
+    sure = _why_kept(job, faults, ending) or _why_goes_on(job, faults, ending)
+    if expect.outcome == "resumable" and is_kept and sure:
+        yield Problem(_PLACE, "recovered", "'resumable'", sure)
+    if expect.outcome == "recovered" and not (is_kept and job.restarts) and (why := _why_lost(job, faults, ending)):
         yield Problem(_PLACE, "state-lost", "'recovered'", why)
     if expect.outcome == "state-lost" and (why := _why_kept(job, faults, ending)):
         yield Problem(_PLACE, "recovered", "'state-lost'", why)
@@ -99,6 +106,20 @@ def _why_kept(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
         return ""
     lost = "no worker is" if not dead else "one worker is" if dead == 1 else f"{dead} workers are"
     return f"{lost} lost, and each stage is held by {kept}"
+
+
+def _keeps_before_the_end(job: Job) -> bool:
+    """Returns whether the state may be kept after a step that is not the last one."""
+    keeping = keeping_of(job.checkpoint_every)
+    return keeping is not None and (keeping.needs_time or 0 < keeping.every_steps < job.steps)
+
+
+def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]) -> str:
+    """Returns why a run surely goes on from a checkpoint by itself; empty if its restarts may be used up."""
+    lost = sum(_most_victims(each) for each in faults.values() if each.do in ending)
+    if lost > job.restarts or any(each.do not in ending and not _is_harmless(each) for each in faults.values()):
+        return ""
+    return f"{lost} workers are lost at most, and the run goes on by itself {job.restarts} times: set restarts: 0"
 
 
 def _most_victims(wanted: FaultSpec) -> int:
