@@ -62,6 +62,8 @@ def _foreign(layer: nn.Module) -> Iterator[tuple[str, str]]:
         elif tensor.layout is not torch.strided:
             yield f"the sparse tensor {name!r}", "register its indices and values as two buffers"
     for name, module in layer.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"the extra state of {name or type(module).__name__!r}", "register it as a buffer"
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             yield f"sparse gradients of {name or type(module).__name__!r}", "give sparse=False"
 

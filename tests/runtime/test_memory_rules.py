@@ -89,3 +89,26 @@ def test_a_layer_of_other_than_plain_tensors_is_refused(layer: Any, found: str) 
     specs = (LayerSpec("first", "Linear", lambda: nn.Linear(WIDTH, WIDTH)), LayerSpec("odd", "Odd", layer))
     with pytest.raises(UserError, match=found):
         build_layer(Job(), Model(specs, default_loss), 1)
+
+
+class Remembers(nn.Linear):
+    """Has state that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def remembers() -> list[nn.Module]:
+    return [nn.Sequential(nn.ReLU(), Remembers()), nn.Linear(WIDTH, 1)]
+
+
+def test_state_that_is_neither_parameter_nor_buffer_is_refused() -> None:
+    with pytest.raises(UserError, match="found the extra state of '1' in layer 0 .register it as a buffer."):
+        built("remembers")
