@@ -56,6 +56,10 @@ _BENCHMARKS = {
         "buffers.buffer_cases",
         "Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer.",
     ),
+    "checkpoint": (
+        "checkpoint.checkpoint_cases",
+        "Time of a step with checkpoints, against none; copy, write and sync; torch's asynchronous save.",
+    ),
     "events": (
         "events.events_cases",
         "Time and memory to report a run of a day with 1 GB of events, and to record an action: against limits.",

@@ -80,9 +80,14 @@ ROOMS: dict[str, frozenset[str]] = {
     | _ARRAYS
     | {"engine.core.coordinator", "engine.core.history", "engine.core.store", "engine.core.checks", "engine.files"}
     | {"engine.models", "engine.models.networks", "engine.runtime.store", "engine.runtime.worker"}
-    | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"},
+    | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"}
+    | {"engine.core.checkpoints", "engine.core.worker", "engine.runtime.checkpoint"},
     "engine.bench.figures": _PLANS | {"engine.core.history"},
-    "engine.bench.peers": _HOST | _PLANS | _ARRAYS | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
+    "engine.bench.peers": _HOST
+    | _PLANS
+    | _ARRAYS
+    | {"engine.core.checkpoints", "engine.runtime.checkpoint"}
+    | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness": _HOST
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
     | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}

@@ -107,7 +107,7 @@ def _measured_mib(job: Job, mode: Redundancy, folder: Path, variables: Mapping[s
 
 def timed_flags(job: Job) -> list[str]:
     """Returns the flags of `bamboo run` for a job without audit and validation."""
-    flags = ["--audit", "0", "--validate-every", "0"]
+    flags = ["--audit", "0", "--validate-every", "0", "--checkpoint-every", "0"]
     for name in ("model", "stages", "microbatches", "redundancy", "log_every", "steps"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(job, name))]
     for field in ("model_args", "data_args"):

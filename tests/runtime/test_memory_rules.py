@@ -110,5 +110,5 @@ def remembers() -> list[nn.Module]:
 
 
 def test_state_that_is_neither_parameter_nor_buffer_is_refused() -> None:
-    with pytest.raises(UserError, match="found the extra state of '1' in layer 0 .register it as a buffer."):
+    with pytest.raises(UserError, match=r"found the extra state of '1' in layer 0 .register it as a buffer."):
         built("remembers")
