@@ -26,7 +26,7 @@ from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import Record
 from engine.core.history.run_records import CommitRecord, EpochRecord
 from engine.core.ownership import Slot
-from engine.core.texts import numbered
+from engine.core.texts import counted, numbered
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.jobs.checkpoint_choice import tell_refused
 
@@ -173,7 +173,8 @@ class Restarts:
         good = self._newest_good(before=self.origin.step if could_not_load and self.origin else None)
         self.ladder, code = next_rung(self.ladder, None if good is None else good.step, time.monotonic_ns())
         if code == ExitCode.STOPPED_RESUMABLE:
-            times = f"{self.ladder.most} restarts in an hour are used up" if self.ladder.most else "restarts are off"
+            used = f"it has had its {counted(self.ladder.most, 'restart')} in an hour"
+            times = used if self.ladder.most else "restarts are off"
             agent.cause = WorkerFailedError(f"{cause}; {times}", code)
         if code is not None or good is None:
             return None

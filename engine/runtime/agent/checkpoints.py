@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
@@ -28,6 +28,7 @@ from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
+from engine.files.jobs.data_files import data_files
 from engine.files.jobs.given_weights import weights_hash
 from engine.files.run_folder import CHECKPOINTS_FOLDER
 from engine.runtime.agent.run_state import RunState
@@ -159,7 +160,7 @@ class Checkpoints:
         self._orders.put(order)
 
     def _publish_all(self) -> None:
-        facts, init = bit_facts(host_facts(Path.cwd())), weights_hash(self._job.init)
+        fixed: Mapping[str, Any] = {}
         while (order := self._orders.get()) is not None:
             if isinstance(order, _Spare):
                 self._remove(order)
@@ -167,7 +168,8 @@ class Checkpoints:
             whole, under_way = order
             named = {part.file for part in whole.parts}
             try:
-                self._results.put(self._published(facts, init, whole, under_way))
+                fixed = fixed or self._fixed()
+                self._results.put(self._published(fixed, whole, under_way))
             except Exception as error:  # training goes on
                 self._results.put(UnkeptRecord(step=whole.step, why=str(error) or repr(error)))
                 self._remove(_Spare(whole.step, under_way.files))
@@ -182,18 +184,22 @@ class Checkpoints:
         with contextlib.suppress(StorageError):  # `bamboo clean` finds them
             self._folder.remove_parts(*spare)
 
-    def _published(self, facts: Mapping[str, object], init: str, whole: Whole, under_way: _UnderWay) -> KeptRecord:
+    def _fixed(self) -> dict[str, Any]:
+        """Returns the parts of a manifest that are the same in all of a run; it reads the user's files once."""
+        facts, init = bit_facts(host_facts(Path.cwd())), weights_hash(self._job.init)
+        return {"facts": facts, "init": init, "data_files": data_files(self._job)}
+
+    def _published(self, fixed: Mapping[str, Any], whole: Whole, under_way: _UnderWay) -> KeptRecord:
         manifest = Manifest(
             run=self._run,
             step=whole.step,
             epoch=under_way.epoch,
             loss=under_way.loss,
             job=asdict(self._job.masked),
-            facts=facts,
             layers=whole.hashes,
             parts=whole.parts,
             names=tuple(self._run_state.layers),
-            init=init,
+            **fixed,
         )
         name = self._folder.publish(manifest)
         times = {each: getattr(under_way, each) for each in ("copy_ns", "write_ns", "sync_ns")}

@@ -1,0 +1,121 @@
+"""The checkpoint that a run begins with: which one is found, and which job may go on from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from engine.core.checkpoints.manifest import LayerHash, Manifest
+from engine.core.config.bit_fields import bit_facts
+from engine.core.config.job import Job
+from engine.core.errors import NothingMatchedError, StorageError, UserError
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.host_facts import host_facts
+from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command
+from engine.files.jobs.data_files import data_files
+
+FACTS = bit_facts(host_facts(Path.cwd()))
+OLD, NEW = "20261122-100000-a-0000", "20261123-100000-b-0000"
+
+
+def keep(results: Path, run: str, steps: tuple[int, ...], job: Job | None = None, resumed: str = "") -> Path:
+    job = job or Job()
+    place = results / run / "checkpoints"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    facts: dict[str, object] = {"job": asdict(job), "origins": {}, "host": {}}
+    if resumed:
+        facts["resumed"] = {"place": str(results / resumed / "checkpoints"), "run": resumed, "step": 0, "file": ""}
+    (place.parent / "run.json").write_text(json.dumps(facts))
+    folder = checkpoints_at(place)
+    for step in steps:
+        part = folder.write_part(step, 0, [b"bytes"])
+        layers = (LayerHash(0, "0" * 64, "1" * 64),)
+        manifest = Manifest(
+            run=run,
+            step=step,
+            epoch=1,
+            loss=0.5,
+            job=asdict(job),
+            facts=FACTS,
+            data_files=data_files(job),
+            layers=layers,
+            parts=(part,),
+        )
+        folder.publish(manifest)
+    return place
+
+
+def refused_fields(results: Path, job: Job, other_bits: bool = False) -> list[str]:
+    found = find_checkpoint("latest", results, lambda line: None)
+    with pytest.raises(UserError) as error:
+        refuse_other_bits(found, job, other_bits)
+    return [each.field for each in error.value.problems]
+
+
+def test_latest_is_the_newest_run_that_has_one(tmp_path: Path) -> None:
+    keep(tmp_path, OLD, (3, 5))
+    keep(tmp_path, NEW, ())
+    found = find_checkpoint("latest", tmp_path, lambda line: None)
+    assert (found.origin.run, found.origin.step) == (OLD, 5)
+    assert find_checkpoint("latest@3", tmp_path, lambda line: None).origin.step == 3
+    assert find_checkpoint(f"{OLD}@3", tmp_path, lambda line: None).origin.step == 3
+    assert find_checkpoint(str(tmp_path / OLD / "checkpoints"), tmp_path, lambda line: None).origin.step == 5
+
+
+def test_a_resumed_run_without_one_stands_for_the_run_before(tmp_path: Path) -> None:
+    keep(tmp_path, OLD, (3,))
+    keep(tmp_path, NEW, (), resumed=OLD)
+    assert find_checkpoint(NEW, tmp_path, lambda line: None).origin.run == OLD
+    assert resume_command(tmp_path / NEW, Job(model_args={"hf_token": "x"})) == (
+        f"bamboo run --resume {tmp_path / NEW} --set model_args.hf_token=VALUE"
+    )
+
+
+def test_a_damaged_one_is_named_and_the_next_older_is_taken(tmp_path: Path) -> None:
+    place = keep(tmp_path, OLD, (3, 5))
+    (part,) = (place / "step-00000005").glob("layer-*")
+    part.write_bytes(b"bytez")
+    told: list[str] = []
+    assert find_checkpoint(OLD, tmp_path, told.append).origin.step == 3
+    assert len(told) == 1
+    assert part.name in told[0]
+    for each in place.glob("step-*/layer-*"):
+        each.write_bytes(b"")
+    with pytest.raises(StorageError, match="2 were refused"):
+        find_checkpoint(OLD, tmp_path, told.append)
+
+
+def test_without_any_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    keep(tmp_path, OLD, ())
+    for name in ("latest", OLD):
+        with pytest.raises(NothingMatchedError):
+            find_checkpoint(name, tmp_path, lambda line: None)
+    assert resume_command(tmp_path / OLD, Job()) == ""
+
+
+def test_fields_that_decide_bits_are_refused_with_the_list(tmp_path: Path) -> None:
+    keep(tmp_path, OLD, (3,))
+    job = replace(Job(), seed=1, pipelines=2, stages=2, schedule="gpipe")
+    assert refused_fields(tmp_path, job) == ["pipelines", "seed"]
+    refuse_other_bits(find_checkpoint("latest", tmp_path, lambda line: None), job, other_bits=True)
+
+
+def test_a_job_without_another_step_is_refused(tmp_path: Path) -> None:
+    keep(tmp_path, OLD, (79,))
+    assert refused_fields(tmp_path, Job()) == ["steps"]
+    assert refused_fields(tmp_path, Job(), other_bits=True) == ["steps"]
+
+
+def test_a_data_file_that_changed_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one")
+    job = Job(data=str(text))
+    keep(tmp_path, OLD, (3,), job)
+    refuse_other_bits(find_checkpoint("latest", tmp_path, lambda line: None), job, other_bits=False)
+    text.write_text("two")
+    assert refused_fields(tmp_path, job) == [f"data file {text}"]
+    text.unlink()
+    assert refused_fields(tmp_path, job) == [f"data file {text}"]
