@@ -57,6 +57,8 @@ def test_shards_change_no_bit(runs: Runs, fields: dict[str, Any]) -> None:
     loop = plain_loop.PlainLoop(job)
     assert [row.texts() for row in run_state.rows] == [row for step in range(job.steps) for row in loop.step(step)]
     assert run_state.validations[job.steps - 1] == loop.validate()
+    kept = [(event["step"], event["parts"]) for event in events if event["event"] == "kept"]
+    assert kept == [(job.steps - 1, len(run_state.layers) * job.pipelines)]
     ops = {event["action"].lstrip("0123456789").split("@")[0] for event in events if event["event"] == "action"}
     assert {"UNSHARD", "RESHARD"} <= ops
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from engine.core.checkpoints.manifest import LayerHash
+from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.config.job import Job
+from engine.core.config.job_wants import fresh_ownership
+from engine.core.coordinator.state import first_state
+from engine.core.history.run_records import UnkeptRecord
+from engine.core.messages import CommitMessage
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.runtime.agent.checkpoints import Checkpoints
+from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending
 from tests.kills import parse_kills
 from tests.runtime.small_jobs import NORMED as WITH_BUFFERS
@@ -66,3 +74,17 @@ def test_a_place_that_cannot_be_written_costs_the_checkpoint_only(tmp_path: Path
     assert ending.outcome == "finished"
     (note,) = ending.view.run_state.notes
     assert note.startswith("step 1 is not kept as a checkpoint: cannot write ")
+
+
+def test_a_part_without_a_manifest_is_removed_at_the_end(tmp_path: Path) -> None:
+    place = str(tmp_path / "checkpoints")
+    part = checkpoints_at(place).write_part(1, 0, [b"of a worker that died"])
+    job, records = Job(**SMALL, steps=2), list[Any]()
+    recorder: Any = SimpleNamespace(write=records.append)
+    checkpoints = Checkpoints(job, str(tmp_path), RunState(job), recorder)
+    known = first_state(job, fresh_ownership(job), 0).membership._replace(committed=1)
+    checkpoints.await_parts(CommitMessage(1, 1.0, "end", keep=True), known)
+    checkpoints.kept(KeptMessage(1, part, 0, 0, 0))
+    checkpoints.close()
+    assert [(type(each), each.step) for each in records] == [(UnkeptRecord, 1)]
+    assert not list(Path(place).rglob("*.safetensors"))

@@ -121,11 +121,17 @@ class Checkpoints:
         self._go_on(gathering.close(self._gathering, step, hashes))
 
     def close(self) -> None:
-        """Gives up the checkpoints that are not whole, and waits for the manifests of the others, at most `_END_S`."""
+        """Gives up the checkpoints that are not whole, and waits for the manifests of the others, at most `_END_S`.
+
+        Then removes the parts without a manifest, if no other run writes there.
+        """
         self._go_on(gathering.give_up_all(self._gathering))
         if self._thread is not None:
             self._orders.put(None)
             self._thread.join(_END_S)
+        if self._gathering.begun >= 0 and not self._job.checkpoints:
+            with contextlib.suppress(StorageError):  # then they stay
+                self._folder.remove_orphans()
         self.record()
 
     def record(self) -> None:
