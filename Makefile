@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -70,6 +70,11 @@ soak-stalls: $(TEST_STAMP)
 # Disks that fill up and files that may not grow, at some forty places: some four minutes on two cores, as root.
 soak-disk: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.disk_soak
+
+# Every step of three jobs resumed with four cuts, and 60 kills of workers and launchers: some ten minutes on two cores.
+soak-resume: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.resume_soak --grid
+	.venv/bin/python -m tests.e2e.resume_soak --kills 60 --launchers 10 --seed $(SEED)
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
