@@ -86,13 +86,13 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     """
     from engine.files.run_folder import create_run_folder
     from engine.harness.dead_runs import delete_dead_stores
-    from engine.models.model_registry import unreadable_data
+    from engine.models.model_registry import unreadable_files
     from engine.runtime.process.folder_lock import folder_used
     from engine.runtime.process.interrupts import holding
 
     started_s = time.monotonic()
     job = case.scenario.job
-    if problems := unreadable_data(job):
+    if problems := unreadable_files(job, begins=case.origin is None):
         raise UserError(problems)
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
     with (
@@ -264,6 +264,7 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
 
 def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
     from engine.files.host_facts import host_facts
+    from engine.files.jobs.given_weights import weights_hash
 
     facts: dict[str, Any] = {
         "job": asdict(case.scenario.job.masked),
@@ -271,6 +272,8 @@ def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = 
         "injectable": case.injectable,
         "host": host_facts(Path.cwd()),
     }
+    if case.scenario.job.init and case.origin is None:
+        facts["init"] = {"file": case.scenario.job.init, "sha256": weights_hash(case.scenario.job.init)}
     if case.origin is not None:
         facts["resumed"] = asdict(case.origin)
     if case.file is not None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import NothingMatchedError, StorageError
-from engine.harness.checkpoint_place import checkpoint_place
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.jobs.checkpoint_choice import find_checkpoint
 
 
 def export_weights(where: str, results: Path, output: Path, say: Callable[[str], object]) -> dict[str, Any]:
@@ -18,17 +18,9 @@ def export_weights(where: str, results: Path, output: Path, say: Callable[[str],
         StorageError: none of its checkpoints is good, or the output cannot be written.
         UserError: the output has no known form.
     """
-    place = checkpoint_place(where, results)
-    good = place.folder.newest_good(place.run, place.step)
-    for each in good.refused:
-        say(f"a checkpoint is refused: {each.reason}")
-    if good.manifest is None:
-        of_step = "" if place.step is None else f" of step {place.step}"
-        if good.refused:
-            raise StorageError(f"no checkpoint{of_step} in {place.folder.place!r} is good")
-        raise NothingMatchedError(f"no checkpoint{of_step} in {place.folder.place!r}")
+    found = find_checkpoint(where, results, say)
     from engine.runtime.checkpoint.export import export  # torch
 
-    done = export(place.folder, good.manifest, output)
-    found = {"run": good.manifest.run, "step": good.manifest.step, "output": str(output)}
-    return found | {"tensors": done.tensors, "bytes": done.num_bytes}
+    done = export(checkpoints_at(found.origin.place), found.manifest, output)
+    facts = {"run": found.manifest.run, "step": found.manifest.step, "output": str(output)}
+    return facts | {"tensors": done.tensors, "bytes": done.num_bytes}

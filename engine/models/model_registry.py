@@ -196,12 +196,24 @@ def data_problems(job: Job) -> list[Problem]:
     return factory.problems("data_args", job.data_args)
 
 
-def unreadable_data(job: Job) -> list[Problem]:
-    """Returns a problem if the data of a job is a path that cannot be read; a dry run does not need it."""
-    if job.data in ("auto", *DATA) or is_own(job.data) or os.access(job.data, os.R_OK):
-        return []
-    why = os.strerror(errno.EACCES if os.path.exists(job.data) else errno.ENOENT)
-    return [Problem("data", "a file or a folder that can be read", repr(job.data), why)]
+def unreadable_files(job: Job, *, begins: bool = True) -> list[Problem]:
+    """Returns a problem for each path of a job that cannot be read: its data, and the weights that it begins with.
+
+    A dry run needs neither, and a run that does not begin (`begins`) has its own weights.
+    """
+    paths = {} if job.data in ("auto", *DATA) or is_own(job.data) else {"data": job.data}
+    if job.init and begins:
+        paths["init"] = job.init
+    return [
+        Problem(
+            field,
+            "a file or a folder that can be read",
+            repr(path),
+            os.strerror(errno.EACCES if os.path.exists(path) else errno.ENOENT),
+        )
+        for field, path in paths.items()
+        if not os.access(path, os.R_OK)
+    ]
 
 
 def data_factory(job: Job) -> Builtin | None:
