@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from engine.core.checks.trajectory import MARK_DIGITS, TrajectoryRow
@@ -14,11 +16,14 @@ from engine.core.samples.ledger import sample_at
 from engine.files.events_file import read_history
 from engine.models.layers import Batch
 from engine.report.load import load
+from engine.report.steps import samples_table
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.worker.microbatch_loader import mark_of
 from tests.e2e.kill_runs import Runs
 from tests.e2e.user_batches import NUM_POINTS, Points
 from tests.kills import parse_kills
+from tests.runtime.kept_states import run_and_keep
+from tests.runtime.thread_runs import run_in_threads
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -51,9 +56,8 @@ def loaded_marks(rows: list[TrajectoryRow]) -> dict[tuple[int, str], str]:
     return found
 
 
-def check_passes(folder: Path, rows: list[TrajectoryRow]) -> None:
-    """Holds the ledger of a run against its data, and the bits that were trained against the ledger."""
-    table = load(read_history(folder / "events.jsonl")).samples
+def check_passes(table: pd.DataFrame, rows: list[TrajectoryRow]) -> None:
+    """Holds a ledger against the data, and the bits that were trained against the ledger."""
     points, trained = Points(NUM_POINTS, 1), Counter[tuple[int, int]]()
     expected: dict[tuple[int, str], list[int]] = {}
     for row in table.itertuples():
@@ -83,4 +87,16 @@ def test_every_pass_has_every_sample_once(runs: Runs, fields: dict[str, Any], ki
     ending, events = runs.run(job, parse_kills(kills, job))
     assert ending.error is None, ending.error
     assert sum(event["event"] == "fault" for event in events) == len(kills)
-    check_passes(runs.last, ending.view.run_state.rows)
+    check_passes(load(read_history(runs.last / "events.jsonl")).samples, ending.view.run_state.rows)
+
+
+def test_a_resumed_run_goes_on_in_the_same_pass_with_another_cut(tmp_path: Path) -> None:
+    job = Job(**JOB, stages=2)
+    whole, origins = run_and_keep(job, tmp_path)
+    others = replace(job, stages=3, redundancy="eager"), replace(job, stages=4, workers=4)
+    rows = [row for row in whole.view.run_state.rows if row.step <= 1]
+    for origin, other, until in zip((origins[1], origins[5]), others, (5, job.steps), strict=True):
+        ending = run_in_threads(other, parse_kills(("7:1",), other) if until == job.steps else (), origin=origin)
+        assert ending.error is None, ending.error
+        rows += [row for row in ending.view.run_state.rows if row.step <= until]
+    check_passes(samples_table(job, {row.step for row in rows}, NUM_POINTS), rows)
