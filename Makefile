@@ -20,6 +20,9 @@ demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
 # What watches clocks closely runs by itself, when the machine has nothing else to do.
 TIMED := tests/e2e/test_etcd_faults.py
 
+# The byte code of our own modules is kept, whatever the environment says: the hundreds of programs that tests start
+# would else compile the same modules, each a third of a second long.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(TEST_STAMP)
 	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal $(TIMED:%=--ignore=%)
 	.venv/bin/python -m pytest --numprocesses 2 $(TIMED)
