@@ -7,6 +7,7 @@ and another test can feed it a planted offence.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -53,12 +54,16 @@ FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "ma
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: dotted name, path relative to the root, text and syntax tree."""
+    """One source file: dotted name, path relative to the root, and text."""
 
     name: str
     path: str
     text: str
-    tree: ast.Module
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree; every process of the tests collects the modules, one needs their trees."""
+        return ast.parse(self.text, self.path)
 
     @property
     def is_package(self) -> bool:
@@ -69,7 +74,7 @@ class Module:
 def parse(path: str, text: str) -> Module:
     """Returns the module at `path`, a POSIX path relative to the root."""
     name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    return Module(name, path, text, ast.parse(text, path))
+    return Module(name, path, text)
 
 
 def imports_of(node: ast.AST) -> Iterator[tuple[int, str]]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.microbatch import (
-    TensorChunkSpec,
-    _Replicate,
-    split_args_kwargs_into_chunks,
-)
 
 from engine.models.chunks import Chunk, Mark, split
 
@@ -50,11 +46,16 @@ KWARGS = {"mask": arange(2, 8), "scale": 2.5, "empty": {}}
 D0, D1 = Chunk(0), Chunk(1)
 
 
+def peer() -> Any:
+    """Returns the module of torch; its import takes longer than all tests of this file, which only one process runs."""
+    return importlib.import_module("torch.distributed.pipelining.microbatch")
+
+
 def as_torch(spec: Any) -> Any:
     if isinstance(spec, Chunk):
-        return TensorChunkSpec(spec.dim)
+        return peer().TensorChunkSpec(spec.dim)
     if spec is Mark.REPLICATE:
-        return _Replicate()
+        return peer()._Replicate()
     if isinstance(spec, dict):
         return {key: as_torch(each) for key, each in spec.items()}
     return type(spec)(*map(as_torch, spec)) if isinstance(spec, Pair) else type(spec)(map(as_torch, spec))
@@ -65,14 +66,14 @@ def test_nested_arguments_are_split_as_by_torch(count: int) -> None:
     nested = (D0, [D1, {"deep": Pair(D0, (D0, Mark.REPLICATE))}])
     named = {"mask": D1, "scale": Mark.REPLICATE, "empty": {}}
     mine = split((ARGS, KWARGS), (nested, named), count)
-    args, kwargs = split_args_kwargs_into_chunks(ARGS, KWARGS, count, as_torch(nested), as_torch(named))
+    args, kwargs = peer().split_args_kwargs_into_chunks(ARGS, KWARGS, count, as_torch(nested), as_torch(named))
     assert len(mine) == count
     assert is_same(mine, list(zip(args, kwargs, strict=True)))
 
 
 def test_by_default_tensors_are_cut_along_dimension_0_as_by_torch() -> None:
     args, named = (arange(4, 2), [arange(4), 3]), {"mask": arange(4, 1, 2), "flag": True}
-    torch_args, torch_kwargs = split_args_kwargs_into_chunks(args, named, 4)
+    torch_args, torch_kwargs = peer().split_args_kwargs_into_chunks(args, named, 4)
     assert is_same(split((args, named), None, 4), list(zip(torch_args, torch_kwargs, strict=True)))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import schedules as theirs
 
 from engine.core.config.schedule_choice import check_schedule
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
@@ -34,6 +34,11 @@ PAIRS: list[tuple[str, int, str | None]] = [
 P = 4
 
 
+def theirs() -> Any:
+    """Returns the module of torch; its import takes seconds, and every process of the tests collects this file."""
+    return importlib.import_module("torch.distributed.pipelining.schedules")
+
+
 def of_torch(name: str, v: int, m: int) -> Any:
     """Returns a schedule of torch's for worker 0, made without a process group."""
     placed = SCHEDULES["zbv" if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else "interleaved"].placement
@@ -45,14 +50,14 @@ def of_torch(name: str, v: int, m: int) -> Any:
         )
         for stage in mine
     ]  # fmt: skip
-    make = getattr(theirs, name)
-    single = issubclass(make, theirs.PipelineScheduleSingle)
+    make = getattr(theirs(), name)
+    single = issubclass(make, theirs().PipelineScheduleSingle)
     return make(stages[0] if single else stages, m, loss_fn=len)
 
 
 def csv_of_torch(name: str, v: int, m: int, folder: Path) -> str:
     schedule = of_torch(name, v, m)
-    if isinstance(schedule, theirs.PipelineScheduleSingle):
+    if isinstance(schedule, theirs().PipelineScheduleSingle):
         rows = schedule._get_pipeline_order() or {}
         return "\n".join(",".join(str(each) if each else "" for each in rows[rank]) for rank in range(P)) + "\n"
     schedule._dump_csv(str(folder / "schedule.csv"), format="compute_only")
@@ -99,8 +104,8 @@ def test_ours_load_there(name: str, m: int, tmp_path: Path) -> None:
     owners = host.stage_index_to_group_rank
     # What torch simulates is without pairs, though it runs them: they are taken apart for it.
     apart = {rank: [part for a in line for part in a.sub_actions or (a,)] for rank, line in host.pipeline_order.items()}
-    with_transfers = theirs._add_send_recv(apart, lambda stage: owners[stage], P * v)
-    theirs._simulate_comms_compute(with_transfers, lambda stage: owners[stage], P * v)  # raises when it cannot go on
+    with_transfers = theirs()._add_send_recv(apart, lambda stage: owners[stage], P * v)
+    theirs()._simulate_comms_compute(with_transfers, lambda stage: owners[stage], P * v)  # raises when it cannot go on
     assert lists_from_csv(path.read_text()) == schedule(P, m, v)
 
 
