@@ -33,16 +33,17 @@ _METRIC = "training stalled s; peer: "
 def recovery_cases(quick: bool) -> Cases:
     """Returns the cases of `bamboo bench recovery`; torchft is one of them if it is installed."""
     peers = {"torchrun": bench_restart} | ({"torchft": bench_torchft} if find_spec("torchft") else {})
-    return {**pause_cases(quick), **{name: partial(peer, 1 if quick else 5) for name, peer in peers.items()}}
+    sizes = (2, 1) if quick else (Job().stages, 5)
+    return {**pause_cases(quick), **{name: partial(peer, *sizes) for name, peer in peers.items()}}
 
 
-def bench_restart(num_pairs: int, folder: Path) -> list[BenchRow]:
+def bench_restart(stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of the time that training stalled after a kill, beside torchrun's restart.
 
     Raises:
         WorkerFailedError: a run of either side did not recover.
     """
-    job = Job(steps=STEP + 3, validate_every=0)
+    job = Job(stages=stages, steps=STEP + 3, validate_every=0)
     sides: dict[str, Callable[[], tuple[float, float]]] = {
         "ours": lambda: (_killed_bamboo(job, folder), 1.0),
         "peer": partial(_restart_torchrun, job, folder),
@@ -56,13 +57,13 @@ def bench_restart(num_pairs: int, folder: Path) -> list[BenchRow]:
     ]
 
 
-def bench_torchft(num_pairs: int, folder: Path) -> list[BenchRow]:
+def bench_torchft(stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns the row of the time that training stalled, beside the kill of a replica of torchft.
 
     Raises:
         WorkerFailedError: a run of either side did not recover.
     """
-    job = Job(steps=STEP + 5, validate_every=0)
+    job = Job(stages=stages, steps=STEP + 5, validate_every=0)
     sides = {"ours": lambda: _killed_bamboo(job, folder), "peer": lambda: _killed_torchft(job, folder)}
     ours, peer = in_turns(sides, num_pairs).values()
     return [paired_row(f"gpt, {job.stages} workers, one killed", f"{_METRIC}torchft", ours, peer)]
@@ -70,8 +71,9 @@ def bench_torchft(num_pairs: int, folder: Path) -> list[BenchRow]:
 
 def _killed_bamboo(job: Job, folder: Path) -> float:
     """Returns the seconds that training stalled because of the kill."""
-    flags = ("--steps", str(job.steps), "--validate-every", "0", "--kill", f"{STEP}:2", "--no-twin")
-    found = only(recoveries(run_bamboo(folder, *flags).history.records))
+    flags = ["--stages", str(job.stages), "--steps", str(job.steps), "--validate-every", "0"]
+    kill = ("--kill", f"{STEP}:{job.stages // 2}", "--no-twin")
+    found = only(recoveries(run_bamboo(folder, *flags, *kill).history.records))
     return required(found.stall, "training stood").least_ns / 1e9
 
 

@@ -35,13 +35,15 @@ _GRACE_S = 10.0
 
 def launch_cases(quick: bool) -> Cases:
     """Returns the only case of `bamboo bench launch`."""
-    return {f"gpt, {Job().stages} workers": partial(_bench_launch, 1 if quick else 7)}
+    job = Job(stages=2) if quick else Job()
+    case = f"gpt, {job.stages} workers"
+    return {case: partial(_bench_launch, case, job, 1 if quick else 7)}
 
 
-def _bench_launch(num_pairs: int, folder: Path) -> list[BenchRow]:
-    sides = {"ours": partial(_launch_ours, folder), "peer": partial(_launch_torchrun, folder)}
+def _bench_launch(case: str, job: Job, num_pairs: int, folder: Path) -> list[BenchRow]:
+    sides = {"ours": partial(_launch_ours, job, folder), "peer": partial(_launch_torchrun, job, folder)}
     ours, peer = in_turns(sides, num_pairs).values()
-    return [paired_row(f"gpt, {Job().stages} workers", "command to first step s", ours, peer, _LAUNCH_GOAL)]
+    return [paired_row(case, "command to first step s", ours, peer, _LAUNCH_GOAL)]
 
 
 def audit_cases(quick: bool) -> Cases:
@@ -66,14 +68,13 @@ class BenchRun:
     history: RunHistory
 
 
-def _launch_ours(folder: Path) -> float:
-    run = run_bamboo(folder, "--steps", "1")
+def _launch_ours(job: Job, folder: Path) -> float:
+    run = run_bamboo(folder, "--stages", str(job.stages), "--steps", "1")
     ends_ns = [each.end_ns for each in run.history.of(ActionRecord) if each.action.endswith("STEP")]
     return (max(ends_ns) - run.started_ns) / 1e9
 
 
-def _launch_torchrun(folder: Path) -> float:
-    job = Job()
+def _launch_torchrun(job: Job, folder: Path) -> float:
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}"]
     command += ["-m", "engine.bench.peers.torchrun_peer", json.dumps(asdict(job))]
     # torchrun leaves its temporary files behind.

@@ -19,8 +19,6 @@ from torch import Tensor, distributed
 from engine.bench.peers.torch_side import rank_of_torchrun
 from engine.core.config.job import Job
 
-_VICTIM = 2
-
 
 def main() -> None:
     """Runs one rank; the arguments are the job as JSON, the step of the kill, and the folder for checkpoints."""
@@ -28,7 +26,7 @@ def main() -> None:
     rank, pipeline, optimizer = rank_of_torchrun(job)
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     for step in range(_load(folder, rank, optimizer), job.steps):
-        if restart == 0 and (rank, step) == (_VICTIM, fatal_step):
+        if restart == 0 and (rank, step) == (job.stages // 2, fatal_step):
             os.kill(os.getpid(), signal.SIGKILL)
         pipeline.run_step()
         optimizer.step()
