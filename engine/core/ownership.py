@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from engine.core.placement import Placement, worker_of
@@ -23,7 +24,7 @@ class Grid:
 
     def slots(self) -> tuple[Slot, ...]:
         """Returns all slots, pipeline by pipeline."""
-        return tuple((pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages))
+        return tuple(product(range(self.pipelines), range(self.stages)))
 
     def place(self, slot: Slot) -> int:
         """Returns the number of a slot, counted pipeline by pipeline."""
@@ -63,11 +64,11 @@ class Ownership:
 
     def slots_of(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` owns, in order."""
-        return tuple(slot for slot, owner in zip(self.grid.slots(), self.owners, strict=True) if owner == worker)
+        return tuple(divmod(place, self.grid.stages) for place, owner in enumerate(self.owners) if owner == worker)
 
     def shadowed_by(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` shadows, in order."""
-        return tuple(slot for slot in self.grid.slots() if worker in self.shadows_of(*slot))
+        return tuple(divmod(place, self.grid.stages) for place, line in enumerate(self.shadows) if worker in line)
 
     def held_by(self, worker: int) -> tuple[Slot, ...]:
         """Returns the slots that `worker` owns, then the slots that it shadows."""

@@ -42,7 +42,7 @@ class Links:
 
     def __init__(self, world: World):
         self.world = world
-        self.counts = any(fault.kind in LINK_KINDS for fault in world.case.faults)
+        self.counts = False
         self.faults: FaultyLinks | None = None  # from the first fault on
         self.until = 0  # when the last fault ends
         self.struck: set[int] = set()  # workers with a fault of their links that hinders

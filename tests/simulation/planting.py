@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 
 from tests.simulation.case import Case, Fault
-from tests.simulation.run import History, run
+from tests.simulation.run import History, run, run_on
 from tests.simulation.schedules import random_case
 from tests.simulation.shrink import shrunk
 
@@ -54,7 +54,7 @@ def all_well(cases: Iterable[Case]) -> list[History]:
     """Returns the histories of cases, none of which may fail."""
     histories = []
     for case in cases:
-        history = run(case)
+        history = run_on(case)
         if history.problem:
             small = shrunk(case)
             problem = run(small).problem

@@ -13,6 +13,7 @@ from itertools import product
 from random import Random
 
 from engine.core.ownership import Redundancy
+from tests.simulation.beginning import MOMENTS as MOMENTS_OF_START
 from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, POINTS, Case, Fault
 from tests.simulation.run import run
 
@@ -34,7 +35,6 @@ PAIRED = (
     Case(3, 4, log_every=1),
     Case(3, 5, redundancy="eager", level=2, log_every=2),
 )
-_JOINING = 3  # moments of a worker before it has joined
 _GRACE_US = 60_000_000
 _HEALS_US, _FOR_EVER_US = 900_000, FOR_EVER_US
 _LINK_FAULTS = (  # an odd number, so that each has both timings
@@ -47,7 +47,7 @@ _TIMING = (0, 3)  # seeds without spread: the exit is seen late and transfers ar
 
 def first_step(case: Case, moments: int) -> range:
     """Returns the moments of a worker in the first step, from its begin to the commit; `moments` is those of all."""
-    return range(_JOINING + 1, _JOINING + (moments - _JOINING) // case.steps + 1)
+    return range(MOMENTS_OF_START + 1, MOMENTS_OF_START + (moments - MOMENTS_OF_START) // case.steps + 1)
 
 
 def single_kills(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
@@ -152,7 +152,7 @@ def pair_cases(case: Case, stride: int = 1) -> Iterator[Case]:
             continue
         (kill,) = one.faults
         for worker, moments in enumerate(run(one).moments):
-            for moment in range(max(_JOINING, kill.at // 2), moments + 1) if worker != kill.worker else ():
+            for moment in range(max(MOMENTS_OF_START, kill.at // 2), moments + 1) if worker != kill.worker else ():
                 place += 1
                 if place % stride == 0:
                     second = Fault(worker, "moment", moment)

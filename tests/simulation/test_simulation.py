@@ -22,7 +22,7 @@ from engine.core.value import Value
 from tests.simulation import compiled, plans
 from tests.simulation.case import KINDS, Case, Fault, from_text
 from tests.simulation.planting import all_well
-from tests.simulation.run import History, run
+from tests.simulation.run import History, run, run_on
 from tests.simulation.schedules import (
     PAIRED,
     first_step,
@@ -36,6 +36,7 @@ from tests.simulation.schedules import (
     take_overs,
 )
 from tests.simulation.shrink import shrunk
+from tests.simulation.test_links import SCHEDULES as LINK_FAULTS
 from tests.simulation.world import first_ownership
 
 pytestmark = pytest.mark.timeout(300)  # some 10 s of the processor each, at most
@@ -43,7 +44,9 @@ pytestmark = pytest.mark.timeout(300)  # some 10 s of the processor each, at mos
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = sorted({(case.pipelines, case.stages, case.microbatches) for case in grid_cases()})
 # All moments where that takes a few seconds, else every n-th. The soak takes all.
-WHOLE = [shape for shape in SHAPES if shape[0] == 1 and shape[1] * shape[2] <= 24 and shape != (1, 6, 4)] + [
+WHOLE = [
+    shape for shape in SHAPES if shape[0] == 1 and shape[1] * shape[2] <= 24 and shape not in ((1, 6, 4), (1, 3, 8))
+] + [
     (2, 2, 2),
     (2, 3, 2),
 ]
@@ -62,17 +65,18 @@ SELDOM = {
     *(f"coordinator dies while {phase}" for phase in Phase),
 }
 CHUNK = 1000
+STREAMED = (Case(3, 4, steps=2, log_every=1), Case(2, 5, 2, steps=2, log_every=2))
 PARTS = 4
 TAKE_OVERS, HAND_OVERS, STARTUP_DEATHS = 550, 510, 260  # at least, in each part
 
 
 def test_there_are_enough_schedules() -> None:
-    num_kills = RANDOM + 80 * len(PAIRED) + PARTS * (TAKE_OVERS + HAND_OVERS + STARTUP_DEATHS)
-    for case in grid_cases():
+    num_schedules = RANDOM + 80 * len(PAIRED) + PARTS * (TAKE_OVERS + HAND_OVERS + STARTUP_DEATHS + LINK_FAULTS)
+    for case in (*grid_cases(), *STREAMED):
         shape = (case.pipelines, case.stages, case.microbatches)
         moments = sum(len(first_step(case, moments)) for moments in run(case).moments)
-        num_kills += 2 * moments // (1 if shape in WHOLE else _stride(shape))
-    assert num_kills >= 30_000
+        num_schedules += 2 * moments // (1 if shape in WHOLE or case in STREAMED else _stride(shape))
+    assert num_schedules >= 30_000
 
 
 def _stride(shape: tuple[int, int, int]) -> int:
@@ -103,8 +107,8 @@ def test_some_single_kills_of_large_shapes(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("redundancy", ["lazy", "eager"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_every_single_kill_of_a_job_that_streams(redundancy: Redundancy, schedule: str) -> None:
-    for case in (Case(3, 4, 1, redundancy, log_every=1), Case(2, 5, 2, redundancy, log_every=2)):
-        histories = all_well(single_kills(replace(case, schedule=schedule, steps=2)))
+    for case in STREAMED:
+        histories = all_well(single_kills(replace(case, redundancy=redundancy, schedule=schedule)))
         assert {history.phase for history in histories} == {Phase.FINISHED}
 
 
@@ -198,6 +202,11 @@ def test_same_case_has_the_same_trace_in_every_process() -> None:
     }
     assert len(told) == 1
     assert f"trace {run(case).trace}" in told.pop()
+
+
+def test_shared_start_changes_nothing() -> None:
+    cases = [case for whole in PAIRED for case in (*single_kills(whole, 97), *startup_deaths(whole), random_case(1))]
+    assert all(run_on(case) == run(case) for case in cases)
 
 
 def test_case_round_trips() -> None:

@@ -64,9 +64,7 @@ class World:
     """One job and its faults."""
 
     def __init__(self, case: Case, tell: Callable[[str], None] | None = None):
-        self.case = case
         self.tell_all = tell
-        self.pick = Random(case.seed).random  # noqa: S311
         self.spread = case.spread
         self.now = 0
         self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -85,26 +83,37 @@ class World:
         )
         self.grid = grid
         self.members = self.ownership.workers()
-        self.faults: list[list[Fault]] = [[] for _ in self.members]
-        for fault in case.faults:
-            if fault.worker < len(self.members):
-                self.faults[fault.worker].append(fault)
+        self.workers: list[Worker] = []
+        self.links = Links(self)
+        self.takes(case)
         self.deaths = list(case.deaths)
         self.seen: dict[tuple[int, str], int] = {}
         self.struck: list[Fault] = []
-        self.exit_lag = MS // 10 if case.seed % 2 else MS
-        self.loses = case.seed // 2 % 2
         self.starts = 0
         self.is_restarting = False
         self.written = begin(self.job, first_state(self.ownership, case.steps), 0)  # in the store
         self.coordinator = Coordinator(self, self.written)
         self.reached = 0  # moments of the present coordinator
         self.is_stopped = False
-        self.links = Links(self)
         self.gathering = Gathering()  # at the host agent
         self.whole: set[int] = set()  # the steps of whole checkpoints
         self.judge = Judge(self, grid)
         self._start()
+
+    def takes(self, case: Case) -> None:
+        """Takes the seed and the faults of a case of its shape."""
+        self.case = case
+        self.pick: Callable[[], float] = Random(case.seed).random if case.spread else float  # noqa: S311
+        self.exit_lag = MS // 10 if case.seed % 2 else MS
+        self.loses = case.seed // 2 % 2
+        self.links.counts = any(fault.kind in LINK_KINDS for fault in case.faults)
+        self.faults: list[list[Fault]] = [[] for _ in self.members]
+        for fault in case.faults:
+            if fault.worker < len(self.members):
+                self.faults[fault.worker].append(fault)
+        for worker in self.workers:
+            worker.case = case
+            self._watch(worker)
 
     def _start(self) -> None:
         """Starts all workers."""
@@ -146,8 +155,8 @@ class World:
 
     # Time
 
-    def run(self) -> None:
-        """Runs the history; raises Violation if a promise is broken."""
+    def run(self, until_begun: bool = False) -> None:
+        """Runs the history, or the start up to the first epoch; raises Violation if a promise is broken."""
         heap = self.heap
         for _ in range(_MOST_EVENTS):
             if not heap:
@@ -158,6 +167,8 @@ class World:
             if self.now > _LONGEST:
                 break
             what(*words)
+            if until_begun and self.membership.epoch:
+                return
         raise Violation(f"stuck while {self.membership.phase} in epoch {self.membership.epoch}")
 
     def is_over(self) -> bool:

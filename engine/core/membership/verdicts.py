@@ -31,14 +31,13 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
     owners, shadows, lost = [], [], []
     for slot, owner in enumerate(state.owners):
         live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
-        line = [*live, *(worker for worker in holders_in_other_pipelines(state, slot) if worker not in dead)]
-        staying = [worker for worker in line if worker not in state.leaving]
         heir, is_gone = owner, owner in dead or owner not in state.members
-        if is_gone:
-            heir = next(iter(staying + line), owner)
-        elif hand_over and owner in state.leaving:
-            heir = next(iter(staying), owner)
-            live.append(owner)  # as a shadow, until it leaves
+        if is_gone or (hand_over and owner in state.leaving):
+            line = [*live, *(worker for worker in holders_in_other_pipelines(state, slot) if worker not in dead)]
+            staying = [worker for worker in line if worker not in state.leaving]
+            heir = next(iter(staying + line if is_gone else staying), owner)
+            if not is_gone:
+                live.append(owner)  # as a shadow, until it leaves
         if is_gone and heir == owner:
             lost.append(slot)
         owners.append(heir)

@@ -22,7 +22,7 @@ class Inbox(NamedTuple):
     @property
     def is_urgent(self) -> bool:
         """Whether the first message interrupts the main thread."""
-        return bool(self.waiting) and isinstance(self.waiting[0], EpochMessage | StopMessage)
+        return bool(self.waiting) and isinstance(self.waiting[0], (EpochMessage, StopMessage))
 
 
 def arrived(inbox: Inbox, message: ToWorker) -> Inbox:
@@ -40,7 +40,7 @@ def arrived(inbox: Inbox, message: ToWorker) -> Inbox:
 
 def taken(inbox: Inbox) -> tuple[ToWorker, Inbox]:
     """Returns the first message, and the inbox without it."""
-    return inbox.waiting[0], inbox._replace(waiting=inbox.waiting[1:])
+    return inbox.waiting[0], Inbox(inbox.waiting[1:], inbox.epoch)
 
 
 def without(inbox: Inbox, message: ToWorker) -> Inbox:
