@@ -56,10 +56,12 @@ def grid() -> int:
                 whole, origins = run_and_keep(replace(job, **written), Path(name))
                 for origin in origins[:-1]:
                     for read in CUTS:
-                        found = run_in_threads(replace(job, **read), origin=origin).view.run_state.rows
+                        ending = run_in_threads(replace(job, **read), origin=origin)
+                        if ending.outcome != "finished":
+                            raise SystemExit(f"a resumed run has {ending.outcome}: {ending.error}")
                         rest = [row for row in whole.view.run_state.rows if row.step > origin.step]
                         resumed += 1
-                        wrong += first_difference(found, rest) is not None
+                        wrong += first_difference(ending.view.run_state.rows, rest) is not None
             print(f"{job.model}, written with {written}: {resumed} resumed, {wrong} differ", flush=True)
     return wrong
 
