@@ -12,18 +12,26 @@ import random
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import monotonic
 
+from engine.core.config.job import Job
 from engine.core.faults.fault import PHASES, After, Fault, Worker
+from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import SORTS, Kill, bystanders, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Runs, job_of
 from tests.e2e.launcher import ROOT
+from tests.e2e.test_schedule_kills import job_of as scheduled_job
 
 _BETWEEN_LINES_S = 10.0
 _LATEST_NS = 20_000_000  # the latest second death after the first, or after a phase of its recovery
+# The settings of the tests, and one under every schedule.
+_JOBS: dict[str, Job] = {name: job_of(name) for name in SETTINGS} | {
+    f"schedule-{name}": replace(scheduled_job(name, number), steps=18) for number, name in enumerate(SCHEDULES)
+}
 
 
 def main() -> int:
@@ -31,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.kill_soak")
     parser.add_argument("--kills", type=int, default=1000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first run's; each one has its own")
-    parser.add_argument("--only", choices=SETTINGS, help="one run of one setting")
+    parser.add_argument("--only", choices=_JOBS, help="one run of one setting")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)  # each job runs in its own folder
     folder = Path(tempfile.mkdtemp(prefix="kill-soak-"))
@@ -50,7 +58,7 @@ def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
     begun = told = monotonic()
     kills = 0
     for seed in count(first_seed):
-        setting = list(SETTINGS)[seed % len(SETTINGS)]
+        setting = list(_JOBS)[seed % len(_JOBS)]
         planned, second = plan_of(setting, seed)
         kills += len(planned) + (second is not None)
         if _one(runs, setting, seed):
@@ -69,7 +77,7 @@ def _many(runs: Runs, first_seed: int, wanted: int) -> bool:
 
 def _one(runs: Runs, setting: str, seed: int) -> bool:
     """Makes one run; prints its deviations and returns whether there are any."""
-    job, (kills, second) = job_of(setting), plan_of(setting, seed)
+    job, (kills, second) = _JOBS[setting], plan_of(setting, seed)
     problems = runs.strike(job, kills, second)
     if problems:
         print(
@@ -82,7 +90,7 @@ def _one(runs: Runs, setting: str, seed: int) -> bool:
 
 def plan_of(setting: str, seed: int) -> tuple[tuple[Kill, ...], Fault | None]:
     """Returns the kills of a run, and perhaps one in the recovery from the last kill or soon after it."""
-    job, dice = job_of(setting), random.Random(seed)  # noqa: S311 - the same seed makes the same run
+    job, dice = _JOBS[setting], random.Random(seed)  # noqa: S311 - the same seed makes the same run
     wanted = dice.sample(SORTS, len(SORTS))  # the first ones surely occur
     kills = plan_kills(job, wanted, seed, most=dice.randint(1, 5))
     if not (also := bystanders(job, kills)):

@@ -73,6 +73,4 @@ def test_half_of_the_runs_are_struck_at_their_end_and_everything_is_struck() -> 
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_a_few_of_the_runs_end(tmp_path: Path) -> None:
-    assert not soak(
-        [1008, 1020, 1057, 1092, 1104, 1117], 2, tmp_path
-    )  # one setting; together they strike every process
+    assert not soak([1008, 1020, 1092, 1117], 2, tmp_path)  # one setting; together they strike every process

@@ -19,7 +19,7 @@ Launch = Callable[..., Launcher]
 
 SMALL = ("run", "--model", "mlp", "--stages", "3", "--microbatches", "4", "--steps", "6", "--validate-every", "0")
 # Stages that sleep: the run lasts for seconds and computes little.
-TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "60")
+TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "40")
 
 
 def test_a_kill_is_recovered_from_and_the_weights_are_compared(launch: Launch) -> None:
@@ -103,7 +103,7 @@ def test_a_lost_stage_ends_with_one_screen(launch: Launch) -> None:
 
 
 def test_on_a_terminal_the_dead_are_red_and_their_heirs_named(tmp_path: Path) -> None:
-    text = on_a_terminal(tmp_path, *SMALL, *TIMED, "--kill", "20:1", "--no-twin")
+    text = on_a_terminal(tmp_path, *SMALL, *TIMED, "--kill", "10:1", "--no-twin")
     assert re.search(r"\x1b\[1;31m1 \(now worker [02]\)", text)
     assert re.search(r"\x1b\[1;31mdead", text)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)

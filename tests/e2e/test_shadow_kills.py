@@ -42,7 +42,7 @@ def planned_kills() -> Iterator[Kill]:
         for _, kills in test_real_kills.suite(redundancy):
             yield from kills
     for schedule in SCHEDULES:
-        for number in range(test_schedule_kills.KILLS):
+        for number in range(test_schedule_kills.num_kills(schedule)):
             yield test_schedule_kills.kill_of(schedule, number)
     for setting in test_streams.SETTINGS:
         yield from test_streams.plan_of(setting)[1]
