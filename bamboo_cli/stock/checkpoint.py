@@ -16,7 +16,7 @@ from engine.core.texts import counted
 
 if TYPE_CHECKING:
     from engine.files.checkpoints.checkpoint_folder import CheckpointName
-    from engine.harness.checkpoint_place import CheckpointPlace
+    from engine.files.jobs.checkpoint_place import CheckpointPlace
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
@@ -88,9 +88,9 @@ def prune(
 
 
 def _place(where: str, results: Path) -> CheckpointPlace:
-    from engine.harness.checkpoint_place import checkpoint_place
+    from engine.files.jobs.checkpoint_place import checkpoint_places
 
-    return checkpoint_place(where, results)
+    return next(checkpoint_places(where, results))
 
 
 def _names(place: CheckpointPlace) -> tuple[CheckpointName, ...]:

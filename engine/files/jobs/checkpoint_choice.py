@@ -7,12 +7,10 @@ was itself resumed, and has kept nothing yet, stands for the run that it came fr
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.core.checkpoints.manifest import Manifest
 from engine.core.checkpoints.resumption import Resumption
@@ -25,15 +23,12 @@ from engine.core.errors import (
     StorageError,
     UserError,
 )
-from engine.files.atomic_write import open_to_read
-from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
+from engine.files.checkpoints.checkpoint_folder import NewestGood
 from engine.files.host_facts import host_facts
+from engine.files.jobs.checkpoint_place import checkpoint_places, places_of
 from engine.files.jobs.data_files import data_files
 from engine.files.jobs.resolved_job import secret_arguments
-from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
-
-_AT_STEP = re.compile(r"(.+)@([0-9]{1,12})")
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
+from engine.files.run_folder import RunFolder
 
 
 class Found(NamedTuple):
@@ -52,19 +47,18 @@ def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> F
         NothingMatchedError: there is no such run, or it has no checkpoint.
         StorageError: there are checkpoints, and none is good.
     """
-    match = _AT_STEP.fullmatch(text)
-    name, step = (match[1], int(match[2])) if match else (text, None)
-    num_refused = 0
-    for place, run in _places(name, results):
-        good = checkpoints_at(place).newest_good(run, step)
-        num_refused += tell_refused(good, place, say)
+    num_refused, step = 0, None
+    for place in checkpoint_places(text, results):
+        step = place.step
+        good = place.folder.newest_good(place.run, step)
+        num_refused += tell_refused(good, place.folder.place, say)
         if good.name is not None and good.manifest is not None:
-            origin = Resumption(good.name.step, place, good.name.file, good.manifest.run)
+            origin = Resumption(good.name.step, place.folder.place, good.name.file, good.manifest.run)
             return Found(origin, good.manifest)
     at = "" if step is None else f" of step {step}"
     if num_refused:
-        raise StorageError(f"no checkpoint{at} of {name!r} is good: {num_refused} were refused")
-    raise NothingMatchedError(f"no checkpoint{at} in {name!r}")
+        raise StorageError(f"no checkpoint{at} of {text!r} is good: {num_refused} were refused")
+    raise NothingMatchedError(f"no checkpoint{at} in {text!r}")
 
 
 def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> int:
@@ -72,41 +66,6 @@ def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> 
     for each in good.refused:
         say(f"a checkpoint is refused: {place}/{each.reason}")
     return len(good.refused)
-
-
-def _places(name: str, results: Path) -> Iterator[tuple[str, str]]:
-    """Yields the places to look at, each with the run whose checkpoints count there; empty for any run."""
-    if "://" in name:
-        yield name, ""
-    elif name == LATEST:
-        if not (names := run_names(results)):
-            raise NothingMatchedError(f"no run in {str(results)!r} yet")
-        for each in reversed(names):
-            yield from _places_of(RunFolder(results / each))
-    elif Path(name).is_dir() and not (Path(name) / "run.json").exists():
-        yield str(Path(name).absolute()), ""
-    else:
-        yield from _places_of(find_run(results, name))
-
-
-def _places_of(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yields the place of a run's checkpoints, then that of the run that it was resumed from."""
-    facts = _facts_of(run)
-    place = facts.get("checkpoints") or str(run.checkpoints.absolute())
-    yield place, run.path.name
-    if isinstance(before := facts.get("resumed"), dict):
-        yield str(before["place"]), str(before["run"])
-
-
-def _facts_of(run: RunFolder) -> dict[str, Any]:
-    try:
-        with open(open_to_read(run.run_json), "rb") as file:
-            facts = json.load(file)
-        place = str(facts["job"].get("checkpoints") or "")
-        is_url = "://" in place
-        return {**facts, "checkpoints": place if is_url or not place else str(Path(place).absolute())}
-    except _UNREADABLE:
-        return {}
 
 
 def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
@@ -150,12 +109,10 @@ def _words(found: tuple[int, str] | None) -> str:
 
 def resume_command(run: Path, job: Job) -> str:
     """Returns the command that goes on with a run from its newest checkpoint; empty if there is none to read."""
-    folder = RunFolder(run)
     has_one = False
-    for place, name in _places_of(folder):
+    for place in places_of(RunFolder(run)):
         with contextlib.suppress(BambooError):
-            found = checkpoints_at(place)
-            has_one = has_one or any(found.manifest(each).run == name for each in found.names())
+            has_one = has_one or any(place.folder.manifest(each).run == place.run for each in place.folder.names())
     if not has_one:
         return ""
     secret = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]

@@ -1,0 +1,85 @@
+"""The places of checkpoints that a user names: a run, a folder or a URL, with or without a step behind an @."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import NothingMatchedError, StorageError
+from engine.files.atomic_write import open_to_read
+from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
+
+_STEP = re.compile(r"(.*)@([0-9]{1,12})", re.DOTALL)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlace:
+    """Checkpoints: all in a folder or at a URL, or those of one run; of one step, or of all.
+
+    `run` is the name of the run whose checkpoints count, empty for all.
+    """
+
+    folder: CheckpointFolder
+    run: str = ""
+    step: int | None = None
+
+    def names(self) -> tuple[CheckpointName, ...]:
+        """Returns the names of the checkpoints, by step, also of those whose manifests cannot be read."""
+        found = (name for name in self.folder.names() if self.step in (None, name.step))
+        return tuple(name for name in found if not self.run or self._is_of_run(name))
+
+    def _is_of_run(self, name: CheckpointName) -> bool:
+        try:
+            return self.folder.manifest(name).run == self.run
+        except StorageError:
+            return True
+
+
+def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
+    """Yields the places that `text` names: a run or the beginning of its name, ``latest``, a folder or a URL.
+
+    The place of a run comes before that of the run that it was resumed from, and ``latest`` before older runs.
+
+    Raises:
+        NothingMatchedError: there is no such run.
+        UserError: the URL is none that can be used, or the names of several runs begin so.
+    """
+    match = None if Path(text).exists() else _STEP.fullmatch(text)
+    where, step = (match[1] or LATEST, int(match[2])) if match else (text or LATEST, None)
+    if "://" in where:
+        yield CheckpointPlace(checkpoints_at(where), step=step)
+    elif where == LATEST:
+        if not (names := run_names(results)):
+            raise NothingMatchedError(f"no run in {str(results)!r} yet")
+        for each in reversed(names):
+            yield from places_of(RunFolder(results / each), step)
+    elif Path(where).is_dir() and not RunFolder(Path(where)).events.exists():
+        yield CheckpointPlace(checkpoints_at(Path(where).absolute()), step=step)
+    else:
+        yield from places_of(find_run(results, where), step)
+
+
+def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPlace]:
+    """Yields the place of a run's checkpoints, then that of the run that it was resumed from."""
+    facts = _facts_of(run)
+    if named := facts.get("job", {}).get("checkpoints"):
+        yield CheckpointPlace(checkpoints_at(named if "://" in named else Path(named).absolute()), run.path.name, step)
+    else:
+        yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), run.path.name, step)
+    if isinstance(before := facts.get("resumed"), dict):
+        yield CheckpointPlace(checkpoints_at(str(before["place"])), str(before["run"]), step)
+
+
+def _facts_of(run: RunFolder) -> dict[str, Any]:
+    try:
+        with open(open_to_read(run.run_json), "rb") as file:
+            facts: dict[str, Any] = json.load(file)
+        return {"job": dict(facts["job"]), "resumed": facts.get("resumed")}
+    except _UNREADABLE:
+        return {}
