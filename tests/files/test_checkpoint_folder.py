@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from engine.core.checkpoints.manifest import DamagedCheckpointError
 from engine.core.errors import StorageError, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.files.checkpoints.disk import OwnDisk
 from engine.files.checkpoints.object_storage import ObjectStorage
 from tests.files.made_checkpoints import bytes_of, made_manifest, save
 
@@ -154,3 +156,50 @@ def test_a_part_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError):
         folder.write_part(7, 0, chunks())  # type: ignore[arg-type]
     assert list((tmp_path / "checkpoints" / "step-00000007").iterdir()) == []
+
+
+def test_a_path_that_leads_elsewhere_is_walked_again(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    folder = checkpoints_at(place, tmp_path)
+    first = save(folder, 1)
+    place.rename(tmp_path / "moved")
+    assert save(folder, 2) in folder.names()
+    assert first not in folder.names()
+    shutil.rmtree(place)
+    place.symlink_to("moved")
+    with pytest.raises(StorageError, match="link"):
+        save(folder, 3)
+
+
+def test_a_held_folder_that_is_given_away_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoints_at(tmp_path / "place")
+    save(folder, 1)
+    give_away(tmp_path / "place", monkeypatch)
+    with pytest.raises(StorageError, match="user"):
+        save(folder, 2)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        folder = checkpoints_at(tmp_path / str(number))
+        save(folder, 1)
+        folder.prune(1)
+    del folder
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_pruning_reads_no_manifest_that_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = save(checkpoints_at(tmp_path), 0)
+    folder = checkpoints_at(tmp_path)
+    names = [save(folder, step) for step in range(1, 4)]
+    read, real = list[str](), OwnDisk.read
+
+    def noted(disk: OwnDisk, name: str, most: int) -> bytes:
+        read.append(name)
+        return real(disk, name, most)
+
+    monkeypatch.setattr(OwnDisk, "read", noted)
+    assert [name.step for name in folder.prune(2)] == [0, 1]
+    assert read == [str(other)] * 2  # to know its run, and to know its parts
+    assert folder.verify(names[-1]).step == 3

@@ -72,11 +72,19 @@ def test_the_bytes_do_not_depend_on_the_order_of_the_names() -> None:
     assert written(STATE) == written(dict(reversed(STATE.items())))
 
 
-def test_a_contiguous_tensor_is_not_copied() -> None:
-    tensor = torch.zeros(6)
+def test_a_large_contiguous_tensor_is_not_copied() -> None:
+    tensor = torch.zeros(1 << 20)
     chunks = list(as_file([("weight/a", tensor)]).chunks())
     tensor += 1.0
     assert bytes(chunks[1]) == tensor.numpy().tobytes()
+
+
+def test_small_tensors_are_written_together() -> None:
+    file = as_file([(f"weight/{number:03d}", torch.full((9,), number)) for number in range(200)])
+    chunks = list(file.chunks())
+    assert len(chunks) == 1
+    assert len(chunks[0]) == file.size
+    assert from_bytes(bytes(chunks[0]), ())["weight/123"].tolist() == [123] * 9
 
 
 @pytest.mark.parametrize("at", [0, 3, 8, 20, -1])

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.core.checkpoints.keeping import may_go
@@ -70,6 +71,7 @@ class CheckpointFolder:
 
     def __init__(self, storage: Storage):
         self._storage = storage
+        self._written: dict[CheckpointName, Manifest] = {}  # here, and not removed here
 
     @property
     def place(self) -> str:
@@ -103,6 +105,7 @@ class CheckpointFolder:
             with suppress(StorageError):  # it may have its name already; the caller removes the parts
                 self._storage.remove(str(name))
             raise
+        self._written[name] = manifest
         return name
 
     def names(self) -> tuple[CheckpointName, ...]:
@@ -165,7 +168,7 @@ class CheckpointFolder:
         (`is_verified`), and those that are not good count for nothing.
         """
         by_run: dict[str, list[CheckpointName]] = {}
-        for manifest, name in self._read_all(run)[0]:
+        for manifest, name in self._read_all(run, {} if is_verified else self._written)[0]:
             by_run.setdefault(manifest.run, []).append(name)
         found: list[CheckpointName] = []
         for names in by_run.values():
@@ -184,7 +187,7 @@ class CheckpointFolder:
         """Removes a checkpoint: first its manifest, then its parts, then the folder if it is empty."""
         parts: tuple[Part, ...] = ()
         with suppress(DamagedCheckpointError):
-            parts = self.manifest(name).parts
+            parts = (self._written.pop(name, None) or self.manifest(name)).parts
         folder = step_folder(name.step)
         self._storage.remove(str(name))
         self._storage.sync_folder(folder)
@@ -234,13 +237,18 @@ class CheckpointFolder:
         with suppress(StorageError):  # files of others are in it
             self._storage.remove(folder)
 
-    def _read_all(self, run: str) -> tuple[list[tuple[Manifest, CheckpointName]], list[RefusedCheckpoint]]:
-        """Returns the readable manifests of a run, of all without one, and the refused ones of any run."""
+    def _read_all(
+        self, run: str, known: Mapping[CheckpointName, Manifest] = MappingProxyType({})
+    ) -> tuple[list[tuple[Manifest, CheckpointName]], list[RefusedCheckpoint]]:
+        """Returns the readable manifests of a run, of all without one, and the refused ones of any run.
+
+        Those that the caller knows are not read.
+        """
         found: list[tuple[Manifest, CheckpointName]] = []
         refused: list[RefusedCheckpoint] = []
         for name in self.names():
             try:
-                manifest = self.manifest(name)
+                manifest = known.get(name) or self.manifest(name)
             except StorageError as error:
                 refused.append(RefusedCheckpoint(name, str(error)))
             else:

@@ -2,7 +2,8 @@
 
 Rules: names are those of files in the folder, or in a folder in it, as ``FOLDER/FILE``. No link is followed below the
 folder of checkpoints, and none of another user on the way to it. Only a folder and files of this user count: bits that
-another user can change prove nothing. Every method raises OSError.
+another user can change prove nothing. The folder is held open behind one walk of its path, and its path is walked
+again once it leads to another folder. Every method raises OSError.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ class OwnDisk:
     def __init__(self, root: Path, below: Path | None = None):
         self._root = root
         self._below = below or root
+        self._held: _HeldFolder | None = None
 
     def make_folder(self, name: str) -> None:
         """Makes a folder, as `Disk` says."""
-        refuse_foreign_links(self._root)
         if not name:
+            refuse_foreign_links(self._root)
             self._make_root()
             return
         with self._opened("") as folder, suppress(FileExistsError):
@@ -151,15 +153,33 @@ class OwnDisk:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        refuse_foreign_links(self._root)
-        with open_below(self._root, self._below) as root:
-            _refuse_others(root)
-            if not name:
-                yield root
-                return
-            with open_inner(name, root) as inner:
-                _refuse_others(inner)
-                yield inner
+        root = self._root_folder()
+        if not name:
+            yield root.fd
+            return
+        with open_inner(name, root.fd) as inner:
+            _refuse_others(inner)
+            yield inner
+
+    def _root_folder(self) -> _HeldFolder:
+        """Returns the folder, with its path walked again if the path leads elsewhere than at the last walk."""
+        held = self._held
+        if held is None or not os.path.samestat(os.stat(self._root), _refuse_others(held.fd)):
+            refuse_foreign_links(self._root)
+            with open_below(self._root, self._below) as root:
+                _refuse_others(root)
+                self._held = held = _HeldFolder(os.dup(root))
+        return held
+
+
+class _HeldFolder:
+    """A descriptor of a folder, closed behind its last use by any thread."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 def refuse_foreign_links(path: Path) -> None:

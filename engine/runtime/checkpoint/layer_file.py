@@ -40,6 +40,7 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+_SMALL = 1 << 14  # bytes: cheaper to copy than to write alone
 _ALIGNED = 8  # bytes: the header ends at a multiple, as the format asks for
 
 
@@ -56,13 +57,22 @@ class LayerFile:
         """The size of the file, in bytes."""
         return len(self.header) + sum(each.numel() * each.itemsize for each in self.tensors)
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Yields the bytes of the file in order; a contiguous tensor is not copied."""
-        yield memoryview(self.header)
+    def chunks(self) -> Iterator[bytearray | memoryview]:
+        """Yields the bytes of the file in order: small tensors together, because each chunk costs calls."""
+        small = bytearray(self.header)
         for tensor in self.tensors:
             if tensor.numel():
                 # As bytes, because numpy lacks bfloat16.
-                yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                if len(data) <= _SMALL:
+                    small += data
+                    continue
+                if small:
+                    yield small
+                    small = bytearray()
+                yield data
+        if small:
+            yield small
 
 
 def as_file(tensors: Iterable[tuple[str, Tensor]]) -> LayerFile:

@@ -103,7 +103,7 @@ class CheckpointWriter:
         file = as_file(state.fixed)
         began_ns = written_ns = time.monotonic_ns()
 
-        def chunks() -> Iterator[memoryview]:
+        def chunks() -> Iterator[bytearray | memoryview]:
             nonlocal written_ns
             yield from file.chunks()
             written_ns = time.monotonic_ns()  # the last chunk is written when the next one is asked for
