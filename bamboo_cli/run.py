@@ -63,7 +63,7 @@ def run(
         bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
     ] = False,
     standby: Standby = False,
-    resume: Resume = "",
+    resume: Resume = None,
     other_bits: OtherBits = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,

@@ -50,9 +50,11 @@ def takes_job(
         own_values = {each.name: values.pop(each.name) for each in own}
         is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
         resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan)
-        if text := own_values.get("resume"):
+        if (text := own_values.get("resume")) is not None:
             resolved = resolve_resumed(text, own_values["other_bits"], values["results"], resolve)
         else:
+            if own_values.get("other_bits"):
+                raise UserError([Problem("--other-bits", "--resume beside it")])
             resolved = resolve()
         command(resolved, **own_values)
 

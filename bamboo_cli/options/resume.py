@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bamboo_cli.terminal.echo import echo
+from engine.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from engine.files.jobs.resolved_job import Resolved
@@ -20,7 +21,7 @@ _PANEL = "Checkpoints"
 _RESULTS = "results"
 
 Resume = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--resume",
         metavar="latest|RUN|DIR[@STEP]",
@@ -44,11 +45,13 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     """Returns the job that goes on from the checkpoint that `text` names; `resolve` takes the checkpoint's job.
 
     Raises:
-        BambooError: there is no good checkpoint, or the job would give other bits.
+        BambooError: the text is empty, there is no good checkpoint, or the job would give other bits.
     """
     from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits
     from engine.files.strict_yaml import read_text
 
+    if not text:  # as of a variable that is not set
+        raise UserError([Problem("--resume", "latest, a run, or a folder or URL of checkpoints", "''")])
     folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
     found = find_checkpoint(text, folder, lambda line: echo(line, err=True))
     source = f"{found.origin.place}/{found.manifest.folder}/{found.origin.file}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bamboo_cli.app import app as bamboo
 from bamboo_cli.options.job import FLAG_FIELDS, takes_job
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
@@ -102,3 +104,15 @@ def test_help_imports_nothing_heavy() -> None:
     code = "import sys, bamboo_cli.options.job; "
     code += "assert not {'torch', 'pandas', 'numpy', 'pydantic', 'yaml'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--resume", ""), "--resume: expected latest, a run, or a folder or URL of checkpoints, found ''"),
+        (("--other-bits",), "--other-bits: expected --resume beside it"),
+    ],
+)
+def test_no_new_job_begins_where_a_checkpoint_was_meant(arguments: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        CliRunner().invoke(bamboo, ["run", "--dry-run", *arguments], catch_exceptions=False)
