@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -169,22 +168,6 @@ class Tired(Linear):
         return super().forward(x)
 
 
-class ExtraState(Linear):
-    """Counts its forwards in its extra state, of which the output knows nothing."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"calls": self.calls, "like": torch.ones(2)}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.calls = state["calls"]
-
-
 class Numbered(Linear):
     """Has a number of its own, in the order of construction."""
 
@@ -232,7 +215,6 @@ IMPURE: dict[str, tuple[type[nn.Module], str]] = {
     "time": (Clock, "its output of microbatch 0 differs when its forward is redone"),
     "file": (ReadsAndWrites, "its output of microbatch 0 differs when its forward is redone"),
     "raises": (Tired, "it raises OSError when its forward is redone: planted"),
-    "extra state": (ExtraState, "its get_extra_state() differs after a forward and a backward"),
     "construction": (Numbered, "differs in a copy that has not run the forwards before it"),
     "parameter": (Averaging, "its weight differs after a forward and a backward"),
 }

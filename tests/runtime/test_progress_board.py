@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.action import Action, Op
+from engine.core.action import WHOLE_STAGE, Action, Op
 from engine.runtime.ipc.progress_board import Progress, ProgressBoard
 from tests.runtime.peers import PeerServer
 
@@ -42,7 +42,8 @@ def test_a_shorter_action_leaves_nothing_of_a_longer_one(board: ProgressBoard) -
 
 @pytest.mark.parametrize("op", Op)
 def test_an_action_of_a_job_of_a_usual_size_fits(board: ProgressBoard, op: Op) -> None:
-    text = str(Action(63, op, 511 if op not in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP) else -1, pipeline=7))
+    is_whole_stage = op in (Op.REDUCE_GRAD, Op.COMMIT, Op.STEP, Op.CHECKPOINT)
+    text = str(Action(63, op, WHOLE_STAGE if is_whole_stage else 511, pipeline=7))
     board.write(0, 1, 1, text)
     assert board.read(0).action == text
 

@@ -19,7 +19,6 @@ from engine.core.checks.purity import INPUT
 from engine.core.config.job import Job
 from engine.models.data import keyed_generator
 from engine.models.layers import Model, Tensors
-from engine.models.pytree import flatten
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
 from engine.runtime.stage.random_streams import own_generators, positions
 from engine.runtime.stage.segment import cut_off
@@ -104,7 +103,6 @@ class LayerTrial:
         self.marked.note("weight", layer.named_parameters(), when)
         self.marked.note("buffer", layer.named_buffers(), when)
         self._own = own_generators(layer)
-        self._extra = _extra_states(layer)
         return stage
 
     def _forward(self, stage: Stage, microbatch: int, when: str) -> Tensors:
@@ -143,8 +141,6 @@ class LayerTrial:
         layer = stage.layers[self.index]
         self.marked.note("weight gradient", stage.gradients()[self.index].items(), when)
         self.marked.note("weight", layer.named_parameters(), "after a forward and a backward")
-        if _extra_states(layer) != self._extra:
-            self.marked.blame("its get_extra_state() differs after a forward and a backward")
 
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
@@ -183,18 +179,6 @@ def drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros_like(tensor, requires_grad=False)
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-
-def _extra_states(layer: nn.Module) -> list[tuple[str, str]]:
-    """Returns the extra states of a layer's modules (`get_extra_state`), as (module and form, hash)."""
-    found = []
-    for name, module in layer.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            form, tensors = flatten(module.get_extra_state())
-            found.append(
-                (f"{name} {_text(form)}", hash_tensors((str(place), each) for place, each in enumerate(tensors)))
-            )
-    return found
 
 
 def _attributes(layer: nn.Module) -> dict[str, str]:
