@@ -157,6 +157,7 @@ def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
 def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
     """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON."""
     from bamboo_cli.terminal.live import untold
+    from engine.core.texts import not_kept_words
     from engine.files.jobs.checkpoint_choice import resume_command
 
     if result.error is not None:
@@ -168,6 +169,8 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
 
         for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"], resume):
             echo(f"  {line}", err=True)
+    if line := not_kept_words(summary["kept"], summary["not_kept"]):
+        echo(line, err=as_json)
     for line in untold(result.recovery_lines(), err=as_json):
         echo(line, err=as_json)
     echo("; ".join(_summary_parts(summary, result, resolved.job)), err=as_json)

@@ -30,6 +30,12 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+def not_kept_words(kept: int | None, why: str) -> str:
+    """Returns in words that no checkpoint was kept after the one of step `kept`; empty without a reason."""
+    after = "" if kept is None else f" after that of step {kept}"
+    return f"no checkpoint{after} was kept: {why}" if why else ""
+
+
 def flags(name: str, values: Iterable[str]) -> list[str]:
     """Returns the words of a command that give an option once for each value."""
     return [word for each in values for word in (name, each)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.core.config.job import CODE_FIELDS, Job
 from engine.core.config.offered import Offered
 from engine.core.errors import Problem, nearest
+from engine.files.jobs.checkpoint_place import place_problems
 from engine.models.arguments import argument_problems, builtin_arguments
 from engine.models.model_registry import argument_names, is_own, layer_problems, problems_of
 
@@ -55,8 +56,11 @@ def _nearest_module(module: str) -> str:
 
 # Enough for commands that only make the program.
 named = Offered(_named_problems, _argument_names, acts_on=("schedule",))
-# Also the cut of the model into stages, and the modules of a user's own model and data.
-offered = Offered(lambda job: [*_named_problems(job), *layer_problems(job), *missing_modules(job)], _argument_names)
+# Also the cut of the model into stages, the modules of a user's own model and data, and the place of checkpoints.
+offered = Offered(
+    lambda job: [*_named_problems(job), *layer_problems(job), *missing_modules(job), *place_problems(job)],
+    _argument_names,
+)
 # For dry runs and checks of files, which run no code of the user's.
 readable = replace(offered, acts_on=())
 # For faults in a running job: only the folder of its run is looked up.

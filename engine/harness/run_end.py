@@ -62,6 +62,8 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "error": None if ending.error is None else str(ending.error),
         "steps": run_state.committed + 1,
         "resumed_after": run_state.begun if run_state.begun >= 0 else None,
+        "kept": run_state.kept,
+        "not_kept": run_state.not_kept,
         "loss_first": run_state.losses[0] if run_state.losses else None,
         "loss_last": run_state.losses[-1] if run_state.losses else None,
         "validation_loss": None if last is None else run_state.validations[last][0],

@@ -27,6 +27,8 @@ def headline(run: RunTables, *, with_weights: bool = True) -> tuple[Mood, str]:
     sentences.append(
         f"As expected: {_training(run)}" if mood == "good" and judged.training == "failed" else _training(run)
     )
+    if run.not_kept:
+        sentences.append(sentence(run.not_kept))
     difference = judged.comparison and judged.comparison.difference  # it is the finding of a check
     if with_weights and judged.training and not difference:
         sentences.append(judged.weights())

@@ -66,6 +66,7 @@ class RunTables:
     raised: tuple[RaisedRecord, ...]  # the exceptions that ended workers, in the order of time
     host: HostRecord | None  # None if the run was not started by a command
     gaps: tuple[str, ...] = ()  # the parts of the record that are missing, in sentences
+    not_kept: str = ""  # in words, that the last checkpoint was not kept
     num_samples: int = 0  # in the training set; 0 for data without limit
 
     @property
@@ -119,6 +120,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
         (*gaps(history), *_unread(actions.sums.unread), *_missing(history)),
+        history.not_kept,
         0 if partition is None else partition.samples,
     )
 

@@ -35,6 +35,16 @@ def test_owners_follow_epochs_and_the_heirs_that_were_known_later() -> None:
     assert [each.owners for each in history.epochs] == [(0, 1), (0, 0)]
 
 
+def test_a_last_checkpoint_that_was_not_kept_is_told() -> None:
+    kept = [{"event": "kept", "step": 3, "at_ns": 8}, {"event": "unkept", "step": 5, "why": "disk full", "at_ns": 9}]
+    assert [made_history(each).not_kept for each in (kept[1:], kept, kept[::-1], [])] == [
+        "no checkpoint was kept: disk full",
+        "no checkpoint after that of step 3 was kept: disk full",
+        "",
+        "",
+    ]
+
+
 def test_the_progress_the_faults_and_the_end_are_known_after_each_record() -> None:
     history = RunHistory()
     assert (history.committed, history.begin_ns, history.ended, history.error) == (-1, 0, None, "")

@@ -165,6 +165,14 @@ def test_a_plan_needs_the_layers_and_a_program_does_not() -> None:
     assert run("schedule", "check", "--stages", "7").returncode == 0
 
 
+def test_a_file_is_no_place_for_checkpoints() -> None:
+    Path("file").write_text("")
+    for place in ("file", "file/below", "file://file"):
+        told = [str(each) for each in offered.problems(Job(checkpoints=place))]
+        assert told == ["checkpoints: expected a folder or a URL, found 'file' (it is a file)"]
+    assert not offered.problems(Job(checkpoints="new/folder"))
+
+
 def test_help_names_the_schedules() -> None:
     done = run("run", "--help")
     words = set(done.stdout.replace(",", " ").split())

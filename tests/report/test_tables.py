@@ -202,6 +202,7 @@ SAME: dict[str, Any] = {
     "difference": None,
     "disturbed": 5,
 }
+UNKEPT = {"event": "unkept", "step": 9, "why": "disk full"}
 OTHER = {"step": 2, "layer": 1, "part": "buffers", "tensor": "", "run": "0a", "twin": "0b"}
 
 
@@ -214,6 +215,8 @@ def test_the_headline_tells_whether_the_weights_were_compared() -> None:
     missing = {"event": "not_compared", "why": "no twin was asked for"}
     assert judged(missing, exit_code=0) == ("good", f"{lost}Weights not compared: no twin was asked for.")
     assert judged(missing, outcome="interrupted", exit_code=130)[0] == "open"
+    told = f"{lost}No checkpoint was kept: disk full. Weights not compared: no twin was asked for."
+    assert judged(missing, UNKEPT, exit_code=0) == ("good", told)
     assert judged() == ("open", f"{lost}Weights not compared: the run has no verdict yet.")
 
 

@@ -42,6 +42,7 @@ def test_a_run_keeps_its_last_weights(tmp_path: Path) -> None:
     job = Job(**SMALL, steps=3, audit=0, checkpoints=str(tmp_path / "kept"))
     ending = run_in_threads(job)
     assert kept_steps(ending, checkpoints_at(job.checkpoints)) == [2]
+    assert (ending.view.run_state.kept, ending.view.run_state.not_kept) == (2, "")
 
 
 def test_every_k_steps_and_the_last_are_kept_though_workers_die_and_the_newest_stay(tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_a_place_that_cannot_be_written_costs_the_checkpoint_only(tmp_path: Path
     assert ending.outcome == "finished"
     (note,) = ending.view.run_state.notes
     assert note.startswith("step 1 is not kept as a checkpoint: cannot write ")
+    assert (ending.view.run_state.kept, note.endswith(ending.view.run_state.not_kept)) == (None, True)
 
 
 def test_a_part_without_a_manifest_is_removed_at_the_end(tmp_path: Path) -> None:

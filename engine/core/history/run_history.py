@@ -34,12 +34,15 @@ from engine.core.history.run_records import (
     GoRecord,
     HeirsRecord,
     JobRecord,
+    KeptRecord,
     MarkRecord,
     RaisedRecord,
     SuspicionRecord,
+    UnkeptRecord,
 )
 from engine.core.history.verdict_records import CheckRecord
 from engine.core.ownership import Slot, by_slot
+from engine.core.texts import not_kept_words
 
 R = TypeVar("R", bound=Record)
 # Recoveries are timed by these records, and by some commits around them: ten usual steps, and the steps between.
@@ -194,6 +197,18 @@ class RunHistory:
         """The last committed step, -1 before step 0."""
         resumed = self.of(ResumedRecord)
         return self.commits.steps[-1] if self.commits else resumed[-1].step if resumed else -1
+
+    @property
+    def not_kept(self) -> str:
+        """In words, that the last checkpoint could not be kept; empty if it could, or if there was none to keep."""
+        kept, why = None, ""
+        for each in self._others:
+            match each:
+                case KeptRecord():
+                    kept, why = each.step, ""
+                case UnkeptRecord():
+                    why = each.why
+        return not_kept_words(kept, why)
 
     @property
     def struck(self) -> set[str]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import NothingMatchedError, StorageError
+from engine.core.config.job import Job
+from engine.core.errors import NothingMatchedError, Problem, StorageError
 from engine.files.atomic_write import open_to_read
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
@@ -63,6 +64,15 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
         yield CheckpointPlace(checkpoints_at(Path(where).absolute()), step=step)
     else:
         yield from places_of(find_run(results, where), step)
+
+
+def place_problems(job: Job) -> list[Problem]:
+    """Returns the problem of a folder for checkpoints that no run can make, because a file is in the way."""
+    if not job.checkpoints or ("://" in job.checkpoints and not job.checkpoints.startswith("file://")):
+        return []
+    place = Path(job.checkpoints.removeprefix("file://"))
+    found = [each for each in (place, *place.parents) if each.exists() and not each.is_dir()]
+    return [Problem("checkpoints", "a folder or a URL", repr(str(each)), "it is a file") for each in found]
 
 
 def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPlace]:

@@ -82,7 +82,6 @@ class Checkpoints:
         self._run_state = run_state
         run_state.on_rows = self.close_step
         self._recorder = recorder
-        self.newest: KeptRecord | None = None
         self._gathering = Gathering()
         self._under_way: dict[int, _UnderWay] = {}
         self._orders: queue.SimpleQueue[tuple[Whole, _UnderWay] | _Spare | None] = queue.SimpleQueue()
@@ -144,8 +143,9 @@ class Checkpoints:
                     continue
                 self._recorder.write(record)
                 if isinstance(record, KeptRecord):
-                    self.newest = record
+                    self._run_state.kept, self._run_state.not_kept = record.step, ""
                 else:
+                    self._run_state.not_kept = record.why
                     self._run_state.note(f"step {record.step} is not kept as a checkpoint: {record.why}")
 
     def _go_on(self, found: Gathered) -> None:

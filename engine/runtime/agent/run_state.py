@@ -40,12 +40,15 @@ from engine.runtime.agent.worker_handles import WorkerHandle
 class RunState:
     """The results of a run so far. Times are monotonic nanoseconds, 0 for an event that has not happened.
 
-    `begun` is the last step before those of this run: of the checkpoint that it began with, -1 without one. `rows` may
-    have steps that were lost, and are trained again: their hashes must come again.
+    `begun` is the last step before those of this run: of the checkpoint that it began with, -1 without one. `kept` is
+    the last step that was kept as a checkpoint; `not_kept` is the reason if a later one was not. `rows` may have steps
+    that were lost, and are trained again: their hashes must come again.
     """
 
     job: Job
     begun: int = -1
+    kept: int | None = None
+    not_kept: str = ""
     layers: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
     losses: list[float] = field(default_factory=list)
