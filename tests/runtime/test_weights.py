@@ -184,7 +184,12 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
     torch.save({"model": {"0.weight": torch.zeros(1)}}, tmp_path / "nested.pt")
     assert "save the state_dict itself" in refusal(tmp_path / "nested.pt")[0].found
     torch.save(whole_model(), tmp_path / "pickled.pt")  # needs code to be loaded
-    assert refusal(tmp_path / "pickled.pt")[0].expected == "weights that can be read"
+    for name, kind in (("m.pt", "RuntimeError"), ("pickled.pt", "UnpicklingError")):
+        (problem,) = refusal(tmp_path / name)
+        assert problem.expected == "weights that torch.load(weights_only=True) reads"
+        assert problem.found.endswith(f"{name}': {kind}")  # without torch's advice to load the file as code
+    torch.save({"0.weight": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
+    assert refusal(tmp_path / "sparse.pt")[0].expected == "dense tensors"
     (tmp_path / "folder").mkdir()
     assert refusal(tmp_path / "folder")[0].expected == "a folder with safetensors files"
     (tmp_path / "folder" / INDEX).write_text(json.dumps({"weight_map": {"a": "../m.safetensors"}}))

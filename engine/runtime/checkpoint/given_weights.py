@@ -46,8 +46,10 @@ class GivenWeights:
                 self._tensors = _torch_file(path)
         except UserError:
             raise
-        except Exception as error:  # torch.load has many
-            raise _wrong(path, "weights that can be read", str(error).splitlines()[0][:300]) from error
+        except Exception as error:  # of the files, and of their index
+            raise _wrong(
+                path, "weights that can be read", f"{error or type(error).__name__}".splitlines()[0][:300]
+            ) from error
 
     def fill(self, replicas: Replicas) -> None:
         """Sets the weights of every replica, and its persistent buffers in every pipeline; then closes the files."""
@@ -161,13 +163,20 @@ def _files_in(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _torch_file(path: str) -> Mapping[str, Tensor]:
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # its advice is to load the file as code
+        raise _wrong(path, "weights that torch.load(weights_only=True) reads", type(error).__name__) from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise _wrong(path, "a state_dict: tensors by name", type(found).__name__)
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor):
             hint = f"{name!r} is a {type(tensor).__name__}; save the state_dict itself"
             raise _wrong(path, "a state_dict: tensors by name", hint)
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+            raise _wrong(path, "dense tensors", f"{name!r} is none: {tensor.layout} on {tensor.device}")
     return found
 
 
