@@ -28,6 +28,7 @@ from bamboo_cli.options.faults import (
 from bamboo_cli.options.job import takes_job
 from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
+from engine.core.checkpoints.resumption import begun_with
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 
@@ -74,7 +75,7 @@ def run(
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
     from engine.core.faults.expansion import expand
 
-    scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin)
+    scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin, after=begun_with(resolved.origin))
     faults = expand(scenario, resolved.job.seed)
     options = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES, "standby": standby}
     if resolved.with_faults and not faults:
@@ -173,19 +174,21 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
         echo(line, err=as_json)
     for line in untold(result.recovery_lines(), err=as_json):
         echo(line, err=as_json)
-    echo("; ".join(_summary_parts(summary, result, resolved.job)), err=as_json)
+    echo("; ".join(_summary_parts(summary, result, resolved)), err=as_json)
     echo(summary["run_dir"], err=as_json)
     if not as_json:
         commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved.job)]
         echo(f"next: {'  |  '.join(commands)}", err=True)
 
 
-def _summary_parts(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:
+def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:
     """Returns the parts of the summary line."""
     outcome = summary["outcome"]
     parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
     if summary["resumed_after"] is not None:
-        parts.append(f"begun after step {summary['resumed_after']}")
+        origin = resolved.origin
+        of = f" of run {origin.run} in {origin.place}" if origin and origin.step == summary["resumed_after"] else ""
+        parts.append(f"begun after step {summary['resumed_after']}{of}")
     if summary["loss_last"] is not None:
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
         if outcome != "finished":
@@ -193,7 +196,7 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, job: Job) -> lis
     if summary["validation_loss"] is not None:
         parts.append(f"validation {summary['validation_loss']:.4f}")
     if summary["validation_metric"] is not None:
-        is_own = ":" in job.model  # its metric may be any
+        is_own = ":" in resolved.job.model  # its metric may be any
         metric = summary["validation_metric"]
         parts.append(f"metric {metric:.4f}" if is_own else f"accuracy {metric:.1%}")
     if summary["missing"]:

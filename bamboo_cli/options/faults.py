@@ -87,18 +87,25 @@ def events_setting(size: str) -> list[str]:
     return [f"events_max={size}"] if size else []
 
 
-def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool) -> Scenario:
+def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool, after: int = -1) -> Scenario:
     """Returns the scenario of a job with the user's kills; raises UserError with every problem.
 
-    It expects the weights of the twin in each step with hashes in both runs.
+    It expects the weights of the twin in each step with hashes in both runs. Training begins behind the step `after`.
     """
+    from engine.core.faults.fault import At
     from engine.core.faults.kill_text import kill_scenario
     from engine.core.faults.scenario import Expect
 
     if kills and with_twin and not job.audit:
         hint = "without hashes there is nothing to compare; give --no-twin"
         raise UserError([Problem("audit", "1 or more with --kill", "0", hint)])
-    return kill_scenario(kills, job, Expect(trajectory="as far as hashed" if kills and with_twin else None))
+    scenario = kill_scenario(kills, job, Expect(trajectory="as far as hashed" if kills and with_twin else None))
+    if never := [
+        (each, at.step) for each in scenario.faults if isinstance(at := each.trigger, At) and at.step <= after
+    ]:
+        expected, hint = f"a step above {after}", f"training begins after step {after}"
+        raise UserError(Problem(f"--kill {each.id}", expected, str(step), hint) for each, step in never)
+    return scenario
 
 
 def grace_seconds(text: str) -> float:

@@ -187,6 +187,9 @@ def test_kills_are_a_scenario_that_expects_the_weights_of_the_twin() -> None:
     blind = scenario_of(["5:2"], Job(audit=0), with_twin=False)
     assert ([each.id for each in blind.faults], blind.expect) == (["5:2"], Expect())
     assert scenario_of(["5:2"], Job(audit=3), with_twin=True).expect == Expect(trajectory="as far as hashed")
+    assert scenario_of(["8:2"], Job(), with_twin=True, after=7).faults
+    with pytest.raises(UserError, match="--kill 3:1: expected a step above 7"):
+        scenario_of(["3:1", "8:2"], Job(), with_twin=True, after=7)
     assert scenario_of([], Job(audit=0), with_twin=True) == Scenario("", "", Job(audit=0), ())
 
 
