@@ -4,7 +4,7 @@ The explanation has the dead workers, the committed steps, the reason and the ad
 
 Rules: the reason mentions only copies that this job could have had. Each advised option would have helped: with it, any
 equal number of workers may be gone at once. Nothing helps a model that hangs on every worker. A checkpoint that
-a worker refuses before training counts as a wrong one: the next older one is tried.
+a worker refuses before training counts as a wrong one: the next older one is tried, unless the user named its step.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ class Restarts:
         if cause is None or agent.interrupted is not None:
             return None
         could_not_load = cause.exit_code == ExitCode.STORAGE and not agent.run_state.going_at_ns
-        if cause.exit_code != ExitCode.STATE_LOST and not (could_not_load and self.origin is not None):
+        has_older = self.origin is not None and not self.origin.is_named
+        if cause.exit_code != ExitCode.STATE_LOST and not (could_not_load and has_older):
             return None
         good = self._newest_good(before=self.origin.step if could_not_load and self.origin else None)
         self.ladder, code = next_rung(self.ladder, None if good is None else good.step, time.monotonic_ns())
@@ -184,22 +185,22 @@ class Restarts:
         return good
 
     def _newest_good(self, before: int | None) -> Resumption | None:
-        for place, run in ((self.place, self.run), *self._of_origin()):
+        for place, run, step in ((self.place, self.run, None), *self._of_origin()):
             if not place:
                 continue
             try:
-                good = checkpoints_at(place).newest_good(run, refuses=lambda each: _too_new(each, before))
+                good = checkpoints_at(place).newest_good(run, step, refuses=lambda each: _too_new(each, before))
             except BambooError as error:
                 self.say(f"no checkpoint can be read: {error}")
                 continue
             tell_refused(good, place, self.say)
             if good.name is not None:
-                return Resumption(good.name.step, place, good.name.file, run)
+                return Resumption(good.name.step, place, good.name.file, run, is_named=step is not None)
         return None
 
-    def _of_origin(self) -> Iterator[tuple[str, str]]:
+    def _of_origin(self) -> Iterator[tuple[str, str, int | None]]:
         if self.origin is not None:
-            yield self.origin.place, self.origin.run
+            yield self.origin.place, self.origin.run, self.origin.step if self.origin.is_named else None
 
 
 def _too_new(manifest: Manifest, before: int | None) -> str:

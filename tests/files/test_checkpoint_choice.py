@@ -60,7 +60,7 @@ def test_latest_is_the_newest_run_that_has_one(tmp_path: Path) -> None:
     keep(tmp_path, NEW, ())
     found = find_checkpoint("latest", tmp_path, lambda line: None)
     assert (found.origin.run, found.origin.step) == (OLD, 5)
-    assert find_checkpoint("latest@3", tmp_path, lambda line: None).origin.step == 3
+    assert find_checkpoint("latest@3", tmp_path, lambda line: None).origin.is_named
     assert find_checkpoint(f"{OLD}@3", tmp_path, lambda line: None).origin.step == 3
     assert find_checkpoint(str(tmp_path / OLD / "checkpoints"), tmp_path, lambda line: None).origin.step == 5
 
@@ -81,7 +81,10 @@ def test_a_damaged_one_is_named_and_the_next_older_is_taken(tmp_path: Path) -> N
     told: list[str] = []
     assert find_checkpoint(OLD, tmp_path, told.append).origin.step == 3
     assert len(told) == 1
-    assert part.name in told[0]
+    assert told[0].startswith(f"a checkpoint in {place} is refused: step-00000005/{part.name}: expected")
+    part.unlink()
+    find_checkpoint(OLD, tmp_path, told.append)
+    assert told[1].startswith(f"a checkpoint in {place} is refused: cannot read '{part}'")
     for each in place.glob("step-*/layer-*"):
         each.write_bytes(b"")
     with pytest.raises(StorageError, match="2 were refused"):
@@ -100,7 +103,12 @@ def test_fields_that_decide_bits_are_refused_with_the_list(tmp_path: Path) -> No
     keep(tmp_path, OLD, (3,))
     job = replace(Job(), seed=1, pipelines=2, stages=2, schedule="gpipe")
     assert refused_fields(tmp_path, job) == ["pipelines", "seed"]
-    refuse_other_bits(find_checkpoint("latest", tmp_path, lambda line: None), job, other_bits=True)
+    assert refused_fields(tmp_path, replace(job, model_args={"width": 8}), other_bits=True) == [
+        "model_args",
+        "pipelines",
+    ]
+    free = replace(job, pipelines=1)
+    refuse_other_bits(find_checkpoint("latest", tmp_path, lambda line: None), free, other_bits=True)
 
 
 def test_a_job_without_another_step_is_refused(tmp_path: Path) -> None:

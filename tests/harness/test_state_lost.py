@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.core.checkpoints.ladder import Ladder
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
+from engine.core.errors import ExitCode, WorkerFailedError
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.harness import state_lost
-from engine.harness.state_lost import LostState, fewest_holders, state_lost_lines
+from engine.harness.state_lost import LostState, Restarts, fewest_holders, state_lost_lines
 from tests.core.made_records import records_of
+from tests.files.made_checkpoints import save
 
 LAZY = Job(stages=3, steps=9)
 SHARDED = replace(LAZY, redundancy="none", pipelines=2, fsdp=1)
@@ -184,3 +191,22 @@ def test_no_redundancy_is_advised_for_a_model_that_hangs_everywhere() -> None:
     assert last == "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"
     dies = epoch(2, [2, 2, 2], [[0, "was ended by SIGKILL", "death", None]])
     assert "--pipelines 2" in state_lost_lines(LAZY, records_of([*BEGIN, hangs[0], dies]), 1)[-1]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_named", "expected"),
+    [(ExitCode.STORAGE, True, None), (ExitCode.STORAGE, False, 3), (ExitCode.STATE_LOST, True, 5)],
+)
+def test_no_other_step_stands_in_for_the_one_that_the_user_named(
+    tmp_path: Path, code: ExitCode, is_named: bool, expected: int | None
+) -> None:
+    folder = checkpoints_at(tmp_path / "before")
+    names = {step: save(folder, step, run="before") for step in (3, 5, 7)}
+    origin = Resumption(5, folder.place, names[5].file, "before", is_named)
+    restarts = Restarts(Ladder(3), str(tmp_path / "own"), "own", lambda line: None, origin)
+    run_state = SimpleNamespace(going_at_ns=0, note=lambda text: None)
+    agent: Any = SimpleNamespace(cause=WorkerFailedError("why", code), interrupted=None, run_state=run_state)
+    agent.node = SimpleNamespace(state=SimpleNamespace(reason="lost"))
+    found = restarts.revive(agent)
+    assert (found and found.step) == expected
+    assert found is None or found.is_named == is_named

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A checkpoint to begin after: its step, its place (a folder or a URL), its manifest there, and its run."""
+    """A checkpoint to begin after: its step, its place (a folder or a URL), its manifest there, and its run.
+
+    `is_named`: the user named its step, and no other step stands in for it.
+    """
 
     step: int
     place: str
     file: str
     run: str = ""
+    is_named: bool = False
 
 
 def begun_with(origin: Resumption | None) -> int:

@@ -45,6 +45,8 @@ NEUTRAL: Mapping[str, Any] = {
     "name": "",
     "results": "",
 }
+# The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
+OF_TENSORS = frozenset({"model", "model_args", "pipelines"})
 # The facts of a host that select the compute kernels, and so the bits.
 BIT_FACTS = ("python", "torch", "machine", "cpu", "isa")
 

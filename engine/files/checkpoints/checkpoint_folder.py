@@ -51,7 +51,7 @@ class CheckpointName(NamedTuple):
 
 
 class RefusedCheckpoint(NamedTuple):
-    """A checkpoint that is not to be used, with the reason, which begins with the name of a file."""
+    """A checkpoint that is not to be used, with the reason, which names a file."""
 
     name: CheckpointName
     reason: str

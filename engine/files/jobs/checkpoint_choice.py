@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from engine.core.checkpoints.manifest import Manifest
 from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.bit_fields import BitDifference, bit_differences
+from engine.core.config.bit_fields import OF_TENSORS, BitDifference, bit_differences
 from engine.core.config.job import Job
 from engine.core.errors import (
     BambooError,
@@ -53,18 +53,21 @@ def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> F
         good = place.folder.newest_good(place.run, step)
         num_refused += tell_refused(good, place.folder.place, say)
         if good.name is not None and good.manifest is not None:
-            origin = Resumption(good.name.step, place.folder.place, good.name.file, good.manifest.run)
+            file, run = good.name.file, good.manifest.run
+            origin = Resumption(good.name.step, place.folder.place, file, run, is_named=step is not None)
             return Found(origin, good.manifest)
     at = "" if step is None else f" of step {step}"
     if num_refused:
-        raise StorageError(f"no checkpoint{at} of {text!r} is good: {num_refused} were refused")
+        raise StorageError(
+            f"no checkpoint{at} of {text!r} is good: {num_refused} {'was' if num_refused == 1 else 'were'} refused"
+        )
     raise NothingMatchedError(f"no checkpoint{at} in {text!r}")
 
 
 def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> int:
     """Says which checkpoints were refused, and why; returns their number."""
     for each in good.refused:
-        say(f"a checkpoint is refused: {place}/{each.reason}")
+        say(f"a checkpoint in {place} is refused: {each.reason}")
     return len(good.refused)
 
 
@@ -72,17 +75,18 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
     """Refuses a job that cannot go on from a checkpoint.
 
     Raises:
-        UserError: fields, facts of the host or data files differ that decide bits, unless `other_bits`; or no step is
-            left.
+        UserError: fields, facts of the host or data files differ that decide bits, with `other_bits` those that the
+            tensors fit; or no step is left.
     """
     manifest = found.manifest
     problems = []
     if manifest.step >= job.steps - 1:
         hint = f"all {job.steps} steps are committed in the checkpoint"
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
+    differences = bit_differences(manifest.job, manifest.facts, job, host_facts(Path.cwd()))
     if not other_bits:
-        differences = bit_differences(manifest.job, manifest.facts, job, host_facts(Path.cwd()))
-        problems += _as_problems([*differences, *_changed_files(manifest, job)])
+        differences += _changed_files(manifest, job)
+    problems += _as_problems(each for each in differences if not other_bits or each.name in OF_TENSORS)
     if problems:
         raise UserError(problems)
 
@@ -90,6 +94,8 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
 def _as_problems(differences: Iterable[BitDifference]) -> Iterator[Problem]:
     for each in differences:
         hint = "it decides bits: the run would not be the one that was interrupted; --other-bits goes on all the same"
+        if each.name in OF_TENSORS:
+            hint = "the tensors of a checkpoint fit no other, with --other-bits neither"
         yield Problem(each.name, f"{each.before!r} as in the checkpoint", repr(each.now), hint)
 
 
