@@ -14,7 +14,7 @@ from engine.core.config.job import Job
 from engine.core.history.verdict_records import CheckRecord
 from engine.core.texts import flags, numbered, sentence, trust_words
 from engine.report.load import RunTables
-from engine.report.recovery import AFTER_END, NO_WORKER_LOST, RESTARTED, stalls_of
+from engine.report.recovery import AFTER_END, FROM_CHECKPOINT, NO_WORKER_LOST, RESTARTED, stalls_of
 
 Mood = Literal["good", "bad", "open"]
 
@@ -51,7 +51,9 @@ def _training(run: RunTables) -> str:
     committed = int(run.steps["step"].max()) + 1 if len(run.steps) else 0
     outcome = run.judgement.training
     if outcome == "finished":
-        steps = f"All {committed} steps were committed" if committed >= num_steps else f"{committed} steps committed"
+        first = int(run.steps["step"].min()) if len(run.steps) else 0  # above 0 after a checkpoint of another run
+        every = f"All steps from {first} on" if first else f"All {committed} steps"
+        steps = f"{every} were committed" if committed >= num_steps else f"{committed} steps committed"
         return f"{_deaths(run.recovery)} {_long_step(run)}{steps} in {run.end_ms / 1e3:.1f} s."
     steps = f"{committed} of {num_steps} steps were committed"
     if outcome == "interrupted":
@@ -89,14 +91,24 @@ def _deaths(recovery: pd.DataFrame) -> str:
     told = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
     if out.empty:
         return "No worker was lost." if recovery.empty else f"No worker was lost; one link was mended; {told}."
+    longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls and len(out) > 1 else ""
+    again = out[out["rung"] == FROM_CHECKPOINT]
+    if len(again) == len(out):
+        return f"The state was lost; {_from_checkpoints(again)}; {told}{longest}."
     if len(out) == 1:
         row = out.iloc[0]
         heirs = row["heirs"].split(", ")
         goes_on = f"{numbered('worker', heirs)} took over" if row["heirs"] else "the others went on"
         return f"{_lost(row['who'])} in step {row['step']}; {goes_on}; {told}."
-    longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls else ""
     num_lost = sum(len(who.split(", ")) for who in out["who"])
-    return f"{num_lost} workers were lost; others took over; {told}{longest}."
+    others = "others took over" + ("" if again.empty else f"; {_from_checkpoints(again)}")
+    return f"{num_lost} workers were lost; {others}; {told}{longest}."
+
+
+def _from_checkpoints(again: pd.DataFrame) -> str:
+    """Returns a clause with the steps of the checkpoints; the step of a recovery is the first that is committed."""
+    place = "the checkpoint" if len(again) == 1 else "the checkpoints"
+    return f"training went on from {place} of {numbered('step', [str(step - 1) for step in again['step']])}"
 
 
 def _lost(who: str) -> str:

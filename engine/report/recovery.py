@@ -44,6 +44,7 @@ _WINDOW = 10  # steps
 _EXPOSURE_COLUMNS = ["from_ms", "to_ms"]
 AFTER_END = "after the end"  # no step was left
 RESTARTED = "restarted"  # before the first commit: all workers were started again
+FROM_CHECKPOINT = "checkpoint"  # the rung of a recovery for which no worker held the state
 # Outcomes in which training lost no worker: each worker stayed; the run noticed the fault and ended; the worker had
 # given notice and left; training was over; no training was lost.
 NO_WORKER_LOST = ("no worker lost", "noticed", "left", AFTER_END, RESTARTED)
@@ -62,7 +63,11 @@ def recovery_table(history: RunHistory, actions: Actions, steps: pd.DataFrame) -
         rows.append(row | _outcome(recovery, ended))
         rows[-1] |= _moved(recovery, history)
     recovered = {each.worker for recovery in found for each in recovery.verdict}
-    rows += _without_recovery(history, recovered, actions.sums)
+    rows += [
+        row
+        for end, row in _without_recovery(history, recovered, actions.sums)
+        if not any(_ended_by_restart(end, each) for each in found)
+    ]
     if ended:
         told = {name for recovery in found for name in recovery.faults}
         rows += _without_death(history, told, steps)
@@ -183,26 +188,31 @@ def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | 
     }
 
 
-def _without_recovery(history: RunHistory, recovered: set[int], sums: Sums) -> list[dict[str, Any]]:
-    """Returns a row for each worker that ended unexpectedly and that no recovery excluded."""
+def _without_recovery(history: RunHistory, recovered: set[int], sums: Sums) -> list[tuple[ExitRecord, dict[str, Any]]]:
+    """Returns the exit and a row of each worker that ended unexpectedly and that no recovery excluded."""
     rows, restarts = [], history.of(RestartRecord)
     for end in history.of(ExitRecord):
         if not end.expected and end.of not in recovered:
             last = sums.workers.get(end.of)
-            rows.append(
-                {
-                    **_NO_TEXTS,
-                    "outcome": RESTARTED if any(each.at_ns >= end.seen_ns for each in restarts) else "not recovered",
-                    "what": f"worker {end.of} was ended by {how_it_ended(end)}",
-                    "who": str(end.of),
-                    "step": None if last is None else last.last_step,
-                    "last_action": "" if last is None else last.last_action,
-                    "rung": "none",
-                    "reason": history.error,
-                    "begin_ms": _since(end.seen_ns, history.begin_ns),
-                }
-            )
+            row = {
+                **_NO_TEXTS,
+                "outcome": RESTARTED if any(each.at_ns >= end.seen_ns for each in restarts) else "not recovered",
+                "what": f"worker {end.of} was ended by {how_it_ended(end)}",
+                "who": str(end.of),
+                "step": None if last is None else last.last_step,
+                "last_action": "" if last is None else last.last_action,
+                "rung": "none",
+                "reason": history.error,
+                "begin_ms": _since(end.seen_ns, history.begin_ns),
+            }
+            rows.append((end, row))
     return rows
+
+
+def _ended_by_restart(end: ExitRecord, recovery: Recovery) -> bool:
+    """Returns whether a worker ended in a recovery that began again from a checkpoint, which needs no worker."""
+    until_ns = recovery.resume_ns
+    return recovery.is_from_checkpoint and until_ns is not None and recovery.begin_ns <= end.seen_ns <= until_ns
 
 
 def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> list[dict[str, Any]]:

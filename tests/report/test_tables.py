@@ -109,6 +109,25 @@ def test_an_action_is_a_row_with_its_parts(run: RunTables) -> None:
     assert (row["op"], row["microbatch"], row["epoch"], row["end_ns"] - row["start_ns"]) == ("SEND_B", 3, 1, 100_000)
 
 
+def test_a_restart_from_a_checkpoint_is_one_row_and_no_worker_took_over() -> None:
+    """It said that others took over, and had a row for each process that ended before the restart."""
+    *events, end = MadeUpRun(dead=((5, 2),)).events()
+    at = next(place for place, each in enumerate(events) if each["event"] == "epoch" and each["epoch"] == 2) + 1
+    died_ns = events[at - 1]["at_ns"] + 1
+    died = {**agent("exit", 0, of=0, code=-9, expected=False, seen_ns=died_ns), "at_ns": died_ns}
+    resumed = agent("resumed", 0, step=4, place="", file="", run="", lost=0) | {"at_ns": died_ns + 1}
+    run = load([*events[:at], died, resumed, *events[at:], end])
+    (row,) = run.recovery.to_dict("records")
+    assert (row["outcome"], row["rung"], row["step"]) == ("recovered", "checkpoint", 5)
+    told = headline(run)[1]
+    assert told.startswith("The state was lost; training went on from the checkpoint of step 4; training stalled for ")
+
+
+def test_the_steps_before_a_resumed_run_are_not_its_own() -> None:
+    events = [each for each in MadeUpRun().events() if each["event"] != "commit" or each["step"] > 3]
+    assert "All steps from 4 on were committed in " in headline(load(events))[1]
+
+
 def test_what_a_worker_does_for_a_slot_of_another_is_redundant() -> None:
     events = MadeUpRun(steps=2).events()
     at = next(place for place, event in enumerate(events) if event["event"] == "commit")

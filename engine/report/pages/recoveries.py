@@ -13,7 +13,7 @@ from engine.report.load import RunTables
 from engine.report.pages.frame import html_table
 from engine.report.pages.timeline import slots_text
 from engine.report.pages.words import word
-from engine.report.recovery import ALL_PHASES, NO_WORKER_LOST, stalls_of
+from engine.report.recovery import ALL_PHASES, FROM_CHECKPOINT, NO_WORKER_LOST, stalls_of
 
 
 def recoveries_section(run: RunTables) -> str:
@@ -45,6 +45,8 @@ def _costs(run: RunTables, place: int, row: dict[Any, Any]) -> dict[str, Any]:
 
 def _heirs(run: RunTables, place: int) -> str:
     """Returns the heirs of a recovery with the stages that they took over, such as ``worker 1: stage 2``."""
+    if run.recovery["rung"].iloc[place] == FROM_CHECKPOINT:
+        return ""  # all workers were started again
     begins = [*run.recovery["begin_ms"], float("inf")]
     since = run.takeovers["from_ms"]
     taken = run.takeovers[(since >= begins[place]) & (since < begins[place + 1])]
