@@ -115,6 +115,11 @@ def test_a_whole_number_passes_for_a_number_and_becomes_one() -> None:
     assert job.lr == 1.0
 
 
+@pytest.mark.parametrize("number", ["0", "100"])
+def test_a_whole_number_says_how_often_checkpoints_are_kept(number: str) -> None:
+    assert resolve(f"checkpoint_every: {number}\n").job.checkpoint_every == number
+
+
 def test_a_list_of_first_layers_is_a_partition() -> None:
     assert resolve("partition: [2, 4, 6]").job.partition == "2,4,6"
 

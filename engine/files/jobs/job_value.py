@@ -1,6 +1,7 @@
 """One value given for a field of the job: its place, and the check of its type.
 
-A field has its type in `engine.core.config.job.Job`. A whole number is converted to a number; no other value is.
+A field has its type in `engine.core.config.job.Job`. A whole number is converted to a number, and for
+`checkpoint_every` to text; no other value is.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def check(given: Given) -> Given | Problem:
             return given.problem("an argument named with letters, digits and _", repr(given.path[1]))
         return given.problem(A_FIELD, "", nearest(given.name, FIELD_TYPES))
     kind: Any = Scalar if len(given.path) == 2 else FIELD_TYPES[given.name]
+    if given.name == "checkpoint_every" and type(given.value) is int:  # a number of steps is one of its forms
+        given = replace(given, value=str(given.value))
     strict = ConfigDict(strict=True, allow_inf_nan=False)
     try:
         return replace(given, value=TypeAdapter(kind, config=strict).validate_python(given.value))
