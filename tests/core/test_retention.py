@@ -73,6 +73,11 @@ def test_the_steps_around_a_failure_a_fault_and_an_epoch_are_marked() -> None:
     assert ran({"event": "exit", "expected": True}, {"event": "validation"}) == set()
 
 
+def test_a_fault_in_the_first_step_after_a_checkpoint_is_marked_there() -> None:
+    begin: list[dict[str, Any]] = [{"event": "resumed", "step": 9}, {"event": "epoch"}, {"event": "go"}]
+    assert marked_steps(records_of([*begin, {"event": "fault"}])) == {*range(10 - BEFORE, 10 + AFTER + 1)}
+
+
 def test_ranges_that_touch_are_told_as_one() -> None:
     assert as_ranges({1, 2, 5}, 100) == ((100, 299), (500, 599))
     assert as_ranges((), 100) == ()

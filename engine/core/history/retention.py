@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from engine.core.history.process_records import ExitRecord
+from engine.core.history.process_records import ExitRecord, ResumedRecord
 from engine.core.history.record import Record
 from engine.core.history.run_records import (
     CommitRecord,
@@ -35,7 +35,7 @@ class MarkedSteps:
     def add(self, record: Record) -> None:
         """Adds the next record."""
         match record:
-            case CommitRecord():
+            case CommitRecord() | ResumedRecord():
                 self.committed = record.step
             case GoRecord():
                 self._is_training = True
