@@ -123,7 +123,7 @@ def _exchange_workers(lines: Lines, ownership: Ownership, order: random.Random) 
     return len(lines) > 1
 
 
-_IN_A_STEP = [op for op in Op if op not in (Op.REDO_F, Op.HEAL, *SHARD_OPS)]
+_IN_A_STEP = [op for op in Op if op not in (Op.REDO_F, Op.HEAL, Op.CHECKPOINT, *SHARD_OPS)]
 _NEEDED = [
     *((Op.F, Op.B), (Op.F, Op.I), (Op.I, Op.W), (Op.F, Op.SEND_F), (Op.B, Op.SEND_B), (Op.I, Op.SEND_B)),
     *((Op.RECV_F, Op.F), (Op.RECV_B, Op.B), (Op.RECV_B, Op.I), (Op.B, Op.REDUCE_GRAD), (Op.W, Op.REDUCE_GRAD)),

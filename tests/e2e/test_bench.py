@@ -74,6 +74,7 @@ def test_audit(launch: Launch) -> None:
     assert (row["goal"], row["n"]) == (1.02, 1)
 
 
+@pytest.mark.soak
 def test_redundancy_in_time(launch: Launch) -> None:
     rows = rows_of(launch, "redundancy", "--case", "timed P=4")
     beside_the_floor = [row for row in rows if row["metric"] == "time / none, beside the floor"]
@@ -84,6 +85,7 @@ def test_redundancy_in_time(launch: Launch) -> None:
     ]
 
 
+@pytest.mark.soak
 def test_redundancy_in_memory(launch: Launch) -> None:
     rows = rows_of(launch, "redundancy", "--case", "memory")
     for lazy, eager in (rows[:2], rows[2:]):  # with the default allocator, and with one that returns memory
@@ -124,6 +126,7 @@ def test_recovery(launch: Launch) -> None:
     assert {row["metric"].split()[0] for row in rows} >= set(PHASES)
 
 
+@pytest.mark.soak
 def test_recovery_beside_torchrun(launch: Launch) -> None:
     stall, attempts = rows_of(launch, "recovery", "--case", "torchrun", positive=False)
     assert (stall["goal"], stall["n"]) == (0.0666667, 1)
@@ -158,6 +161,7 @@ def test_an_interrupted_benchmark_of_the_store_leaves_nothing(launch: Launch) ->
     assert list((launcher.folder / "results" / "bench").iterdir()) == []
 
 
+@pytest.mark.soak
 def test_handover(launch: Launch) -> None:
     rows = rows_of(launch, "handover", positive=False)
     assert [row["metric"].partition(";")[0] for row in rows] == [
