@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-bench soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -50,9 +50,9 @@ SEED ?= 0
 soak: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.kill_soak --kills 1000 --seed $(SEED)
 
-# The benchmarks that take longest, from the command to the figures, in their quick form.
-soak-bench: $(TEST_STAMP)
-	.venv/bin/python -m pytest -m soak tests/e2e/test_bench.py
+# The tests that take longest: most are benchmarks in their quick form, from the command to the figures.
+soak-tests: $(TEST_STAMP)
+	.venv/bin/python -m pytest -m soak
 
 # Runs whose processes are stopped, killed and paused, half of them at their end: some forty minutes on two cores.
 soak-ends: $(TEST_STAMP)

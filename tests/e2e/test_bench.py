@@ -93,6 +93,7 @@ def test_redundancy_in_memory(launch: Launch) -> None:
         assert (lazy["goal"], lazy["metric"]) == (None, "peak memory of all MiB, beside none")
 
 
+@pytest.mark.soak
 def test_buffers(launch: Launch) -> None:
     rows = rows_of(launch, "buffers", "--case", "changed 4 KiB")
     assert [row["metric"] for row in rows] == [
@@ -109,6 +110,7 @@ def test_kv(launch: Launch) -> None:
     }
 
 
+@pytest.mark.soak
 def test_recovery(launch: Launch) -> None:
     rows = rows_of(launch, "recovery", "--case", "gpt P=2", positive=False)
     pauses = [row for row in rows if row["metric"].startswith("pause ms")]

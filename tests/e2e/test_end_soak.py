@@ -70,6 +70,7 @@ def test_half_of_the_runs_are_struck_at_their_end_and_everything_is_struck() -> 
     assert struck == {(name, number) for name in names for number in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM)}
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_a_few_of_the_runs_end(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def work_s(server: ForkServer) -> float:
     return float(times.children_user + times.children_system)
 
 
+@pytest.mark.soak
 def test_resnet18_reads_digits(train: Callable[..., Ending], server: ForkServer) -> None:
     job = Job(
         model="resnet18", stages=2, microbatches=2, microbatch_size=30, steps=36, lr=1e-3, warmup_steps=3,
