@@ -196,13 +196,16 @@ def test_a_third_copy_finds_no_room_while_two_wait_for_a_disk(monkeypatch: pytes
     monkeypatch.setattr(writer, "_ROOM_S", 0.05)
     replicas = trained(small_job(**NORMED), 1)
     checkpoints, told = written(replicas, tmp_path / "kept")
-    with checkpoints._writes:  # as if the disk did not answer
-        for step in (5, 6, 7):
-            checkpoints.keep(Keep(step, (StateShare(SLOT),)))
-            checkpoints.join_copy()
-        assert [(type(each), each.step) for each in told.messages] == [(UnkeptMessage, 7)]
+    disk = checkpoints._written
+    disk.clear()  # as if it did not answer
+    for step in (5, 6, 7):
+        checkpoints.keep(Keep(step, (StateShare(SLOT),)))
+        checkpoints.join_copy()
+    assert [(type(each), each.step) for each in told.messages] == [(UnkeptMessage, 7)]
+    disk.set()
     checkpoints.join_writes()
-    assert {each.step for each in told.messages if isinstance(each, KeptMessage)} == {5, 6}
+    steps = [each.step for each in told.messages if isinstance(each, KeptMessage)]
+    assert (set(steps), steps) == ({5, 6}, sorted(steps)), "a newer checkpoint that is whole replaces an older one"
 
 
 def test_the_times_of_a_checkpoint_are_told_apart(tmp_path: Path) -> None:

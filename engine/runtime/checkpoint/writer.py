@@ -37,7 +37,8 @@ class CheckpointWriter:
         self.troubles = DiskTroubles()  # faults of the disk, which a scenario adds
         self._folder = checkpoints_at(place, troubles=self.troubles)
         self._room = threading.Semaphore(2)
-        self._writes = threading.Lock()
+        self._written = threading.Event()  # the last checkpoint that was begun
+        self._written.set()
         self._copied = threading.Event()
         self._copied.set()
         self._num_open = 0
@@ -50,7 +51,9 @@ class CheckpointWriter:
         states = [state for share in order.shares for state in state_of(share, stages)]
         self._copied.clear()
         self._open(1)
-        threading.Thread(target=self._write, args=(order.step, states), name="checkpoint", daemon=True).start()
+        before, self._written = self._written, threading.Event()
+        what = (order.step, states, before, self._written)
+        threading.Thread(target=self._write, args=what, name="checkpoint", daemon=True).start()
 
     def join_copy(self) -> None:
         """Waits until the copy is whole: from then on the state may change."""
@@ -68,14 +71,15 @@ class CheckpointWriter:
         finally:
             alarm.cancel()
 
-    def _write(self, step: int, states: list[LayerState]) -> None:
+    def _write(self, step: int, states: list[LayerState], before: threading.Event, written: threading.Event) -> None:
+        """Copies one checkpoint, and writes it behind the older one (`before`), which a newer one would replace."""
         try:
             with self._given_room():
                 copied, copy_ns = self._copy(states)
-                with self._writes:
-                    while copied:
-                        self._write_part(step, copied.pop(0), copy_ns)
-                        copy_ns = 0
+                before.wait()
+                while copied:
+                    self._write_part(step, copied.pop(0), copy_ns)
+                    copy_ns = 0
         except Exception as error:  # training goes on
             with contextlib.suppress(OSError):  # a worker that is a thread may have ended
                 self._control.send(UnkeptMessage(step, str(error) or repr(error)))
@@ -83,6 +87,8 @@ class CheckpointWriter:
             self._copied.set()
             self._open(-1)
             self._control.wake()
+            before.wait()
+            written.set()
 
     @contextlib.contextmanager
     def _given_room(self) -> Iterator[None]:
