@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
-from torch import Tensor, nn
-
-from engine.models.layers import Batch, LayerSpec, Model
-from engine.models.losses import default_loss
-from engine.models.networks.timed import Timed
+from engine.models.layers import Batch, Model
+from tests.e2e.stall_models import obeying_layers
 from tests.e2e.user_batches import Microbatches
 
-_WIDTH = 32  # features of the synthetic vectors
 _FORWARD_S, _BACKWARD_S = 0.001, 0.001
 _SLOW_S = 0.006  # a source this slow loads ahead
 _C_CALLS = 10**7  # of a loop in C, which takes a fraction of a second
@@ -55,25 +48,13 @@ HANGS: dict[str, Callable[[], None]] = {
 }
 
 
-class Hanging(nn.Module):
-    """A sleeping layer; with an order, which is a file named after its process, it never returns."""
-
-    def __init__(self, orders: str) -> None:
-        super().__init__()
-        self.timed = Timed(_WIDTH, _FORWARD_S, _BACKWARD_S)
-        self.orders = Path(orders)
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = self.orders / str(os.getpid())
-        if order.exists():
-            HANGS[order.read_text()]()
-        return self.timed(x)
+def _hang(order: str) -> None:
+    HANGS[order]()
 
 
 def hanging(layers: int, orders: str) -> Model:
-    """Returns that many layers; `orders` is the folder of the orders."""
-    specs = (LayerSpec(f"hanging{index}", "Hanging", partial(Hanging, orders)) for index in range(layers))
-    return Model(tuple(specs), default_loss, check_pure=False)  # a trial would sleep too
+    """Returns layers that hang in the way that the order names."""
+    return obeying_layers(layers, orders, _hang, _FORWARD_S, _BACKWARD_S)
 
 
 class LongLoad(Microbatches):

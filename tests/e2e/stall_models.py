@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,24 +19,34 @@ _FORWARD_S, _BACKWARD_S = 0.002, 0.004
 
 
 class Obeying(nn.Module):
-    """A sleeping layer; with an order to hang it never returns, with an order to raise it raises RuntimeError."""
+    """A sleeping layer that obeys an order, which is the text of a file named after its process."""
 
-    def __init__(self, orders: str) -> None:
+    def __init__(self, orders: str, obey: Callable[[str], None], forward_s: float, backward_s: float) -> None:
         super().__init__()
-        self.timed = Timed(_WIDTH, _FORWARD_S, _BACKWARD_S)
-        self.orders = Path(orders)
+        self.timed = Timed(_WIDTH, forward_s, backward_s)
+        self.orders, self.obey = Path(orders), obey
 
     def forward(self, x: Tensor) -> Tensor:
         order = self.orders / str(os.getpid())
         if order.exists():
-            if order.read_text() == "raise":
-                raise RuntimeError("by order")
-            while True:
-                time.sleep(0.001)
+            self.obey(order.read_text())
         return self.timed(x)
 
 
-def obeying(layers: int, orders: str) -> Model:
+def obeying_layers(layers: int, orders: str, obey: Callable[[str], None], forward_s: float, backward_s: float) -> Model:
     """Returns that many layers; `orders` is the folder of the orders."""
-    specs = (LayerSpec(f"obeying{index}", "Obeying", partial(Obeying, orders)) for index in range(layers))
+    build = partial(Obeying, orders, obey, forward_s, backward_s)
+    specs = (LayerSpec(f"obeying{index}", "Obeying", build) for index in range(layers))
     return Model(tuple(specs), default_loss, check_pure=False)  # a trial would sleep too
+
+
+def _raise_or_hang(order: str) -> None:
+    if order == "raise":
+        raise RuntimeError("by order")
+    while True:
+        time.sleep(0.001)
+
+
+def obeying(layers: int, orders: str) -> Model:
+    """Returns layers that raise RuntimeError by an order to raise, and never return by any other."""
+    return obeying_layers(layers, orders, _raise_or_hang, _FORWARD_S, _BACKWARD_S)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.core.checkpoints.keeping import StateShare
 from engine.core.ownership import Slot
 from engine.runtime.checkpoint.layer_file import laid_out
-from engine.runtime.checkpoint.state_dict_names import aliases, transient_buffers
+from engine.runtime.checkpoint.state_dict_names import state_dict_names
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.stage import Stage
 
@@ -55,7 +55,7 @@ def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerS
             for name, tensor in by_layer[index]
         ]
         live = list(_own_tensors(layer, stage.optimizers[index]))
-        yield LayerState(index, share.shard, share.shards, live, named, transient_buffers(layer), aliases(layer))
+        yield LayerState(index, share.shard, share.shards, live, named, *state_dict_names(layer))
 
 
 def _own_tensors(layer: nn.Module, optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:

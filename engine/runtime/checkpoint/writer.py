@@ -1,7 +1,7 @@
 """Writes a worker's share of checkpoints: copies it in a thread, then writes it while training goes on.
 
-    Keep --> copy in a thread ------> write, hash and sync in another thread --> KeptMessage for each part
-             the next step waits      nobody waits; at the end of the job the worker does
+    Keep --> a thread copies -------> then writes, hashes and syncs, behind the thread before it --> KeptMessages
+             the next step waits      training goes on; at the end of the job the worker waits
 
 Rules: memory holds two copies at most, one that is being written and one that waits for it. A third waits for room, and
 the next step for it, but no longer than `_ROOM_S`; then this checkpoint is not kept. No error here ends the training.
