@@ -44,9 +44,10 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},
     "engine.files.scenarios": _PLANS
     | {"engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
-    "engine.models": _GROUND | {"engine.core.config", "engine.core.samples"},
+    "engine.models": _GROUND | {"engine.core.config"},
     "engine.models.networks": frozenset({"engine.models"}),
     "engine.models.datasets": _GROUND | {"engine.models"},
+    "engine.models.sources": _GROUND | {"engine.core.config", "engine.core.samples", "engine.models"},
     "engine.report": _PLANS | {"engine.core.checks", "engine.core.history", "engine.core.samples"},
     "engine.report.pages": _PLANS
     | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.report"},
@@ -69,7 +70,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | _PLANS
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
-    | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"},
+    | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"}
+    | {"engine.models.sources"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
@@ -79,7 +81,13 @@ ROOMS: dict[str, frozenset[str]] = {
     | _PLANS
     | _ARRAYS
     | {"engine.core.coordinator", "engine.core.history", "engine.core.store", "engine.core.checks", "engine.files"}
-    | {"engine.models", "engine.models.networks", "engine.runtime.store", "engine.runtime.worker"}
+    | {
+        "engine.models",
+        "engine.models.networks",
+        "engine.models.sources",
+        "engine.runtime.store",
+        "engine.runtime.worker",
+    }
     | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"}
     | {"engine.core.checkpoints", "engine.core.worker", "engine.runtime.checkpoint"},
     "engine.bench.figures": _PLANS | {"engine.core.history"},
@@ -87,7 +95,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | _PLANS
     | _ARRAYS
     | {"engine.core.checkpoints", "engine.runtime.checkpoint"}
-    | {"engine.models", "engine.runtime.worker", "engine.bench.figures"},
+    | {"engine.models", "engine.models.sources", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness": _HOST
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
     | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}

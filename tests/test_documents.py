@@ -168,9 +168,9 @@ def test_the_models_and_data_of_a_page_can_be_built() -> None:
 
     from engine.core.config.job import Job
     from engine.models.data import Data
-    from engine.models.indexed import bound
     from engine.models.layers import Model
     from engine.models.losses import loss_of, metric_of
+    from engine.models.sources.indexed_data import bound
 
     names: dict[str, Any] = {}
     pages = DOCUMENTS["docs/training-your-own-model.md"] + DOCUMENTS["docs/data.md"]

@@ -27,8 +27,8 @@ from engine.core.process_messages import ByeMessage
 from engine.core.schedules.registry import SCHEDULES
 from engine.models.data import Data
 from engine.models.layers import Batch
-from engine.models.model_loader import open_data
 from engine.models.networks import timed
+from engine.models.sources.open_data import open_data
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from engine.core.config.job import Job
 from engine.models.layers import Model, Tensors
 from engine.models.losses import metric_of
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 
 Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffers, loss
 

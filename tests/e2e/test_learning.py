@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.models.datasets.text import TokenData
-from engine.models.model_loader import open_data
+from engine.models.sources.open_data import open_data
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.fork_client import ForkServer
 

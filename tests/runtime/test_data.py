@@ -17,8 +17,8 @@ from engine.models.data import Data
 from engine.models.datasets.images import split
 from engine.models.descriptions import DATA_TEXTS, MODEL_TEXTS, SAMPLES
 from engine.models.layers import Batch
-from engine.models.model_loader import open_data
 from engine.models.model_registry import DATA, MODELS
+from engine.models.sources.open_data import open_data
 
 BUILTIN_JOBS = {
     "text": Job(model="gpt"),

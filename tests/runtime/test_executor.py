@@ -13,7 +13,8 @@ from engine.core.checks.trajectory import trajectory_hash
 from engine.core.faults.fault import At, Fault, When, Worker
 from engine.core.ownership import Grid, Ownership
 from engine.core.value import Kind, Value
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.value_store import ValueStore

@@ -13,7 +13,8 @@ from engine.core.ownership import Grid, Ownership
 from engine.core.program.build import build_program
 from engine.core.program.routes import routes_of
 from engine.models.layers import Tensors
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.replica.gradient_stream import GradientStreams
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage

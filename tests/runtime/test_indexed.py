@@ -16,9 +16,10 @@ from engine.core.errors import UserError
 from engine.core.samples.ledger import first_position, sample_at, shares
 from engine.core.scalar import Args
 from engine.models.data import DataFacts
-from engine.models.indexed import bound, indexed, num_samples
+from engine.models.indexed import indexed
 from engine.models.layers import Batch
-from engine.models.model_loader import open_data
+from engine.models.sources.indexed_data import bound, num_samples
+from engine.models.sources.open_data import open_data
 
 FACTS = DataFacts(task="regress", features=2, outputs=1)
 JOB = Job(pipelines=2, microbatches=3, microbatch_size=4)

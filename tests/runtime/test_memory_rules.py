@@ -12,7 +12,8 @@ from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.stage.build_layer import build_layer
 
 WIDTH = 32

@@ -15,9 +15,10 @@ from engine.core.scalar import Args
 from engine.models.data import DataFacts
 from engine.models.layers import Batch, Model, Tie, as_tensors
 from engine.models.losses import metric_of
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
 from engine.models.model_registry import MODELS
 from engine.models.networks import timed
+from engine.models.sources.open_data import open_data
 
 IMAGENET = DataFacts(task="classify", num_classes=1000, channels=3, height=224, width=224)
 SMALL_ARGS: dict[str, Args] = {

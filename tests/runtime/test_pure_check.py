@@ -17,8 +17,9 @@ from engine.models.data import Data
 from engine.models.datasets.synthetic import VectorData
 from engine.models.layers import Batch, Model
 from engine.models.losses import default_loss
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
 from engine.models.model_registry import MODELS
+from engine.models.sources.open_data import open_data
 from engine.runtime.stage.random_streams import positions
 from engine.runtime.worker import data_trial
 from engine.runtime.worker.pure_check import PureCheck

@@ -9,7 +9,8 @@ import torch
 
 from engine.core.config.job import Job
 from engine.core.ownership import Grid, Ownership, fresh
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.ipc.control import Control, Fenced
 from engine.runtime.ipc.link import Link
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, take_step

@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.ownership import Slot
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.replica import state_transfer as heal
 from engine.runtime.replica.gradient_log import LogEntry, losses_of, take_step
 from engine.runtime.replica.replicas import Replicas

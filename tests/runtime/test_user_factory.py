@@ -16,7 +16,8 @@ from engine.core.errors import Problem, UserError
 from engine.core.scalar import Scalar
 from engine.models.data import DataFacts
 from engine.models.layers import FunctionLayer, Tie
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.models.user_code import exception_of
 
 FACTS = DataFacts(task="regress", features=4, outputs=1)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.core.ownership import Grid, one_slot_each
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.worker.validation import Validation

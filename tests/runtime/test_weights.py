@@ -19,7 +19,8 @@ from engine.core.checkpoints.plain_names import layer_names
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.checkpoint.export import INDEX, export
 from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
 from tests.runtime.kept_states import run_and_keep

@@ -82,7 +82,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     jobs: list[Job] = []
 
     def take(found: Iterable[Job]) -> None:
-        from engine.models.model_loader import open_data
+        from engine.models.sources.open_data import open_data
         from engine.models.user_factory import user_model
 
         for job in found:

@@ -22,8 +22,8 @@ from engine.core.history.run_records import CommitRecord
 from engine.core.messages import AuditMessage, CutMessage, VoteMessage
 from engine.models.data import Data
 from engine.models.layers import Batch
-from engine.models.model_loader import open_data
 from engine.models.model_registry import MODELS
+from engine.models.sources.open_data import open_data
 from engine.models.whole_batches import SplitBatches
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.stage.random_streams import positions, set_back

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.core.checkpoints.keeping import StateShare
 from engine.core.config.job import Job
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.checkpoint.snapshot import state_of
 from engine.runtime.replica.replicas import Replicas
 

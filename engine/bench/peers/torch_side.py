@@ -15,7 +15,8 @@ from engine.bench.figures.schedules import TORCH_NAMES
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
 from engine.models.layers import Batch, Model
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.worker.worker_context import WorkerContext
 

@@ -20,7 +20,8 @@ from torch import Tensor, distributed, nn
 from engine.bench.peers.torch_side import LOOPBACK_INTERFACE
 from engine.core.config.job import Job
 from engine.models.layers import Tensors
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.runtime.stage.build_layer import build_layer
 
 REPLICAS = 3

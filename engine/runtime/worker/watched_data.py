@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from engine.models.data import Data, DataFacts
-from engine.models.indexed import num_samples
 from engine.models.layers import Batch
+from engine.models.sources.indexed_data import num_samples
 from engine.runtime.ipc.whereabouts import Whereabouts
 from engine.runtime.stage.random_streams import positions
 

@@ -30,7 +30,8 @@ from engine.core.random_key import random_key
 from engine.core.worker.inputs import NoticeGiven, Told
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
-from engine.models.model_loader import build_model, open_data
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
 from engine.models.user_code import RAISED, exception_of, log_exception
 from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
 from engine.runtime.checkpoint.loader import load

@@ -1,0 +1,1 @@
+"""Sources: the data of a job as pure microbatches."""

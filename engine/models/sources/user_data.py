@@ -1,0 +1,86 @@
+"""A user's data, named ``package.module:factory``: the source that a factory returns; checks of its microbatches."""
+
+from __future__ import annotations
+
+from engine.core.config.job import Job
+from engine.core.scalar import Args
+from engine.core.texts import counted
+from engine.models.arguments import check_user_args
+from engine.models.data import Data, DataFacts
+from engine.models.layers import Batch, Tensors
+from engine.models.losses import shapes_of
+from engine.models.sources.indexed_data import bound, num_samples
+from engine.models.user_code import running
+from engine.models.user_factory import called, import_factory, wrong_factory
+from engine.models.whole_batches import SplitBatches, WholeBatches
+
+
+def user_data(job: Job) -> Data:
+    """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError."""
+    factory = import_factory("data", job.data)
+    args: Args = {"seed": job.seed, **job.data_args}
+    check_user_args("data_args", factory, args)
+    made = bound(called(job.data, factory, args), job)
+    if isinstance(made, Data) and isinstance(made.facts, DataFacts):
+        return OwnData(made)
+    if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
+        with running("the data", type(made).batch):
+            return OwnData(SplitBatches(made, job))
+    expected = (
+        "a factory that returns an object with facts (DataFacts), microbatch() and validation(), "
+        "or with facts, spec, batch() and validation_batch()"
+    )
+    raise wrong_factory("data", job.data, expected, f"it returned {type(made).__name__}{_lacks(made)}")
+
+
+def _lacks(made: object) -> str:
+    """Returns the parts that an object lacks to be a data source, in words that follow its type."""
+    if not isinstance(getattr(made, "facts", None), DataFacts):
+        found = f", whose facts are a {type(made.facts).__name__}" if hasattr(made, "facts") else " without facts"
+        return f"{found}: facts = DataFacts(task=...)"
+    wanted = ("spec", "batch", "validation_batch") if hasattr(made, "batch") else ("microbatch", "validation")
+    missing = [name if name == "spec" else f"{name}()" for name in wanted if not hasattr(made, name)]
+    return f" without {' and '.join(missing)}" if missing else ""
+
+
+class OwnData:
+    """A user's data source; an exception in it, or a microbatch of another size or shape, names the data."""
+
+    def __init__(self, source: Data):
+        self.facts = source.facts
+        self.num_samples = num_samples(source)
+        self._source = source
+        self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` training samples; raises TypeError if it is no Batch, ValueError for wrong rows or shapes."""
+        with running("the data", self._source.microbatch):
+            batch = self._source.microbatch(step, pipeline, microbatch, size)
+            return self._checked(batch, f"microbatch({step=}, {pipeline=}, {microbatch=}, {size=})", size)
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns `size` samples that training never sees; raises as `microbatch` does."""
+        with running("the data", self._source.validation):
+            return self._checked(self._source.validation(index, size), f"validation({index=}, {size=})", size)
+
+    def _checked(self, batch: object, call: str, size: int) -> Batch:
+        name = f"{type(self._source).__name__}.{call}"
+        if not isinstance(batch, Batch):
+            hint = "return Batch(inputs=(x,), targets=(y,))"
+            raise TypeError(f"{name}: expected a Batch, found {type(batch).__name__}: {hint}")
+        # The split of a whole batch has checked the rows, which need not be the first dimension.
+        for part, tensors in () if isinstance(self._source, SplitBatches) else _parts(batch):
+            rows = tensors[0].shape[0] if tensors and tensors[0].dim() else size
+            if rows != size:
+                raise ValueError(f"{name} returned {counted(rows, 'row')} in {part}[0], {size} were asked for")
+        for part, tensors in _parts(batch):
+            found = shapes_of(tensors)
+            # The inputs of a validation are those of training, its targets may be others.
+            key = part if part == "inputs" else f"{part} of {call.partition('(')[0]}"
+            if (first := self._kinds.setdefault((key, size), found)) != found:
+                raise ValueError(f"{name} returned {found} as {part}, the first were {first}")
+        return batch
+
+
+def _parts(batch: Batch) -> tuple[tuple[str, Tensors], ...]:
+    return ("inputs", batch.inputs), ("targets", batch.targets)
