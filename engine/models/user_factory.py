@@ -1,8 +1,9 @@
 """A user's models and other parts, named ``package.module:factory``: trusted code that is imported and called.
 
-Rules: the module is imported from the current folder, else from the rest of `sys.path`. An exception in the import, the
-factory names its place (`engine.models.user_code`). A process builds the layers of a model once, from one
-key, and copies them: the weights are the same in every worker and every pipeline.
+Rules: the module is imported from the current folder, else from the rest of `sys.path`. The name of an `nn.Module`, or
+of another object that is no function, stands for the object itself. An exception in the import or the factory names its
+place (`engine.models.user_code`). A process builds the layers of a model once, from one key, and copies them: the
+weights are the same in every worker and every pipeline.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,14 +33,12 @@ from engine.models.user_code import running
 def user_model(job: Job) -> Model:
     """Returns the model of the factory `job.model`, called with `job.model_args`; raises UserError.
 
-    The factory returns an nn.Sequential, a list or tuple of modules and callables, or a Model. Unless it is a Model, it
-    gets the default loss. A parameter that several layers share becomes a tie.
+    The factory returns an nn.Sequential, a list or tuple of modules and callables, or a Model. The name may also be
+    that of such an object. Unless it is a Model, it gets the default loss. A parameter that several layers share
+    becomes a tie.
     """
-    factory = import_factory("model", job.model)
-    check_user_args("model_args", factory, job.model_args)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(random_key(job.seed, "model"))
-        made = called(job.model, factory, job.model_args)
+        made = made_by("model", job.model, job.model_args, random_key(job.seed, "model"))
     model = made if isinstance(made, Model) else _model_of(job.model, made)
     if not model.layers:
         raise wrong_factory("model", job.model, "a factory that returns at least one layer")
@@ -74,12 +74,37 @@ def wrong_factory(field: str, name: str, expected: str, hint: str = "") -> UserE
     return UserError([Problem(field, expected, repr(name), hint)])
 
 
+def made_by(field: str, name: str, args: Args, key: int) -> Any:
+    """Returns the result of the factory `name`, which draws from the key; or the object of this name itself.
+
+    Raises UserError for arguments that the factory does not take, and for arguments of an object.
+    """
+    found = _import(field, name)
+    if isinstance(found, (nn.Module, Model)) or not callable(found):
+        if given := args.keys() - {"seed"}:
+            hint = f"{name} is a {type(found).__name__}, no factory"
+            raise UserError([Problem(f"{field}_args", "no arguments", ", ".join(sorted(given)), hint)])
+        return found
+    check_user_args(f"{field}_args", found, args)
+    torch.manual_seed(key)
+    return called(name, found, args)
+
+
 def import_factory(field: str, name: str) -> Factory:
     """Returns the function `package.module:attribute` that a job's field names; raises UserError if there is none."""
+    found = _import(field, name)
+    if not callable(found):
+        raise wrong_factory(field, name, "a factory that can be called", f"it is a {type(found).__name__}")
+    return found
+
+
+def _import(field: str, name: str) -> Any:
+    """Returns an attribute of a user's module; an import that draws random numbers draws the same in every worker."""
     module_name, _, attribute = name.partition(":")
     _look_in_this_folder()
     try:
-        with running(f"the import of {module_name}"):
+        with running(f"the import of {module_name}"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(random_key(0, "import"))
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
@@ -87,12 +112,12 @@ def import_factory(field: str, name: str) -> Factory:
         raise wrong_factory(
             field, name, "a factory that can be imported", f"{type(error).__name__}: {error}"
         ) from error
-    factory = getattr(module, attribute, None)
-    if factory is None:
+    found = getattr(module, attribute, None)
+    if found is None:
         raise wrong_factory(field, name, f"a factory in {module_name}", nearest(attribute, dir(module)))
-    if not callable(factory):
-        raise wrong_factory(field, name, "a factory that can be called", f"it is a {type(factory).__name__}")
-    return factory
+    if isinstance(found, (ModuleType, int, float, str, bytes)):
+        raise wrong_factory(field, name, "a factory that can be called", f"it is a {type(found).__name__}")
+    return found
 
 
 def _look_in_this_folder() -> None:

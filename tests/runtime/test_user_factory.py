@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
@@ -306,6 +307,30 @@ def test_what_a_data_factory_does_wrong_is_said(module: WriteModule, factory: st
     with pytest.raises(UserError) as caught:
         open_data(Job(data=f"{module(USER_DATA)}:{factory}"))
     assert words in str(caught.value)
+
+
+OBJECTS = f"""{USER_DATA}
+net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+rows = Ones(seed=1, scale=2)
+"""
+
+
+def test_a_module_and_a_source_of_data_stand_for_themselves_and_an_import_draws_the_same_everywhere(
+    module: WriteModule,
+) -> None:
+    def weights() -> torch.Tensor:
+        linear = build_model(Job(model=f"{module(OBJECTS)}:net"), FACTS).layers[0].build()
+        assert isinstance(linear, nn.Linear)
+        return linear.weight
+
+    torch.manual_seed(1)
+    first = weights()
+    torch.manual_seed(2)
+    assert torch.equal(first, weights())
+    name = module(OBJECTS)
+    assert open_data(Job(data=f"{name}:rows")).microbatch(0, 0, 0, 3).inputs[0].shape == (3, 1)
+    problem = refusal(f"{name}:net", width=3)
+    assert str(problem) == f"model_args: expected no arguments, found width ({name}:net is a Sequential, no factory)"
 
 
 def test_an_exception_in_the_data_names_the_data_and_the_users_line(module: WriteModule) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import torch
+
 from engine.core.config.job import Job
-from engine.core.scalar import Args
+from engine.core.random_key import random_key
 from engine.core.texts import counted
-from engine.models.arguments import check_user_args
 from engine.models.data import Data, DataFacts
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import shapes_of
 from engine.models.sources.indexed_data import bound, num_samples
 from engine.models.user_code import running
-from engine.models.user_factory import called, import_factory, wrong_factory
+from engine.models.user_factory import made_by, wrong_factory
 from engine.models.whole_batches import SplitBatches, WholeBatches
 
 
 def user_data(job: Job) -> Data:
-    """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError."""
-    factory = import_factory("data", job.data)
-    args: Args = {"seed": job.seed, **job.data_args}
-    check_user_args("data_args", factory, args)
-    made = bound(called(job.data, factory, args), job)
+    """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError.
+
+    The name may also be that of a source of data itself.
+    """
+    with torch.random.fork_rng(devices=[]):
+        made = made_by("data", job.data, {"seed": job.seed, **job.data_args}, random_key(job.seed, "data"))
+    made = bound(made, job)
     if isinstance(made, Data) and isinstance(made.facts, DataFacts):
         return OwnData(made)
     if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
