@@ -35,7 +35,7 @@ OtherBits = Annotated[
     bool,
     typer.Option(
         "--other-bits",
-        help="With --resume: go on although a field, this machine or a data file gives other bits.",
+        help="With --resume: go on although a field, this machine, a data file or your code gives other bits.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -50,7 +50,8 @@ class Case:
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
     file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby`: a second coordinator waits. It
-    begins after the checkpoint `origin`, perhaps with `other_bits` than the run of that one.
+    begins after the checkpoint `origin`, perhaps with `other_bits` than the run of that one. The given weights
+    must have the hash `init`, if it is not empty.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Case:
     standby: bool = False
     origin: Resumption | None = None
     other_bits: bool = False
+    init: str = ""
 
 
 def folder_name(text: str, otherwise: str) -> str:
@@ -84,6 +86,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
 
     Raises BambooError if the run could not be started.
     """
+    from engine.files.jobs.given_weights import hash_as_given
     from engine.files.run_folder import create_run_folder
     from engine.harness.dead_runs import delete_dead_stores
     from engine.models.model_registry import unreadable_files
@@ -94,6 +97,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     job = case.scenario.job
     if problems := unreadable_files(job, begins=case.origin is None):
         raise UserError(problems)
+    case = replace(case, init=case.origin.init if case.origin else hash_as_given(job.init, case.init))
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
     with (
         holding() as interrupts,
@@ -264,7 +268,6 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
 
 def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
     from engine.files.host_facts import host_facts
-    from engine.files.jobs.given_weights import weights_hash
 
     facts: dict[str, Any] = {
         "job": asdict(case.scenario.job.masked),
@@ -272,8 +275,8 @@ def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = 
         "injectable": case.injectable,
         "host": host_facts(Path.cwd()),
     }
-    if case.scenario.job.init and case.origin is None:
-        facts["init"] = {"file": case.scenario.job.init, "sha256": weights_hash(case.scenario.job.init)}
+    if case.init:
+        facts["init"] = {"file": case.scenario.job.init, "sha256": case.init}
     if case.origin is not None:
         facts["resumed"] = asdict(case.origin)
     if case.file is not None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from engine.core.config.job import CODE_FIELDS, Job
 from engine.core.config.offered import Offered
 from engine.core.errors import Problem, nearest
 from engine.files.jobs.checkpoint_place import place_problems
+from engine.files.jobs.code_files import module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
 from engine.models.model_registry import argument_names, is_own, layer_problems, problems_of
 
@@ -36,16 +35,13 @@ def missing_modules(job: Job) -> list[Problem]:
             field, "a module that Python finds", repr(name), _nearest_module(module) or "in this folder or PYTHONPATH"
         )
         for field, name in ((each, getattr(job, each)) for each in CODE_FIELDS)
-        if is_own(name) and not _is_found(module := name.partition(":")[0].partition(".")[0])
+        if is_own(name) and not _is_found(module := top_level(name))
     ]
 
 
 def _is_found(module: str) -> bool:
     try:
-        # Workers look in the current folder too.
-        return (
-            PathFinder.find_spec(module, [str(Path.cwd())]) is not None or importlib.util.find_spec(module) is not None
-        )
+        return module_spec(module) is not None
     except (ImportError, ValueError):  # a finder of another package, or a module without a file: importing it will tell
         return True
 

@@ -195,7 +195,8 @@ class Restarts:
                 continue
             tell_refused(good, place, self.say)
             if good.name is not None:
-                return Resumption(good.name.step, place, good.name.file, run, is_named=step is not None)
+                init = "" if good.manifest is None else good.manifest.init
+                return Resumption(good.name.step, place, good.name.file, run, is_named=step is not None, init=init)
         return None
 
     def _of_origin(self) -> Iterator[tuple[str, str, int | None]]:

@@ -31,15 +31,11 @@ def twin_rows(
     Raises:
         BambooError: the twin did not finish.
     """
-    from engine.core.checks.twin import fingerprint
     from engine.core.history.verdict_records import TwinRecord
     from engine.files.events_file import add_records
-    from engine.files.host_facts import host_facts
-    from engine.files.jobs.given_weights import with_weights_hash
-    from engine.files.twin_file import keep_twin, kept_twin, source_hash
+    from engine.files.twin_file import keep_twin, kept_twin
 
-    sources = source_hash(Path(__file__).parents[1])
-    name = fingerprint(with_weights_hash(job), host_facts(Path.cwd()), sources)
+    name = _naming()(job)
     twin = None
     if name:
         try:
@@ -60,19 +56,26 @@ def twin_rows(
 
 def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
     """Returns the names of the twins that a new run of the job of one of these runs would use again."""
-    from engine.core.checks.twin import fingerprint
     from engine.core.config.job import Job
     from engine.files.atomic_write import open_to_read
+
+    name_of, names = _naming(), set()
+    for run in runs:
+        with contextlib.suppress(*_UNREADABLE), open(open_to_read(run.run_json), "rb") as file:
+            names.add(name_of(Job(**json.load(file)["job"])))
+    return {name for name in names if name}
+
+
+def _naming() -> Callable[[Job], str | None]:
+    """Returns the function that names the twin of a job on this host."""
+    from engine.core.checks.twin import fingerprint
     from engine.files.host_facts import host_facts
+    from engine.files.jobs.data_files import data_files
     from engine.files.jobs.given_weights import with_weights_hash
     from engine.files.twin_file import source_hash
 
     facts, sources = host_facts(Path.cwd()), source_hash(Path(__file__).parents[1])
-    names = set()
-    for run in runs:
-        with contextlib.suppress(*_UNREADABLE), open(open_to_read(run.run_json), "rb") as file:
-            names.add(fingerprint(with_weights_hash(Job(**json.load(file)["job"])), facts, sources))
-    return {name for name in names if name}
+    return lambda job: fingerprint(with_weights_hash(job), facts, sources, data_files(job))
 
 
 def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:

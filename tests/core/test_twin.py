@@ -58,6 +58,15 @@ def test_what_a_user_may_edit_has_no_name(job: Job) -> None:
     assert fingerprint(job, FACTS, "s") is None
 
 
+def test_files_of_data_count_by_their_hashes_and_factories_may_read_anything() -> None:
+    job, file = Job(data="a.txt"), ("a.txt", 3, "0" * 64)
+    name = fingerprint(job, FACTS, "s", [file])
+    assert name is not None
+    assert fingerprint(job, FACTS, "s", [("a.txt", 3, "1" * 64)]) not in (name, None)
+    assert fingerprint(Job(data="mine:data"), FACTS, "s", [file]) is None
+    assert fingerprint(Job(model="mine:make", data="a.txt"), FACTS, "s", [file]) is None
+
+
 def test_built_in_data_are_those_of_the_catalogue() -> None:
     assert {*DATA, "auto"} == BUILT_IN_DATA
 

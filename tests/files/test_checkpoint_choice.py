@@ -15,6 +15,7 @@ from engine.core.errors import NothingMatchedError, StorageError, UserError
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
 from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command
+from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
 
 FACTS = bit_facts(host_facts(Path.cwd()))
@@ -41,6 +42,8 @@ def keep(results: Path, run: str, steps: tuple[int, ...], job: Job | None = None
             job=asdict(job),
             facts=FACTS,
             data_files=data_files(job),
+            code_files=code_files(job),
+            init="5" * 64 if job.init else "",
             layers=layers,
             parts=(part,),
         )
@@ -115,6 +118,23 @@ def test_a_job_without_another_step_is_refused(tmp_path: Path) -> None:
     keep(tmp_path, OLD, (79,))
     assert refused_fields(tmp_path, Job()) == ["steps"]
     assert refused_fields(tmp_path, Job(), other_bits=True) == ["steps"]
+
+
+def test_code_that_changed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("net.py", "blocks.py", "same.py"):
+        (tmp_path / name).write_text("import blocks, same")
+    job = Job(model="net:make", init="weights.pt")
+    keep(tmp_path, OLD, (3,), job)
+    found = find_checkpoint("latest", tmp_path, lambda line: None)
+    refuse_other_bits(found, job, other_bits=False)
+    assert found.origin.init == "5" * 64
+    for name in ("net.py", "blocks.py"):
+        (tmp_path / name).write_text("import same; import blocks")
+    assert refused_fields(tmp_path, job) == ["code file blocks.py", "code file net.py"]
+    (tmp_path / "net.py").unlink()
+    assert "code file net.py" in refused_fields(tmp_path, job)
+    refuse_other_bits(found, job, other_bits=True)
 
 
 def test_a_data_file_that_changed_is_refused(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def forged(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
     yield "expected a SHA-256", layers(buffers="../" * 22)
     yield "expected a SHA-256", text(init="abc")
     yield "expected a SHA-256", text(data_files=[["a.txt", 1, "abc"]])
+    yield "expected a SHA-256", text(code_files=[["a.py", 1, "abc"]])
     yield "expected each layer once", text(layers=[])
     yield "expected each layer once", layers(layer=7)
     for name in whole:
@@ -143,7 +144,7 @@ def forged(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
     yield "'epoch'", text(epoch=-1)
     yield "'loss'", text(loss=float("nan"))
     yield "canonical", json.dumps(whole).encode()
-    yield "canonical", text().replace(b'{"data', b'{"epoch":5,"data')
+    yield "canonical", text().replace(b'{"code', b'{"epoch":5,"code')
     for junk in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 5000):
         yield "expected one object of JSON", junk
     yield "'format'", b"[1]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -91,6 +92,18 @@ def test_a_run_is_repeated_by_its_record() -> None:
     assert asdict(resolved.job) == RECORD["job"] | {"steps": 3, "lr": 0.5}
     assert (resolved.origins["steps"], resolved.origins["stages"]) == ("--set", "run.json:7:15")
     assert resolved.with_faults == ""
+
+
+def test_a_repeated_run_begins_with_the_weights_that_it_had() -> None:
+    Path("w.pt").write_bytes(b"other")
+    write_record(job=RECORD["job"] | {"init": "w.pt"}, init={"file": "w.pt", "sha256": "1" * 64})
+    ended = CliRunner().invoke(app, ["run", "run.json"])
+    now = hashlib.sha256(b"other").hexdigest()
+    assert isinstance(ended.exception, UserError)
+    for text in (f"init: expected SHA-256 {'1' * 64} as in that run, found {now} of 'w.pt'", "--init FILE"):
+        assert text in str(ended.exception)
+    assert not list(Path("results").glob("*"))
+    assert resolve_job(Path("run.json"), {}, [], {"init": "v.pt"}).init == ""
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ class LayerHash:
 class Manifest:
     """A whole checkpoint: the state of a job after the commit of `step`, which `parts` hold.
 
-    `names` are those of the layers. `job` is without secret values, `facts` are those of the host. `data_files` are
-    (name, size in bytes, SHA-256).
+    `names` are those of the layers. `job` is without secret values, `facts` are those of the host. `data_files` and
+    `code_files` are the user's: (name, size in bytes, SHA-256).
     `init` is the hash of the weights that the user gave, empty without them; `run` is the name of the run's folder.
     """
 
@@ -77,6 +77,7 @@ class Manifest:
     layers: tuple[LayerHash, ...]
     parts: tuple[Part, ...]
     data_files: tuple[tuple[str, int, str], ...] = ()
+    code_files: tuple[tuple[str, int, str], ...] = ()
     names: tuple[str, ...] = ()
     init: str = ""
     run: str = ""
@@ -197,7 +198,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     hashes = [text for each in manifest.layers for text in (each.state, each.buffers)]
     if manifest.init:
         hashes.append(manifest.init)
-    hashes += [sha256 for _, _, sha256 in manifest.data_files]
+    hashes += [sha256 for _, _, sha256 in (*manifest.data_files, *manifest.code_files)]
     yield from (f"expected a SHA-256 (hex), found {text!r:.80}" for text in hashes if not _SHA256.fullmatch(text))
     yield from _problems_of_parts(manifest)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Resumption:
     """A checkpoint to begin after: its step, its place (a folder or a URL), its manifest there, and its run.
 
-    `is_named`: the user named its step, and no other step stands in for it.
+    `is_named`: the user named its step, and no other step stands in for it. `init` is the hash of the weights that the
+    run was once given, empty without them.
     """
 
     step: int
@@ -17,6 +18,7 @@ class Resumption:
     file: str
     run: str = ""
     is_named: bool = False
+    init: str = ""
 
 
 def begun_with(origin: Resumption | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
@@ -19,7 +19,7 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, EpochRecord, FaultRecord
 from engine.core.history.verdict_records import ComparisonRecord
 
-# The data that bamboo ships; the user's files and factories may change between two runs.
+# The data that bamboo ships. The user's files count by their hashes; a factory may read anything.
 BUILT_IN_DATA = frozenset({"auto", "text", "digits", "synthetic"})
 
 
@@ -28,14 +28,17 @@ def twin_of(job: Job) -> Job:
     return cheapest(job)
 
 
-def fingerprint(job: Job, facts: Mapping[str, object], sources: str) -> str | None:
+def fingerprint(
+    job: Job, facts: Mapping[str, object], sources: str, files: Sequence[tuple[str, int, str]] = ()
+) -> str | None:
     """Returns a name (hex) for the trajectory of the twin of `job`, or None if it must not be used again.
 
-    `facts` describe the host; `sources` is a hash of bamboo's source code.
+    `facts` describe the host; `sources` is a hash of bamboo's source code. `files` are those of the data: (name, size,
+    SHA-256).
     """
-    if ":" in job.model or job.data not in BUILT_IN_DATA:
+    if ":" in job.model or ":" in job.data or not (files or job.data in BUILT_IN_DATA):
         return None
-    known = {"job": asdict(twin_of(job)), "facts": bit_facts(facts), "sources": sources}
+    known = {"job": asdict(twin_of(job)), "facts": bit_facts(facts), "sources": sources, "files": files}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -26,7 +26,8 @@ from engine.core.errors import (
 from engine.files.checkpoints.checkpoint_folder import NewestGood
 from engine.files.host_facts import host_facts
 from engine.files.jobs.checkpoint_place import checkpoint_places, places_of
-from engine.files.jobs.data_files import data_files
+from engine.files.jobs.code_files import code_files
+from engine.files.jobs.data_files import DataFile, data_files
 from engine.files.jobs.resolved_job import secret_arguments
 from engine.files.run_folder import RunFolder
 
@@ -53,9 +54,11 @@ def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> F
         good = place.folder.newest_good(place.run, step)
         num_refused += tell_refused(good, place.folder.place, say)
         if good.name is not None and good.manifest is not None:
-            file, run = good.name.file, good.manifest.run
-            origin = Resumption(good.name.step, place.folder.place, file, run, is_named=step is not None)
-            return Found(origin, good.manifest)
+            file, manifest = good.name.file, good.manifest
+            origin = Resumption(
+                good.name.step, place.folder.place, file, manifest.run, is_named=step is not None, init=manifest.init
+            )
+            return Found(origin, manifest)
     at = "" if step is None else f" of step {step}"
     if num_refused:
         raise StorageError(
@@ -75,8 +78,8 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
     """Refuses a job that cannot go on from a checkpoint.
 
     Raises:
-        UserError: fields, facts of the host or data files differ that decide bits, with `other_bits` those that the
-            tensors fit; or no step is left.
+        UserError: fields, facts of the host, code or data files differ that decide bits, with `other_bits` those that
+            the tensors fit; or no step is left.
     """
     manifest = found.manifest
     problems = []
@@ -85,7 +88,8 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
     differences = bit_differences(manifest.job, manifest.facts, job, host_facts(Path.cwd()))
     if not other_bits:
-        differences += _changed_files(manifest, job)
+        differences += _changed("code file", manifest.code_files, lambda: code_files(job))
+        differences += _changed("data file", manifest.data_files, lambda: data_files(job))
     problems += _as_problems(each for each in differences if not other_bits or each.name in OF_TENSORS)
     if problems:
         raise UserError(problems)
@@ -99,11 +103,11 @@ def _as_problems(differences: Iterable[BitDifference]) -> Iterator[Problem]:
         yield Problem(each.name, f"{each.before!r} as in the checkpoint", repr(each.now), hint)
 
 
-def _changed_files(manifest: Manifest, job: Job) -> list[BitDifference]:
-    before = {name: (size, sha256) for name, size, sha256 in manifest.data_files}
-    now = {name: (size, sha256) for name, size, sha256 in data_files(job)} if before else {}
+def _changed(what: str, kept: Iterable[DataFile], found: Callable[[], Iterable[DataFile]]) -> list[BitDifference]:
+    before = {name: (size, sha256) for name, size, sha256 in kept}
+    now = {name: (size, sha256) for name, size, sha256 in found()} if before else {}
     return [
-        BitDifference(f"data file {name}", _words(before.get(name)), _words(now.get(name)))
+        BitDifference(f"{what} {name}", _words(before.get(name)), _words(now.get(name)))
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from engine.core.config.job import Job
 from engine.files.atomic_write import storage_errors
+from engine.files.file_hash import file_hash
 
 DataFile = tuple[str, int, str]  # name as the job gives it, size in bytes, SHA-256 (hex)
 
@@ -33,6 +33,5 @@ def _paths(job: Job) -> Iterator[str]:
 
 
 def _described(path: str) -> DataFile:
-    with storage_errors("read", Path(path)), open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return path, os.fstat(file.fileno()).st_size, digest.hexdigest()
+    with storage_errors("read", Path(path)):
+        return (path, *file_hash(path))

@@ -48,6 +48,12 @@ def other_kind(document: Document, *wanted: FileKind) -> Problem | None:
     return Problem("", " or ".join(_NAMES[each] for each in wanted), _NAMES[found], hint, document.source)
 
 
+def init_of(record: Document) -> str:
+    """Returns the hash of the weights that a run was given, from its record; empty without them."""
+    found: Any = record.value.get("init") if isinstance(record.value, dict) else None
+    return str(found.get("sha256", "")) if isinstance(found, dict) else ""
+
+
 def with_its_faults(record: Document) -> str:
     """Returns the command that repeats a run with its faults, from the record of the run; empty if it had none."""
     value: Any = record.value

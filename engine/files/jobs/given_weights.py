@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError
 from engine.files.atomic_write import storage_errors
+from engine.files.file_hash import file_hash
 
 
 def weights_hash(path: str) -> str:
@@ -20,17 +22,21 @@ def weights_hash(path: str) -> str:
         return ""
     with storage_errors("read", Path(path)):
         if not Path(path).is_dir():
-            return _hash_of(Path(path))
+            return file_hash(path).sha256
         files = sorted(each for each in Path(path).iterdir() if each.suffix in (".safetensors", ".json"))
-        lines = "".join(f"{_hash_of(each)}  {each.name}\n" for each in files)
+        lines = "".join(f"{file_hash(each).sha256}  {each.name}\n" for each in files)
         return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def hash_as_given(path: str, before: str) -> str:
+    """Returns the hash of given weights; raises UserError if it is not that of the run `before`, if there was one."""
+    found = weights_hash(path)
+    if before and before != found:
+        hint = "put the weights of that run back, or name others: --init FILE"
+        raise UserError([Problem("init", f"SHA-256 {before} as in that run", f"{found} of {path!r}", hint)])
+    return found
 
 
 def with_weights_hash(job: Job) -> Job:
     """Returns the job with the hash of its given weights in the place of their path, as its bits depend on that."""
     return replace(job, init=weights_hash(job.init))
-
-
-def _hash_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,7 +18,7 @@ from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import MASK, Problem, UserError, is_secret
-from engine.files.jobs.file_kind import with_its_faults
+from engine.files.jobs.file_kind import init_of, with_its_faults
 from engine.files.jobs.job_layers import (
     PROJECT_FILE,
     Layer,
@@ -58,7 +58,8 @@ def resolve_job(
         return merge([document_layer(kept), *layers, set_layer(settings), flag_layer(flags or {})], offered)
     if record := next((each.record for each in layers), None):
         resolved = merge([*layers, set_layer(settings), flag_layer(flags or {})], offered)
-        return replace(resolved, with_faults=with_its_faults(record))
+        init = init_of(record) if resolved.origins.get("init", "").startswith(f"{record.source}:") else ""
+        return replace(resolved, with_faults=with_its_faults(record), init=init)
     files = ((_user_file(environment), ""), (project / PROJECT_FILE, LYING_THERE))
     lower = [file_layer(path, foreign) for path, foreign in files if path and os.path.exists(path)]
     layers = [*lower, *layers, environment_layer(environment), set_layer(settings)]

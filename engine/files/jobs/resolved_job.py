@@ -15,7 +15,8 @@ class Resolved:
     """A job and, per field (``stages``, ``model_args.width``), the place that gave it, such as ``job.yaml:3:9``.
 
     `with_faults` is the command that repeats the faults too, if the job is that of a run with faults. `foreign` has the
-    values that a run takes with ``--trust-code`` only. A job that is resumed begins after the checkpoint `origin`.
+    values that a run takes with ``--trust-code`` only. A job that is resumed begins after the checkpoint `origin`. A
+    run that is repeated was given weights with the hash `init`.
     """
 
     job: Job
@@ -24,6 +25,7 @@ class Resolved:
     foreign: tuple[Problem, ...] = ()
     origin: Resumption | None = None
     other_bits: bool = False  # than those of the checkpoint
+    init: str = ""
 
 
 def secret_arguments(job: Job) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.core.agent import ends
 from engine.core.agent.ends import HostAgent, HostEnd, HostOutput
-from engine.core.checkpoints.resumption import Resumption
+from engine.core.checkpoints.resumption import Resumption, begun_with
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
@@ -63,15 +63,15 @@ class Agent:
         *,
         grace_s: float = 120.0,
         faults: Sequence[Fault] = (),
-        begun: int = -1,
         revive: Callable[[Agent], Resumption | None] = lambda agent: None,
         folder: str = "",  # of the run; without it no checkpoint is kept
+        begins: Resumption | None = None,
     ):
-        """`before` is the agent of the workers that have ended; `members` begin after the step `begun`."""
-        self.members = members
-        self.recorder, self.node = recorder, node
+        """`before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`."""
+        self.members, self.recorder, self.node = members, recorder, node
         self.tick, self._board = tick, board
-        self.run_state: RunState = RunState(job, begun) if before is None else before.run_state.again(begun)
+        after = begun_with(begins)
+        self.run_state: RunState = RunState(job, after) if before is None else before.run_state.again(after)
         self.origin: Resumption | None = None  # to go on with, after a loss of state
         self._revive = revive
         self.cause: BambooError | None = None
@@ -79,7 +79,7 @@ class Agent:
         self.host = HostAgent(frozenset(members))
         self.grace_ns = round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
-        self.checkpoints = Checkpoints(job, folder, self.run_state, recorder)
+        self.checkpoints = Checkpoints(job, folder, self.run_state, recorder, begins)
         self._own_parts = OwnParts(self.run_state, recorder, self.injector, self.checkpoints)
         if before is not None:
             self.injector.go_on(before.injector)

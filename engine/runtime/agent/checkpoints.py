@@ -19,6 +19,7 @@ from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
 from engine.core.checkpoints.manifest import LayerHash, Manifest
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage, keeps
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.bit_fields import bit_facts
 from engine.core.config.job import Job
@@ -28,6 +29,7 @@ from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
+from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
 from engine.files.jobs.given_weights import weights_hash
 from engine.files.run_folder import CHECKPOINTS_FOLDER
@@ -71,14 +73,18 @@ class _Spare(NamedTuple):
 class Checkpoints:
     """The checkpoints of the job that runs in the folder `run`; without one there are none.
 
-    Raises UserError for a URL that cannot be used.
+    `origin` is the checkpoint that the workers begin with. Raises UserError for a URL that cannot be used, and
+    StorageError for given weights that cannot be read.
     """
 
-    def __init__(self, job: Job, run: str, run_state: RunState, recorder: Recorder):
+    def __init__(self, job: Job, run: str, run_state: RunState, recorder: Recorder, origin: Resumption | None = None):
         self.place = place_of(job, run)
         self._folder = checkpoints_at(self.place)
         self._job = job
         self._run = Path(run).absolute().name
+        # As they are when the workers begin: a user may edit them while training goes on.
+        self._init = origin.init if origin else weights_hash(job.init if self.place else "")
+        self._code = code_files(job) if self.place else ()
         self._run_state = run_state
         run_state.on_rows = self.close_step
         self._recorder = recorder
@@ -191,9 +197,9 @@ class Checkpoints:
             self._folder.remove_parts(*spare)
 
     def _fixed(self) -> dict[str, Any]:
-        """Returns the parts of a manifest that are the same in all of a run; it reads the user's files once."""
-        facts, init = bit_facts(host_facts(Path.cwd())), weights_hash(self._job.init)
-        return {"facts": facts, "init": init, "data_files": data_files(self._job)}
+        """Returns the parts of a manifest that are the same in all of a run; it reads the files of the data once."""
+        files = {"data_files": data_files(self._job), "code_files": self._code}
+        return {"facts": bit_facts(host_facts(Path.cwd())), "init": self._init, **files}
 
     def _published(self, fixed: Mapping[str, Any], whole: Whole, under_way: _UnderWay) -> KeptRecord:
         manifest = Manifest(

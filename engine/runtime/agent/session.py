@@ -132,7 +132,7 @@ def _trained(
         left = faults if agent is None else _restarted(agent, launch.ownership)
         origin = _origin(launch.recorder, origin, agent)
         board, members = launch.start(left, origin)
-        agent = made(members=members, tick=look(board), before=agent, board=board, begun=begun_with(origin))
+        agent = made(members=members, tick=look(board), before=agent, board=board, begins=origin)
         agent.node.enrol(members.values())
         run(agent)
     return agent, board

@@ -1,0 +1,71 @@
+"""The code of the user's that decides the bits of a job: its files and their hashes, so that a resumed job runs it.
+
+Rules: files are found by their paths and never imported, because the launcher runs no code of the user's. Of a package
+each Python file counts; of a module its file, and the modules and packages of the current folder that it imports.
+A schedule changes no bit, so its code does not count. A file that cannot be read cannot run either.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from engine.core.config.bit_fields import NEUTRAL
+from engine.core.config.job import CODE_FIELDS, FACTORY, Job
+from engine.files.file_hash import file_hash
+from engine.files.jobs.data_files import DataFile
+
+
+def code_files(job: Job) -> tuple[DataFile, ...]:
+    """Returns the Python files of the modules that a job names; each name begins at the folder of the import."""
+    names = [getattr(job, field) for field in CODE_FIELDS if field not in NEUTRAL]
+    named = [top_level(name) for name in names if FACTORY.fullmatch(name)]
+    modules, found = list(named), dict[str, Path]()
+    for module in modules:
+        sources = dict(_sources(module, anywhere=module in named))
+        found |= sources
+        if (alone := sources.get(f"{module}.py")) is not None:
+            modules += (each for each in _imported(alone) if each not in modules)
+    described: list[DataFile] = []
+    for name, path in sorted(found.items()):
+        with contextlib.suppress(OSError):
+            described.append((name, *file_hash(path)))
+    return tuple(described)
+
+
+def top_level(factory: str) -> str:
+    """Returns the first part of the module in ``package.module:factory``."""
+    return factory.partition(":")[0].partition(".")[0]
+
+
+def module_spec(module: str) -> ModuleSpec | None:
+    """Returns where Python finds a top-level module, first in the current folder; nothing is imported."""
+    return PathFinder.find_spec(module, [str(Path.cwd()), *sys.path]) or importlib.util.find_spec(module)
+
+
+def _sources(module: str, anywhere: bool) -> Iterator[tuple[str, Path]]:
+    """Yields the name and the path of each Python file of a module, which may have to stand in the current folder."""
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):  # a finder of another package, or a module without a file
+        spec = module_spec(module)
+    if spec is None:
+        return
+    for place in map(Path, spec.submodule_search_locations or [spec.origin or ""]):
+        if anywhere or place.parent == Path.cwd():
+            for path in place.rglob("*.py") if place.is_dir() else [place] if place.suffix == ".py" else []:
+                yield str(path.relative_to(place.parent)), path
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Yields the top-level modules that a file imports by name."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from (top_level(each.name) for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield top_level(node.module or "")

@@ -1,0 +1,78 @@
+"""The user's code that decides bits: found by its path, without running it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.config.job import Job
+from engine.files.file_hash import file_hash
+from engine.files.jobs.code_files import code_files
+
+RAISES = "raise SystemExit('imported')\n"
+
+
+def names(job: Job) -> list[str]:
+    return [name for name, _, _ in code_files(job)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    for name in ("pack/inner/deep.py", "pack/__init__.py", "pack/inner/__init__.py", "plain/blocks.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(RAISES)
+    (folder / "parts.py").write_text("import pack.inner\nthis is no Python\n")
+    (folder / "net.py").write_text(f"import torch, parts\nfrom plain import blocks\nfrom . import no\n{RAISES}")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_package_counts_whole_and_a_module_with_those_that_it_imports_from_here(here: Path) -> None:
+    package = ["pack/__init__.py", "pack/inner/__init__.py", "pack/inner/deep.py"]
+    assert names(Job(model="pack.inner.deep:make")) == package
+    assert names(Job(data="pack:make")) == package
+    assert names(Job(model="net:make")) == ["net.py", "parts.py", "plain/blocks.py"]
+    (here / "parts.py").write_text("import pack.inner, net")
+    assert names(Job(model="net:make", data="parts:data")) == ["net.py", *package, "parts.py", "plain/blocks.py"]
+    assert names(Job()) == names(Job(model="missing:make")) == names(Job(schedule="net:make")) == []
+
+
+def test_the_user_s_other_folders_count_and_a_file_that_cannot_be_read_does_not(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = here.parent / "other"
+    other.mkdir()
+    (other / "elsewhere.py").write_text("import beside, parts")
+    (other / "beside.py").write_text(RAISES)
+    monkeypatch.syspath_prepend(other)
+    assert names(Job(model="elsewhere:make")) == ["elsewhere.py", "parts.py"]
+    (here / "plain" / "gone.py").symlink_to("nowhere")
+    assert "plain/gone.py" not in names(Job(model="net:make"))
+
+
+def test_a_file_is_read_once_as_long_as_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests: list[str] = []
+    digest = hashlib.file_digest
+
+    def counted(file: Any, name: str) -> Any:
+        digests.append(name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    path = tmp_path / "a"
+    path.write_bytes(b"one")
+    first = file_hash(path)
+    assert file_hash(path) == first
+    assert len(digests) == 2  # it has changed a moment ago
+    real = os.stat(path).st_ctime_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real + 3_000_000_000)
+    assert file_hash(path) == file_hash(path) == file_hash(path) == first
+    assert len(digests) == 3
+    path.write_bytes(b"three")
+    assert file_hash(path) != first
