@@ -43,7 +43,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
     "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},
     "engine.files.scenarios": _PLANS
-    | {"engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
+    | {"engine.core.checkpoints", "engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
     "engine.models": _GROUND | {"engine.core.config"},
     "engine.models.networks": frozenset({"engine.models"}),
     "engine.models.datasets": _GROUND | {"engine.models"},

@@ -6,8 +6,12 @@ import re
 from collections.abc import Mapping
 
 DURATION_FORM = "a duration such as 250ms, 5s or 2m"
-# For the schema of scenario files, so that an editor knows the form too.
-DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)?(us|ms|s|m|h)$"
+# For the schemas of files, so that an editor knows the form too: whole nanoseconds, with spaces around them.
+DURATION = (
+    r"[0-9]{1,12}(?:(?:\.[0-9]{1,9})?[smh]"
+    r"|(?:\.(?:[0-9]{1,6}|[0-9]{6}0{1,3}))?ms|(?:\.(?:[0-9]{1,3}|[0-9]{3}0{1,6}))?us)"
+)
+DURATION_PATTERN = rf"^\s*{DURATION}\s*$"
 
 _UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 _TEXT = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,9}))?(us|ms|s|m|h)")

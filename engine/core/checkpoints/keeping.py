@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from engine.core.duration import parse_duration
+from engine.core.duration import DURATION, parse_duration
 from engine.core.ownership import Ownership, Slot
 
 Kept = TypeVar("Kept")
 KEEPING_FORM = "a number of steps such as 100, a duration such as 10m, 'end', or 0 for none"
+KEEPING_PATTERN = rf"^\s*(?:end|[0-9]+|(?![0.]+[a-z]){DURATION})\s*$"  # the same, for the schemas of files
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from engine.core.action import Op
+from engine.core.checkpoints.keeping import KEEPING_PATTERN
 from engine.core.checks.recovery_times import PHASES as TIMED_PHASES
 from engine.core.config.field_help import FIELD_HELP
+from engine.core.config.size import SIZE_PATTERN
 from engine.core.duration import DURATION_FORM, DURATION_PATTERN, parse_duration
 from engine.core.faults.fault import PHASES, ROLES, WHENS
 from engine.core.faults.fault_kind import MOST_CHARACTERS, MOST_COUNT, MOST_NUMBER, FaultKind, Parameter
@@ -157,12 +159,22 @@ def job_schema() -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
+_TEXTS: Mapping[str, dict[str, Any]] = {
+    "checkpoint_every": {"type": ["string", "integer"], "pattern": KEEPING_PATTERN, "minimum": 0},
+    "events_max": {"type": "string", "pattern": SIZE_PATTERN},
+    "hang_after": {"type": "string", "pattern": DURATION_PATTERN},
+    "silent_after": {"type": "string", "pattern": DURATION_PATTERN},
+}
+
+
 def _job_field(name: str) -> dict[str, Any]:
     kind = FIELD_TYPES[name]
     if name in ARGS_FIELDS:
         return {"type": "object"}
     if get_origin(kind) is Literal:
         return {"enum": list(get_args(kind))}
+    if name in _TEXTS:
+        return _TEXTS[name]
     if name == "partition":
         return {"type": ["string", "array"], "items": {"type": "integer"}}
     return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]}

@@ -1,0 +1,53 @@
+"""The schema of jobs takes the same texts as the code: spans of time, sizes, and the steps that are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.checkpoints.keeping import keeping_of
+from engine.core.config.size import parse_size
+from engine.core.duration import parse_duration
+from engine.files.scenarios.scenario_schema import job_schema
+
+NUMBERS = (
+    *(
+        "0",
+        "00",
+        "7",
+        "100",
+        "123456",
+        "1234567",
+        "123456789012",
+        "1234567890123",
+        "",
+        "-1",
+        "+1",
+        "1e3",
+        "1_0",
+        "\u0663",
+    ),
+    *("0.0", "1.", ".5", "1.5", "0.001", "0.0010", "0.0001", "1.000000001", "1.0000000000", "0.000001", "0.0000010"),
+    *("0.000000001", "0.1234567", "1.500000", "1.0000", "end", "END", "None"),
+)
+UNITS = ("", "us", "ms", "s", "m", "h", "S", " s", "d", "B", "kB", "MB", "GB", "TB", "KB", "b")
+TEXTS = [
+    f"{left}{number}{unit}{right}" for number in NUMBERS for unit in UNITS for left, right in (("", ""), (" ", "\n"))
+]
+READERS: dict[str, Callable[[str], object]] = {
+    "checkpoint_every": keeping_of,
+    "events_max": parse_size,
+    "hang_after": parse_duration,
+}
+
+
+@pytest.mark.parametrize("field", READERS)
+def test_schema_and_code_take_the_same_texts(field: str) -> None:
+    schema = job_schema()["properties"][field]
+    told = {text for text in TEXTS if re.search(schema["pattern"], text)}
+    taken = {text for text in TEXTS if READERS[field](text) is not None}
+    assert told == taken
+    assert len(told) > 10
+    assert schema["type"] == (["string", "integer"] if field == "checkpoint_every" else "string")
