@@ -80,7 +80,7 @@ soak-disk: $(TEST_STAMP)
 
 # Every step of three jobs resumed with four cuts, and 60 kills of workers and launchers: some ten minutes on two cores.
 soak-resume: $(TEST_STAMP)
-	.venv/bin/python -m tests.e2e.resume_soak --grid
+	.venv/bin/python -m tests.e2e.resume_grid
 	.venv/bin/python -m tests.e2e.resume_soak --kills 60 --launchers 10 --seed $(SEED)
 
 clean:

@@ -10,6 +10,7 @@ import pytest
 from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import DISPUTED, INCOMPLETE, Gathered, Gathering, GivenUp, Whole
 from engine.core.checkpoints.manifest import LayerHash, Part
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage
 
 HASHES = tuple(LayerHash(layer, "a", "b") for layer in range(2))
 PARTS = (Part(0, 0, 2, "a", 1, ""), Part(0, 1, 2, "b", 1, ""), Part(1, 0, 1, "c", 1, ""))
@@ -24,10 +25,20 @@ def closes(step: int, hashes: tuple[LayerHash, ...] = HASHES) -> Event:
     return lambda now: gathering.close(now, step, hashes)
 
 
+def ordered(step: int) -> Event:
+    return lambda now: (gathering.order(now, CommitMessage(step, 1.0, "step", keep=True), step), ())
+
+
+def epoch(step: int, go: GoMessage | None = None) -> Event:
+    """A new epoch after the commit of a step; with `go`, the missing parts of that step are ordered."""
+    told = EpochMessage(2, (0,), gather=False, regroup=True, commit=None, digest=None, go=go)
+    return lambda now: (gathering.order(now, told, step), ())
+
+
 def after(*events: Event, begun: tuple[int, ...] = (4,)) -> list[Whole | GivenUp]:
     now, found = Gathering(), list[Whole | GivenUp]()
     for step in begun:
-        now = gathering.begin(now, step)
+        now, _ = ordered(step)(now)
     for event in events:
         now, more = event(now)
         found += more
@@ -69,20 +80,33 @@ def test_a_step_that_is_not_kept_has_no_checkpoint() -> None:
 
 
 def test_a_step_that_was_given_up_is_not_begun_again() -> None:
-    def again(now: Gathering) -> Gathered:
-        return gathering.begin(now, 4), ()
-
-    events = (lambda now: gathering.give_up(now, 4, "a disk is full"), again)
+    events = (lambda now: gathering.give_up(now, 4, "a disk is full"), ordered(4))
     assert after(*events, closes(4), *(part(4, each) for each in PARTS)) == [GivenUp(4, "a disk is full")]
 
 
-def test_a_whole_checkpoint_settles_the_older_ones() -> None:
-    found = after(closes(5), *(part(5, each) for each in PARTS), part(4, PARTS[0]), begun=(4, 5))
-    assert found == [GivenUp(4, INCOMPLETE), Whole(5, HASHES, PARTS)]
+@pytest.mark.parametrize("number", range(1, 9))
+def test_no_number_of_later_checkpoints_costs_one_whose_parts_still_come(number: int) -> None:
+    steps = tuple(range(4, 4 + number))
+    late = [part(step, PARTS[0]) for step in steps]
+    events = (*[part(step, each) for each in PARTS[1:] for step in steps], *map(closes, steps), *late)
+    assert after(*events, begun=steps) == [Whole(step, HASHES, PARTS) for step in steps]
+    assert after(*events[:-number], *reversed(late), begun=steps) == [Whole(s, HASHES, PARTS) for s in steps[::-1]]
 
 
-def test_the_oldest_of_many_that_lack_a_part_is_given_up() -> None:
-    assert after(closes(4), begun=(4, 5, 6, 7, 8)) == [GivenUp(4, INCOMPLETE)]
+def all_of(step: int) -> tuple[Event, ...]:
+    return closes(step), *(part(step, each) for each in PARTS)
+
+
+def test_an_epoch_later_a_whole_checkpoint_settles_the_older_ones() -> None:
+    found = after(epoch(5), ordered(6), *all_of(6), part(4, PARTS[0]), begun=(4, 5))
+    assert found == [GivenUp(4, INCOMPLETE), GivenUp(5, INCOMPLETE), Whole(6, HASHES, PARTS)]
+
+
+def test_parts_that_are_ordered_again_in_an_epoch_are_awaited() -> None:
+    go = GoMessage(end=False, validate=False, keep=True)
+    for orders in ((epoch(5, go),), (epoch(5), lambda now: (gathering.order(now, go, 5), ()))):
+        found = after(*orders, ordered(6), *all_of(6), *all_of(5), begun=(4, 5))
+        assert found == [GivenUp(4, INCOMPLETE), Whole(6, HASHES, PARTS), Whole(5, HASHES, PARTS)]
 
 
 def test_at_the_end_all_others_are_given_up() -> None:

@@ -37,8 +37,10 @@ def test_owners_follow_epochs_and_the_heirs_that_were_known_later() -> None:
 
 def test_a_last_checkpoint_that_was_not_kept_is_told() -> None:
     kept = [{"event": "kept", "step": 3, "at_ns": 8}, {"event": "unkept", "step": 5, "why": "disk full", "at_ns": 9}]
-    assert [made_history(each).not_kept for each in (kept[1:], kept, kept[::-1], [])] == [
+    later = [*kept, {"event": "kept", "step": 6, "at_ns": 10}]
+    assert [made_history(each).not_kept for each in (kept[1:], kept, kept[::-1], later, [])] == [
         "no checkpoint was kept: disk full",
+        "no checkpoint after that of step 3 was kept: disk full",
         "no checkpoint after that of step 3 was kept: disk full",
         "",
         "",

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
 from engine.runtime.agent.run_state import RunState
@@ -75,13 +76,16 @@ class Runs:
         """The folder of the last run."""
         return self._folder / str(self._count)
 
-    def run(self, job: Job, faults: Sequence[Fault] = (), **fields: Any) -> tuple[Ending, list[Event]]:
+    def run(
+        self, job: Job, faults: Sequence[Fault] = (), origin: Resumption | None = None, **fields: Any
+    ) -> tuple[Ending, list[Event]]:
         """Returns the ending of a job with other values of some fields, and its events."""
         self._count += 1
         folder = self.last
         folder.mkdir()
         events = folder / "events.jsonl"
-        ending = run_session(replace(job, **fields), events, folder, faults=faults, server=self._server)
+        job = replace(job, **fields)
+        ending = run_session(job, events, folder, faults=faults, server=self._server, origin=origin)
         return ending, events_of(events)
 
     def twin(self, job: Job) -> tuple[object, ...]:

@@ -1,11 +1,9 @@
 """Kills in and around the writing of checkpoints and resuming: the job that goes on must be the one that was stopped.
 
     python -m tests.e2e.resume_soak --kills 60 --launchers 10 --seed 1
-    python -m tests.e2e.resume_soak --grid
 
 A round runs a job that keeps every step, and kills some of its workers or its launcher at random moments. Each launch
-after the first is a `bamboo run --resume latest`; the round ends with the last step. `--grid` resumes every step of
-three jobs, in one process, written with one cut and read with another.
+after the first is a `bamboo run --resume latest`; the round ends with the last step.
 """
 
 from __future__ import annotations
@@ -20,50 +18,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from engine.core.checks.trajectory import first_difference
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from tests.e2e.launcher import Launcher
-from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 
 JOB = Job(model="mlp", stages=4, steps=30, microbatches=4, validate_every=0)
 _FLAGS = ("--model", "mlp", "--stages", "4", "--steps", "30", "--microbatches", "4", "--validate-every", "0")
 _MOST_LAUNCHES = 12  # of one round
-CUTS: tuple[dict[str, Any], ...] = (
-    {"stages": 1, "redundancy": "none"},
-    {"stages": 2},
-    {"stages": 3, "redundancy": "eager"},
-    {"stages": 4, "workers": 2, "schedule": "gpipe"},
-)
-GRID = (
-    Job(model_args={"width": 16, "dropout": 0.1, "tied": True}, steps=12, microbatches=4),
-    Job(model="mlp", optimizer="sgd", optimizer_args={"momentum": 0.9}, steps=12, microbatches=2),
-    Job(model="resnet18", model_args={"width": 4}, steps=12, microbatches=2, pipelines=2),
-)
-
-
-def grid() -> int:
-    """Resumes every step of some jobs, written with each cut and read with each; returns the number that differ."""
-    wrong = resumed = 0
-    for job in GRID:
-        for written in CUTS:
-            with tempfile.TemporaryDirectory() as name:
-                whole, origins = run_and_keep(replace(job, **written), Path(name))
-                for origin in origins[:-1]:
-                    for read in CUTS:
-                        ending = run_in_threads(replace(job, **read), origin=origin)
-                        if ending.outcome != "finished":
-                            raise SystemExit(f"a resumed run has {ending.outcome}: {ending.error}")
-                        rest = [row for row in whole.view.run_state.rows if row.step > origin.step]
-                        resumed += 1
-                        wrong += first_difference(ending.view.run_state.rows, rest) is not None
-            print(f"{job.model}, written with {written}: {resumed} resumed, {wrong} differ", flush=True)
-    return wrong
 
 
 class Round:
@@ -152,12 +116,11 @@ def kill_all(kills: int, launchers: int, seed: int) -> int:
 def main() -> int:
     """Returns 0 if every resumed job is the job, 1 if one is not."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.resume_soak")
-    parser.add_argument("--grid", action="store_true")
     parser.add_argument("--kills", type=int, default=60, metavar="N")
     parser.add_argument("--launchers", type=int, default=10, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     given = parser.parse_args()
-    return int(bool(grid() if given.grid else kill_all(given.kills, given.launchers, given.seed)))
+    return int(bool(kill_all(given.kills, given.launchers, given.seed)))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,24 @@
-"""Real runs of stages in shards over the pipelines: the bits of whole stages, and a clean end when a worker dies."""
+"""Real runs of stages in shards: the bits of whole stages, resumed too; a death ends them cleanly."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.core.checkpoints.resumption import Resumption
+from engine.core.checks.trajectory import first_difference
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Runs
 from tests.kills import parse_kill
+from tests.runtime.kept_states import keeping_all, kept_states, run_and_keep
+from tests.runtime.thread_runs import run_in_threads
 
 # Each worker imports torch's FSDP, which takes seconds where workers are many and cores few.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -49,18 +56,36 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
     ],
     ids=["gpt-zbv-x2", "resnet18-x3"],
 )
-def test_shards_change_no_bit(runs: Runs, fields: dict[str, Any]) -> None:
+def test_shards_change_no_bit_and_are_resumed_as_whole_stages(
+    runs: Runs, fields: dict[str, Any], tmp_path: Path
+) -> None:
     job = Job(**SMALL | fields)
-    ending, events = runs.run(job)
+    ending, events = runs.run(keeping_all(job, tmp_path))
     assert ending.error is None, ending.error
     run_state = ending.view.run_state
     loop = plain_loop.PlainLoop(job)
     assert [row.texts() for row in run_state.rows] == [row for step in range(job.steps) for row in loop.step(step)]
     assert run_state.validations[job.steps - 1] == loop.validate()
     kept = [(event["step"], event["parts"]) for event in events if event["event"] == "kept"]
-    assert kept == [(job.steps - 1, len(run_state.layers) * job.pipelines)]
+    assert kept == [(step, len(run_state.layers) * job.pipelines) for step in range(job.steps)]
     ops = {event["action"].lstrip("0123456789").split("@")[0] for event in events if event["event"] == "action"}
     assert {"UNSHARD", "RESHARD"} <= ops
+    cut = replace(job, fsdp=0, stages=3, stages_per_worker=1, schedule="1f1b")
+    for origin in kept_states(job, ending, tmp_path)[:-1]:
+        check_rest(run_in_threads(cut, origin=origin), ending, origin)
+
+
+def check_rest(resumed: Ending, whole: Ending, origin: Resumption) -> None:
+    assert (resumed.outcome, resumed.error) == ("finished", None)
+    rest = [row for row in whole.view.run_state.rows if row.step > origin.step]
+    assert first_difference(resumed.view.run_state.rows, rest) is None
+
+
+def test_whole_stages_are_resumed_in_shards(runs: Runs, tmp_path: Path) -> None:
+    job = Job(**SMALL, model="mlp", pipelines=2, stages=1, optimizer="sgd", optimizer_args={"momentum": 0.9})
+    whole, origins = run_and_keep(replace(job, fsdp=0, stages=3), tmp_path)
+    resumed, _ = runs.run(job, origin=origins[0])
+    check_rest(resumed, whole, origins[0])
 
 
 def test_a_death_ends_the_run_and_says_what_is_lost(runs: Runs) -> None:

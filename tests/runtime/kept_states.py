@@ -12,10 +12,20 @@ from engine.runtime.agent.run_view import Ending
 from tests.runtime.thread_runs import run_in_threads
 
 
-def run_and_keep(job: Job, place: Path) -> tuple[Ending, list[Resumption]]:
-    """Runs a job to its end; returns that, and a checkpoint of each step."""
-    ending = run_in_threads(replace(job, checkpoint_every="1", keep=job.steps, checkpoints=str(place)))
+def keeping_all(job: Job, place: Path) -> Job:
+    """Returns a job that keeps a checkpoint of each step in a folder."""
+    return replace(job, checkpoint_every="1", keep=job.steps, checkpoints=str(place))
+
+
+def kept_states(job: Job, ending: Ending, place: Path) -> list[Resumption]:
+    """Returns a checkpoint of each step of a run that has ended."""
     assert (ending.outcome, ending.error) == ("finished", None)
     names = checkpoints_at(place).names()
-    assert [each.step for each in names] == list(range(job.steps))
-    return ending, [Resumption(each.step, str(place), each.file) for each in names]
+    assert [each.step for each in names] == list(range(job.steps)), ending.view.run_state.notes
+    return [Resumption(each.step, str(place), each.file) for each in names]
+
+
+def run_and_keep(job: Job, place: Path) -> tuple[Ending, list[Resumption]]:
+    """Runs a job to its end; returns that, and a checkpoint of each step."""
+    ending = run_in_threads(keeping_all(job, place))
+    return ending, kept_states(job, ending, place)

@@ -196,16 +196,44 @@ def test_a_third_copy_finds_no_room_while_two_wait_for_a_disk(monkeypatch: pytes
     monkeypatch.setattr(writer, "_ROOM_S", 0.05)
     replicas = trained(small_job(**NORMED), 1)
     checkpoints, told = written(replicas, tmp_path / "kept")
-    disk = checkpoints._written
+    disk = checkpoints._last.written
     disk.clear()  # as if it did not answer
-    for step in (5, 6, 7):
+    for step in (5, 6, 7, 8):
         checkpoints.keep(Keep(step, (StateShare(SLOT),)))
         checkpoints.join_copy()
-    assert [(type(each), each.step) for each in told.messages] == [(UnkeptMessage, 7)]
+        monkeypatch.setattr(writer, "_ROOM_S", 60.0 if step == 7 else 0.05)  # the next one does not wait again
+    assert [(type(each), each.step) for each in told.messages] == [(UnkeptMessage, 7), (UnkeptMessage, 8)]
+    threads = [each for each in threading.enumerate() if each.name == "checkpoint"]
+    for each in threads:
+        each.join(0.1)
+    assert sum(each.is_alive() for each in threads) == 2, "no thread stays for a checkpoint that is not kept"
     disk.set()
     checkpoints.join_writes()
     steps = [each.step for each in told.messages if isinstance(each, KeptMessage)]
     assert (set(steps), steps) == ({5, 6}, sorted(steps)), "a newer checkpoint that is whole replaces an older one"
+
+
+def test_a_step_waits_for_the_copy_of_its_own_checkpoint_though_an_older_one_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replicas = trained(small_job(**NORMED), 1)
+    checkpoints, told = written(replicas, tmp_path / "kept")
+    disk, room, copied = checkpoints._last.written, threading.Event(), snapshot.LayerState.copied
+    disk.clear()  # the older one is copied, and waits for it
+    checkpoints.keep(Keep(5, (StateShare(SLOT),)))
+    checkpoints.join_copy()
+    monkeypatch.setattr(snapshot.LayerState, "copied", lambda self: (room.wait(20), copied(self))[1])
+    checkpoints.keep(Keep(6, (StateShare(SLOT),)))
+    waits = threading.Thread(target=checkpoints.join_copy)
+    waits.start()
+    disk.set()
+    told.wait_until(lambda: any(each.step == 5 for each in told.messages) or None)
+    waits.join(0.1)
+    assert waits.is_alive()
+    room.set()
+    waits.join()
+    checkpoints.join_writes()
+    assert {type(each) for each in told.messages} == {KeptMessage}
 
 
 def test_the_times_of_a_checkpoint_are_told_apart(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "one stage": {"stages": 1, "redundancy": "none"},
     "four stages": {"stages": 4, "redundancy": "eager", "activation_checkpoint": 2},
     "two on each": {"stages": 4, "stages_per_worker": 2, "schedule": "interleaved"},
-    "half the workers": {"stages": 4, "workers": 2, "schedule": "gpipe"},
+    "fewer workers": {"stages": 4, "workers": 2, "schedule": "gpipe"},
 }
 
 
@@ -42,7 +42,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_every_step_can_be_resumed_with_another_cut(kept: tuple[Job, Ending, list[Resumption]]) -> None:
     job, whole, origins = kept
     for number, origin in enumerate(origins[:-1]):
-        changed = list(OTHERS.values())[number % len(OTHERS)]
+        changed = list(OTHERS.values())[(number - (job.pipelines > 1)) % len(OTHERS)]
         ending = run_in_threads(replace(job, **changed), origin=origin)
         assert (ending.outcome, ending.error) == ("finished", None)
         assert ending.view.run_state.committed == job.steps - 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checkpoints.part_messages import keeps
 from engine.core.config.job import Job
 from engine.core.coordinator import outputs
 from engine.core.coordinator.inputs import CoordinatorInput
@@ -119,8 +118,7 @@ class Coordinator:
         for output in found:
             if isinstance(output, outputs.Tell):
                 world.judge.told(output.message)
-                if keeps(output.message):
-                    world.await_parts(world.membership.committed)
+                world.await_parts(output.message)
                 for number in output.workers:
                     world.tell(world.workers[number], output.message)
                     if not world.reach():

@@ -7,7 +7,7 @@ process waits for it: after a failed transfer, while a worker is stopped, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from heapq import heappop, heappush
 from random import Random
@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.checkpoints import gathering
-from engine.core.checkpoints.gathering import Gathering
+from engine.core.checkpoints.gathering import Gathering, GivenUp, Whole
 from engine.core.checkpoints.manifest import LayerHash
 from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.coordinator import inputs, outputs
@@ -284,16 +284,21 @@ class World:
         self.note(_WORDS.get(type(message), _OTHER), number)
         self.coordinator.take(Heard, number, message, _NODES[number])
 
-    def await_parts(self, step: int) -> None:
-        """Awaits the parts of the checkpoint of a step, whose hashes agree; a stage counts as a layer."""
-        self.gathering = gathering.begin(self.gathering, step)
-        layers = tuple(LayerHash(stage, "", "") for stage in range(self.case.stages))
-        self.gathering, _ = gathering.close(self.gathering, step, layers)
+    def await_parts(self, told: ToWorker) -> None:
+        """Awaits the parts of a checkpoint, if a message orders one; its hashes agree. A stage counts as a layer."""
+        self.gathering = gathering.order(self.gathering, told, self.membership.committed)
+        if self.membership.committed in self.gathering.pending:
+            layers = tuple(LayerHash(stage, "", "") for stage in range(self.case.stages))
+            self.gathering, settled = gathering.close(self.gathering, self.membership.committed, layers)
+            self._settle(settled)
 
     def _part_came(self, number: int, told: KeptMessage) -> None:
         if number not in self.membership.out:
             self.gathering, settled = gathering.add_part(self.gathering, told.step, told.part)
-            self.whole.update(each.step for each in settled if isinstance(each, gathering.Whole))
+            self._settle(settled)
+
+    def _settle(self, settled: Iterable[Whole | GivenUp]) -> None:
+        self.whole.update(each.step for each in settled if isinstance(each, Whole))
 
     def note(self, *numbers: int) -> None:
         """Adds to the hash of the history."""

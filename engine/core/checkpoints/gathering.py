@@ -1,7 +1,8 @@
 """Gathers the parts of a checkpoint from the workers, and the hashes of its layers, until it is whole.
 
 Rules: a manifest is written only of a step whose replicas agree: its hashes are complete, and no two of them differ.
-Nothing waits. A checkpoint that lacks a part when a later one is whole, or at the end, is given up.
+A checkpoint is given up when a part of it cannot come any more: a worker cannot write it, or the run ends. An epoch may
+begin without a worker that had parts to write: a checkpoint from before it is given up when a later one is whole.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.core.checkpoints.manifest import LayerHash, Part
+from engine.core.checkpoints.part_messages import keeps
+from engine.core.message_codec import ToWorker
+from engine.core.messages import EpochMessage
 
 DISPUTED = "the hashes of its replicas are incomplete or differ"
 INCOMPLETE = "not all of its parts were written"
-_MOST_PENDING = 4  # checkpoints; a step that lacks a part still lacks it after so many later ones
 
 
 class Unfinished(NamedTuple):
-    """A checkpoint that is not whole yet: its parts by layer and shard, its hashes once they are complete."""
+    """A checkpoint that is not whole yet: its parts by layer and shard, its hashes once they are complete.
+
+    `is_orphan` says that an epoch has begun since its parts were ordered.
+    """
 
     parts: Mapping[tuple[int, int], Part] = {}
     hashes: tuple[LayerHash, ...] = ()
+    is_orphan: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -57,11 +64,21 @@ class Gathering(NamedTuple):
 Gathered = tuple[Gathering, tuple[Whole | GivenUp, ...]]
 
 
-def begin(gathering: Gathering, step: int) -> Gathering:
-    """Returns the gathering after the commit of a step that is to be kept; a repetition changes nothing."""
-    if step <= gathering.begun:
-        return gathering
-    return Gathering({**gathering.pending, step: Unfinished()}, step)
+def order(gathering: Gathering, told: ToWorker, committed: int) -> Gathering:
+    """Returns the gathering after a message to the workers, which may order the parts of the last committed step.
+
+    In a new epoch the workers are ordered to write the parts that the dead have not written.
+    """
+    pending = gathering.pending
+    if isinstance(told, EpochMessage):
+        pending = {step: each._replace(is_orphan=True) for step, each in pending.items()}
+    if not keeps(told):
+        return gathering._replace(pending=pending)
+    if committed in pending:
+        return Gathering({**pending, committed: pending[committed]._replace(is_orphan=False)}, gathering.begun)
+    if committed <= gathering.begun:
+        return gathering._replace(pending=pending)
+    return Gathering({**pending, committed: Unfinished()}, committed)
 
 
 def add_part(gathering: Gathering, step: int, part: Part) -> Gathered:
@@ -95,13 +112,12 @@ def give_up_all(gathering: Gathering) -> Gathered:
 
 
 def _settled(gathering: Gathering, step: int, found: Unfinished) -> Gathered:
-    """Returns the gathering after news of a step; a whole checkpoint settles all that are older."""
+    """Returns the gathering after news of a step; a whole checkpoint settles the older orphans."""
     pending = {**gathering.pending, step: found}
     if not found.is_whole:
-        late = sorted(pending)[:-_MOST_PENDING]
-        left = {each: kept for each, kept in pending.items() if each not in late}
-        return gathering._replace(pending=left), tuple(GivenUp(each, INCOMPLETE) for each in late)
-    given_up = tuple(GivenUp(each, INCOMPLETE) for each in sorted(pending) if each < step)
-    left = {each: kept for each, kept in pending.items() if each > step}
+        return gathering._replace(pending=pending), ()
+    orphans = [each for each in sorted(pending) if each < step and pending[each].is_orphan]
+    left = {each: kept for each, kept in pending.items() if each != step and each not in orphans}
     parts = tuple(part for _, part in sorted(found.parts.items()))
+    given_up = (GivenUp(each, INCOMPLETE) for each in orphans)
     return gathering._replace(pending=left), (*given_up, Whole(step, found.hashes, parts))

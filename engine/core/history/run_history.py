@@ -201,13 +201,13 @@ class RunHistory:
     @property
     def not_kept(self) -> str:
         """In words, that the last checkpoint could not be kept; empty if it could, or if there was none to keep."""
-        kept, why = None, ""
+        kept, why, at = None, "", -1
         for each in self._others:
             match each:
                 case KeptRecord():
-                    kept, why = each.step, ""
+                    kept, why = each.step, why if each.step < at else ""
                 case UnkeptRecord():
-                    why = each.why
+                    why, at = each.why, each.step
         return not_kept_words(kept, why)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
 from engine.core.checkpoints.manifest import LayerHash, Manifest
-from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage, keeps
+from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.bit_fields import bit_facts
@@ -89,6 +89,7 @@ class Checkpoints:
         run_state.on_rows = self.close_step
         self._recorder = recorder
         self._gathering = Gathering()
+        self._unkept = -1  # the last step that was given up, maybe before an older one was written
         self._under_way: dict[int, _UnderWay] = {}
         self._orders: queue.SimpleQueue[tuple[Whole, _UnderWay] | _Spare | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[KeptRecord | UnkeptRecord | str] = queue.SimpleQueue()
@@ -96,9 +97,9 @@ class Checkpoints:
 
     def await_parts(self, told: ToWorker, known: State) -> None:
         """Awaits the parts of a checkpoint, if a message to the workers orders one of the last commit."""
-        if not (self.place and keeps(told)):
+        if not self.place:
             return
-        self._gathering = gathering.begin(self._gathering, known.committed)
+        self._gathering = gathering.order(self._gathering, told, known.committed)
         if known.committed in self._gathering.pending:
             self._under_way.setdefault(known.committed, _UnderWay(known.epoch))
 
@@ -149,9 +150,11 @@ class Checkpoints:
                     continue
                 self._recorder.write(record)
                 if isinstance(record, KeptRecord):
-                    self._run_state.kept, self._run_state.not_kept = record.step, ""
+                    self._run_state.kept = record.step
+                    if record.step >= self._unkept:
+                        self._run_state.not_kept = ""
                 else:
-                    self._run_state.not_kept = record.why
+                    self._run_state.not_kept, self._unkept = record.why, record.step
                     self._run_state.note(f"step {record.step} is not kept as a checkpoint: {record.why}")
 
     def _go_on(self, found: Gathered) -> None:

@@ -4,7 +4,8 @@
              the next step waits      training goes on; at the end of the job the worker waits
 
 Rules: memory holds two copies at most, one that is being written and one that waits for it. A third waits for room, and
-the next step for it, but no longer than `_ROOM_S`; then this checkpoint is not kept. No error here ends the training.
+the next step for it, but no longer than `_ROOM_S`; then this checkpoint is not kept, and no other one waits until the
+disk has written one. No error here ends the training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.errors import StorageError
@@ -24,8 +26,15 @@ from engine.runtime.checkpoint.snapshot import LayerState, state_of
 from engine.runtime.ipc.control import Control
 from engine.runtime.replica.replicas import Replicas
 
-_ROOM_S = 10.0
+_ROOM_S = 30.0  # shorter than the wait of all workers that counts as a lost message
 END_S = 60.0  # that a worker which has finished waits for its writes
+
+
+class _Ends(NamedTuple):
+    """The events at which one checkpoint is copied and written, or given up. No other checkpoint sets them."""
+
+    copied: threading.Event
+    written: threading.Event
 
 
 class CheckpointWriter:
@@ -37,10 +46,10 @@ class CheckpointWriter:
         self.troubles = DiskTroubles()  # faults of the disk, which a scenario adds
         self._folder = checkpoints_at(place, troubles=self.troubles)
         self._room = threading.Semaphore(2)
-        self._written = threading.Event()  # the last checkpoint that was begun
-        self._written.set()
-        self._copied = threading.Event()
-        self._copied.set()
+        self._is_full = False  # a checkpoint has waited for room in vain, and none has left since
+        self._last = _Ends(threading.Event(), threading.Event())  # of the checkpoint that was begun last
+        for end in self._last:
+            end.set()
         self._num_open = 0
         self._count = threading.Lock()
 
@@ -49,15 +58,14 @@ class CheckpointWriter:
         self.join_copy()
         stages = self._replicas.stages
         states = [state for share in order.shares for state in state_of(share, stages)]
-        self._copied.clear()
         self._open(1)
-        before, self._written = self._written, threading.Event()
-        what = (order.step, states, before, self._written)
+        before, self._last = self._last, _Ends(threading.Event(), threading.Event())
+        what = (order.step, states, before.written, self._last)
         threading.Thread(target=self._write, args=what, name="checkpoint", daemon=True).start()
 
     def join_copy(self) -> None:
         """Waits until the copy is whole: from then on the state may change."""
-        self._copied.wait()
+        self._last.copied.wait()
 
     def join_writes(self) -> None:
         """Waits until all is written, at most `END_S`; raises Stopped or Fenced."""
@@ -71,11 +79,11 @@ class CheckpointWriter:
         finally:
             alarm.cancel()
 
-    def _write(self, step: int, states: list[LayerState], before: threading.Event, written: threading.Event) -> None:
+    def _write(self, step: int, states: list[LayerState], before: threading.Event, ends: _Ends) -> None:
         """Copies one checkpoint, and writes it behind the older one (`before`), which a newer one would replace."""
         try:
             with self._given_room():
-                copied, copy_ns = self._copy(states)
+                copied, copy_ns = self._copy(states, ends)
                 before.wait()
                 while copied:
                     self._write_part(step, copied.pop(0), copy_ns)
@@ -84,25 +92,28 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):  # a worker that is a thread may have ended
                 self._control.send(UnkeptMessage(step, str(error) or repr(error)))
         finally:
-            self._copied.set()
+            if not ends.copied.is_set():  # nothing of it is written: the next one comes behind the older one
+                self._last = ends._replace(written=before)
+                ends.copied.set()
             self._open(-1)
             self._control.wake()
-            before.wait()
-            written.set()
+            ends.written.set()
 
     @contextlib.contextmanager
     def _given_room(self) -> Iterator[None]:
-        if not self._room.acquire(timeout=_ROOM_S):
+        if not self._room.acquire(timeout=0 if self._is_full else _ROOM_S):
+            self._is_full = True
             raise StorageError(f"the two checkpoints before it were not written within {_ROOM_S:g} s")
         try:
             yield
         finally:
+            self._is_full = False
             self._room.release()
 
-    def _copy(self, states: Iterable[LayerState]) -> tuple[list[LayerState], int]:
+    def _copy(self, states: Iterable[LayerState], ends: _Ends) -> tuple[list[LayerState], int]:
         start_ns = time.monotonic_ns()
         copied = [state.copied() for state in states]
-        self._copied.set()
+        ends.copied.set()
         return copied, time.monotonic_ns() - start_ns
 
     def _write_part(self, step: int, state: LayerState, copy_ns: int) -> None:

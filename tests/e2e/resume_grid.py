@@ -1,0 +1,133 @@
+"""Resumes every step of jobs of 12 steps, written with one cut and read with another: no bit may differ.
+
+    python -m tests.e2e.resume_grid
+    python -m tests.e2e.resume_grid --only mlp-x2 --only fsdp
+
+Three models, with one and with two pipelines, run in this process. `fsdp` is for real processes: a stage in shards is
+written and read whole, and the other way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.core.checkpoints.resumption import Resumption
+from engine.core.checks.trajectory import first_difference
+from engine.core.config.job import Job
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.session import run_session
+from engine.runtime.process.fork_client import ForkServer
+from tests.e2e.launcher import ROOT
+from tests.runtime.kept_states import keeping_all, kept_states
+from tests.runtime.thread_runs import run_in_threads
+
+MODELS = {
+    "gpt": Job(model_args={"width": 16, "dropout": 0.1, "tied": True}, steps=12, microbatches=4, microbatch_size=2),
+    "mlp": Job(model="mlp", optimizer="sgd", optimizer_args={"momentum": 0.9}, steps=12, microbatches=2),
+    "resnet18": Job(model="resnet18", model_args={"width": 4}, steps=12, microbatches=2, microbatch_size=2),
+}
+_SHARDS: dict[str, Any] = {"redundancy": "none", "fsdp": 1}
+Cut = dict[str, Any]
+Run = Callable[..., Ending]
+
+
+def cuts(pipelines: int) -> tuple[Cut, ...]:
+    """Returns one to four stages, and four on half the workers."""
+    return (
+        {"stages": 1, "redundancy": "none"},
+        {"stages": 2},
+        {"stages": 3, "redundancy": "eager"},
+        {"stages": 4, "schedule": "gpipe"},
+        {"stages": 4, "schedule": "gpipe", "workers": 2 * pipelines},
+    )
+
+
+class Count:
+    """Counts resumed runs and compared rows, and those that differ."""
+
+    def __init__(self) -> None:
+        self.resumed = self.rows = self.wrong = 0
+
+    def resume(self, run: Run, job: Job, written: tuple[Ending, Resumption]) -> None:
+        """Resumes a job after a checkpoint of a whole run, and compares the rest; raises SystemExit if it fails."""
+        whole, origin = written
+        ending = run(job, origin=origin)
+        if ending.outcome != "finished":
+            raise SystemExit(f"a resumed run has {ending.outcome}: {ending.error}")
+        found, known = ending.view.run_state, whole.view.run_state
+        rest = [row for row in known.rows if row.step > origin.step]
+        late = {step: each for step, each in known.validations.items() if step > origin.step}
+        self.resumed += 1
+        self.rows += len(rest)
+        self.wrong += first_difference(found.rows, rest) is not None or found.validations != late
+
+
+def written(run: Run, job: Job) -> Iterator[tuple[Ending, Resumption]]:
+    """Yields the whole run of a job with a checkpoint of each step before the last."""
+    with tempfile.TemporaryDirectory() as name:
+        ending = run(keeping_all(job, Path(name)))
+        for origin in kept_states(job, ending, Path(name))[:-1]:
+            yield ending, origin
+
+
+def whole_stages(job: Job, count: Count) -> None:
+    """Writes a job with each cut, and reads each step with each cut."""
+    for cut in cuts(job.pipelines):
+        for each in written(run_in_threads, replace(job, **cut)):
+            for read in cuts(job.pipelines):
+                count.resume(run_in_threads, replace(job, **read), each)
+
+
+def shards(real: Run, count: Count) -> None:
+    """Writes shards and reads whole stages and shards of another cut; writes whole stages and reads shards."""
+    for model in MODELS.values():
+        job = replace(model, pipelines=2)
+        for each in written(real, replace(job, **_SHARDS, stages=2)):
+            for read in cuts(2)[:3]:
+                count.resume(run_in_threads, replace(job, **read), each)
+            count.resume(real, replace(job, **_SHARDS, stages=1), each)
+        for each in written(run_in_threads, replace(job, stages=3)):
+            count.resume(real, replace(job, **_SHARDS, stages=2), each)
+
+
+def real_runs(server: ForkServer) -> Run:
+    """Returns a function that runs a job in real processes."""
+
+    def run(job: Job, **options: Any) -> Ending:
+        with tempfile.TemporaryDirectory() as name:
+            return run_session(job, Path(name, "events.jsonl"), Path(name), server=server, **options)
+
+    return run
+
+
+def main() -> int:
+    """Returns 0 if every resumed run is the rest of the whole run, 1 if one is not."""
+    names = [f"{model}-x{pipelines}" for model in MODELS for pipelines in (1, 2)]
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.resume_grid")
+    parser.add_argument("--only", action="append", choices=[*names, "fsdp"], metavar="NAME")
+    only = parser.parse_args().only or [*names, "fsdp"]
+    os.environ["PYTHONPATH"] = str(ROOT)
+    wrong = 0
+    for name in only:
+        count = Count()
+        with ForkServer() if name == "fsdp" else nullcontext() as server:
+            if server is not None:
+                shards(real_runs(server), count)
+            else:
+                model, _, pipelines = name.partition("-x")
+                whole_stages(replace(MODELS[model], pipelines=int(pipelines)), count)
+        wrong += count.wrong
+        print(f"{name}: {count.resumed} resumed, {count.rows} rows compared, {count.wrong} differ", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
