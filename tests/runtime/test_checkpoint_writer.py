@@ -18,7 +18,7 @@ from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.worker.outputs import Keep
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.runtime.checkpoint import snapshot, writer
-from engine.runtime.checkpoint.layer_file import as_file, from_bytes
+from engine.runtime.checkpoint.layer_file import LayerImage, from_bytes
 from engine.runtime.checkpoint.snapshot import state_of
 from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.replica.replicas import Replicas
@@ -139,7 +139,8 @@ def test_planted_live_buffers_that_are_not_copied(monkeypatch: pytest.MonkeyPatc
 
 
 def test_planted_lost_strides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(writer, "as_file", lambda tensors: as_file([(n, t.contiguous()) for n, t in tensors]))
+    plain = lambda tensors: LayerImage([(n, t.contiguous()) for n, t in tensors])  # noqa: E731
+    monkeypatch.setattr(snapshot, "LayerImage", plain)
     with pytest.raises(AssertionError):
         check_kept(ALL_KINDS, tmp_path / "kept")
 
@@ -156,7 +157,7 @@ def test_planted_a_step_that_does_not_wait_for_the_copy(monkeypatch: pytest.Monk
     monkeypatch.setattr(CheckpointWriter, "join_copy", lambda self: None)
     begin = threading.Event()
     copied = snapshot.LayerState.copied
-    monkeypatch.setattr(snapshot.LayerState, "copied", lambda self: (begin.wait(20), copied(self))[1])
+    monkeypatch.setattr(snapshot.LayerState, "copied", lambda *words: (begin.wait(20), copied(*words))[1])
     join = CheckpointWriter.join_writes
 
     def joined(self: CheckpointWriter) -> None:
@@ -222,7 +223,7 @@ def test_a_step_waits_for_the_copy_of_its_own_checkpoint_though_an_older_one_is_
     disk.clear()  # the older one is copied, and waits for it
     checkpoints.keep(Keep(5, (StateShare(SLOT),)))
     checkpoints.join_copy()
-    monkeypatch.setattr(snapshot.LayerState, "copied", lambda self: (room.wait(20), copied(self))[1])
+    monkeypatch.setattr(snapshot.LayerState, "copied", lambda *words: (room.wait(20), copied(*words))[1])
     checkpoints.keep(Keep(6, (StateShare(SLOT),)))
     waits = threading.Thread(target=checkpoints.join_copy)
     waits.start()
@@ -234,6 +235,27 @@ def test_a_step_waits_for_the_copy_of_its_own_checkpoint_though_an_older_one_is_
     waits.join()
     checkpoints.join_writes()
     assert {type(each) for each in told.messages} == {KeptMessage}
+
+
+def test_the_memory_of_a_copy_serves_the_next_checkpoint_soon_after(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replicas = trained(small_job(**ALL_KINDS), 1)
+    checkpoints, told = written(replicas, tmp_path / "kept")
+
+    def keep(step: int) -> list[int]:
+        checkpoints.keep(Keep(step, (StateShare(SLOT),)))
+        checkpoints.join_writes()
+        assert read_back(tmp_path / "kept", told, step) == expected(replicas)
+        disturb(replicas)
+        return [id(each) for each in checkpoints._spare.values()]
+
+    assert keep(1) == [], "the only checkpoint leaves no memory behind"
+    second = keep(2)
+    assert second
+    assert keep(3) == second
+    monkeypatch.setattr(writer, "_OFTEN_S", 0.0)
+    assert keep(4) == []
 
 
 def test_the_times_of_a_checkpoint_are_told_apart(tmp_path: Path) -> None:

@@ -10,17 +10,16 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from engine.core.errors import StorageError
-from engine.runtime.checkpoint.layer_file import as_file, from_bytes
+from engine.runtime.checkpoint.layer_file import LayerImage, from_bytes
 from tests.runtime.test_state_hash import DTYPES
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
 
 
 def written(tensors: dict[str, Tensor]) -> tuple[bytes, tuple[tuple[str, tuple[int, ...]], ...]]:
-    file = as_file(tensors.items())
-    data = b"".join(file.chunks())
-    assert len(data) == file.size
-    return data, file.strides
+    image = LayerImage(tensors.items())
+    image.fill(reversed(tensors.items()))
+    return bytes(image.data), image.strides
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -72,19 +71,24 @@ def test_the_bytes_do_not_depend_on_the_order_of_the_names() -> None:
     assert written(STATE) == written(dict(reversed(STATE.items())))
 
 
-def test_a_large_contiguous_tensor_is_not_copied() -> None:
-    tensor = torch.zeros(1 << 20)
-    chunks = list(as_file([("weight/a", tensor)]).chunks())
-    tensor += 1.0
-    assert bytes(chunks[1]) == tensor.numpy().tobytes()
+def test_an_image_is_filled_again_with_the_tensors_of_another_step() -> None:
+    image = LayerImage(STATE.items())
+    image.fill(STATE.items())
+    later = {name: torch.zeros(200, dtype=t.dtype).as_strided(t.shape, t.stride()) for name, t in STATE.items()}
+    assert image.takes(later.items())
+    image.fill(later.items())
+    assert bytes(image.data) == written(later)[0]
 
 
-def test_small_tensors_are_written_together() -> None:
-    file = as_file([(f"weight/{number:03d}", torch.full((9,), number)) for number in range(200)])
-    chunks = list(file.chunks())
-    assert len(chunks) == 1
-    assert len(chunks[0]) == file.size
-    assert from_bytes(bytes(chunks[0]), ())["weight/123"].tolist() == [123] * 9
+@pytest.mark.parametrize(
+    "tensor", [BASE.double(), BASE[:1], BASE.transpose(1, 2).contiguous().transpose(1, 2), BASE.reshape(3, 2, 4)]
+)
+def test_an_image_takes_tensors_of_its_own_form_only(tensor: Tensor) -> None:
+    image = LayerImage([("weight/a", BASE)])
+    assert image.takes([("weight/a", BASE + 1)])
+    assert not image.takes([("weight/a", tensor)])
+    assert not image.takes([("weight/b", BASE)])
+    assert not image.takes([])
 
 
 @pytest.mark.parametrize("at", [0, 3, 8, 20, -1])
@@ -115,4 +119,4 @@ def test_a_header_that_reaches_beyond_its_file_is_refused() -> None:
 
 def test_a_dtype_that_no_file_can_have_is_refused() -> None:
     with pytest.raises(StorageError, match=r"buffer/0/a: its dtype is torch\.complex128"):
-        as_file([("buffer/0/a", torch.zeros(2, dtype=torch.complex128))])
+        LayerImage([("buffer/0/a", torch.zeros(2, dtype=torch.complex128))])

@@ -9,6 +9,7 @@ again once it leads to another folder. Every method raises OSError.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from typing import Protocol
 from engine.files.atomic_write import open_below, open_in, open_inner, open_new, sync_folder
 from engine.files.checkpoints.storage import Bytes
 
+_PAGE = 4096  # bytes; a write past the cache has whole ones
+_LARGE = 1 << 16  # bytes: a smaller write would cost more past the cache
 _MOST_PARTS = 4096  # of a path, with those of its links: a circle of links has no end
 
 
@@ -89,8 +92,9 @@ class OwnDisk:
         return fd
 
     def write(self, fd: int, data: Bytes) -> int:
-        """Writes, as `Disk` says."""
-        return os.write(fd, data)
+        """Writes, as `Disk` says; large pieces past the cache of the system, where the file system can do that."""
+        pages = len(data) - len(data) % _PAGE
+        return (pages >= _LARGE and _write_past_cache(fd, data[:pages])) or os.write(fd, data)
 
     def sync(self, fd: int) -> None:
         """Syncs a file, as `Disk` says."""
@@ -205,6 +209,20 @@ def refuse_foreign_links(path: Path) -> None:
             walked = Path("/") if target.is_absolute() else walked
             left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _write_past_cache(fd: int, pages: Bytes) -> int:
+    """Writes pages without a copy in memory, which no reader wants soon; returns 0 where that is impossible."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        try:
+            return os.write(fd, pages)
+        finally:
+            fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which also says that the memory or the place in the file is not aligned
+            raise
+        return 0
 
 
 def _refuse_others(fd: int) -> os.stat_result:

@@ -16,7 +16,7 @@ from engine.files.atomic_write import storage_errors
 from engine.files.checkpoints.disk import Disk
 from engine.files.checkpoints.storage import Bytes, Written
 
-_PIECE = 1 << 18  # bytes, hashed and then written while the processor has them near; larger writes cost up to twice
+_PIECE = 1 << 20  # bytes, hashed and then written; smaller writes cost up to twice past the cache of the system
 
 
 class FolderStorage:

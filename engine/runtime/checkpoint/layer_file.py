@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import accumulate
 
 import torch
@@ -40,54 +39,60 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-_SMALL = 1 << 14  # bytes: cheaper to copy than to write alone
 _ALIGNED = 8  # bytes: the header ends at a multiple, as the format asks for
+_PAGE = 4096  # bytes: memory that begins at a multiple goes to the disk without another copy
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFile:
-    """The content of a file: its header, the tensors behind it, and the strides that the file cannot keep."""
+class LayerImage:
+    """The bytes of a file in memory that nothing else changes: a header, and behind it copies of tensors.
 
-    header: bytes
-    tensors: tuple[Tensor, ...]
-    strides: Strides
+    It can be filled again with the same tensors of a later step: fresh memory costs more than the copies in it.
+    `strides` are those that a file cannot keep. Raises StorageError for a dtype that no file can have.
+    """
 
-    @property
-    def size(self) -> int:
-        """The size of the file, in bytes."""
-        return len(self.header) + sum(each.numel() * each.itemsize for each in self.tensors)
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]):
+        # The widest elements first, then by name: each tensor is aligned in the file, as safetensors would do it.
+        named = sorted(tensors, key=lambda each: (-each[1].itemsize, each[0]))
+        ends = [0, *accumulate(tensor.numel() * tensor.itemsize for _, tensor in named)]
+        entries = {
+            name: {"dtype": _name_of(name, tensor), "shape": list(tensor.shape), "data_offsets": ends[at : at + 2]}
+            for at, (name, tensor) in enumerate(named)
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNED)
+        header = len(text).to_bytes(8, "little") + text
+        memory = _page_aligned(len(header) + ends[-1])
+        self.data = memory.numpy().data
+        """The bytes of the file."""
+        self.data[: len(header)] = header
+        self.strides: Strides = tuple((name, tensor.stride()) for name, tensor in named if not _is_plain(tensor))
+        content = memory[len(header) :]
+        self._forms = {name: _form(tensor) for name, tensor in named}
+        self._copies = {
+            name: content[begin:end].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), begin, end in zip(named, ends, ends[1:], strict=False)
+        }
 
-    def chunks(self) -> Iterator[bytearray | memoryview]:
-        """Yields the bytes of the file in order: small tensors together, because each chunk costs calls."""
-        small = bytearray(self.header)
-        for tensor in self.tensors:
-            if tensor.numel():
-                # As bytes, because numpy lacks bfloat16.
-                data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-                if len(data) <= _SMALL:
-                    small += data
-                    continue
-                if small:
-                    yield small
-                    small = bytearray()
-                yield data
-        if small:
-            yield small
+    def takes(self, tensors: Iterable[tuple[str, Tensor]]) -> bool:
+        """Returns whether the image can be filled with these tensors: it depends on names, dtypes, shapes, strides."""
+        return {name: _form(tensor) for name, tensor in tensors} == self._forms
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies tensors that the image takes, in one call, so that another thread can run Python meanwhile."""
+        named = dict(tensors)
+        with torch.no_grad():
+            if named:
+                torch._foreach_copy_([self._copies[name] for name in named], list(named.values()))
 
 
-def as_file(tensors: Iterable[tuple[str, Tensor]]) -> LayerFile:
-    """Returns the content of a file with these named tensors; raises StorageError for a dtype that no file can have."""
-    # The widest elements first, then by name: each tensor is aligned in the file, as safetensors itself would do it.
-    named = sorted(((name, each.detach()) for name, each in tensors), key=lambda each: (-each[1].itemsize, each[0]))
-    ends = [0, *accumulate(tensor.numel() * tensor.itemsize for _, tensor in named)]
-    entries = {
-        name: {"dtype": _name_of(name, tensor), "shape": list(tensor.shape), "data_offsets": ends[at : at + 2]}
-        for at, (name, tensor) in enumerate(named)
-    }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNED)
-    strides = tuple((name, tensor.stride()) for name, tensor in named if not _is_plain(tensor))
-    return LayerFile(len(text).to_bytes(8, "little") + text, tuple(tensor for _, tensor in named), strides)
+def _page_aligned(size: int) -> Tensor:
+    memory = torch.empty(size + _PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % _PAGE
+    return memory[begin : begin + size]
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def from_bytes(data: bytes, strides: Strides) -> dict[str, Tensor]:

@@ -8,14 +8,14 @@ Elsewhere the buffers are live, and are copied at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from engine.core.checkpoints.keeping import StateShare
 from engine.core.ownership import Slot
-from engine.runtime.checkpoint.layer_file import laid_out
+from engine.runtime.checkpoint.layer_file import LayerImage, laid_out
 from engine.runtime.checkpoint.state_dict_names import state_dict_names
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.stage import Stage
@@ -39,9 +39,13 @@ class LayerState:
     transient: tuple[str, ...]
     aliases: tuple[tuple[str, str], ...]
 
-    def copied(self) -> LayerState:
-        """Returns the state in memory that nothing else changes."""
-        return replace(self, live=[], fixed=[*self.fixed, *copies_of(self.live)])
+    def copied(self, image: LayerImage | None = None) -> LayerImage:
+        """Returns the state in memory that nothing else changes: in the image of an older step, if it has its form."""
+        tensors = [*self.fixed, *self.live]
+        if image is None or not image.takes(tensors):
+            image = LayerImage(tensors)
+        image.fill(tensors)
+        return image
 
 
 def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerState]:

@@ -5,7 +5,8 @@
 
 Rules: memory holds two copies at most, one that is being written and one that waits for it. A third waits for room, and
 the next step for it, but no longer than `_ROOM_S`; then this checkpoint is not kept, and no other one waits until the
-disk has written one. No error here ends the training.
+disk has written one. Where checkpoints come often, the memory of one copy stays for the next one. No error here ends
+the training.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from engine.core.errors import StorageError
 from engine.core.worker.outputs import Keep
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.checkpoints.faulty_disk import DiskTroubles
-from engine.runtime.checkpoint.layer_file import as_file
+from engine.runtime.checkpoint.layer_file import LayerImage
 from engine.runtime.checkpoint.snapshot import LayerState, state_of
 from engine.runtime.ipc.control import Control
 from engine.runtime.replica.replicas import Replicas
 
 _ROOM_S = 30.0  # shorter than the wait of all workers that counts as a lost message
+_OFTEN_S = 10.0  # from one checkpoint to the next: then the memory of a copy is kept for the next one
 END_S = 60.0  # that a worker which has finished waits for its writes
 
 
@@ -50,12 +52,17 @@ class CheckpointWriter:
         self._last = _Ends(threading.Event(), threading.Event())  # of the checkpoint that was begun last
         for end in self._last:
             end.set()
+        self._spare: dict[tuple[int, int], LayerImage] = {}  # by layer and shard, of a checkpoint that is written
+        self._began_s = -_OFTEN_S
+        self._is_often = False
         self._num_open = 0
         self._count = threading.Lock()
 
     def keep(self, order: Keep) -> None:
         """Begins to copy and to write the state after a step."""
         self.join_copy()
+        now_s = time.monotonic()
+        self._is_often, self._began_s = now_s - self._began_s < _OFTEN_S, now_s
         stages = self._replicas.stages
         states = [state for share in order.shares for state in state_of(share, stages)]
         self._open(1)
@@ -86,8 +93,11 @@ class CheckpointWriter:
                 copied, copy_ns = self._copy(states, ends)
                 before.wait()
                 while copied:
-                    self._write_part(step, copied.pop(0), copy_ns)
+                    state, image = copied.pop(0)
+                    self._write_part(step, state, image, copy_ns)
                     copy_ns = 0
+                    if self._is_often:
+                        self._spare[state.layer, state.shard] = image
         except Exception as error:  # training goes on
             with contextlib.suppress(OSError):  # a worker that is a thread may have ended
                 self._control.send(UnkeptMessage(step, str(error) or repr(error)))
@@ -110,19 +120,19 @@ class CheckpointWriter:
             self._is_full = False
             self._room.release()
 
-    def _copy(self, states: Iterable[LayerState], ends: _Ends) -> tuple[list[LayerState], int]:
+    def _copy(self, states: Iterable[LayerState], ends: _Ends) -> tuple[list[tuple[LayerState, LayerImage]], int]:
         start_ns = time.monotonic_ns()
-        copied = [state.copied() for state in states]
+        copied = [(state, state.copied(self._spare.pop((state.layer, state.shard), None))) for state in states]
+        self._spare.clear()  # of layers that another worker writes by now
         ends.copied.set()
         return copied, time.monotonic_ns() - start_ns
 
-    def _write_part(self, step: int, state: LayerState, copy_ns: int) -> None:
-        file = as_file(state.fixed)
+    def _write_part(self, step: int, state: LayerState, image: LayerImage, copy_ns: int) -> None:
         began_ns = written_ns = time.monotonic_ns()
 
-        def chunks() -> Iterator[bytearray | memoryview]:
+        def chunks() -> Iterator[memoryview]:
             nonlocal written_ns
-            yield from file.chunks()
+            yield image.data
             written_ns = time.monotonic_ns()  # the last chunk is written when the next one is asked for
 
         part = self._folder.write_part(
@@ -131,7 +141,7 @@ class CheckpointWriter:
             chunks(),
             shard=state.shard,
             shards=state.shards,
-            strides=file.strides,
+            strides=image.strides,
             transient=state.transient,
             aliases=state.aliases,
         )
