@@ -63,28 +63,46 @@ def prune(
     where: Where = "latest",
     *,
     keep: Annotated[int, typer.Option("--keep", metavar="N", help="Newest good checkpoints that stay.", min=1)] = 3,
+    unfinished: Annotated[
+        bool,
+        typer.Option(
+            "--unfinished",
+            help="Also delete parts of unfinished checkpoints whose runs cannot be seen from here (another machine, an "
+            "object store). No run may be writing there.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the checkpoints to delete.")] = False,
     results: Results = DEFAULT_RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Delete the checkpoints that are older than the newest N good ones of their run; every byte is read before.
 
-    A damaged one does not count. If there are fewer good ones than N, nothing is deleted.
+    A damaged one does not count. If there are fewer good ones than N, none is deleted. In a folder that runs share, the
+    parts that killed runs left there are deleted too.
     """
+    from engine.files.checkpoints.claims import sweep
+
     place = _place(where, results)
     old = place.folder.old(keep, place.run, is_verified=True)
     rows = [_row(place, name, reads_parts=False) for name in old if place.step in (None, name.step)]
     for name in old if not dry_run else ():
         if place.step in (None, name.step):
             place.folder.remove(name)
+    gone = sweep(place.folder.place, believed=unfinished, is_trial=dry_run)
+    left = [each for each in place.folder.orphans() if each not in gone]
     if as_json:
-        echo(json.dumps({"place": place.folder.place, "dry_run": dry_run, "deleted": rows}))
+        parts = {"parts_deleted": gone, "parts_left": left}
+        echo(json.dumps({"place": place.folder.place, "dry_run": dry_run, "deleted": rows, **parts}))
         return
     verb = "to delete" if dry_run else "deleted"
     for row in rows:
         echo(f"{verb}: step {row['step']} ({row['file']})")
     size = sum(row["bytes"] for row in rows)
     echo(f"{verb}: {counted(len(rows), 'checkpoint')}, {size / _MIB:.1f} MiB, in {place.folder.place!r}")
+    if gone:
+        echo(f"{verb}: {counted(len(gone), 'part')} of unfinished checkpoints")
+    if left:
+        echo(f"{counted(len(left), 'part')} of unfinished checkpoints left: a run may be writing there (--unfinished)")
 
 
 def _place(where: str, results: Path) -> CheckpointPlace:

@@ -33,6 +33,7 @@ class WelcomeMessage(ToWorker):
     pair_key: str  # in hexadecimal, of the proofs between workers; empty if their sockets lie in an own namespace
     checkpoint: Plain | None = None  # a `Resumption`: training goes on after it
     checkpoints: str = ""  # the folder or the URL of the checkpoints; empty if the job keeps none
+    run: str = ""  # the name of its folder
 
 
 @message

@@ -86,6 +86,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
 
     Raises BambooError if the run could not be started.
     """
+    from engine.files.jobs.checkpoint_place import refuse_unwritable
     from engine.files.jobs.given_weights import hash_as_given
     from engine.files.run_folder import create_run_folder
     from engine.harness.dead_runs import delete_dead_stores
@@ -95,6 +96,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
 
     started_s = time.monotonic()
     job = case.scenario.job
+    refuse_unwritable(job)
     if problems := unreadable_files(job, begins=case.origin is None):
         raise UserError(problems)
     case = replace(case, init=case.origin.init if case.origin else hash_as_given(job.init, case.init))
@@ -118,6 +120,7 @@ def _run_in(
     started_s: float,
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
+    from engine.files.checkpoints.claims import claimed
     from engine.harness.state_lost import Restarts
     from engine.runtime.agent.checkpoints import place_of
     from engine.runtime.doctor.leak_check import LeakCheck
@@ -129,11 +132,11 @@ def _run_in(
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
     options: dict[str, Any] = {name: getattr(case, name) for name in ("faults", "grace_s", "injectable", "standby")}
     job = case.scenario.job
-    restarts = Restarts(
-        Ladder(job.restarts), place_of(job, str(folder.path)), folder.path.name, screen.say, case.origin
-    )
+    place, run = place_of(job, str(folder.path)), folder.path.name
+    restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)
     options |= {"origin": case.origin, "revive": restarts.revive}
-    ending = drive(job, folder, run_id=folder.path.name, **options)
+    with claimed(place if job.checkpoints else "", run):
+        ending = drive(job, folder, run_id=run, **options)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:

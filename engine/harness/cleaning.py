@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.core.checkpoints.manifest import is_part
 from engine.core.errors import StorageError
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.matrix_results import MATRICES, RESULTS
@@ -105,7 +106,8 @@ def _unfinished(results: Path, run: Path, user: Path) -> Iterator[Leftover]:
     with contextlib.suppress(StorageError):  # of another user
         for name in checkpoints_at(RunFolder(run).checkpoints, run).orphans():
             path = RunFolder(run).checkpoints / name
-            yield Leftover(results, "part of an unfinished checkpoint", path, (path,), user)
+            if is_part(name.rpartition("/")[2]):  # others are told above
+                yield Leftover(results, "part of an unfinished checkpoint", path, (path,), user)
     if run == user:
         for name in _inner_names(run / "runs"):  # of a matrix
             yield from _unfinished(results, run / "runs" / name, user)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from bamboo_cli.app import app
 from engine.core.config.job import Job
-from engine.core.errors import UserError
+from engine.core.errors import ExitCode, UserError
 from engine.core.schedules.registry import SCHEDULES
 from engine.files.jobs.job_file import resolve_job
 from engine.files.scenarios.matrix_file import read_matrix
@@ -165,12 +168,44 @@ def test_a_plan_needs_the_layers_and_a_program_does_not() -> None:
     assert run("schedule", "check", "--stages", "7").returncode == 0
 
 
-def test_a_file_is_no_place_for_checkpoints() -> None:
+def test_a_place_that_is_none_for_checkpoints_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file").write_text("")
-    for place in ("file", "file/below", "file://file"):
+    Path("dangling").symlink_to("nowhere")
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    of_url = "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept"
+    for place, found, reason in (
+        *((each, "file", "it is no folder") for each in ("file", "file/below")),
+        ("pipe", "pipe", "it is no folder"),
+        ("dangling/below", "dangling", "it is a link to no folder"),
+        *((each, each, of_url) for each in ("file://folder", "file://", "s3:/bucket", "S3://", "://x", "://")),
+    ):
         told = [str(each) for each in offered.problems(Job(checkpoints=place))]
-        assert told == ["checkpoints: expected a folder or a URL, found 'file' (it is a file)"]
-    assert not offered.problems(Job(checkpoints="new/folder"))
+        assert told == [f"checkpoints: expected a folder or a URL, found {found!r} ({reason})"]
+    good = ("new/folder", "folder", f"file://{Path.cwd()}/new", "s3://bucket", "memory://a/b", "a:b", "")
+    assert [each for each in good if offered.problems(Job(checkpoints=each))] == []
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "folder")
+    (told_of,) = offered.problems(Job(checkpoints="folder/below"))
+    assert (told_of.found, told_of.hint) == ("'folder'", "no permission to write there")
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("/proc/kept", "cannot write '/proc/kept/"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "embedded null byte"),
+        ("foo://x", "Protocol not known: foo"),
+        ("data://x", "cannot write 'data://x/"),
+        ("s3://user:word@bucket/x", "the store's own files and variables have them"),
+    ],
+)
+def test_a_run_begins_with_a_place_that_it_can_write(place: str, reason: str) -> None:
+    ended = CliRunner().invoke(app, ["run", "--model", "mlp", "--checkpoints", place])
+    assert isinstance(ended.exception, UserError)
+    assert ended.exception.exit_code == ExitCode.USAGE
+    assert reason in str(ended.exception)
+    assert not Path("results").exists()
 
 
 def test_help_names_the_schedules() -> None:

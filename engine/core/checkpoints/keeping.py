@@ -52,6 +52,11 @@ def keeping_of(text: str) -> Keeping | None:
     return Keeping(every_ns=every_ns) if every_ns else None
 
 
+def keeps_any(text: str) -> bool:
+    """Returns whether the rule that `text` spells keeps a commit."""
+    return keeping_of(text) != Keeping(last=False)
+
+
 def writers(ownership: Ownership, fsdp: bool = False) -> Mapping[int, tuple[int, ...]]:
     """Returns the workers that write each stage, in the order of the shards; there is one without `fsdp`."""
     grid = ownership.grid

@@ -23,6 +23,7 @@ FORMAT = 1
 _STEP = re.compile(r"step-([0-9]{8,12})")
 _MANIFEST = re.compile(r"manifest-[0-9a-f]{16}\.json")
 _PART = re.compile(r"layer-([0-9]{4,8})(?:\.shard-([0-9]{1,6})-of-([0-9]{1,6}))?\.[0-9a-f]{16}\.safetensors")
+_HALF = re.compile(r"\.bamboo-[0-9a-f]{16}\.tmp")
 _SHA256 = re.compile("[0-9a-f]{64}")
 Strides = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -109,7 +110,7 @@ def step_of(folder: str) -> int | None:
 
 
 def part_file(layer: int, shard: int, shards: int, nonce: str) -> str:
-    """Returns the name of a part; the nonce is 16 random digits (hex), so that no two writers choose one name."""
+    """Returns the name of a part; the nonce is `nonce_of` its run."""
     of_shard = f".shard-{shard}-of-{shards}" if shards > 1 else ""
     return f"layer-{layer:04d}{of_shard}.{nonce}.safetensors"
 
@@ -117,6 +118,28 @@ def part_file(layer: int, shard: int, shards: int, nonce: str) -> str:
 def is_part(file: str) -> bool:
     """Returns whether a file in the folder of a step has the name of a part."""
     return _PART.fullmatch(file) is not None
+
+
+def half_file(nonce: str) -> str:
+    """Returns the name of a manifest that is being written."""
+    return f".bamboo-{nonce}.tmp"
+
+
+def owner_of(run: str) -> str:
+    """Returns the 8 digits (hex) that stand for a run in the names of its files."""
+    return hashlib.sha256(run.encode()).hexdigest()[:8]
+
+
+def nonce_of(owner: str, rest: bytes) -> str:
+    """Returns 16 digits (hex): those of the owner, and of random bytes, so that no two writers choose one name."""
+    return (owner + rest.hex())[:16]
+
+
+def writer_of(file: str) -> str | None:
+    """Returns the `owner_of` the run that wrote a part, or half of a manifest; None for any other file."""
+    if _PART.fullmatch(file) or _HALF.fullmatch(file):
+        return file.rsplit(".", 1)[0][-16:-8]
+    return None
 
 
 def is_manifest(file: str) -> bool:

@@ -23,13 +23,15 @@ from engine.core.checkpoints.manifest import (
     Part,
     Strides,
     is_manifest,
-    is_part,
     manifest_bytes,
     manifest_file,
     manifest_of,
+    nonce_of,
+    owner_of,
     part_file,
     step_folder,
     step_of,
+    writer_of,
 )
 from engine.core.errors import StorageError
 from engine.files.checkpoints.disk import Disk, OwnDisk
@@ -67,16 +69,24 @@ class NewestGood:
 
 
 class CheckpointFolder:
-    """The checkpoints in a storage. Every method raises StorageError where the storage cannot be written or read."""
+    """The checkpoints in a storage, which the run `owner` writes to.
 
-    def __init__(self, storage: Storage):
+    Every method raises StorageError where the storage cannot be written or read.
+    """
+
+    def __init__(self, storage: Storage, owner: str = ""):
         self._storage = storage
+        self._owner = owner
         self._written: dict[CheckpointName, Manifest] = {}  # here, and not removed here
 
     @property
     def place(self) -> str:
         """The folder or the URL."""
         return self._storage.place
+
+    def try_writing(self) -> None:
+        """Writes and removes a part."""
+        self.remove_parts(0, [self.write_part(0, 0, [b""]).file])
 
     def write_part(
         self,
@@ -91,7 +101,7 @@ class CheckpointFolder:
         aliases: tuple[tuple[str, str], ...] = (),
     ) -> Part:
         """Writes one part of a checkpoint to come, and returns it; it is on disk then."""
-        file = part_file(layer, shard, shards, os.urandom(8).hex())
+        file = part_file(layer, shard, shards, nonce_of(self._owner, os.urandom(8)))
         written = self._storage.create(f"{step_folder(step)}/{file}", chunks)
         return Part(layer, shard, shards, file, written.size, written.sha256, strides, transient, aliases)
 
@@ -197,22 +207,26 @@ class CheckpointFolder:
         """Removes parts of a step that no manifest names or will name, then the folder if it is empty."""
         self._remove_all(step_folder(step), files)
 
-    def orphans(self) -> tuple[str, ...]:
-        """Returns the parts that no manifest names; those beside a manifest that cannot be read are none."""
+    def orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
+        """Returns the parts that no manifest names, and halves of manifests, of the owners that count.
+
+        Those beside a manifest that cannot be read are none.
+        """
         by_folder: dict[str, list[str]] = {}
         for name in self._storage.names():
             folder, _, file = name.rpartition("/")
             by_folder.setdefault(folder, []).append(file)
         found: list[str] = []
         for folder, files in by_folder.items():
+            theirs = [file for file in files if (owner := writer_of(file)) is not None and counts(owner)]
             with suppress(StorageError):
-                named = set(self._named_in(folder, files))
-                found += (f"{folder}/{file}" for file in files if is_part(file) and file not in named)
+                named = set(self._named_in(folder, files)) if theirs else ()
+                found += (f"{folder}/{file}" for file in theirs if file not in named)
         return tuple(found)
 
-    def remove_orphans(self) -> tuple[str, ...]:
-        """Removes the orphans, and returns their names; no other process may be writing here."""
-        gone = self.orphans()
+    def remove_orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
+        """Removes the orphans, and returns their names; their owners may not be writing any more."""
+        gone = self.orphans(counts)
         for name in gone:
             folder, _, file = name.rpartition("/")
             self._remove_all(folder, [file])
@@ -229,7 +243,8 @@ class CheckpointFolder:
         step = step_of(folder)
         for file in files:
             if step is not None and is_manifest(file):
-                yield from (part.file for part in self.manifest(CheckpointName(step, file)).parts)
+                name = CheckpointName(step, file)
+                yield from (part.file for part in (self._written.get(name) or self.manifest(name)).parts)
 
     def _remove_all(self, folder: str, files: Iterable[str]) -> None:
         for file in files:
@@ -258,20 +273,27 @@ class CheckpointFolder:
 
 
 def checkpoints_at(
-    place: str | Path, below: Path | None = None, troubles: DiskTroubles | None = None
+    place: str | Path, below: Path | None = None, troubles: DiskTroubles | None = None, run: str = ""
 ) -> CheckpointFolder:
     """Returns the checkpoints in a folder, which the first file makes, or at a URL; none of them is read.
 
     No part of the path of a folder may be a link after `below`; without it, only the user's own links lead there.
-    `troubles` are the faults of the disk of a folder.
+    `troubles` are the faults of the disk of a folder. The files that are written have names of the run `run`.
 
     Raises:
         UserError: the URL is none that can be used.
     """
-    if isinstance(place, str) and "://" in place and not place.startswith("file://"):
+    owner = owner_of(run) if run else ""
+    if (folder := folder_at(place)) is None:
         from engine.files.checkpoints.object_storage import ObjectStorage  # which loads fsspec
 
-        return CheckpointFolder(ObjectStorage(place))
-    folder = Path(str(place).removeprefix("file://"))
+        return CheckpointFolder(ObjectStorage(str(place)), owner)
     disk: Disk = OwnDisk(folder, below)
-    return CheckpointFolder(FolderStorage(FaultyDisk(disk, troubles) if troubles else disk, str(folder)))
+    storage = FolderStorage(FaultyDisk(disk, troubles) if troubles else disk, str(folder), owner)
+    return CheckpointFolder(storage, owner)
+
+
+def folder_at(place: str | Path) -> Path | None:
+    """Returns the folder of this machine that a place is; None for the URL of an object store."""
+    text = str(place)
+    return Path(text.removeprefix("file://")) if text.startswith("file://") or "://" not in text else None

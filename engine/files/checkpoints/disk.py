@@ -117,14 +117,25 @@ class OwnDisk:
 
     def read(self, name: str, most: int) -> bytes:
         """Reads, as `Disk` says."""
-        folder, file = _split(name)
-        with self._opened(folder) as folder_fd, open(open_in(file, folder_fd), "rb", buffering=0) as opened:
+        with open(self.open(name), "rb", buffering=0) as opened:
             if (size := _refuse_others(opened.fileno()).st_size) > most:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and should have at most {most}")
             data = bytearray()
             while more := opened.read(most + 1 - len(data)):
                 data += more
             return bytes(data)
+
+    def open(self, name: str) -> int:
+        """Returns a descriptor that reads a regular file of this user; raises OSError."""
+        folder, file = _split(name)
+        with self._opened(folder) as folder_fd:
+            fd = open_in(file, folder_fd)
+        try:
+            _refuse_others(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
 
     def remove(self, name: str) -> None:
         """Removes, as `Disk` says."""

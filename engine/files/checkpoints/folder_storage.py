@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from engine.core.checkpoints.manifest import half_file, nonce_of
 from engine.files.atomic_write import storage_errors
 from engine.files.checkpoints.disk import Disk
 from engine.files.checkpoints.storage import Bytes, Written
@@ -20,11 +21,12 @@ _PIECE = 1 << 20  # bytes, hashed and then written; smaller writes cost up to tw
 
 
 class FolderStorage:
-    """A folder of this machine, as `Storage` says."""
+    """A folder of this machine, as `Storage` says; `owner` stands for the run that writes."""
 
-    def __init__(self, disk: Disk, place: str):
+    def __init__(self, disk: Disk, place: str, owner: str = ""):
         self._disk = disk
         self.place = place
+        self._owner = owner
 
     def create(self, name: str, chunks: Iterable[Bytes]) -> Written:
         """Writes a new file, as `Storage` says."""
@@ -34,7 +36,7 @@ class FolderStorage:
     def publish(self, name: str, data: bytes) -> None:
         """Writes a file that readers find, as `Storage` says."""
         folder = name.rpartition("/")[0]
-        temporary = f"{folder}/.bamboo-{os.urandom(8).hex()}.tmp"
+        temporary = f"{folder}/{half_file(nonce_of(self._owner, os.urandom(8)))}"
         with self._errors("write", name):
             self._disk.sync_folder("")  # other processes made folder and entries
             self._disk.sync_folder(folder)

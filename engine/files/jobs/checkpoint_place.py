@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.core.checkpoints.keeping import keeps_any
 from engine.core.config.job import Job
-from engine.core.errors import NothingMatchedError, Problem, StorageError
+from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.files.atomic_write import open_to_read
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at, folder_at
 from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
 
+_HALF_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)|[^/]*://$|://|file://(?!/)", re.IGNORECASE)
 _STEP = re.compile(r"(.*)@([0-9]{1,12})", re.DOTALL)
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
 
@@ -67,12 +70,32 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
 
 
 def place_problems(job: Job) -> list[Problem]:
-    """Returns the problem of a folder for checkpoints that no run can make, because a file is in the way."""
-    if not job.checkpoints or ("://" in job.checkpoints and not job.checkpoints.startswith("file://")):
+    """Returns the problem of a place for checkpoints that no run can make; it is not opened."""
+    text, expected = job.checkpoints, "a folder or a URL"
+    if _HALF_URL.match(text):
+        hint = "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept"
+        return [Problem("checkpoints", expected, repr(text), hint)]
+    if not text or (place := folder_at(text)) is None:
         return []
-    place = Path(job.checkpoints.removeprefix("file://"))
-    found = [each for each in (place, *place.parents) if each.exists() and not each.is_dir()]
-    return [Problem("checkpoints", "a folder or a URL", repr(str(each)), "it is a file") for each in found]
+    try:
+        found = next(each for each in (place, *place.parents) if os.path.lexists(each))
+        reason = "" if found.is_dir() else "it is a link to no folder" if found.is_symlink() else "it is no folder"
+        if not reason and not os.access(found, os.W_OK | os.X_OK):
+            reason = "no permission to write there"
+    except (OSError, ValueError) as error:
+        found, reason = place, str(error)
+    return [Problem("checkpoints", expected, repr(str(found)), reason)] if reason else []
+
+
+def refuse_unwritable(job: Job) -> None:
+    """Writes and removes a file in the place that the user names for checkpoints; raises UserError if that fails."""
+    if not job.checkpoints or not keeps_any(job.checkpoint_every):
+        return
+    try:
+        checkpoints_at(job.checkpoints).try_writing()
+    except (StorageError, ValueError) as error:
+        expected, reason = "a folder or a URL that can be written", str(error).splitlines()[0]
+        raise UserError([Problem("checkpoints", expected, repr(job.checkpoints), reason)]) from error
 
 
 def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPlace]:

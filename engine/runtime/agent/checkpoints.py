@@ -2,7 +2,7 @@
 
 Rules: manifests are written by a thread, so that no worker waits for a disk. Its results are recorded by the agent's
 main thread. Without the disk training goes on: the user is told, and the checkpoint before stays. Parts that no
-manifest names are removed: a disk that is full would else stay full.
+manifest names are removed, also those of killed runs: a disk that is full would else stay full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
-from engine.core.checkpoints.manifest import LayerHash, Manifest
+from engine.core.checkpoints.keeping import keeps_any
+from engine.core.checkpoints.manifest import LayerHash, Manifest, owner_of
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import TrajectoryRow
@@ -28,6 +29,7 @@ from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.checkpoints.claims import sweep
 from engine.files.host_facts import host_facts
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
@@ -44,7 +46,7 @@ def place_of(job: Job, run: str) -> str:
 
     A path is absolute. Without a folder of the run there are none.
     """
-    if not run or job.checkpoint_every.strip() == "0":
+    if not run or not keeps_any(job.checkpoint_every):
         return ""
     if "://" in job.checkpoints:
         return job.checkpoints
@@ -79,9 +81,9 @@ class Checkpoints:
 
     def __init__(self, job: Job, run: str, run_state: RunState, recorder: Recorder, origin: Resumption | None = None):
         self.place = place_of(job, run)
-        self._folder = checkpoints_at(self.place)
         self._job = job
         self._run = Path(run).absolute().name
+        self._folder = checkpoints_at(self.place, run=self._run)
         # As they are when the workers begin: a user may edit them while training goes on.
         self._init = origin.init if origin else weights_hash(job.init if self.place else "")
         self._code = code_files(job) if self.place else ()
@@ -129,15 +131,15 @@ class Checkpoints:
     def close(self) -> None:
         """Gives up the checkpoints that are not whole, and waits for the manifests of the others, at most `_END_S`.
 
-        Then removes the parts without a manifest, if no other run writes there.
+        Then removes the parts of this run without a manifest.
         """
         self._go_on(gathering.give_up_all(self._gathering))
         if self._thread is not None:
             self._orders.put(None)
             self._thread.join(_END_S)
-        if self._gathering.begun >= 0 and not self._job.checkpoints:
+        if self._gathering.begun >= 0:
             with contextlib.suppress(StorageError):  # then they stay
-                self._folder.remove_orphans()
+                self._folder.remove_orphans(lambda owner: owner == owner_of(self._run))
         self.record()
 
     def record(self) -> None:
@@ -176,6 +178,9 @@ class Checkpoints:
 
     def _publish_all(self) -> None:
         fixed: Mapping[str, Any] = {}
+        with contextlib.suppress(StorageError):  # then the parts of killed runs stay
+            if self._job.checkpoints:
+                sweep(self.place)
         while (order := self._orders.get()) is not None:
             if isinstance(order, _Spare):
                 self._remove(order)

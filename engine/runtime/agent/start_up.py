@@ -103,6 +103,7 @@ class Launch:
             faults=tuple(to_plain(fault) for fault in faults),
             pair_key=guard.key,
             checkpoints=self.checkpoints,
+            run=self.logs.absolute().parent.name,
             checkpoint=None if origin is None else asdict(origin),
         )
         member.link.send(message)

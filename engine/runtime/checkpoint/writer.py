@@ -40,13 +40,13 @@ class _Ends(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes the shares of one worker in `place`, a folder or a URL; reports to the agent."""
+    """Writes the shares of one worker of a run in `place`, a folder or a URL; reports to the agent."""
 
-    def __init__(self, control: Control, replicas: Replicas, place: str):
+    def __init__(self, control: Control, replicas: Replicas, place: str, run: str = ""):
         self._control = control
         self._replicas = replicas
         self.troubles = DiskTroubles()  # faults of the disk, which a scenario adds
-        self._folder = checkpoints_at(place, troubles=self.troubles)
+        self._folder = checkpoints_at(place, troubles=self.troubles, run=run)
         self._room = threading.Semaphore(2)
         self._is_full = False  # a checkpoint has waited for room in vain, and none has left since
         self._last = _Ends(threading.Event(), threading.Event())  # of the checkpoint that was begun last

@@ -200,7 +200,7 @@ def join(
     plane = backend.joining(0, welcome.ranks).join()
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
-    checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints) if welcome.checkpoints else None
+    checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints, welcome.run) if welcome.checkpoints else None
     troubles = checkpoints.troubles if checkpoints else None
     failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut, troubles)
     shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
