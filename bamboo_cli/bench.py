@@ -58,7 +58,7 @@ _BENCHMARKS = {
     ),
     "checkpoint": (
         "checkpoint.checkpoint_cases",
-        "Time of a step with checkpoints, against none; copy, write and sync; torch's asynchronous save.",
+        "Time of a step with checkpoints, against none; their parts; the way back to them; torch's asynchronous save.",
     ),
     "events": (
         "events.events_cases",

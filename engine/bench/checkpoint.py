@@ -1,7 +1,7 @@
 """The checkpoint benchmark: the cost of checkpoints to a step, in parts, beside torch's asynchronous save.
 
 Whole runs take turns: with a checkpoint of every step, of every hundredth, and without one. Timed stages leave the
-processor to the checkpoints, as a device would.
+processor to the checkpoints, as a device would. After the loss of a state, the time until the next commit counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row, rat
 from engine.bench.peers.async_save_peer import demo_replicas
 from engine.bench.runs import BenchRun, run_bamboo, run_python
 from engine.core.checkpoints.keeping import StateShare
-from engine.core.history.run_records import CommitRecord, KeptRecord
+from engine.core.history.run_records import CommitRecord, FaultRecord, KeptRecord
 from engine.core.worker.outputs import Keep
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
@@ -31,6 +31,8 @@ from engine.runtime.checkpoint.writer import CheckpointWriter
 
 _GOALS = {"gpt": 1.035, "timed": 1.01}
 _RARE_GOAL = 1.003
+_BACK_GOAL = 1.5  # seconds
+_LOST_STEP = 6
 _WIDTH = 32  # of the synthetic vectors
 _BALLAST = 216_000  # parameters of a timed layer: four have the state of the demo
 
@@ -61,6 +63,7 @@ def checkpoint_cases(quick: bool) -> Cases:
         "timed": ("--model", f"{__name__}:ballasted", "--data", "synthetic", "--microbatches", "8"),
     }
     of_steps: Cases = {name: partial(_bench_steps, name, flags, *sizes) for name, flags in jobs.items()}
+    of_steps["gpt, state lost"] = partial(_bench_lost, 1 if quick else 7)
     return {**of_steps, "torch async_save": partial(_bench_save, 3 if quick else 15)}
 
 
@@ -83,6 +86,20 @@ def _bench_steps(case: str, flags: tuple[str, ...], num_rounds: int, num_steps: 
         seconds = median(getattr(each, f"{part}_ns") for each in kept) / 1e9
         rows.append(row(often, f"{part} s, of all workers, beside a step", seconds, none, len(kept)))
     return [*rows, row(often, "whole checkpoints, beside steps", len(kept), num_rounds * num_steps, num_rounds)]
+
+
+def _bench_lost(num_runs: int, folder: Path) -> list[BenchRow]:
+    """Returns the row of the time from the death of the only holder of a stage to the next commit."""
+    flags = ("--steps", str(_LOST_STEP + 2), "--validate-every", "0", "--checkpoint-every", "1", "--redundancy", "none")
+    back, first = [], []
+    for _ in range(num_runs):
+        run = run_bamboo(folder, *flags, "--kill", f"{_LOST_STEP}:2", "--no-twin")
+        death_ns = min(each.at_ns for each in run.history.of(FaultRecord))
+        commits_ns = [each.at_ns for each in run.history.of(CommitRecord)]
+        back.append(min(each for each in commits_ns if each > death_ns) - death_ns)
+        first.append(commits_ns[0] - run.started_ns)
+    metric = "death to the next commit s, beside command to first commit"
+    return [row("gpt, state lost", metric, median(back) / 1e9, median(first) / 1e9, num_runs, _BACK_GOAL)]
 
 
 def _seconds_of_step(run: BenchRun) -> float:
