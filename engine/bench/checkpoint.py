@@ -63,8 +63,8 @@ def checkpoint_cases(quick: bool) -> Cases:
         "timed": ("--model", f"{__name__}:ballasted", "--data", "synthetic", "--microbatches", "8"),
     }
     of_steps: Cases = {name: partial(_bench_steps, name, flags, *sizes) for name, flags in jobs.items()}
-    of_steps["gpt, state lost"] = partial(_bench_lost, 1 if quick else 7)
-    return {**of_steps, "torch async_save": partial(_bench_save, 3 if quick else 15)}
+    lost = partial(_bench_lost, 1 if quick else 7)
+    return {**of_steps, "gpt, state lost": lost, "torch async_save": partial(_bench_save, 3 if quick else 15)}
 
 
 def _bench_steps(case: str, flags: tuple[str, ...], num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
