@@ -38,6 +38,7 @@ class Table(StrEnum):
     CHECKS = "checks"
     OUTCOME = "outcome"
     SAMPLES = "samples"
+    EVALUATIONS = "evaluations"
 
 
 class Format(StrEnum):

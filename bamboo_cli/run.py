@@ -28,6 +28,7 @@ from bamboo_cli.options.faults import (
 from bamboo_cli.options.job import takes_job
 from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
+from bamboo_cli.terminal.evaluations import evaluation_words
 from engine.core.checkpoints.resumption import begun_with
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
@@ -193,12 +194,7 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
         if outcome != "finished":
             parts.append(f"last committed step {summary['steps'] - 1}")
-    if summary["validation_loss"] is not None:
-        parts.append(f"validation {summary['validation_loss']:.4f}")
-    if summary["validation_metric"] is not None:
-        is_own = ":" in resolved.job.model  # its metric may be any
-        metric = summary["validation_metric"]
-        parts.append(f"metric {metric:.4f}" if is_own else f"accuracy {metric:.1%}")
+    parts += evaluation_words(summary["evaluations"])
     if summary["missing"]:
         parts.append(f"missing: {', '.join(summary['missing'])}")
     if summary["trajectory"]:

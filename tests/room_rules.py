@@ -71,7 +71,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"}
-    | {"engine.models.sources"},
+    | {"engine.core.samples", "engine.models.sources"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}

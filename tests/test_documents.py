@@ -169,7 +169,8 @@ def test_the_models_and_data_of_a_page_can_be_built() -> None:
     from engine.core.config.job import Job
     from engine.models.data import Data
     from engine.models.layers import Model
-    from engine.models.losses import loss_of, metric_of
+    from engine.models.losses import loss_of, metrics_of
+    from engine.models.sources.given_sets import given_sets
     from engine.models.sources.indexed_data import bound
 
     names: dict[str, Any] = {}
@@ -185,10 +186,18 @@ def test_the_models_and_data_of_a_page_can_be_built() -> None:
     assert [each.shape for each in finite.inputs + finite.targets] == [
         each.shape for each in batch.inputs + batch.targets
     ]
+    classifier, source = names["classifier"](), given_sets(names["three"]())
+    assert source is not None
+    (images,), labels = (
+        (sets := bound(source, Job())).microbatch(0, 0, 0, 4).inputs,
+        sets.microbatch(0, 0, 0, 4).targets,
+    )
+    assert (sets.facts.task, 0 <= names["top3"]((classifier(images),), labels) <= 1) == ("classify", True)
     own = names["own_loss"]()
     assert isinstance(own, Model)
     assert loss_of(own, (outputs,), batch.targets).isfinite()
-    assert metric_of(own, (outputs,), batch.targets) == (outputs - batch.targets[0]).abs().max().item()
+    (metric,) = metrics_of(own, (outputs,), batch.targets).values()
+    assert metric == (outputs - batch.targets[0]).abs().max().item()
 
 
 def test_each_of_twenty_questions_has_an_answer_of_at_most_three_files() -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from bamboo_cli.terminal.console import STATE_STYLES, can_redraw, console
 from bamboo_cli.terminal.echo import echo
+from bamboo_cli.terminal.evaluations import evaluation_words
 from bamboo_cli.terminal.tables import fitted
 from bamboo_cli.terminal.worker_output import WorkerOutput
 from bamboo_cli.terminal.worker_rows import awaited, doing, fitting, slots_text
@@ -158,7 +160,8 @@ class LivePicture:
             return f"starting: {ready}; waiting for {awaited(late)}" if late else "step 0" + self._wait(view)
         text = f"step {run_state.committed + 1}/{self.job.steps}  loss {run_state.losses[-1]:.4f}"
         if run_state.validations:
-            text += f"  validation {run_state.validations[max(run_state.validations)][0]:.4f}"
+            sets = run_state.validations[max(run_state.validations)]
+            text += "".join(f"  {each}" for each in evaluation_words([asdict(each) for each in sets]))
         return text + (self._wait(view) or self._time_left(run_state.committed + 1))
 
     def _wait(self, view: RunView) -> str:

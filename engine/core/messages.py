@@ -1,12 +1,12 @@
 """The control messages of training: one class for each kind, which says which process sends it when.
 
-Rules: a worker's message that belongs to an epoch names the one that the worker has accepted. Where a field holds a
-value of another module as plain values or text, that module has the codec. Descriptors travel beside a message.
+Rules: a worker's message of an epoch names the one that it accepted. A value of another module has its codec there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from engine.core.errors import Problem
@@ -15,7 +15,6 @@ from engine.core.ownership import Slot
 from engine.core.scalar import Scalar
 from engine.core.worker_exception import WorkerException
 
-Marks = tuple[tuple[str, str], ...]  # of each tensor its name, and a digest of all up to it
 OwnPhase = Literal["fence", "regroup", "inventory", "plan"]  # phases of a recovery that only workers know of
 
 
@@ -185,20 +184,29 @@ class VoteMessage(ToAgent):
 
 @message
 class AuditMessage(ToAgent):
-    """The hashes of some layers of a replica after a step: state, buffers, and marks of the tensors of each."""
+    """The hashes of some layers of a replica after a step: state, buffers, marks of the tensors of each up to it."""
 
     step: int
     pipeline: int
-    rows: tuple[tuple[int, str, str, Marks, Marks], ...]
+    rows: tuple[tuple[int, str, str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The means over `samples` of an evaluation set: the loss, and metrics by name."""
+
+    name: str
+    samples: int
+    loss: float
+    metrics: Mapping[str, float]
 
 
 @message
 class ValidationMessage(ToAgent):
-    """The mean loss of the validation pass after a step, and the metric if the model has one."""
+    """The results of the validation pass after a step; none if the data has no evaluation set."""
 
     step: int
-    loss: float
-    metric: float | None
+    sets: tuple[Evaluation, ...]
 
 
 @message

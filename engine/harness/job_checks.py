@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.core.config.job import CODE_FIELDS, Job
+from engine.core.config.job import CODE_FIELDS, Job, code_in
 from engine.core.config.offered import Offered
 from engine.core.errors import Problem, nearest
 from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.code_files import module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
-from engine.models.model_registry import argument_names, is_own, layer_problems, problems_of
+from engine.models.model_registry import argument_names, layer_problems, problems_of
 
 _OPTIMIZERS = "engine.runtime.stage.optimizer"
 
@@ -34,8 +34,9 @@ def missing_modules(job: Job) -> list[Problem]:
         Problem(
             field, "a module that Python finds", repr(name), _nearest_module(module) or "in this folder or PYTHONPATH"
         )
-        for field, name in ((each, getattr(job, each)) for each in CODE_FIELDS)
-        if is_own(name) and not _is_found(module := top_level(name))
+        for field in CODE_FIELDS
+        for name in code_in(getattr(job, field))
+        if not _is_found(module := top_level(name))
     ]
 
 

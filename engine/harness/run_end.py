@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import BY_SIGNAL, BambooError, StorageError
@@ -55,6 +56,7 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
     run_state = ending.view.run_state
     launched_at_ns = run_state.launched_at_ns
     last = max(run_state.validations, default=None)
+    sets = () if last is None else run_state.validations[last]
     return {
         "run_dir": str(folder.path),
         "outcome": ending.outcome,
@@ -66,8 +68,9 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "not_kept": run_state.not_kept,
         "loss_first": run_state.losses[0] if run_state.losses else None,
         "loss_last": run_state.losses[-1] if run_state.losses else None,
-        "validation_loss": None if last is None else run_state.validations[last][0],
-        "validation_metric": None if last is None else run_state.validations[last][1],
+        "validation_loss": sets[0].loss if sets else None,
+        "validation_metric": next(iter(sets[0].metrics.values()), None) if sets else None,
+        "evaluations": [asdict(each) for each in sets],
         "trajectory": trajectory_hash(run_state.rows) if run_state.rows else None,
         "missing": list(ending.missing),
         "wall_s": round(wall_s, 3),

@@ -77,10 +77,18 @@ def check_user_args(field: str, factory: Factory, args: Args) -> None:
         raise UserError(problems)
 
 
+def takes(factory: Factory, name: str) -> bool:
+    """Returns whether a user's factory can be called with an argument of this name."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:
+        return True
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
 def _unknown(field: str, name: str, known: Iterable[str]) -> Problem:
     expected = f"one of {', '.join(sorted(known))}" if known else "no arguments"
-    from_job = "every data factory gets the job's seed" if (field, name) == ("data_args", "seed") else ""
-    return Problem(f"{field}.{name}", expected, repr(name), nearest(name, known) or from_job)
+    return Problem(f"{field}.{name}", expected, repr(name), nearest(name, known))
 
 
 def _expected(name: str, default: Scalar) -> str:

@@ -7,13 +7,17 @@ input and the first target have `size` rows; shapes and dtypes are the same in e
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
+from torch import Tensor
 
+from engine.core.errors import Problem, UserError
 from engine.core.random_key import random_key
-from engine.models.layers import Batch
+from engine.models.layers import Batch, Tensors
 
 Task = Literal["causal", "masked", "classify", "regress"]
 
@@ -42,6 +46,46 @@ class DataFacts:
         """Raises ValueError for an unknown task."""
         if self.task not in get_args(Task):
             raise ValueError(f"DataFacts: expected one of {', '.join(get_args(Task))} as task, found {self.task!r}")
+
+
+class Taken(NamedTuple):
+    """The inputs that a function takes, as numbers: by position, and by name."""
+
+    positions: tuple[int, ...]
+    names: Mapping[str, int]
+
+    def chosen(self, inputs: Tensors) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Returns the positional and the named arguments of the function."""
+        return tuple(inputs[each] for each in self.positions), {name: inputs[at] for name, at in self.names.items()}
+
+
+class Columns(NamedTuple):
+    """A form of inputs with names, one of which may be the target."""
+
+    names: tuple[str, ...]
+    target: str
+
+    def taken_by(self, function: Callable[..., object]) -> Taken:
+        """Returns the inputs that a function takes.
+
+        It takes those that it has a parameter for, the target too; with ``**`` all others by name. A function that
+        names none of them takes the only one by position, or all with ``*``. Raises UserError if it cannot be called.
+        """
+        at = {name: index for index, name in enumerate(self.names)}
+        others = [name for name in self.names if name != self.target]
+        parameters = inspect.signature(function).parameters.values()
+        kinds = {each.kind for each in parameters}
+        named = {each.name: at[each.name] for each in parameters if each.name in at}
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return Taken((), {name: at[name] for name in others} | named)
+        if not named and (len(others) == 1 or inspect.Parameter.VAR_POSITIONAL in kinds):
+            return Taken(tuple(at[name] for name in others), {})
+        is_lacking = any(each.default is each.empty and each.name not in named for each in parameters)
+        if is_lacking or not named:
+            wanted = ", ".join(each.name for each in parameters)
+            expected = f"columns that the first layer takes ({wanted})"
+            raise UserError([Problem("data", expected, ", ".join(self.names), "a collate function can name them")])
+        return Taken((), named)
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ the caller has seeded with the key of the layer: every worker gets the same weig
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -61,9 +61,9 @@ class Model:
     """A model as layers 0..L-1; each is called with the outputs of the previous layer and with its skips.
 
     A layer is a `LayerSpec`, a module or a function; the last two become specs. `loss` maps (outputs, targets) to a
-    scalar, the mean over the microbatch; `metric`, if any, does the same for a figure of merit such as accuracy. With
-    `check_pure`, each layer is tried before training. `shared_buffers` has the uses of each buffer that several layers
-    have copies of, as (layer index, buffer name): no forward may change it.
+    scalar, the mean over the microbatch; `metric`, if any, does the same for a figure of merit such as accuracy, and so
+    does each of the `metrics`, by name. With `check_pure`, each layer is tried before training. `shared_buffers` has
+    the uses of each buffer that several layers have copies of, as (layer index, buffer name): no forward may change it.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -72,6 +72,7 @@ class Model:
     metric: Loss | None = None
     check_pure: bool = True
     shared_buffers: tuple[tuple[tuple[int, str], ...], ...] = ()
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Makes specs of layers that are none; raises TypeError for a field of another type."""

@@ -1,9 +1,11 @@
-"""The loss and the metric of the built-in models, and the call of a model's loss and metric.
+"""The loss and the metric of the built-in models, and the call of a model's loss and metrics.
 
 They are pure functions of (outputs, targets), means over the microbatch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from engine.models.layers import Loss, Model, Tensors
 from engine.models.user_code import RAISED, blame
 
+_LOSS = "the loss"
 IGNORED = -100  # the target of a position that does not count; torch's own value
 
 
@@ -32,25 +35,36 @@ def accuracy(outputs: Tensors, targets: Tensors) -> Tensor:
     return (outputs[0].argmax(dim=-1) == targets[0])[counted].float().mean()
 
 
+METRICS: Mapping[str, Loss] = {"accuracy": accuracy}
+
+
 def loss_of(model: Model, outputs: Tensors, targets: Tensors) -> Tensor:
     """Returns the loss of a microbatch; an exception in it names the loss, and what the loss was called with."""
-    return _called("the loss", model.loss, outputs, targets)
+    return _called(_LOSS, model.loss, outputs, targets)
 
 
-def metric_of(model: Model, outputs: Tensors, targets: Tensors) -> float | None:
-    """Returns the metric of a microbatch, None without one; an exception in it names the metric.
+def metrics_of(model: Model, outputs: Tensors, targets: Tensors) -> dict[str, float]:
+    """Returns the metrics of a microbatch by name; an exception in one of them names it.
 
-    The metric of a model with the default loss is the accuracy, if the loss is a cross-entropy.
+    The accuracy is a metric of each model with the default loss, if that is a cross-entropy.
     """
     has_classes = model.loss is default_loss and not targets[0].is_floating_point()
-    metric = model.metric or (accuracy if has_classes else None)
-    return None if metric is None else float(_called("the metric", metric, outputs, targets))
+    usual = model.metric or (accuracy if has_classes else None)
+    metrics = model.metrics if usual is None else {_name_of(usual): usual, **model.metrics}
+    return {name: float(_called(f"the metric {name}", each, outputs, targets)) for name, each in metrics.items()}
+
+
+def _name_of(metric: Loss) -> str:
+    name = getattr(metric, "__name__", "")
+    return name if name.isidentifier() else "metric"
 
 
 def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> Tensor:
     outputs = tuple(each.float() if each.dtype is torch.bfloat16 else each for each in outputs)
     try:
         found = function(outputs, targets)
+        if isinstance(found, float | int) and place != _LOSS:
+            found = torch.tensor(float(found))
         if not isinstance(found, Tensor) or found.numel() != 1:
             told = shapes_of((found,)) if isinstance(found, Tensor) else type(found).__name__
             raise TypeError(f"expected a tensor with one number, the mean over the microbatch, found {told}")

@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from engine.core.config.job import Job
+from engine.core.config.metric_names import PERPLEXITY, named_metrics
 from engine.core.errors import Problem, UserError
 from engine.models.data import DataFacts
-from engine.models.layers import Model
+from engine.models.layers import Loss, Model
+from engine.models.losses import METRICS
 from engine.models.model_registry import MODELS, model_problems
 from engine.models.skips import with_skips
-from engine.models.user_factory import user_model
+from engine.models.user_factory import import_factory, user_model
 from engine.models.whole_batches import with_form
+
+_IMAGE = ("channels", "height", "width")
+_SIZES = {  # that a built-in model is made with
+    "causal": ("vocabulary", "sequence"),
+    "masked": ("vocabulary", "sequence"),
+    "classify": ("num_classes", *_IMAGE),
+    "regress": ("features", "outputs"),
+}
 
 
 def build_model(job: Job, facts: DataFacts) -> Model:
     """Returns the model of `job` for data with these facts, with no layer built; raises UserError if it cannot."""
     _refuse(model_problems(job))
     made = _builtin_model(job, facts) if job.model in MODELS else user_model(job)
+    made = replace(made, metrics={**made.metrics, **_metrics(job)})
     # The form is innermost: skip connections see tensors only.
     return with_skips(with_form(made, facts.form))
+
+
+def _metrics(job: Job) -> dict[str, Loss]:
+    """Returns the metrics of a job by name; the perplexity is no mean over microbatches, so it is none of them."""
+    named = {name: path for name, path in named_metrics(job).items() if path != PERPLEXITY}
+    return {name: METRICS.get(path) or import_factory("metrics", path) for name, path in named.items()}
 
 
 def _builtin_model(job: Job, facts: DataFacts) -> Model:
     entry = MODELS[job.model]
     if facts.task not in entry.tasks:
         raise UserError([Problem("data", f"data for the task {' or '.join(entry.tasks)}", repr(facts.task))])
+    if unknown := [name for name in _SIZES[facts.task] if not getattr(facts, name)]:
+        hint = "give them: indexed(training, evaluation, DataFacts(...))"
+        raise UserError([Problem("data", f"data whose facts have {', '.join(unknown)}", repr(job.data), hint)])
     model: Model = entry.factory(facts, **job.model_args)
     return model
 

@@ -23,7 +23,7 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
 from engine.core.random_key import random_key
 from engine.core.scalar import Args
-from engine.models.arguments import Factory, check_user_args
+from engine.models.arguments import Factory, check_user_args, takes
 from engine.models.layers import Model, ModuleCopy, Tie, layer_spec, named_layers
 from engine.models.losses import default_loss
 from engine.models.memory_rules import refuse_what_cannot_be_kept, shared_buffers
@@ -85,6 +85,8 @@ def made_by(field: str, name: str, args: Args, key: int) -> Any:
             hint = f"{name} is a {type(found).__name__}, no factory"
             raise UserError([Problem(f"{field}_args", "no arguments", ", ".join(sorted(given)), hint)])
         return found
+    if field == "data" and not takes(found, "seed"):
+        args = {name: value for name, value in args.items() if name != "seed"}
     check_user_args(f"{field}_args", found, args)
     torch.manual_seed(key)
     return called(name, found, args)

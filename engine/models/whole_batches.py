@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from engine.core.config.job import Job
 from engine.models.chunks import Spec, split
-from engine.models.data import DataFacts
-from engine.models.layers import Batch, LayerSpec, Model
+from engine.models.data import Columns, DataFacts, Taken
+from engine.models.layers import Batch, FunctionLayer, LayerSpec, Model
 from engine.models.pytree import flatten, map_leaves, unflatten
 
 _VALIDATION = -1  # used as the step of validation
@@ -91,7 +91,7 @@ class SplitBatches:
         """Returns the parts of a whole batch; an error names the call of the source."""
         source, name = self._source, type(self._source).__name__
         if step == _VALIDATION:
-            count = self._job.validation_microbatches
+            count = self._job.validation_microbatches or Job().validation_microbatches
             whole: object = source.validation_batch(count * size)
             call = f"{name}.validation_batch(size={count * size})"
         else:
@@ -126,9 +126,11 @@ def with_form(model: Model, form: object) -> Model:
 def _build(layer: LayerSpec, form: object) -> nn.Module:
     module = layer.build()
     forward = module.forward
+    if isinstance(form, Columns):
+        form = form.taken_by(module.function if isinstance(module, FunctionLayer) else forward)
 
     def call(*inputs: Tensor) -> object:
-        args, kwargs = unflatten(form, inputs)
+        args, kwargs = form.chosen(inputs) if isinstance(form, Taken) else unflatten(form, inputs)
         return forward(*args, **kwargs)
 
     module.forward = call

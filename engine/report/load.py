@@ -31,10 +31,10 @@ from engine.report.actions import MOST_ACTIONS, actions_of
 from engine.report.history import history_table
 from engine.report.judgement import Judgement, checks_table, judgement_of, outcome_table
 from engine.report.recovery import exposure_table, recovery_table
-from engine.report.steps import samples_table, steps_table
+from engine.report.steps import evaluations_table, samples_table, steps_table
 from engine.report.workers import takeovers_table, workers_table
 
-TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples")
+TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +53,7 @@ class RunTables:
     faults: tuple[str, ...]
     recovery: pd.DataFrame
     steps: pd.DataFrame
+    evaluations: pd.DataFrame
     workers: pd.DataFrame
     actions: pd.DataFrame
     bars: pd.DataFrame  # of each worker, step and epoch: begin, end and busy time
@@ -107,6 +108,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         tuple(dict.fromkeys(each.fault for each in history.of(FaultRecord))),
         recovery,
         steps,
+        evaluations_table(history),
         workers_table(history, actions.sums, origin_ns),
         actions.table,
         actions.bars,

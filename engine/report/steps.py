@@ -42,11 +42,23 @@ def steps_table(history: RunHistory) -> pd.DataFrame:
     duration_ms = (table["at_ns"] - before_ns) / 1e6
     table.insert(2, "commit_ms", (table["at_ns"] - origin_ns) / 1e6)
     table.insert(3, "duration_ms", duration_ms)
-    table["validation_loss"] = table["step"].map({each.step: each.loss for each in validated}).astype("float64")
-    metrics = {each.step: each.metric for each in validated if each.metric is not None}
+    firsts = {each.step: each for each in reversed(validated)}  # the first evaluation set of a step
+    table["validation_loss"] = table["step"].map({step: each.loss for step, each in firsts.items()}).astype("float64")
+    metrics = {step: next(iter(each.metrics.values())) for step, each in firsts.items() if each.metrics}
     table["validation_metric"] = table["step"].map(metrics).astype("float64")
     table["samples_per_s"] = samples_per_step(history.job) / (duration_ms.where(duration_ms > 0, np.nan) / 1e3)
     return table.drop(columns="at_ns")
+
+
+def evaluations_table(history: RunHistory) -> pd.DataFrame:
+    """Returns one row per evaluation set of a validation pass: its samples, its loss, and a column for each metric."""
+    rows = {
+        (each.step, each.name): {"step": each.step, "set": each.name, "samples": each.samples, "loss": each.loss}
+        | dict(each.metrics)
+        for each in history.of(ValidationRecord)
+    }  # a step that was redone has its last result
+    kinds = {"step": "int64", "set": object, "samples": "int64", "loss": "float64"}
+    return pd.DataFrame([*rows.values()], columns=None if rows else list(kinds)).astype(kinds)
 
 
 def samples_table(job: Job, steps: Iterable[int], num_samples: int) -> pd.DataFrame:

@@ -52,6 +52,7 @@ WITHOUT_UNIT = """
 step epoch data_epoch first count worker pid code pipeline stage microbatch kind loss ratio
 exit_code steps_compared difference_step difference_layer
 lost_steps peak_stash num_actions redone_actions samples_redone grad_norm validation_loss validation_metric a_n b_n
+samples accuracy f1
 """.split()
 
 
@@ -83,8 +84,13 @@ CHECKS = [
 FIRST = slow(MadeUpRun(steps=12, dead=((3, 1), (6, 3))).events())
 FIRST[-1:] = [*CHECKS, FIRST[-1]]
 FIRST.insert(2, agent("partition", 8, starts=[0, 1, 2, 3], layers=["a", "b", "c", "d"], samples=90))
+FIRST[-1:-1] = [
+    agent("validation", 2000, step=11, name=name, samples=samples, loss=loss, metrics={"accuracy": loss / 3})
+    for name, samples, loss in (("validation", 360, 1.0625), ("test", 10_000, 1.25))
+]
 SECOND = slow(MadeUpRun(dead=((5, 2),)).events())
 SECOND[-1:] = [*CHECKS[:1], SECOND[-1]]
+SECOND[-1:-1] = [agent("validation", 2000, step=9, name="validation", samples=360, loss=1.5, metrics={"f1": 0.5})]
 BENCH = [
     BenchRow("4 workers, interleaved", "step_ms", 1234.5678, 1301.25, 0.94875, 1.05, True, 9),
     BenchRow("4 workers, zb1p", "step_ms", 0.012345, 301.25, 4.1e-5, None, None, 12),

@@ -108,7 +108,7 @@ SAMPLES: tuple[Record, ...] = (
     KeptRecord(**AGENT, step=9, manifest="x", bytes=8, parts=1, copy_ns=1, write_ns=2, sync_ns=3),
     UnkeptRecord(**AGENT, step=9, why="No space left on device"),
     ThinnedRecord(**AGENT, steps=((100, 199), (300, 399))),
-    ValidationRecord(**AGENT, step=0, loss=0.25, metric=None),
+    ValidationRecord(**AGENT, step=0, name="test", samples=7, loss=0.25, metrics={"f1": 0.5}),
     FinishedRecord(**AGENT, of=0, peak_stash=((0, 0, 4),), peak_memory_kib=1024),
     FaultRecord(**AGENT, fault="1:0", do="kill", step=1, action="0B0", when="after", of=0, slot=(0, 0)),
     ConfirmedRecord(**AGENT, fault="1:0", how="exit: -9"),

@@ -17,6 +17,7 @@ DECISIVE = {
     "init",
     "data",
     "data_args",
+    "collate",
     "pipelines",
     "microbatches",
     "microbatch_size",

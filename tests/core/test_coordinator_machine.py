@@ -142,9 +142,10 @@ def test_a_validation_is_owed_until_its_result_is_known() -> None:
     state, _ = committed(training(validate_every=1))
     dead, _ = given(state, killed(0))
     assert told(given(dead, *answers(dead))[1])[-1] == GoMessage(end=False, validate=True)
-    state, outputs = given(state, heard(2, messages.ValidationMessage(0, 0.7, None)))
+    found = messages.Evaluation("test", 9, 0.7, {"f1": 0.5})
+    state, outputs = given(state, heard(2, messages.ValidationMessage(0, (found,))))
     assert outputs == (
-        Write(ValidationRecord(step=0, loss=0.7, metric=None)),
+        Write(ValidationRecord(step=0, name="test", samples=9, loss=0.7, metrics={"f1": 0.5})),
         Tell((0, 1, 2), messages.ValidatedMessage(0)),
     )
     dead, _ = given(state, killed(0))

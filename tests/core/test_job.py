@@ -34,7 +34,7 @@ def test_defaults_are_allowed_and_every_field_says_what_it_is() -> None:
         ("stages_per_worker", 1),
         *((name, 1) for name in ("stages", "pipelines", "microbatches", "microbatch_size", "steps", "threads")),
         ("redundancy_level", 1),
-        ("validation_microbatches", 1),
+        ("validation_microbatches", 0),
         *((name, 0) for name in ("seed", "warmup_steps", "activation_checkpoint", "audit", "validate_every")),
     ],
 )

@@ -12,6 +12,7 @@ from engine.core.errors import ExitCode, Impossible, InvariantError
 from engine.core.messages import (
     CommitMessage,
     EpochMessage,
+    Evaluation,
     GoMessage,
     InventoryMessage,
     PlanMessage,
@@ -73,6 +74,7 @@ from engine.core.worker.state import Mode, WorkerState
 from engine.core.worker.step_rules import changes_nothing
 
 GRID = Grid(2, 4)
+MEASURED = (Evaluation("validation", 32, 1.5, {"accuracy": 0.25}),)
 WHOLE = Ownership(GRID, (0, 1), ((1,), (0,)))  # worker 0 owns stage 0 and shadows stage 1
 ALONE = Ownership(GRID, (0, 0), ((), ()))
 HELD = ((0, 0), (0, 1))
@@ -171,7 +173,7 @@ SAMPLES: dict[type, Input] = {
     StepTaken: StepTaken(commit(3)),
     NextStepMade: NextStepMade(WHOLE, True),
     ProgramEnded: ProgramEnded(),
-    PassEnded: PassEnded(1.5, None),
+    PassEnded: PassEnded(()),
 }
 # One letter for each mode, in their order: x is impossible, . changes nothing, r has a rule.
 CELLS = {
@@ -319,7 +321,7 @@ def test_the_last_commit_leads_to_an_audit_a_validation_and_the_end() -> None:
     last = commit(4, "end")
     state, outputs = step(voted(4, validate_every=3, audit_every=3), StepTaken(last))
     assert outputs == (Drop(HELD), Audit(4, HELD), ReleaseSends(), Validate(4, WHOLE))
-    state, outputs = step(fed(state, PassEnded(None, None)), Told(ValidatedMessage(4)))
+    state, outputs = step(fed(state, PassEnded()), Told(ValidatedMessage(4)))
     assert (state.mode, outputs) == (Mode.DONE, (ReportDone(((0, 0),)),))
     state, outputs = step(state, Told(ByeMessage()))
     assert (state.mode, outputs) == (Mode.OUT, (CloseGroup(), End(ExitCode.OK)))
@@ -328,8 +330,8 @@ def test_the_last_commit_leads_to_an_audit_a_validation_and_the_end() -> None:
 def test_the_next_step_waits_for_the_result_of_a_validation() -> None:
     state, outputs = step(voted(2, validate_every=3), StepTaken(commit(2)))
     assert outputs[-1] == Validate(2, WHOLE)
-    state, outputs = step(state, PassEnded(1.5, 0.25))
-    assert (state.mode, outputs) == (Mode.VALIDATING, (Say(ValidationMessage(2, 1.5, 0.25)),))
+    state, outputs = step(state, PassEnded(MEASURED))
+    assert (state.mode, outputs) == (Mode.VALIDATING, (Say(ValidationMessage(2, MEASURED)),))
     assert step(state, Told(ValidatedMessage(1))) == (state, ())  # of an earlier validation
     assert step(state, Told(ValidatedMessage(2)))[1] == (Run("usual"),)
 
@@ -486,7 +488,7 @@ def test_a_validation_is_redone_after_a_failure_in_it() -> None:
     state = fed(state, PlanMade(plan(2, 3)), GroupFormed(2))
     state, outputs = step(state, Told(replace(GO, validate=True)))
     assert outputs == (Enter(ALONE), PlanNextStep(4, ALONE, (0, 1), ()), Validate(3, ALONE))
-    state, outputs = step(fed(state, PassEnded(None, None)), Told(ValidatedMessage(3)))
+    state, outputs = step(fed(state, PassEnded()), Told(ValidatedMessage(3)))
     assert outputs == (Run("plan"),)  # the plan has not been run yet: no heal comes before it
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.config.job import Job
+from engine.core.messages import Evaluation
 from engine.models.layers import Model, Tensors
-from engine.models.losses import metric_of
+from engine.models.losses import metrics_of
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
 
@@ -116,8 +117,8 @@ class PlainLoop:
         # A rule of the engine: the outputs of a layer are made contiguous, as by a transfer.
         return tuple(each.contiguous() for each in ((made,) if isinstance(made, Tensor) else made))
 
-    def validate(self) -> tuple[float, float | None]:
-        """Returns mean loss and metric of pipeline 0 over the validation microbatches."""
+    def validate(self) -> tuple[Evaluation, ...]:
+        """Returns mean loss and metrics of pipeline 0 over the validation microbatches."""
         losses, metrics = [], []
         with torch.no_grad():
             for index in range(self.job.validation_microbatches):
@@ -127,9 +128,9 @@ class PlainLoop:
                 for layer in copy.deepcopy(self.pipelines[0]):
                     values = self._call(layer.eval(), values)
                 losses.append(self.model.loss(_in_float32(values), batch.targets).item())
-                metric = metric_of(self.model, values, batch.targets)
-                metrics += [] if metric is None else [metric]
-        return fmean(losses), fmean(metrics) if metrics else None
+                metrics.append(metrics_of(self.model, values, batch.targets))
+        means = {name: fmean(each[name] for each in metrics) for name in metrics[0]}
+        return (Evaluation("validation", len(losses) * self.job.microbatch_size, fmean(losses), means),)
 
     def _reduced(self) -> dict[tuple[int, str], Tensor]:
         """Returns the mean gradient over pipelines, added in pipeline order; an unused parameter has zeros."""

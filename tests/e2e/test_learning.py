@@ -30,8 +30,8 @@ def test_the_default_gpt_learns_more_than_how_often_each_byte_occurs(train: Call
     assert isinstance(data, TokenData)
     entropy = unigram_entropy(data)
     assert 3.0 < entropy < 3.3
-    loss, _ = train(job).view.run_state.validations[39]
-    assert loss < entropy - 0.3
+    (found,) = train(job).view.run_state.validations[39]
+    assert found.loss < entropy - 0.3
 
 
 def work_s(server: ForkServer) -> float:
@@ -47,7 +47,7 @@ def test_resnet18_reads_digits(train: Callable[..., Ending], server: ForkServer)
         audit=0, validate_every=36, validation_microbatches=12,
     )  # fmt: skip
     before_s = work_s(server)
-    _, accuracy = train(job).view.run_state.validations[35]
-    assert accuracy is not None
-    assert accuracy >= 0.9  # of all 360 validation images
+    (found,) = train(job).view.run_state.validations[35]
+    assert found.samples == 360  # all of them
+    assert found.metrics["accuracy"] >= 0.9
     assert 0 < work_s(server) - before_s < 120

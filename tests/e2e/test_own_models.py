@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.core.config.job import Job
+from engine.core.messages import Evaluation
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
@@ -41,7 +42,7 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
 @functools.cache
 def plain(
     model: str, data: str, pipelines: int = 1
-) -> tuple[list[plain_loop.Texts], dict[int, tuple[float, float | None]]]:
+) -> tuple[list[plain_loop.Texts], dict[int, tuple[Evaluation, ...]]]:
     """Returns the rows and the validations of a job that has neither skips nor whole batches, by the plain loop."""
     loop = plain_loop.PlainLoop(Job(**SMALL, model=model, data=data, pipelines=pipelines))
     rows, validations = [], {}

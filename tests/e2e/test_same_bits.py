@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.core.config.job import Job
+from engine.core.messages import Evaluation
 from engine.core.ownership import Grid, Ownership
 from engine.runtime.agent.run_view import Ending
 from tests.e2e.plain_loop import Mistake, PlainLoop, Texts
@@ -81,7 +82,7 @@ THREE_PIPELINES = Job(**WORKLOADS["resnet18"] | {"stages": 1, "pipelines": 3, "m
 
 
 @functools.cache
-def plain(workload: str) -> tuple[list[Texts], dict[int, tuple[float, float | None]]]:
+def plain(workload: str) -> tuple[list[Texts], dict[int, tuple[Evaluation, ...]]]:
     """Returns the rows and the validations of a workload by the plain loop."""
     loop = PlainLoop(Job(**WORKLOADS[workload]))
     rows, validations = [], {}

@@ -88,9 +88,12 @@ def test_the_head_tells_job_machine_and_date(standard: Browser) -> None:
 def test_the_head_has_the_last_validation() -> None:
     """The accuracy of a run was on no page."""
     *made, ended = MadeUpRun().events()
-    told = [agent("validation", 1300 + step, step=step, loss=2.0 - step / 8, metric=step / 8) for step in (2, 7)]
+    found = {"name": "validation", "samples": 8}
+    told = [
+        agent("validation", 1300, step=step, loss=2 - step / 8, metrics={"f1": step / 8}, **found) for step in (2, 7)
+    ]
     head = page(load([*made, *told, ended], "validated")).split("</header>")[0]
-    assert "<dt>validation loss</dt><dd>1.125 <small>metric 0.875</small>" in head
+    assert "<dt>validation loss</dt><dd>1.125 <small>f1 0.875</small>" in head
 
 
 def test_marks_are_where_the_events_say(standard: Browser, run: RunTables) -> None:

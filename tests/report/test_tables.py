@@ -76,8 +76,14 @@ def test_a_validation_has_its_loss_and_its_metric() -> None:
     """The metric stood in the events and in the last line of the run only."""
     events = MadeUpRun(steps=2).events()
     at = next(place for place, event in enumerate(events) if event["event"] == "commit")
-    validation = agent("validation", 1000, step=0, loss=0.5, metric=0.9)
-    steps = load([*events[: at + 1], validation, *events[at + 1 :]]).steps
+    first = agent("validation", 1000, step=0, name="validation", samples=8, loss=0.5, metrics={"f1": 0.9})
+    other = first | {"name": "test", "samples": 3, "loss": 0.25, "metrics": {"f1": 0.7, "accuracy": 0.6}}
+    run = load([*events[: at + 1], first, other, *events[at + 1 :]])
+    assert run.evaluations.drop(columns="step").to_dict("list") == {
+        "set": ["validation", "test"], "samples": [8, 3], "loss": [0.5, 0.25], "f1": [0.9, 0.7],
+        "accuracy": [pytest.approx(math.nan, nan_ok=True), 0.6],
+    }  # fmt: skip
+    steps = run.steps
     assert steps["validation_loss"][0] == 0.5
     assert steps["validation_metric"][0] == 0.9
     assert math.isnan(steps["validation_metric"][1])

@@ -95,18 +95,18 @@ def test_a_set_that_draws_without_a_word_is_not_pure() -> None:
     ("collate", "expected"),
     [
         (lambda samples: Batch((torch.zeros(len(samples), 2),), (torch.zeros(len(samples)),)), None),
-        (lambda samples: torch.zeros(2), "expected a pair of inputs and targets or a Batch, found Tensor"),
+        (lambda samples: torch.zeros(2), "a mapping of columns or a Batch, found Tensor"),
         (lambda samples: ([torch.zeros(1), "x"], torch.zeros(1)), "expected tensors in the inputs, found str"),
-        (lambda samples: {"x": 1, "y": 2}, "found dict"),
+        (lambda samples: {"x": torch.zeros(4)}, "expected a column of targets .* and one of inputs, found x"),
     ],
 )
 def test_a_collate_of_the_user(collate: Any, expected: str | None) -> None:
-    data = bound(indexed(Rows(9), Rows(5), FACTS, seed=0, collate=collate), JOB)
+    source = indexed(Rows(9), Rows(5), FACTS, seed=0, collate=collate)
     if expected is None:
-        assert data.microbatch(0, 0, 0, 4).inputs[0].shape == (4, 2)
+        assert bound(source, JOB).microbatch(0, 0, 0, 4).inputs[0].shape == (4, 2)
         return
     with pytest.raises(TypeError, match=expected):
-        data.microbatch(0, 0, 0, 4)
+        bound(source, JOB)
 
 
 def test_an_empty_set_is_refused() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.core.config.job import Job
 from engine.models.layers import Loss, Model, Tensors
-from engine.models.losses import IGNORED, default_loss, loss_of, metric_of
+from engine.models.losses import IGNORED, default_loss, loss_of, metrics_of
 from engine.models.user_code import exception_of
 from engine.runtime.stage.stage import Stage
 
@@ -63,8 +63,8 @@ def test_a_loss_returns_a_tensor_with_one_number(found: Any, kind: str) -> None:
 def test_a_metric_is_named_too() -> None:
     model = Model((nn.Identity(),), default_loss, metric=lambda outputs, targets: targets[3])  # type: ignore[arg-type]
     with pytest.raises(IndexError) as caught:
-        metric_of(model, OUTPUTS, (torch.ones(4),))
-    assert exception_of(caught.value).place == "the metric"
+        metrics_of(model, OUTPUTS, (torch.ones(4),))
+    assert exception_of(caught.value).place == "the metric metric"
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_a_metric_is_named_too() -> None:
     [(torch.tensor([0, 1, 2, 2]), 0.75), (torch.tensor([0, IGNORED, 2, 2]), 2 / 3), (torch.ones(4, 3), None)],
     ids=["classes", "some count", "numbers"],
 )
-def test_accuracy_is_the_metric_of_a_cross_entropy(targets: torch.Tensor, metric: float | None) -> None:
+def test_accuracy_is_the_metrics_of_a_cross_entropy(targets: torch.Tensor, metric: float | None) -> None:
     """A classifier of the user's own layers had no metric."""
     outputs = torch.eye(3)[[0, 1, 2, 0]]
-    found = metric_of(Model((nn.Identity(),), default_loss), (outputs,), (targets,))  # type: ignore[arg-type]
-    assert found == (None if metric is None else pytest.approx(metric))
+    found = metrics_of(Model((nn.Identity(),), default_loss), (outputs,), (targets,))  # type: ignore[arg-type]
+    assert found == ({} if metric is None else {"accuracy": pytest.approx(metric)})
 
 
 def test_the_first_targets_are_tried_before_training() -> None:
@@ -88,17 +88,17 @@ def test_the_first_targets_are_tried_before_training() -> None:
         stage.probe((torch.ones(4, 8),), (torch.tensor([1, 2, 10, 3]),))
 
 
-def test_the_targets_and_the_metric_of_a_validation_are_tried_before_training() -> None:
+def test_the_targets_and_the_metrics_of_a_validation_are_tried_before_training() -> None:
     """They came up in the first validation, which may be after the last step."""
     inputs, good, bad = (torch.ones(4, 8),), (torch.tensor([1, 2, 9, 3]),), (torch.tensor([1, 2, 10, 3]),)
     stage = Stage(Job(stages=1), Model((nn.Linear(8, 10),), default_loss), 0, 0, 1)  # type: ignore[arg-type]
-    stage.probe(inputs, good, good)
+    stage.probe(inputs, good, [good])
     with pytest.raises(IndexError):
-        stage.probe(inputs, good, bad)
+        stage.probe(inputs, good, [bad])
     model = Model((nn.Linear(8, 10),), default_loss, metric=lambda outputs, targets: targets[3])  # type: ignore[arg-type]
     with pytest.raises(IndexError) as caught:
-        Stage(Job(stages=1), model, 0, 0, 1).probe(inputs, good, good)
-    assert exception_of(caught.value).place == "the metric"
+        Stage(Job(stages=1), model, 0, 0, 1).probe(inputs, good, [good])
+    assert exception_of(caught.value).place == "the metric metric"
 
 
 def test_an_exception_in_a_backward_names_the_layer() -> None:

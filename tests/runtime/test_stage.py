@@ -348,7 +348,7 @@ def test_evaluation_is_neither_random_nor_counted() -> None:
     assert torch.equal(one, other)
     assert not one.requires_grad
     assert all(same_bits(buffer, before[name]) for name, buffer in stage.layers[0].named_buffers())
-    assert stage.evaluate_loss((one,), TARGETS) == (loss_of((one,), TARGETS).item(), None)
+    assert stage.evaluate_loss((one,), TARGETS) == (loss_of((one,), TARGETS).item(), {})
     assert len(stage.losses) == 1
 
 

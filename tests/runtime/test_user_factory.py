@@ -298,7 +298,6 @@ def test_a_user_may_bring_data(module: WriteModule) -> None:
     [
         ("NoFacts", "it returned NoFacts, whose facts are a dict: facts = DataFacts(task=...)"),
         ("NoValidation", "it returned NoValidation without validation()"),
-        ("seedless", "found 'seed' (every data factory gets the job's seed)"),
         ("torch", "it is a module"),
         ("Zeros", "a factory in user_module"),
     ],

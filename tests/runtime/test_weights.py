@@ -47,7 +47,8 @@ def _kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     assert ending.error is None, ending.error
     last = origins[-1]
     folder = checkpoints_at(last.place)
-    return Kept(folder, folder.manifest(CheckpointName(last.step, last.file)), ending.view.run_state.validations[3][0])
+    (found,) = ending.view.run_state.validations[3]
+    return Kept(folder, folder.manifest(CheckpointName(last.step, last.file)), found.loss)
 
 
 def whole_model() -> nn.Sequential:

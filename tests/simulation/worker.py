@@ -372,7 +372,7 @@ class Worker(Joining):
                 last = self.world.workers[owners[-1]]
                 if isinstance(last.work, outputs.Validate):
                     self.world.push(self.world.delay(), last.validated, last.work)
-            self.answer(inputs.PassEnded(0.5 if is_last else None))
+            self.answer(inputs.PassEnded(() if is_last else None))
         self.wake()
 
     def finishes(self, output: outputs.ReportDone) -> Answer:

@@ -29,6 +29,7 @@ NEUTRAL: Mapping[str, Any] = {
     "activation_checkpoint": _AS_RUN,
     "audit": _AS_RUN,
     "validation_microbatches": _AS_RUN,
+    "metrics": "",
     "redundancy": "none",
     "redundancy_level": 1,
     "log_every": 0,

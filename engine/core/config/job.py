@@ -20,7 +20,7 @@ Dtype = Literal["float32", "bfloat16"]
 OptimizerName = Literal["sgd", "adamw"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
-CODE_FIELDS = ("model", "data", "schedule")  # each can name code of the user's: package.module:attribute
+CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule")  # each can name code: package.module:attribute
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
@@ -46,6 +46,9 @@ class Job:
         "package.module:factory",
     )
     data_args: Args = _args("arguments of the data source")
+    collate: str = _field(
+        "", "package.module:function that makes a microbatch of a list of samples (trusted code); the data's by default"
+    )
     stages: int = _field(4, "stages of one pipeline (P)")
     pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
@@ -93,7 +96,13 @@ class Job:
     )
     audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
     validate_every: int = _field(20, "validation pass every N steps; 0 = off")
-    validation_microbatches: int = _field(8, "microbatches of one validation pass")
+    validation_microbatches: int = _field(
+        8, "microbatches of each evaluation set in a validation pass; 0 = every sample once"
+    )
+    metrics: str = _field(
+        "",
+        "metrics of a validation: accuracy, perplexity, NAME=package.module:function (trusted code), comma-separated",
+    )
     name: str = _field("", "name of the run; the model's by default")
     events_max: str = _field(
         "500MB", "size of a run's events, beyond which actions of ordinary steps are left out; 0B = keep all"
@@ -128,7 +137,7 @@ class Job:
     @property
     def names_code(self) -> bool:
         """Whether a field names code of the user's."""
-        return any(FACTORY.fullmatch(getattr(self, name)) for name in CODE_FIELDS)
+        return any(code_in(getattr(self, name)) for name in CODE_FIELDS)
 
     @property
     def has_program(self) -> bool:
@@ -149,6 +158,12 @@ class Job:
     def retains(self) -> bool:
         """Whether another worker can take over a slot; each worker then keeps its outputs until the commit."""
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
+
+
+def code_in(value: str) -> list[str]:
+    """Returns each ``package.module:attribute`` in the value of a field, which may be a list with names."""
+    named = (part.rpartition("=")[2].strip() for part in value.split(","))
+    return [each for each in named if FACTORY.fullmatch(each)]
 
 
 def _masked(args: Args) -> Args:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Collection
 
 from engine.core.checkpoints.keeping import KEEPING_FORM, keeping_of
-from engine.core.config.job import PARTITION_FORMS, Job
+from engine.core.config.job import FACTORY, PARTITION_FORMS, Job
 from engine.core.config.lr_schedule import LR_SCHEDULES
+from engine.core.config.metric_names import metric_problems
 from engine.core.config.partition import written
 from engine.core.config.schedule_choice import check_schedule
 from engine.core.config.size import SIZE_FORM, parse_size
@@ -33,7 +34,7 @@ _AT_LEAST = {
     "activation_checkpoint": 0,
     "audit": 0,
     "validate_every": 0,
-    "validation_microbatches": 1,
+    "validation_microbatches": 0,
     "keep": 1,
 }
 # A typo should not try to start thousands of workers.
@@ -65,7 +66,7 @@ def check_job(job: Job) -> list[Problem]:
         )
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
-    problems += _check_partition(job)
+    problems += [*_check_partition(job), *_check_code(job)]
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
     problems += [*_check_workers(job), *_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
@@ -85,6 +86,13 @@ def _unknown(name: str, value: str, known: Collection[str]) -> list[Problem]:
     if value in known:
         return []
     return [Problem(name, f"one of {', '.join(sorted(known))}", repr(value), nearest(value, known))]
+
+
+def _check_code(job: Job) -> list[Problem]:
+    problems = metric_problems(job)
+    if job.collate and not FACTORY.fullmatch(job.collate):
+        problems.append(Problem("collate", "package.module:function", repr(job.collate)))
+    return problems
 
 
 def _check_shards(job: Job) -> list[Problem]:

@@ -70,9 +70,10 @@ def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:
 
 
 def _on_validation(state: CoordinatorState, heard: Heard[Message], outcome: messages.ValidationMessage) -> Decided:
-    record = ValidationRecord(step=outcome.step, loss=outcome.loss, metric=outcome.metric)
+    records = [ValidationRecord(step=outcome.step, **asdict(each)) for each in outcome.sets]
     new = state._replace(validated=max(state.validated, outcome.step))
-    return new, (Write(record), tell_all(new, messages.ValidatedMessage(outcome.step)))
+    notes = () if records else (Note("the data has no evaluation set: no validation"),)
+    return new, (*notes, *map(Write, records), tell_all(new, messages.ValidatedMessage(outcome.step)))
 
 
 def _on_finished(state: CoordinatorState, heard: Heard[Message], finished: messages.FinishedMessage) -> Decided:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.core.config.job import Job
@@ -25,14 +26,11 @@ class JobRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRecord(StampedRecord):
-    """The model was cut into stages: the first layer of each stage, and the names of all layers.
-
-    `samples` are in the training set; 0 for data without limit.
-    """
+    """The model was cut into stages: the first layer of each stage, and the names of all layers."""
 
     starts: tuple[int, ...]
     layers: tuple[str, ...]
-    samples: int = 0
+    samples: int = 0  # in the training set; 0 for data without limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,11 +174,13 @@ class ThinnedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRecord(StampedRecord):
-    """A validation pass after a step: its loss, and its metric where the model has one."""
+    """A validation pass after a step: the means over `samples` of an evaluation set."""
 
     step: int
+    name: str
+    samples: int
     loss: float
-    metric: float | None
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.message_codec import ToWorker
-from engine.core.messages import CommitMessage
+from engine.core.messages import CommitMessage, Evaluation
 from engine.core.ownership import Ownership
 from engine.core.recovery.plan import EpochPlan
 
@@ -101,10 +101,9 @@ class ProgramEnded(Input):
 
 @dataclass(frozen=True, slots=True)
 class PassEnded(Input):
-    """An answer to `Validate`; only the owner of the last stage has a result."""
+    """An answer to `Validate`; only the owner of the last stage has results."""
 
-    loss: float | None = None
-    metric: float | None = None
+    sets: tuple[Evaluation, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,9 +129,9 @@ def heals(state: WorkerState, made: inputs.NextStepMade) -> Stepped:
 
 def has_passed(state: WorkerState, ended: inputs.PassEnded) -> Stepped:
     """Reports the result of the validation pass, if it is here."""
-    if ended.loss is None:
+    if ended.sets is None:
         return state, ()
-    return state, (Say(messages.ValidationMessage(state.step - 1, ended.loss, ended.metric)),)
+    return state, (Say(messages.ValidationMessage(state.step - 1, ended.sets)),)
 
 
 def is_validated(state: WorkerState, told: messages.ValidatedMessage) -> Stepped:

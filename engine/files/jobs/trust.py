@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.core.config.job import CODE_FIELDS, FACTORY, PLACES, Job
+from engine.core.config.job import CODE_FIELDS, PLACES, Job, code_in
 from engine.core.errors import Problem
 from engine.core.texts import TRUST_FLAG
 from engine.files.jobs.job_value import Given
@@ -27,8 +27,8 @@ def foreign_values(given: Iterable[Given]) -> tuple[Problem, ...]:
 
 
 def _refused(given: Given) -> Problem | None:
-    if given.name in CODE_FIELDS and FACTORY.fullmatch(given.value):
-        module, _, attribute = given.value.partition(":")
+    if given.name in CODE_FIELDS and (code := code_in(given.value)):
+        module, _, attribute = code[0].partition(":")
         why = f"bamboo would import {module} and call {attribute}; {given.foreign}"
         return given.problem("no code from this file", repr(given.value), why)
     if given.name in PLACES and given.value != (usual := getattr(Job(), given.name)):

@@ -28,6 +28,7 @@ class ImageData:
     ):
         self.training_set, self.validation_set = training, validation
         self.seed, self.peak = seed, peak
+        self.evaluation_sets = {"validation": len(validation[1])}
         channels, height, width = training[0].shape[1:]
         self.facts = DataFacts(
             task="classify", num_classes=NUM_CLASSES, channels=channels, height=size or height, width=size or width

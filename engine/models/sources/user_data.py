@@ -8,8 +8,11 @@ from engine.core.config.job import Job
 from engine.core.random_key import random_key
 from engine.core.texts import counted
 from engine.models.data import Data, DataFacts
+from engine.models.indexed import ONLY, Indexed
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import shapes_of
+from engine.models.sources.evaluations import evaluation, evaluation_sets
+from engine.models.sources.given_sets import given_sets, why_not
 from engine.models.sources.indexed_data import bound, num_samples
 from engine.models.user_code import running
 from engine.models.user_factory import made_by, wrong_factory
@@ -19,21 +22,24 @@ from engine.models.whole_batches import SplitBatches, WholeBatches
 def user_data(job: Job) -> Data:
     """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError.
 
-    The name may also be that of a source of data itself.
+    The name may also be that of the data itself.
     """
     with torch.random.fork_rng(devices=[]):
-        made = made_by("data", job.data, {"seed": job.seed, **job.data_args}, random_key(job.seed, "data"))
-    made = bound(made, job)
+        returned = made_by("data", job.data, {"seed": job.seed, **job.data_args}, random_key(job.seed, "data"))
+    with running("the data"):
+        is_whole = isinstance(returned, Data | WholeBatches | Indexed)
+        made = bound(returned if is_whole else given_sets(returned) or returned, job)
     if isinstance(made, Data) and isinstance(made.facts, DataFacts):
         return OwnData(made)
     if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
         with running("the data", type(made).batch):
             return OwnData(SplitBatches(made, job))
     expected = (
-        "a factory that returns an object with facts (DataFacts), microbatch() and validation(), "
-        "or with facts, spec, batch() and validation_batch()"
+        "a factory that returns a data set with __len__ and __getitem__, several of them by name, an object with facts "
+        "(DataFacts), microbatch() and validation(), or one with facts, spec, batch() and validation_batch()"
     )
-    raise wrong_factory("data", job.data, expected, f"it returned {type(made).__name__}{_lacks(made)}")
+    lacks = f": {why}" if (why := why_not(made)) else _lacks(made)
+    raise wrong_factory("data", job.data, expected, f"it returned {type(made).__name__}{lacks}")
 
 
 def _lacks(made: object) -> str:
@@ -52,6 +58,7 @@ class OwnData:
     def __init__(self, source: Data):
         self.facts = source.facts
         self.num_samples = num_samples(source)
+        self.evaluation_sets = evaluation_sets(source)
         self._source = source
         self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
 
@@ -62,9 +69,14 @@ class OwnData:
             return self._checked(batch, f"microbatch({step=}, {pipeline=}, {microbatch=}, {size=})", size)
 
     def validation(self, index: int, size: int) -> Batch:
-        """Returns `size` samples that training never sees; raises as `microbatch` does."""
-        with running("the data", self._source.validation):
-            return self._checked(self._source.validation(index, size), f"validation({index=}, {size=})", size)
+        """Returns `size` samples of the first evaluation set; raises as `microbatch` does."""
+        return self.evaluation(next(iter(self.evaluation_sets)), index, size)
+
+    def evaluation(self, name: str, index: int, size: int) -> Batch:
+        """Returns `size` samples of an evaluation set; raises as `microbatch` does."""
+        call = f"validation({index=}, {size=})" if name == ONLY else f"evaluation({name=}, {index=}, {size=})"
+        with running("the data", getattr(self._source, "evaluation", self._source.validation)):
+            return self._checked(evaluation(self._source, name, index, size), call, size)
 
     def _checked(self, batch: object, call: str, size: int) -> Batch:
         name = f"{type(self._source).__name__}.{call}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import pandas as pd
@@ -27,6 +28,7 @@ PHASE_COLOURS = dict(
 LEGEND = {"orientation": "h", "y": 1.0, "yanchor": "bottom"}
 _AFTER_THE_PAUSE = ("merged", "heal")
 _HEIGHT = 240
+_OF_SETS = (ORANGE, GREEN, PURPLE, SKY, VERMILLION)  # the evaluation sets, in their order
 
 Figure = dict[str, Any]  # with `data`, a list of traces, and `layout`
 
@@ -34,6 +36,8 @@ Figure = dict[str, Any]  # with `data`, a list of traces, and `layout`
 def charts(run: RunTables) -> dict[str, Figure]:
     """Returns the figures as values for JSON, by the id of their place on the page."""
     figures = {"loss": _loss(run), "throughput": _throughput(run), "exposure": _exposure(run)}
+    if len(metric_names(run)):
+        figures["metrics"] = _metrics(run)
     if run.workers["peak_memory_mib"].notna().any():
         figures["memory"] = _memory(run)
     recovery = run.recovery[~run.recovery["outcome"].isin(NO_WORKER_LOST)]
@@ -80,11 +84,31 @@ def _loss(run: RunTables) -> Figure:
     if run.twin_loss:
         lines.append(_line("without the fault", run.twin_loss, run.twin_loss.values(), color=GREY, width=5, dash="dot"))
     lines.append(_line("training", run.steps["step"], run.steps["loss"], color=BLUE, width=2))
-    validated = run.steps.dropna(subset="validation_loss")
-    if len(validated):
-        points = _line("validation", validated["step"], validated["validation_loss"], color=ORANGE, dash="dot")
-        lines.append(points | {"mode": "lines+markers", "marker": {"size": 7, "symbol": "diamond"}})
+    for colour, (name, found) in zip(cycle(_OF_SETS), run.evaluations.groupby("set", sort=False), strict=False):
+        lines.append(_points(str(name), found["step"], found["loss"], colour))
     return _by_step(lines, run, "loss")
+
+
+def metric_names(run: RunTables) -> list[str]:
+    """Returns the names of the metrics of a run's evaluation sets."""
+    return [str(each) for each in run.evaluations.columns.drop(["step", "set", "samples", "loss"])]
+
+
+def _metrics(run: RunTables) -> Figure:
+    """Returns a line for each metric of each evaluation set."""
+    found = run.evaluations.melt(id_vars=["step", "set"], value_vars=metric_names(run)).dropna(subset="value")
+    groups = found.groupby(["variable", "set"], sort=False)
+    is_one = found["set"].nunique() == 1
+    lines = [
+        _points(str(name) if is_one else f"{name}, {of}", each["step"], each["value"], colour)
+        for colour, ((name, of), each) in zip(cycle(_OF_SETS), groups, strict=False)
+    ]
+    return _by_step(lines, run, "metric")
+
+
+def _points(name: str, x: Iterable[int], y: Iterable[float], colour: str) -> dict[str, Any]:
+    points = _line(html.escape(name), x, y, color=colour, dash="dot")
+    return points | {"mode": "lines+markers", "marker": {"size": 7, "symbol": "diamond"}}
 
 
 def _throughput(run: RunTables) -> Figure:

@@ -15,7 +15,7 @@ from engine.core.checks.stall import Stall, quantile
 from engine.core.texts import sentence
 from engine.report.headline import command, headline
 from engine.report.load import RunTables
-from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts
+from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts, metric_names
 from engine.report.pages.exceptions_section import exceptions_section
 from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
 from engine.report.pages.job_facts import host_line, job_line, when_text
@@ -41,7 +41,8 @@ def page(run: RunTables) -> str:
         recovery=recoveries_section(run),
         exposed=html.escape(definition("exposure")),
         exposure=html.escape(_exposed(run)),
-        memory='<section><h2>Memory</h2><div id="memory" class="chart"></div></section>' if "memory" in shown else "",
+        memory=_section("memory") if "memory" in shown else "",
+        metrics=_section("metrics") if "metrics" in shown else "",
         history=html_table(_history(run)),
         workers=html_table(_workers(run)),
         command=html.escape(command(run)),
@@ -57,6 +58,10 @@ def page(run: RunTables) -> str:
     facts = [job_line(run.job), *([host_line(run.host)] if run.host else [])]
     heading = Heading("bamboo report", run.name, mood, outcome, _tiles(run), note, when, facts, _weights(run))
     return framed(heading, sections, data)
+
+
+def _section(chart: str) -> str:
+    return f'<section><h2>{chart.capitalize()}</h2><div id="{chart}" class="chart"></div></section>'
 
 
 def _weights(run: RunTables) -> tuple[str, str]:
@@ -87,11 +92,10 @@ def _tiles(run: RunTables) -> list[Tile]:
     tiles.append(("median step", _figure(steps["duration_ms"].median()), "ms"))
     tiles.append(("throughput", _figure(steps["samples_per_s"].median()), "samples/s"))
     tiles.append(("training loss", f"{steps['loss'].iloc[-1]:.4g}" if len(steps) else "-", ""))
-    validated = steps.dropna(subset="validation_loss")
-    if len(validated):
-        last = validated.iloc[-1]
-        metric = "" if pd.isna(last["validation_metric"]) else f"metric {last['validation_metric']:.3g}"
-        tiles.append(("validation loss", f"{last['validation_loss']:.4g}", metric))
+    last = run.evaluations[run.evaluations["step"] == run.evaluations["step"].max()]
+    for _, row in last.iterrows():
+        metrics = [f"{name} {row[name]:.3g}" for name in metric_names(run) if not pd.isna(row[name])]
+        tiles.append((f"{row['set']} loss", f"{row['loss']:.4g}", ", ".join(metrics)))
     return tiles
 
 

@@ -74,7 +74,8 @@ def drawable(run: RunTables) -> tuple[RunTables, int]:
     drawn = {*steps["step"]}
     bars = run.bars[run.bars["step"].isin(drawn)]
     twin_loss = {step: loss for step, loss in run.twin_loss.items() if step in drawn}
-    return replace(run, steps=steps, bars=bars, twin_loss=twin_loss), every
+    evaluations = run.evaluations[run.evaluations["step"].isin(drawn)]
+    return replace(run, evaluations=evaluations, steps=steps, bars=bars, twin_loss=twin_loss), every
 
 
 def _nearest(actions: pd.DataFrame, recovery: pd.DataFrame) -> pd.DataFrame:

@@ -27,6 +27,7 @@ from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord
 from engine.core.messages import (
     AuditMessage,
     CutMessage,
+    Evaluation,
     FailedMessage,
     RaisedMessage,
     RefusedMessage,
@@ -52,7 +53,7 @@ class RunState:
     layers: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
     losses: list[float] = field(default_factory=list)
-    validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
+    validations: dict[int, tuple[Evaluation, ...]] = field(default_factory=dict)
     rows: list[TrajectoryRow] = field(default_factory=list)
     epochs: list[EpochRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # for the user, shown at once
@@ -157,8 +158,8 @@ class RunState:
         self.on_rows(self.committed, self.losses[-1], rows)
 
     def validated(self, outcome: ValidationMessage) -> None:
-        """Keeps the result of a validation pass."""
-        self.validations[outcome.step] = (outcome.loss, outcome.metric)
+        """Keeps the results of a validation pass."""
+        self.validations[outcome.step] = outcome.sets
 
     def missing(self) -> tuple[str, ...]:
         """Returns in words the results of the last step that a finished run lacks."""

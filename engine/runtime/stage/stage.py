@@ -21,7 +21,7 @@ from engine.core.config.job import Job
 from engine.core.errors import DivergedError, ensure
 from engine.core.random_key import layer_key
 from engine.models.layers import Model, Tensors, as_tensors
-from engine.models.losses import loss_of, metric_of, shapes_of
+from engine.models.losses import loss_of, metrics_of, shapes_of
 from engine.models.user_code import RAISED, blame
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
@@ -214,12 +214,12 @@ class Stage:
                 inputs = self._call(index, inputs)
         return inputs
 
-    def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, float | None]:
-        """Returns the loss of a validation microbatch, and the model's metric or None."""
+    def evaluate_loss(self, outputs: Tensors, targets: Tensors) -> tuple[float, dict[str, float]]:
+        """Returns the loss of a validation microbatch, and its metrics by name."""
         with torch.no_grad():
-            return float(loss_of(self.model, outputs, targets)), metric_of(self.model, outputs, targets)
+            return float(loss_of(self.model, outputs, targets)), metrics_of(self.model, outputs, targets)
 
-    def probe(self, inputs: Tensors, targets: Tensors | None = None, validation: Tensors | None = None) -> Border:
+    def probe(self, inputs: Tensors, targets: Tensors | None = None, validation: Sequence[Tensors] = ()) -> Border:
         """Runs the layers once on `inputs`; sets and returns the border behind them. Buffers and gradients stay.
 
         The last stage tries loss and metric too. Raises UserError for buffers, TypeError for outputs that break a rule.
@@ -228,8 +228,8 @@ class Stage:
             outputs = self._run(list(self.layers), 0, 0, inputs)[-1].outputs
             if targets is not None:
                 loss_of(self.model, outputs, targets)
-            if validation is not None:
-                self.evaluate_loss(outputs, validation)
+            for each in validation:
+                self.evaluate_loss(outputs, each)
         self.border = border_of(outputs)
         if len(outputs) > MAX_TENSORS:
             raise self._wrong(max(self.layers), f"at most {MAX_TENSORS} tensors leave a stage, found {len(outputs)}")

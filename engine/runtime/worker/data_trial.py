@@ -21,8 +21,10 @@ from functools import partial
 from engine.core.checks.loaded_data import another, impure_data, named
 from engine.core.config.job import Job
 from engine.core.errors import Problem
+from engine.core.samples.evaluation import parts_of
 from engine.models.data import Data
 from engine.models.layers import Batch
+from engine.models.sources.evaluations import evaluation, evaluation_sets
 from engine.runtime.stage.layer_trial import MICROBATCHES
 from engine.runtime.stage.random_streams import displace
 from engine.runtime.worker.microbatch_loader import mark_of
@@ -88,9 +90,12 @@ class DataTrial:
         yield self._training(last_step, 0, 0)
 
     def _validation(self) -> Iterator[tuple[str, Load]]:
-        if self.job.validate_every:
-            for index in {0, self.job.validation_microbatches - 1}:
-                yield f"validation microbatch {index}", partial(self.data.validation, index, self.job.microbatch_size)
+        parts = parts_of(self.job, evaluation_sets(self.data)) if self.job.validate_every else ()
+        last = {part.name: part for part in parts}
+        for part in parts:
+            if part.number == 0 or part == last[part.name]:
+                load = partial(evaluation, self.data, part.name, part.number, self.job.microbatch_size)
+                yield f"{part.name} microbatch {part.number}", load
 
     def _in_own_order(self, calls: list[tuple[str, Load]]) -> list[tuple[str, Load]]:
         """Returns calls in an order that differs between workers: a source that counts its calls gives them others."""

@@ -237,7 +237,7 @@ def _failed(failure: TransferFailedError) -> inputs.TransferFailed:
     return inputs.TransferFailed(str(failure), failure.peer)
 
 
-def _short(marks: Sequence[tuple[str, str]]) -> messages.Marks:
+def _short(marks: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Returns the first marks of a layer, as a message takes them: they only explain a difference."""
     return tuple((cut(name, _MOST_OF_NAME, CUT), mark) for name, mark in marks[:_MARKS_PER_ROW])
 

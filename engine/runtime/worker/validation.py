@@ -1,24 +1,35 @@
-"""A validation pass: pipeline 0 runs only forwards over the validation split; the last stage gets the mean loss."""
+"""A validation pass: pipeline 0 runs only forwards over the evaluation sets; the last stage gets loss and metrics.
+
+Rule: each microbatch counts by its samples. Those behind the end of a finite set are cut off before the loss.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
 from engine.core.action import Action, Op
+from engine.core.config.metric_names import PERPLEXITY, named_metrics
+from engine.core.messages import Evaluation
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import routes_of
+from engine.core.samples.evaluation import EvaluationPart, parts_of
 from engine.core.worker.inputs import PassEnded
 from engine.models.layers import Tensors
+from engine.models.losses import shapes_of
+from engine.models.sources.evaluations import evaluation, evaluation_sets
 from engine.runtime.transport.transfer_key import validation_key
 from engine.runtime.transport.transfers import Receiver, receives_of
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.worker_context import WorkerContext
 
-_Result = tuple[float, float | None]  # loss and metric of a microbatch
+_MOST_EXPONENT = 700.0  # of a float64
+_Result = tuple[EvaluationPart, float, dict[str, float]]  # loss and metrics of a microbatch
 
 
 class Validation:
@@ -27,7 +38,9 @@ class Validation:
     def __init__(self, context: WorkerContext, plane: Transport, ownership: Ownership):
         self.context = context
         self.channel = plane.aside
-        self.grid = replace(ownership.grid, microbatches=context.job.validation_microbatches)
+        self.parts = parts_of(context.job, evaluation_sets(context.data))
+        self.is_at_end = ownership.owner(0, ownership.grid.stages - 1) == context.worker
+        self.grid = replace(ownership.grid, microbatches=len(self.parts))
         alone = replace(ownership, grid=self.grid)
         program = build_validation(alone)
         self.actions = program.get(context.worker, ())
@@ -35,7 +48,7 @@ class Validation:
         self.receives = receives_of(self.actions, self.routes, context.borders, partial(validation_key, self.grid))
 
     def run(self) -> PassEnded:
-        """Runs the pass; the owner of the last stage gets the means of loss and metric, the others no result."""
+        """Runs the pass; the owner of the last stage gets the results, the others none."""
         receiver = Receiver(self.channel, self.receives)
         made: dict[tuple[int, int], Tensors] = {}  # by stage and microbatch
         results: list[_Result] = []
@@ -52,10 +65,19 @@ class Validation:
                 self._move(inside=True)
                 self._forward(action, made, results)
                 self._move(inside=False)
-        if not results:
+        if not self.is_at_end:
             return PassEnded()
-        metrics = [metric for _, metric in results if metric is not None]
-        return PassEnded(fmean(loss for loss, _ in results), fmean(metrics) if metrics else None)
+        return PassEnded(tuple(self._mean(results, name) for name in dict.fromkeys(part.name for part in self.parts)))
+
+    def _mean(self, results: Sequence[_Result], name: str) -> Evaluation:
+        own = [each for each in results if each[0].name == name]
+        shares = [part.rows / self.context.job.microbatch_size for part, _, _ in own]
+        loss = fmean((each for _, each, _ in own), shares)
+        metrics = {each: fmean((found[each] for _, _, found in own), shares) for each in own[0][2]}
+        for each, path in named_metrics(self.context.job).items():
+            if path == PERPLEXITY:
+                metrics[each] = math.exp(loss) if loss < _MOST_EXPONENT else math.inf
+        return Evaluation(name, sum(part.rows for part, _, _ in own), loss, metrics)
 
     def _move(self, *, inside: bool) -> None:
         """Moves the position in the heartbeats on, as each action of a step does: the worker does not hang."""
@@ -67,11 +89,22 @@ class Validation:
         context, stage = self.context, self.context.replicas.stages[0, action.stage]
         targets: Tensors = ()
         inputs: Tensors = () if action.stage == 0 else made.pop((action.stage - 1, action.microbatch))
+        part, size = self.parts[action.microbatch], context.job.microbatch_size
         if action.stage == 0 or stage.is_last:
-            batch = context.data.validation(action.microbatch, context.job.microbatch_size)
+            batch = evaluation(context.data, part.name, part.number, size)
             inputs, targets = batch.inputs if action.stage == 0 else inputs, batch.targets
         outputs = stage.evaluate(inputs)
         if stage.is_last:
-            results.append(stage.evaluate_loss(outputs, targets))
+            if part.rows < size:
+                outputs, targets = _first(part, size, outputs), _first(part, size, targets)
+            results.append((part, *stage.evaluate_loss(outputs, targets)))
         else:
             made[action.stage, action.microbatch] = outputs
+
+
+def _first(part: EvaluationPart, size: int, tensors: Tensors) -> Tensors:
+    """Returns the rows of the samples that count."""
+    if any(not each.dim() or each.shape[0] != size for each in tensors):
+        where = f"the last microbatch of the evaluation set {part.name}, of {part.rows} samples"
+        raise TypeError(f"{where}: expected outputs and targets with one row per sample, found {shapes_of(tensors)}")
+    return tuple(each[: part.rows] for each in tensors)

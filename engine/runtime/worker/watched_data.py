@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
+from engine.core.samples.evaluation import EvaluationSets
 from engine.models.data import Data, DataFacts
 from engine.models.layers import Batch
+from engine.models.sources.evaluations import evaluation, evaluation_sets
 from engine.models.sources.indexed_data import num_samples
 from engine.runtime.ipc.whereabouts import Whereabouts
 from engine.runtime.stage.random_streams import positions
@@ -51,9 +54,18 @@ class WatchedData:
         """Returns `size` training samples, loaded in another thread."""
         return self._timed(True, self._data.microbatch, step, pipeline, microbatch, size)
 
+    @property
+    def evaluation_sets(self) -> EvaluationSets:
+        """The number of samples of each evaluation set by its name; 0 for a set without limit."""
+        return evaluation_sets(self._data)
+
     def validation(self, index: int, size: int) -> Batch:
         """Returns `size` samples that training never sees."""
         return self._watched(self._data.validation, index, size)
+
+    def evaluation(self, name: str, index: int, size: int) -> Batch:
+        """Returns `size` samples of an evaluation set."""
+        return self._watched(partial(evaluation, self._data, name), index, size)
 
     def await_ahead(self, wait: Callable[[], Batch]) -> Batch:
         """Returns the outcome of a wait of the main thread for another one that loads."""

@@ -31,6 +31,7 @@ from engine.core.worker.inputs import NoticeGiven, Told
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.model_loader import build_model
+from engine.models.sources.evaluations import evaluation, evaluation_sets
 from engine.models.sources.open_data import open_data
 from engine.models.user_code import RAISED, exception_of, log_exception
 from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
@@ -234,13 +235,14 @@ def _learn_borders(
 def _probed(stage: Stage, borders: Sequence[Border], data: Data) -> Border:
     """Returns the border behind a stage; the first stage gets data, the others zeros of the border before them.
 
-    The stages that load data also load a microbatch of a validation: a mistake in it would end the training later.
+    The stages that load data also load a microbatch of each evaluation set: a mistake in it would end training later.
     """
     if borders and not stage.is_last:
         return stage.probe(_zeros(borders[-1]))
     size = stage.job.microbatch_size
     batch = data.microbatch(0, 0, 0, size)
-    validation = data.validation(0, size).targets if stage.job.validate_every else None
+    sets = evaluation_sets(data) if stage.job.validate_every else ()
+    validation = [evaluation(data, name, 0, size).targets for name in sets]
     inputs = _zeros(borders[-1]) if borders else batch.inputs
     if not stage.is_last:
         return stage.probe(inputs)
