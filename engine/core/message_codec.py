@@ -2,7 +2,8 @@
 
 Rules: the kind is the name of the class in small letters, without its last word. The object has every field of the
 class and no other, each of the annotated type; an error names kind and field. A tuple is a list in JSON, a data class
-in a field is an object. The annotations of a class are read once, with its first message.
+in a field is an object. The annotations of a class are read once, with its first message. Where a field holds a value
+of another module as plain values or text, that module has the codec. Descriptors travel beside a message.
 
 A message has at most `MAX_BYTES`. Texts of a user may have any length: the class of a message with such texts has a
 `cut_note`, and its longest texts are cut so that it fits. Any other message that does not fit is a bug.

@@ -1,7 +1,4 @@
-"""The control messages of training: one class for each kind, which says which process sends it when.
-
-Rules: a worker's message of an epoch names the one that it accepted. A value of another module has its codec there.
-"""
+"""The control messages of training, one class each; `epoch` of a worker's message is the one that it has accepted."""
 
 from __future__ import annotations
 
