@@ -105,7 +105,7 @@ def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **opt
     from engine.harness.case_runner import Case, folder_name
 
     name = resolved.job.name or folder_name(resolved.job.model.rpartition(":")[2].replace("_", "-"), "model")
-    options |= {"origin": resolved.origin, "other_bits": resolved.other_bits, "init": resolved.init}
+    options |= {"origin": resolved.origin, "init": resolved.init}
     return Case(name, scenario, tuple(faults), resolved.origins, **options)
 
 

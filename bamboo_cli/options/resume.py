@@ -57,4 +57,4 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     source = f"{found.origin.place}/{found.manifest.folder}/{found.origin.file}"
     resolved = resolve(kept=read_text(json.dumps(dict(found.manifest.job)), source))
     refuse_other_bits(found, resolved.job, other_bits)
-    return replace(resolved, origin=found.origin, other_bits=other_bits)
+    return replace(resolved, origin=replace(found.origin, other_bits=other_bits))

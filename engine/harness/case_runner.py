@@ -50,7 +50,7 @@ class Case:
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
     file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby`: a second coordinator waits. It
-    begins after the checkpoint `origin`, perhaps with `other_bits` than the run of that one. The given weights
+    begins after the checkpoint `origin`. The given weights
     must have the hash `init`, if it is not empty.
     """
 
@@ -63,7 +63,6 @@ class Case:
     injectable: bool = True
     standby: bool = False
     origin: Resumption | None = None
-    other_bits: bool = False
     init: str = ""
 
 
@@ -174,7 +173,7 @@ def _concluded(
     else:
         history = read_history(folder.events)
     seen = Observed(ending.exit_code, error, history, leftovers=left)
-    other = "the run was resumed with other bits" if case.other_bits else ""
+    other = "the run was resumed with other bits" if case.origin is not None and case.origin.other_bits else ""
     if why := why_no_twin(expect, faults, seen) or other:
         add_records(folder.events, NotComparedRecord(why=why))
     else:

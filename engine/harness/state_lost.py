@@ -196,7 +196,8 @@ class Restarts:
             tell_refused(good, place, self.say)
             if good.name is not None:
                 init = "" if good.manifest is None else good.manifest.init
-                return Resumption(good.name.step, place, good.name.file, run, is_named=step is not None, init=init)
+                found = Resumption(good.name.step, place, good.name.file, run, is_named=step is not None, init=init)
+                return replace(found, other_bits=self.origin is not None and self.origin.other_bits)
         return None
 
     def _of_origin(self) -> Iterator[tuple[str, str, int | None]]:

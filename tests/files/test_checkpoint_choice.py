@@ -22,7 +22,15 @@ FACTS = bit_facts(host_facts(Path.cwd()))
 OLD, NEW = "20261122-100000-a-0000", "20261123-100000-b-0000"
 
 
-def keep(results: Path, run: str, steps: tuple[int, ...], job: Job | None = None, resumed: str = "") -> Path:
+def part_of(*names: str) -> bytes:
+    """The bytes of a safetensors file with empty tensors."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def keep(
+    results: Path, run: str, steps: tuple[int, ...], job: Job | None = None, resumed: str = "", data: bytes = b"bytes"
+) -> Path:
     job = job or Job()
     place = results / run / "checkpoints"
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +40,7 @@ def keep(results: Path, run: str, steps: tuple[int, ...], job: Job | None = None
     (place.parent / "run.json").write_text(json.dumps(facts))
     folder = checkpoints_at(place)
     for step in steps:
-        part = folder.write_part(step, 0, [b"bytes"])
+        part = folder.write_part(step, 0, [data])
         layers = (LayerHash(0, "0" * 64, "1" * 64),)
         manifest = Manifest(
             run=run,
@@ -112,6 +120,28 @@ def test_fields_that_decide_bits_are_refused_with_the_list(tmp_path: Path) -> No
     ]
     free = replace(job, pipelines=1)
     refuse_other_bits(find_checkpoint("latest", tmp_path, lambda line: None), free, other_bits=True)
+
+
+def test_the_state_of_another_optimizer_is_never_taken(tmp_path: Path) -> None:
+    job = Job(optimizer="sgd", optimizer_args={"momentum": 0.9})
+    keep(tmp_path, OLD, (3,), job, data=part_of("weight/w", "optimizer/w/momentum_buffer"))
+    found = find_checkpoint("latest", tmp_path, lambda line: None)
+    for other_bits in (True, False):
+        with pytest.raises(UserError) as error:
+            refuse_other_bits(found, replace(job, optimizer="adamw", optimizer_args={}), other_bits)
+        told = next(each for each in error.value.problems if each.field == "optimizer")
+        assert told.expected == "'sgd', which wrote the state in the checkpoint"
+        assert f"bamboo export {tmp_path / OLD / 'checkpoints'}@3 --output weights.safetensors" in told.hint
+    refuse_other_bits(found, replace(job, optimizer_args={}), other_bits=True)
+
+
+def test_a_checkpoint_without_state_of_an_optimizer_fits_any(tmp_path: Path) -> None:
+    job = Job(optimizer="sgd")
+    keep(tmp_path, OLD, (3,), job, data=part_of("weight/w", "buffer/0/b"))
+    found = find_checkpoint("latest", tmp_path, lambda line: None)
+    refuse_other_bits(found, replace(job, optimizer="adamw"), other_bits=True)
+    with pytest.raises(UserError, match="--other-bits goes on all the same"):
+        refuse_other_bits(found, replace(job, optimizer="adamw"), other_bits=False)
 
 
 def test_a_job_without_another_step_is_refused(tmp_path: Path) -> None:

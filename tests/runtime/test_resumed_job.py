@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from engine.core.checkpoints.ladder import Ladder
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.harness.state_lost import Restarts
 from engine.runtime.agent.run_view import Ending
 from tests.kills import parse_kills
 from tests.runtime.kept_states import run_and_keep
@@ -59,6 +62,48 @@ def test_a_resumed_job_recovers_from_deaths(tmp_path: Path) -> None:
         ending = run_in_threads(job, parse_kills(kills, job), origin=origins[1])
         assert (ending.outcome, ending.error) == ("finished", None)
         assert first_difference(ending.view.run_state.rows, rows_after(1, whole)) is None
+
+
+def test_with_other_bits_a_run_goes_on_where_the_tensors_fit_and_else_tells_the_user(tmp_path: Path) -> None:
+    plain = replace(MLP, optimizer_args={}, steps=3)
+    _, (origin, *_) = run_and_keep(plain, tmp_path)
+    origin = replace(origin, other_bits=True)
+    ending = run_in_threads(replace(plain, optimizer="adamw", seed=7), origin=origin)
+    assert (ending.outcome, ending.error, ending.view.run_state.committed) == ("finished", None, 2)
+    for other, words in (
+        (replace(plain, data_args={"outputs": 5}), "expected weight/"),
+        (replace(plain, model_args={"depth": 9}), "expected 10 layers, found 4"),
+    ):
+        ending = run_in_threads(other, origin=origin)
+        assert ending.exit_code == ExitCode.USAGE
+        assert "--other-bits: expected a model that the tensors of the checkpoint fit" in str(ending.error)
+        assert words in str(ending.error)
+    ending = run_in_threads(replace(plain, data_args={"outputs": 5}), origin=replace(origin, other_bits=False))
+    assert ending.exit_code == ExitCode.STORAGE
+
+
+def test_a_checkpoint_that_a_worker_refuses_is_named_and_the_next_older_one_is_taken(tmp_path: Path) -> None:
+    whole, origins = run_and_keep(MLP, tmp_path)
+    folder = checkpoints_at(tmp_path)
+    *_, name, _ = folder.names()
+    manifest = folder.manifest(name)
+    first, *others = manifest.layers
+    folder.remove_parts(name.step, [name.file])  # its manifest; the parts stay, and every byte of theirs is right
+    forged = folder.publish(replace(manifest, layers=(replace(first, state="0" * 64), *others)))
+    folder.verify(forged)
+    origin = replace(origins[3], file=forged.file)
+    told: list[str] = []
+    restarts = Restarts(Ladder(1), "", "", told.append, origin)
+    ending = run_in_threads(MLP, origin=origin, revive=restarts.revive)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    (note,) = (each for each in ending.view.run_state.notes if "goes on" in each)
+    assert note.endswith("training goes on from the checkpoint of step 2")
+    assert "step-00000003: layer 0" in note
+    assert "its tensors have not the hashes of the trajectory" in note
+    assert [each for each in told if "step-00000003: its tensors were refused" in each]
+    assert first_difference(ending.view.run_state.rows, rows_after(2, whole)) is None
+    named = run_in_threads(MLP, origin=origin, revive=replace(restarts, origin=replace(origin, is_named=True)).revive)
+    assert named.exit_code == ExitCode.STORAGE
 
 
 def test_a_damaged_part_ends_the_worker_before_training(tmp_path: Path) -> None:

@@ -6,11 +6,19 @@ has no plain name, nor have buffers that are not persistent, nor those of other 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 
 from engine.core.checkpoints.manifest import Manifest
 
+_LENGTH = 8  # bytes of a safetensors file, in front of its header
 _OF_MODEL = ("weight/", "buffer/0/")  # beginnings of names in a part
+
+
+def tensor_names(part: bytes) -> list[str]:
+    """Returns the names of the tensors in the bytes of a part, which are those that were written."""
+    end = _LENGTH + int.from_bytes(part[:_LENGTH], "little")
+    return list(json.loads(part[_LENGTH:end]))
 
 
 def layer_names(names: Sequence[str]) -> tuple[str, ...]:

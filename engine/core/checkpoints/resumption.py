@@ -10,7 +10,7 @@ class Resumption:
     """A checkpoint to begin after: its step, its place (a folder or a URL), its manifest there, and its run.
 
     `is_named`: the user named its step, and no other step stands in for it. `init` is the hash of the weights that the
-    run was once given, empty without them.
+    run was once given, empty without them. `other_bits`: the job may have others than the run of the checkpoint.
     """
 
     step: int
@@ -19,6 +19,7 @@ class Resumption:
     run: str = ""
     is_named: bool = False
     init: str = ""
+    other_bits: bool = False
 
 
 def begun_with(origin: Resumption | None) -> int:

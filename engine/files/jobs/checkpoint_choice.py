@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.checkpoints.manifest import Manifest
+from engine.core.checkpoints.plain_names import tensor_names
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.bit_fields import OF_TENSORS, BitDifference, bit_differences
 from engine.core.config.job import Job
@@ -23,7 +24,7 @@ from engine.core.errors import (
     StorageError,
     UserError,
 )
-from engine.files.checkpoints.checkpoint_folder import NewestGood
+from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
 from engine.files.host_facts import host_facts
 from engine.files.jobs.checkpoint_place import checkpoint_places, places_of
 from engine.files.jobs.code_files import code_files
@@ -91,8 +92,29 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
         differences += _changed("code file", manifest.code_files, lambda: code_files(job))
         differences += _changed("data file", manifest.data_files, lambda: data_files(job))
     problems += _as_problems(each for each in differences if not other_bits or each.name in OF_TENSORS)
+    if manifest.job.get("optimizer") != job.optimizer and _has_optimizer_state(found):
+        problems = [*(each for each in problems if each.field != "optimizer"), _other_optimizer(found, job)]
     if problems:
         raise UserError(problems)
+
+
+def _has_optimizer_state(found: Found) -> bool:
+    """Returns whether a part has state of an optimizer; SGD without momentum has none."""
+    folder = checkpoints_at(found.origin.place)
+    return any(
+        name.startswith("optimizer/")
+        for part in found.manifest.parts
+        for name in tensor_names(folder.part(found.manifest, part))
+    )
+
+
+def _other_optimizer(found: Found, job: Job) -> Problem:
+    wrote, place = found.manifest.job.get("optimizer"), shlex.quote(f"{found.origin.place}@{found.origin.step}")
+    hint = (
+        "no other reads its state, with --other-bits neither; to begin with the weights alone: bamboo export "
+        f"{place} --output weights.safetensors, then bamboo run --init weights.safetensors"
+    )
+    return Problem("optimizer", f"{wrote!r}, which wrote the state in the checkpoint", repr(job.optimizer), hint)
 
 
 def _as_problems(differences: Iterable[BitDifference]) -> Iterator[Problem]:

@@ -24,7 +24,6 @@ class Resolved:
     with_faults: str = ""
     foreign: tuple[Problem, ...] = ()
     origin: Resumption | None = None
-    other_bits: bool = False  # than those of the checkpoint
     init: str = ""
 
 

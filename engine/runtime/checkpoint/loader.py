@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.core.checkpoints.manifest import DamagedCheckpointError, Manifest
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.audit import joined_buffers
-from engine.core.errors import StorageError
+from engine.core.errors import Problem, StorageError, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.runtime.checkpoint.layer_file import from_bytes
 from engine.runtime.replica.replicas import Replicas
@@ -28,14 +28,33 @@ from engine.runtime.stage.tensor_shards import as_shard_of
 _Named = Mapping[str, Tensor]
 
 
+class _MisfitError(DamagedCheckpointError):
+    """The tensors are those of another model; the bytes are those that were written."""
+
+
 def load(replicas: Replicas, origin: Resumption) -> None:
     """Fills every replica with the state of a checkpoint.
 
     Raises:
         StorageError: a file cannot be read or has other bytes, or its tensors have not the hashes of the trajectory.
+        UserError: the job has other bits, and a model that the tensors do not fit.
     """
     folder = checkpoints_at(origin.place)
     manifest = folder.manifest(CheckpointName(origin.step, origin.file))
+    try:
+        _load(replicas, folder, manifest)
+    except _MisfitError as error:
+        if not origin.other_bits:
+            raise
+        hint = f"{error}; other code, or data of other sizes, makes another model"
+        raise UserError(
+            [Problem("--other-bits", "a model that the tensors of the checkpoint fit", "", hint)]
+        ) from error
+
+
+def _load(replicas: Replicas, folder: CheckpointFolder, manifest: Manifest) -> None:
+    if (num_layers := len(replicas.model.layers)) != len(manifest.layers):
+        raise _MisfitError(f"{manifest.folder}: expected {num_layers} layers, found {len(manifest.layers)}")
     read: dict[int, _Named] = {}
     for slot in sorted(replicas.stages):
         stage = replicas.stages[slot]
@@ -87,25 +106,26 @@ def _verify(stage: Stage, index: int, read: _Named, manifest: Manifest) -> None:
     layer, pipelines = stage.layers[index], range(stage.job.pipelines)
     of_layer = [each for each in manifest.layers if each.layer == index]
 
-    def refuse(why: str) -> NoReturn:
-        raise DamagedCheckpointError(f"{manifest.folder}: {stage.where(index)}: {why}")
+    def misfit(why: str) -> NoReturn:
+        raise _MisfitError(f"{manifest.folder}: {stage.where(index)}: {why}")
 
     weights = {f"weight/{name}": parameter for name, parameter in layer.named_parameters()}
     of_buffers = [{_buffer(each, name): tensor for name, tensor in layer.named_buffers()} for each in pipelines]
     expected = weights | {name: tensor for each in of_buffers for name, tensor in each.items()}
     for name, tensor in expected.items():
         if name not in read or read[name].shape != tensor.shape or read[name].dtype != tensor.dtype:
-            refuse(f"expected {name} with shape {list(tensor.shape)} and {tensor.dtype}, found {_found(read, name)}")
+            misfit(f"expected {name} with shape {list(tensor.shape)} and {tensor.dtype}, found {_found(read, name)}")
         is_whole = not hasattr(tensor, "device_mesh")
         if is_whole and name in weights and read[name].stride() != tensor.stride():
-            refuse(f"expected {name} with strides {tensor.stride()}, found {read[name].stride()}")
+            misfit(f"expected {name} with strides {tensor.stride()}, found {read[name].stride()}")
     others = read.keys() - expected.keys()
     if unknown := sorted(name for name in others if _parameter_of(name) not in stage.optimizers[index].state):
-        refuse(f"no such tensor: {unknown[0]}")
+        misfit(f"no such tensor: {unknown[0]}")
     state = hash_tensors(_state_in_order(layer, stage.optimizers[index].state, read))
     buffers = joined_buffers([hash_tensors(_named(each, read)) for each in of_buffers])
     if [(each.state, each.buffers) for each in of_layer] != [(state, buffers)]:
-        refuse("its tensors have not the hashes of the trajectory")
+        why = "its tensors have not the hashes of the trajectory"
+        raise DamagedCheckpointError(f"{manifest.folder}: {stage.where(index)}: {why}")
 
 
 def _found(read: _Named, name: str) -> str:
