@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Callable
 
 import pytest
+from typer.testing import CliRunner
 
+from bamboo_cli.app import app
 from engine.files.own_files import RUN, own_files
 from tests.e2e.launcher import Done, Launcher, Listener
 
@@ -207,8 +210,10 @@ def test_a_worker_killed_from_outside_is_named(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_lets_the_step_end(launch: Launch, number: signal.Signals, code: int) -> None:
-    launcher = long_run(launch)
+def test_a_signal_lets_the_step_end_and_the_printed_command_goes_on(
+    launch: Launch, number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = long_run(launch, "--lr-schedule", "constant")
     if number is signal.SIGINT:
         os.killpg(launcher.process.pid, number)  # as a terminal does: to the whole foreground group
     else:
@@ -223,6 +228,12 @@ def test_a_signal_lets_the_step_end(launch: Launch, number: signal.Signals, code
     assert outcome(launcher)["outcome"] == "interrupted"
     rows = (launcher.run_folder / "trajectory.csv").read_text().splitlines()[1:]
     assert [int(row.split(",")[0]) for row in rows] == [step for step in range(last + 1) for _ in range(4)]
+    (command,) = re.findall(r"next: (bamboo run --resume \S+)", done.stderr)
+    monkeypatch.chdir(launcher.folder)
+    shorter = ("--steps", str(last + 3), "--in-process", "--json")
+    resumed = CliRunner().invoke(app, [*shlex.split(command)[1:], *shorter], catch_exceptions=False)
+    summary = json.loads(resumed.stdout)
+    assert (summary["outcome"], summary["steps"], summary["resumed_after"]) == ("finished", last + 3, last)
 
 
 def test_ctrl_c_before_the_first_step_ends_the_run_at_once(launch: Launch) -> None:
