@@ -51,10 +51,15 @@ def cuts(pipelines: int) -> tuple[Cut, ...]:
 
 
 class Count:
-    """Counts resumed runs and compared rows, and those that differ."""
+    """Counts resumed runs and compared rows, and the runs that differ."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.resumed = self.rows = self.wrong = 0
+
+    def tell(self) -> None:
+        """Prints the numbers so far."""
+        print(f"{self._name}: {self.resumed} resumed, {self.rows} rows compared, {self.wrong} differ", flush=True)
 
     def resume(self, run: Run, job: Job, written: tuple[Ending, Resumption]) -> None:
         """Resumes a job after a checkpoint of a whole run, and compares the rest; raises SystemExit if it fails."""
@@ -84,6 +89,7 @@ def whole_stages(job: Job, count: Count) -> None:
         for each in written(run_in_threads, replace(job, **cut)):
             for read in cuts(job.pipelines):
                 count.resume(run_in_threads, replace(job, **read), each)
+        count.tell()
 
 
 def shards(real: Run, count: Count) -> None:
@@ -96,6 +102,7 @@ def shards(real: Run, count: Count) -> None:
             count.resume(real, replace(job, **_SHARDS, stages=1), each)
         for each in written(run_in_threads, replace(job, stages=3)):
             count.resume(real, replace(job, **_SHARDS, stages=2), each)
+        count.tell()
 
 
 def real_runs(server: ForkServer) -> Run:
@@ -117,7 +124,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = str(ROOT)
     wrong = 0
     for name in only:
-        count = Count()
+        count = Count(name)
         with ForkServer() if name == "fsdp" else nullcontext() as server:
             if server is not None:
                 shards(real_runs(server), count)
@@ -125,7 +132,6 @@ def main() -> int:
                 model, _, pipelines = name.partition("-x")
                 whole_stages(replace(MODELS[model], pipelines=int(pipelines)), count)
         wrong += count.wrong
-        print(f"{name}: {count.resumed} resumed, {count.rows} rows compared, {count.wrong} differ", flush=True)
     return int(wrong > 0)
 
 
