@@ -38,7 +38,7 @@ COMMANDS = {
     "export": "Write the weights of a run for other programs: safetensors, torch, or a folder of shards.",
     "schedule": "The program of a job: show it, check it, export it, compare schedules.",
     "checkpoint": "The checkpoints of a run: list them, verify every byte, delete old ones.",
-    "list": "List scenarios, matrices, models, data, schedules or runs",
+    "list": "List the parts that a job or a scenario can name, or the runs",
     "clean": "Delete the files that killed runs left behind",
     "bench": "Measure bamboo beside its peers, interleaved in one run.",
 }

@@ -16,7 +16,14 @@ MOST_STOREYS = 16
 _GROUND = frozenset({"engine.core"})
 _PLANS = _GROUND | {"engine.core.schedules", "engine.core.program", "engine.core.config"}
 _HOST = _GROUND | {"engine.core.history", "engine.files", "engine.runtime.ipc", "engine.runtime.process"}
-_ARRAYS = frozenset({"engine.runtime.transport", "engine.runtime.stage", "engine.runtime.replica"})  # where torch is
+_ARRAYS = frozenset(
+    {
+        "engine.runtime.transport",
+        "engine.runtime.optimizers",
+        "engine.runtime.stage",
+        "engine.runtime.replica",
+    }
+)  # where torch is
 
 # room -> rooms that it may import, beside itself
 ROOMS: dict[str, frozenset[str]] = {
@@ -58,7 +65,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},
-    "engine.runtime.stage": _PLANS | {"engine.core.checks", "engine.models", "engine.runtime.transport"},
+    "engine.runtime.optimizers": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
+    "engine.runtime.stage": _PLANS
+    | {"engine.core.checks", "engine.models", "engine.runtime.optimizers", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
     "engine.runtime.checkpoint": _GROUND
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}

@@ -73,8 +73,26 @@ def one_of(values: Sequence[str]) -> Callable[[str], list[str]]:
     return complete
 
 
+def optimizers(incomplete: str) -> list[str]:
+    """Returns the optimizers that begin so."""
+    from engine.core.config.torch_parts import OPTIMIZERS
+    from engine.core.config.update_rules import OWN_OPTIMIZERS
+
+    return _beginning(incomplete, sorted((*OWN_OPTIMIZERS, *OPTIMIZERS)))
+
+
+def rates(incomplete: str) -> list[str]:
+    """Returns the schedules of the learning rate that begin so."""
+    from engine.core.config.lr_schedule import LR_SCHEDULES
+    from engine.core.config.torch_parts import SCHEDULES
+
+    return _beginning(incomplete, sorted((*LR_SCHEDULES, *SCHEDULES)))
+
+
 # Field of a job -> the completion of its value, where the values are not in its type.
-FIELDS: dict[str, Callable[[str], list[str]]] = {"model": models, "data": data, "schedule": schedules}
+FIELDS: dict[str, Callable[[str], list[str]]] = {
+    **{"model": models, "data": data, "schedule": schedules, "optimizer": optimizers, "lr_schedule": rates}
+}
 
 
 def _beginning(incomplete: str, values: Iterable[str]) -> list[str]:

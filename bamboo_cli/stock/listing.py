@@ -25,6 +25,8 @@ class Kind(StrEnum):
     MODELS = "models"
     DATA = "data"
     SCHEDULES = "schedules"
+    OPTIMIZERS = "optimizers"
+    LR_SCHEDULES = "lr-schedules"
     RUNS = "runs"
 
 
@@ -34,7 +36,7 @@ def show_list(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """List scenarios, matrices, models, data, schedules or runs; without a kind, the number of each."""
+    """List the parts that a job or a scenario can name, or the runs; without a kind, the number of each."""
     kinds = [kind] if kind else list(Kind)
     rows = {each: _rows(each, results) for each in kinds}
     if as_json:
@@ -54,6 +56,8 @@ _ABOUT: Mapping[Kind, str] = {
     Kind.MODELS: "built-in models: bamboo run --model NAME",
     Kind.DATA: "built-in data and the samples that they yield: bamboo run --data NAME",
     Kind.SCHEDULES: "pipeline schedules: bamboo run --schedule NAME",
+    Kind.OPTIMIZERS: "optimizers: bamboo run --optimizer NAME --set optimizer_args.ARGUMENT=VALUE",
+    Kind.LR_SCHEDULES: "learning rates: bamboo run --lr-schedule NAME --set lr_args.ARGUMENT=VALUE",
     Kind.RUNS: "runs that are kept, the newest first: bamboo report NAME",
 }
 
@@ -63,6 +67,8 @@ _ALSO: Mapping[Kind, str] = {
     Kind.MATRICES: "and every file of yours",
     Kind.MODELS: "and package.module:factory of yours",
     Kind.DATA: "and a FILE.txt, a folder of MNIST or CIFAR-10 files, or package.module:factory of yours",
+    Kind.OPTIMIZERS: "and package.module:Class of yours",
+    Kind.LR_SCHEDULES: "and package.module:function of yours, from the step to a factor, or a class of schedulers",
     Kind.SCHEDULES: "and FILE.csv or package.module:generator of yours; bamboo schedule show --schedule NAME draws one",
 }
 
@@ -74,6 +80,8 @@ def _rows(kind: Kind, results: Path) -> list[dict[str, Any]]:
         Kind.MODELS: _models,
         Kind.DATA: _data,
         Kind.SCHEDULES: _schedules,
+        Kind.OPTIMIZERS: _optimizers,
+        Kind.LR_SCHEDULES: _lr_schedules,
         Kind.RUNS: lambda: _runs(results),
     }
     return makers[kind]()
@@ -143,6 +151,44 @@ def _schedules() -> list[dict[str, Any]]:
         about += "; a forward and a backward run at once" if schedule.overlaps else ""
         rows.append({"name": name, "stages per worker": str(least) if least == most else f"{least}..", "about": about})
     return rows
+
+
+def _optimizers() -> list[dict[str, Any]]:
+    from engine.core.config.torch_parts import OPTIMIZERS
+    from engine.core.config.update_rules import OWN_OPTIMIZERS
+    from engine.harness.job_checks import optimizer_arguments
+
+    own = {"adamw": "Adam with decoupled weight decay; the default", "sgd": "descent with momentum"}
+    about = own | {name: part.about for name, part in OPTIMIZERS.items()}
+    return [
+        {
+            "name": name,
+            "about": about[name],
+            "fsdp": "yes" if name in OWN_OPTIMIZERS or OPTIMIZERS[name].shards else "no",
+            "arguments": _defaults(optimizer_arguments(name)),
+        }
+        for name in sorted(about)
+    ]
+
+
+def _lr_schedules() -> list[dict[str, Any]]:
+    from engine.core.config.lr_schedule import LR_SCHEDULES
+    from engine.core.config.torch_parts import SCHEDULES
+
+    own = dict.fromkeys(LR_SCHEDULES, "of bamboo, from the warm-up to the last step")
+    about = own | {name: f"{part.cls}: {part.about}" for name, part in SCHEDULES.items()}
+    arguments = {
+        name: {key: "steps" if key == part.horizon else each.default for key, each in part.arguments.items()}
+        for name, part in SCHEDULES.items()
+    }
+    return [
+        {"name": name, "about": about[name], "arguments": _defaults(arguments.get(name, {}))} for name in sorted(about)
+    ]
+
+
+def _defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the default of each argument; three dots for one that must be given."""
+    return {name: "..." if value is None else value for name, value in arguments.items()}
 
 
 def _runs(results: Path) -> list[dict[str, Any]]:

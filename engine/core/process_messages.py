@@ -12,7 +12,12 @@ from engine.core.message_codec import CUT, Message, Plain, ToAgent, ToWorker, me
 
 @message
 class BeginMessage(Message):
-    """The launcher asks the fork server for a process in between, before the first of some children."""
+    """The launcher asks the fork server for a process in between, before the first of some children.
+
+    The server imports the modules of `preload` first.
+    """
+
+    preload: tuple[str, ...] = ()
 
 
 @message

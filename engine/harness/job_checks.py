@@ -7,7 +7,11 @@ from pathlib import Path
 
 from engine.core.config.job import CODE_FIELDS, Job, code_in
 from engine.core.config.offered import Offered
+from engine.core.config.param_groups import param_groups as groups_of_text
+from engine.core.config.torch_parts import OPTIMIZERS, SCHEDULES
+from engine.core.config.update_rules import OWN_OPTIMIZERS
 from engine.core.errors import Problem, nearest
+from engine.core.scalar import Scalar
 from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.code_files import module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
@@ -17,12 +21,36 @@ _OPTIMIZERS = "engine.runtime.stage.optimizer"
 
 
 def _named_problems(job: Job) -> list[Problem]:
-    optimizer = argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
-    return [*problems_of(job), *optimizer]
+    return [*problems_of(job), *_optimizer_problems(job)]
+
+
+def _optimizer_problems(job: Job) -> list[Problem]:
+    """Returns the problems with the arguments of adamw and sgd; `engine.core.config.update_rules` has all others."""
+    if job.optimizer not in OWN_OPTIMIZERS:
+        return []
+    problems = argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
+    for group in groups_of_text(job.param_groups):
+        problems += argument_problems("param_groups", _OPTIMIZERS, job.optimizer, group.args)
+    return problems
 
 
 def _argument_names(job: Job) -> list[str]:
-    return [*argument_names(job), *(f"optimizer_args.{each}" for each in builtin_arguments(_OPTIMIZERS, job.optimizer))]
+    schedule = SCHEDULES[job.lr_schedule].arguments if job.lr_schedule in SCHEDULES else ()
+    optimizer = optimizer_arguments(job.optimizer)
+    return [
+        *argument_names(job),
+        *(f"optimizer_args.{each}" for each in optimizer),
+        *(f"lr_args.{each}" for each in schedule),
+    ]
+
+
+def optimizer_arguments(name: str) -> dict[str, Scalar | None]:
+    """Returns the arguments of an optimizer with their defaults; none for code of the user's."""
+    if name in OWN_OPTIMIZERS:
+        return dict(builtin_arguments(_OPTIMIZERS, name))
+    return (
+        {each: argument.default for each, argument in OPTIMIZERS[name].arguments.items()} if name in OPTIMIZERS else {}
+    )
 
 
 def missing_modules(job: Job) -> list[Problem]:

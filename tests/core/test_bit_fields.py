@@ -26,6 +26,8 @@ DECISIVE = {
     "optimizer_args",
     "lr",
     "lr_schedule",
+    "lr_args",
+    "param_groups",
     "warmup_steps",
     "clip_norm",
     "dtype",
@@ -59,6 +61,11 @@ def test_a_field_that_decides_bits_is_named_with_both_values(changed: dict[str, 
 def test_the_number_of_steps_decides_bits_by_the_learning_rate_only() -> None:
     assert found({"steps": 90}) == [BitDifference("steps", 80, 90)]
     assert found({"steps": 90}, Job(lr_schedule="constant")) == []
+    assert found({"steps": 90}, Job(lr_schedule="exponential", lr_args={"gamma": 0.9})) == []
+    assert found({"steps": 90}, Job(lr_schedule="mine:schedule")) == []
+    assert found({"steps": 90}, Job(lr_schedule="onecycle")) == [BitDifference("steps", 80, 90)]
+    assert found({"steps": 90}, Job(lr_schedule="polynomial")) == [BitDifference("steps", 80, 90)]
+    assert found({"steps": 90}, Job(lr_schedule="polynomial", lr_args={"total_iters": 70})) == []
 
 
 @pytest.mark.parametrize("name", BIT_FACTS)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import importlib
+import inspect
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +64,46 @@ class PlainLoop:
         self.first_use = {use: sorted(tie.uses)[0] for tie in self.model.ties for use in sorted(tie.uses)[1:]}
         self._share_storage()
         self.trained = {use: each for use, each in _trained(self.pipelines[0]).items() if use not in self.first_use}
-        chosen = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.SGD
-        self.optimizer = chosen(
-            self.trained.values(),
-            lr=job.lr,
-            foreach=False,
-            fused=False,
-            **job.optimizer_args,  # type: ignore[arg-type]
-        )
+        self.factors: list[float] = []  # of the rate, by group of torch's optimizer
+        self.optimizer = self._optimizer()
+        self.schedule = self._schedule()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Returns torch's own optimizer over all parameters, in groups by their plain names."""
+        job = self.job
+        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(job.optimizer) or own_class(job.optimizer)
+        wanted = [each.rpartition(":") for each in job.param_groups.split(";") if each]
+        found: dict[str, dict[str, Any]] = {}
+        for (index, name), parameter in self.trained.items():
+            plain = f"{self.model.layers[index].name}.{name}"
+            pattern, args = next(((a.strip(), b) for a, _, b in wanted if re.search(a.strip(), plain)), ("", ""))
+            values = {key.strip(): float(value) for key, value in (each.split("=") for each in args.split(",") if each)}
+            found.setdefault(pattern, {"params": [], "factor": values.pop("lr", 1.0), **values})
+            found[pattern]["params"].append(parameter)
+        self.factors = [each.pop("factor") for each in found.values()]
+        off = {"foreach": False} if "foreach" in inspect.signature(kind).parameters else {}
+        return kind(list(found.values()), lr=job.lr, **off, **numbers(job.optimizer_args))
+
+    def _schedule(self) -> list[float]:
+        """Returns the rates of torch's own scheduler, in a usual loop with an optimizer."""
+        job = self.job
+        if job.lr_schedule in ("constant", "linear", "cosine"):
+            return []
+        name, rest = SCHEDULERS[job.lr_schedule], max(1, job.steps - job.warmup_steps)
+        dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=job.lr)
+        more = {"T_max": rest, "total_iters": rest, "total_steps": rest, "max_lr": job.lr, "cycle_momentum": False}
+        kind = getattr(torch.optim.lr_scheduler, name)
+        taken = inspect.signature(kind).parameters
+        own = {"PolynomialLR": ["total_iters"], "CosineAnnealingLR": ["T_max"], "OneCycleLR": ["total_steps"]}
+        chosen = [*own.get(name, ()), "max_lr", "cycle_momentum"]
+        args = {each: more[each] for each in chosen if each in taken} | numbers(job.lr_args)
+        scheduler, rates = kind(dummy, **args), []
+        for _ in range(rest):
+            rates.append(dummy.param_groups[0]["lr"])
+            dummy.step()
+            if len(rates) < rest:
+                scheduler.step()
+        return rates
 
     def _share_storage(self) -> None:
         """Gives all pipelines and all uses of a tied parameter the same memory; each keeps its own gradient."""
@@ -87,7 +123,8 @@ class PlainLoop:
         factor = self._clip_factor(gradients)
         for use, parameter in self.trained.items():
             parameter.grad = gradients[use] if factor == 1.0 else gradients[use] * factor
-        self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
+        for group, rate_factor in zip(self.optimizer.param_groups, self.factors, strict=True):
+            group["lr"] = self._learning_rate(step) * rate_factor
         self.optimizer.step()
         for layers in self.pipelines:
             for parameter in _trained(layers).values():
@@ -166,6 +203,8 @@ class PlainLoop:
         job = self.job
         if step < job.warmup_steps:
             return job.lr * (step + 1) / job.warmup_steps
+        if self.schedule:
+            return self.schedule[step - job.warmup_steps]
         done = (step - job.warmup_steps) / max(1, job.steps - job.warmup_steps)
         if job.lr_schedule == "cosine":
             return job.lr * (0.5 * (1.0 + math.cos(math.pi * done)))
@@ -184,6 +223,46 @@ class PlainLoop:
             joined = buffers[0] if len(buffers) == 1 else hashlib.sha256("\n".join(buffers).encode()).hexdigest()
             rows.append((str(step), str(index), sha256(state), joined, repr(loss)))
         return rows
+
+
+OPTIMIZERS = {
+    "adadelta": "Adadelta",
+    "adafactor": "Adafactor",
+    "adagrad": "Adagrad",
+    "adam": "Adam",
+    "adamax": "Adamax",
+    "asgd": "ASGD",
+    "nadam": "NAdam",
+    "radam": "RAdam",
+    "rmsprop": "RMSprop",
+    "rprop": "Rprop",
+}
+SCHEDULERS = {
+    "constant_factor": "ConstantLR",
+    "cosine_annealing": "CosineAnnealingLR",
+    "cosine_restarts": "CosineAnnealingWarmRestarts",
+    "cyclic": "CyclicLR",
+    "exponential": "ExponentialLR",
+    "linear_factor": "LinearLR",
+    "multistep": "MultiStepLR",
+    "onecycle": "OneCycleLR",
+    "polynomial": "PolynomialLR",
+    "step": "StepLR",
+}
+
+
+def own_class(name: str) -> Any:
+    """Returns the class of torch, or of a module, that a job names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute) if attribute else getattr(torch.optim, OPTIMIZERS[name])
+
+
+def numbers(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments as torch takes them: a text with commas is a list."""
+    return {
+        name: [float(each) if "." in each else int(each) for each in value.split(",")] if "," in str(value) else value
+        for name, value in args.items()
+    }
 
 
 def key(*parts: int | str) -> int:

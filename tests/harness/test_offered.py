@@ -84,7 +84,10 @@ def test_all_that_is_wrong_comes_at_once_each_at_its_place() -> None:
         ("partition: '3,2,8'", ["1:12: partition: expected 3 rising layer numbers from 1, found '3,2,8'"]),
         ("model: json:own\ndata_args: {featurs: 3}", ["2:22: data_args.featurs: expected one of features, outputs, "]),
         ("model: gtp\ndata: digits\ndata_args: {x: 1}", ["1:8: model: "]),  # who learns from it is not known
-        ("optimizer: sdg\noptimizer_args: {momentum: 0.9}", ["1:12: optimizer: expected one of sgd, adamw"]),
+        (
+            "optimizer: sdg\noptimizer_args: {momentum: 0.9}",
+            ["1:12: optimizer: expected one of adadelta, adafactor, adagrad, adam, adamax, adamw, "],
+        ),
     ],
 )
 def test_a_wrong_name_is_told(text: str, told: list[str]) -> None:

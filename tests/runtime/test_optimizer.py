@@ -61,7 +61,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 )
 def test_the_bits_are_those_of_torchs_own_class(name: str, args: Args, theirs: dict[str, Any]) -> None:
     ours, plain = Layer(), Layer()
-    optimizer = LayerOptimizer(Job(optimizer=name, optimizer_args=args), ours)  # type: ignore[arg-type]
+    optimizer = LayerOptimizer(Job(optimizer=name, optimizer_args=args), ours)
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     reference = CLASSES[name](parameters, lr=1.0, foreach=False, **({"fused": False} | theirs))  # type: ignore[call-arg]
     for number in range(6):
@@ -82,7 +82,7 @@ def test_frozen_parameters_and_buffers_are_left_alone(name: str) -> None:
     layer = Layer()
     before = layer.frozen.clone()
     args: Args = {"weight_decay": 0.5}
-    optimizer = LayerOptimizer(Job(optimizer=name, optimizer_args=args), layer)  # type: ignore[arg-type]
+    optimizer = LayerOptimizer(Job(optimizer=name, optimizer_args=args), layer)
     give_gradients(layer, 0)
     step(optimizer, 0.1)
     assert [each for each, _ in trainable(layer)] == ["scale", "narrow", "linear.weight", "linear.bias"]
@@ -175,7 +175,7 @@ def test_two_layers_share_nothing() -> None:
 )
 def test_arguments_that_it_does_not_take(name: str, args: Args, message: str) -> None:
     with pytest.raises(UserError) as refused:
-        LayerOptimizer(Job(optimizer=name, optimizer_args=args), nn.Linear(1, 1))  # type: ignore[arg-type]
+        LayerOptimizer(Job(optimizer=name, optimizer_args=args), nn.Linear(1, 1))
     assert str(refused.value) == message
 
 

@@ -16,6 +16,7 @@ DigestByName = Mapping[str, str]  # name of a value, such as "output of microbat
 
 INPUT = "input"  # the layer's input; if it differs, an earlier layer or the data is the cause
 DATA = "data"  # the source of data, in place of a layer's name
+OPTIMIZER = "optimizer "  # before the name of the optimizer, in place of a layer's name
 
 
 def impure_layer(name: str, found: str) -> Problem:
@@ -25,6 +26,16 @@ def impure_layer(name: str, found: str) -> Problem:
         f"forwards alone change, draw from torch's default generator, {SEE}"
     )
     return Problem("model", "layers that make the same bits again", f"{name}: {found}", hint)
+
+
+def impure_optimizer(name: str, found: str) -> Problem:
+    """Returns the problem of an optimizer; `found` says which result differs, and when."""
+    hint = (
+        "no replica has what made the difference, so a failover would change the bits: keep all state in "
+        "`self.state` by parameter, as tensors and numbers; draw no random numbers; look at one parameter alone; "
+        "--no-check-pure leaves out this check"
+    )
+    return Problem("optimizer", "an optimizer that makes the same bits again", f"{name!r}: {found}", hint)
 
 
 @dataclass(slots=True)
@@ -45,7 +56,9 @@ class PurityBook:
             if (value := next(differing, INPUT)) != INPUT:
                 teller, mark = first[value]
                 how = f"between worker {teller} and worker {worker}"
-                if name == DATA:
+                if name.startswith(OPTIMIZER):
+                    problems.append(impure_optimizer(name.removeprefix(OPTIMIZER), f"its {value} differs {how}"))
+                elif name == DATA:
                     problems.append(another(self.source, value, (mark, marks[value]), how))
                 else:
                     problems.append(impure_layer(name, f"its {value} differs {how}"))

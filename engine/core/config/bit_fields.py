@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
 from engine.core.config.job import Job
+from engine.core.config.update_rules import depends_on_steps
 
 
 class _OfRun:
@@ -78,7 +79,7 @@ def bit_differences(
     The number of steps decides bits only where the learning rate depends on it.
     """
     ours = asdict(job.masked)
-    names = [name for name in ours if name not in NEUTRAL and not (name == "steps" and job.lr_schedule == "constant")]
+    names = [name for name in ours if name not in NEUTRAL and (name != "steps" or depends_on_steps(job))]
     of_job = [BitDifference(name, before.get(name), ours[name]) for name in names]
     of_host = [BitDifference(name, facts.get(name), now.get(name)) for name in BIT_FACTS]
     return [each for each in (*of_job, *of_host) if _plain(each.before) != _plain(each.now)]

@@ -17,10 +17,9 @@ from engine.core.scalar import Args, Scalar
 
 Backend = Literal["auto", "gloo", "nccl"]
 Dtype = Literal["float32", "bfloat16"]
-OptimizerName = Literal["sgd", "adamw"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
-CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule")  # each can name code: package.module:attribute
+CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule")  # name code: module:name
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
@@ -65,10 +64,20 @@ class Job:
     placement: PlacementChoice = _field(
         "auto", "which stages stand on one worker: loop, v (there and back), or auto: the schedule's own"
     )
-    optimizer: OptimizerName = _field("adamw", "optimizer")
+    optimizer: str = _field(
+        "adamw", "optimizer: adamw, sgd, another of torch.optim, or package.module:Class (trusted code)"
+    )
     optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
+    param_groups: str = _field(
+        "",
+        "other arguments for parameters whose names match: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr is a factor",
+    )
     lr: float = _field(2e-3, "peak learning rate")
-    lr_schedule: str = _field("cosine", "constant, linear or cosine")
+    lr_schedule: str = _field(
+        "cosine",
+        "constant, linear, cosine, another of torch's such as onecycle, or package.module:function (trusted code)",
+    )
+    lr_args: Args = _args("arguments of the schedule of the learning rate, such as gamma")
     warmup_steps: int = _field(10, "steps of linear warm-up of the learning rate")
     clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
     dtype: Dtype = _field("float32", "bfloat16 runs the layers under autocast")
@@ -132,6 +141,7 @@ class Job:
             model_args=_masked(self.model_args),
             data_args=_masked(self.data_args),
             optimizer_args=_masked(self.optimizer_args),
+            lr_args=_masked(self.lr_args),
         )
 
     @property

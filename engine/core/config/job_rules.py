@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
 from engine.core.checkpoints.keeping import KEEPING_FORM, keeping_of
 from engine.core.config.job import FACTORY, PARTITION_FORMS, Job
-from engine.core.config.lr_schedule import LR_SCHEDULES
 from engine.core.config.metric_names import metric_problems
 from engine.core.config.partition import written
 from engine.core.config.schedule_choice import check_schedule
 from engine.core.config.size import SIZE_FORM, parse_size
+from engine.core.config.update_rules import update_problems
 from engine.core.duration import DURATION_FORM, parse_duration
 from engine.core.errors import Problem, nearest
 from engine.core.scalar import MOST_FLOAT
@@ -65,7 +64,7 @@ def check_job(job: Job) -> list[Problem]:
             Problem("microbatches", f"stages x pipelines x microbatches <= {_MAX_FORWARDS}", str(num_actions))
         )
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += _unknown("lr_schedule", job.lr_schedule, LR_SCHEDULES)
+    problems += [*update_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
@@ -80,12 +79,6 @@ def check_job(job: Job) -> list[Problem]:
     if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
         problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
     return problems
-
-
-def _unknown(name: str, value: str, known: Collection[str]) -> list[Problem]:
-    if value in known:
-        return []
-    return [Problem(name, f"one of {', '.join(sorted(known))}", repr(value), nearest(value, known))]
 
 
 def _check_code(job: Job) -> list[Problem]:

@@ -13,9 +13,14 @@ LR_SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
+def warming_up(peak: float, step: int, warmup_steps: int) -> float:
+    """Returns the rate of a step of the warm-up: linear, and `peak` in its last step."""
+    return peak * (step + 1) / warmup_steps
+
+
 def learning_rate(name: str, peak: float, step: int, num_steps: int, warmup_steps: int) -> float:
     """Returns the rate of `step` (0-based): linear warm-up to `peak`, then the named decay until the last step."""
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+        return warming_up(peak, step, warmup_steps)
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
     return peak * LR_SCHEDULES[name](progress)

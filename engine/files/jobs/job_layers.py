@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine.core.config.param_groups import PARAM_GROUPS_FORM, as_text
+from engine.core.config.torch_parts import as_list
 from engine.core.errors import MASK, Problem, UserError, is_secret, nearest
 from engine.files.jobs.file_kind import kind_of, other_kind
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds_text, is_known, shown
@@ -19,6 +21,7 @@ from engine.files.strict_yaml import Document, read_scalar, read_yaml
 from engine.files.yaml_scalar import plain_value
 
 VERSION = 1
+LISTED_ARGS = ("optimizer_args", "lr_args")  # their lists of numbers become text with commas
 PROJECT_FILE = "bamboo.yaml"  # the job of the current folder
 RESERVED_PREFIXES = ("BAMBOO_ETCD", TRUST_VARIABLE)  # of the variables that set no field of a job
 
@@ -92,7 +95,13 @@ def _add_from_file(layer: Layer, document: Document, name: str, value: Any, fore
             layer.problems.append(given(name, value=value).problem(str(VERSION), shown(value)))
     elif name in ARGS_FIELDS and isinstance(value, dict):
         for key, each in value.items():
-            layer.add(given(name, key, value=each))
+            is_list = name in LISTED_ARGS and isinstance(each, list) and all(type(one) in (int, float) for one in each)
+            layer.add(given(name, key, value=as_list(each) if is_list and each else each))
+    elif name == "param_groups" and isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        try:
+            layer.add(given(name, value=as_text(value)))
+        except ValueError as error:
+            layer.problems.append(given(name, value=value).problem(PARAM_GROUPS_FORM, shown(value), str(error)))
     elif name == "partition" and isinstance(value, list) and value and all(type(each) is int for each in value):
         layer.add(given(name, value=",".join(str(each) for each in value)))
     else:

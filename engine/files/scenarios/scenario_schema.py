@@ -10,6 +10,7 @@ from engine.core.action import Op
 from engine.core.checkpoints.keeping import KEEPING_PATTERN
 from engine.core.checks.recovery_times import PHASES as TIMED_PHASES
 from engine.core.config.field_help import FIELD_HELP
+from engine.core.config.param_groups import MATCH
 from engine.core.config.size import SIZE_PATTERN
 from engine.core.duration import DURATION_FORM, DURATION_PATTERN, parse_duration
 from engine.core.faults.fault import PHASES, ROLES, WHENS
@@ -177,6 +178,8 @@ def _job_field(name: str) -> dict[str, Any]:
         return _TEXTS[name]
     if name == "partition":
         return {"type": ["string", "array"], "items": {"type": "integer"}}
+    if name == "param_groups":
+        return {"type": ["string", "array"], "items": {"type": "object", "required": [MATCH]}}
     return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]}
 
 

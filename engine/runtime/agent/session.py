@@ -13,6 +13,7 @@ from pathlib import Path
 from engine.core.checkpoints.resumption import Resumption, begun_with
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
+from engine.core.config.update_rules import preloads
 from engine.core.coordinator.inputs import Resumed
 from engine.core.coordinator.state import CoordinatorState, first_state
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
@@ -85,7 +86,7 @@ def run_session(
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()
                 server = server or stack.enter_context(ForkServer())
-                stack.enter_context(server.adopting())
+                stack.enter_context(server.adopting(preloads(job)))
                 start = partial(start_coordinator, server, logs) if standby else None
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
                 stack.enter_context(_renewing(node, server))

@@ -107,8 +107,8 @@ class ThreadServer(ForkServer):
         yield
 
     @contextlib.contextmanager
-    def adopting(self) -> Iterator[None]:
-        """Does nothing: a thread leaves no process behind."""
+    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
+        """Does nothing: a thread leaves no process behind, and imports a module once."""
         yield
 
     def end_descendants(self, patience_s: float = 0.0) -> None:

@@ -81,6 +81,8 @@ class ForkServer:
             | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
             | {descendants.VARIABLE: self._mark}
         )
+        self.preload: tuple[str, ...] = ()  # modules that the server imports before the next forks
+        self._preloaded: tuple[str, ...] = ()
         self._children: list[Child] = []
         self._is_forking = False
         self.while_waiting: Callable[[], None] = lambda: None  # called each second in which the server does not answer
@@ -99,6 +101,7 @@ class ForkServer:
     def _start(self) -> None:
         self._link, far = Link.pair()
         self._has_served = self._has_begun = False
+        self._preloaded = ()
         command = subprocesses.module("engine.runtime.process.forkserver", str(far.fileno()), str(os.getpid()))
         self._process = subprocesses.start(command, fd=far.fileno(), environment=self._environment)
         far.close()
@@ -133,8 +136,12 @@ class ForkServer:
                 self._settle()
 
     @contextlib.contextmanager
-    def adopting(self) -> Iterator[None]:
-        """Ends all descendants of the children behind the block; inside the block `end_descendants` can do it."""
+    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
+        """Ends all descendants of the children behind the block; inside the block `end_descendants` can do it.
+
+        From now on the server has imported the modules `preload` before it forks.
+        """
+        self.preload = preload
         with adopting():
             try:
                 yield
@@ -174,15 +181,16 @@ class ForkServer:
     def _ask(self, role: str, name: str, fds: list[int]) -> tuple[Message | None, list[int]]:
         """Asks the server for a fork; returns its answer and the descriptors with it, or None if it does not answer."""
         if not self._has_begun:
-            self._link.send(BeginMessage())
+            self._link.send(BeginMessage(self.preload))
             self._has_begun = True
         told, tell = os.pipe()  # the child waits for a byte, so that it does not run unless this process knows it
         try:
             self._link.send(ForkMessage(role, name), [told, *fds])
-            reply, came_along = self._reply(_ANSWER_S if self._has_served else _START_S)
+            is_ready = self._has_served and self._preloaded == self.preload
+            reply, came_along = self._reply(_ANSWER_S if is_ready else _START_S)
             self._has_begun = reply is not None and not isinstance(reply, LeftMessage)
             if reply is not None:
-                self._has_served = True
+                self._has_served, self._preloaded = True, self.preload
                 os.write(tell, b"!")
         finally:
             os.close(told)

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.core.process_messages import ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
+from engine.core.process_messages import BeginMessage, ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ignore_ctrl_c
 from engine.runtime.process.log_stream import log_stream
@@ -45,7 +45,9 @@ PRELOAD = ("engine.runtime.worker.worker",)
 def serve(launcher: Link, launcher_pid: int) -> None:
     """Starts an intermediate process per batch of forks, and sends "left" at its end, until the launcher is gone."""
     server = os.getpid()
-    while launcher.receive() is not None:
+    while (begin := launcher.receive()) is not None:
+        for module in begin.preload if isinstance(begin, BeginMessage) else ():
+            importlib.import_module(module)
         with contextlib.suppress(OSError):  # fork may fail
             if (between := os.fork()) == 0:
                 die_with_parent(server)

@@ -1,13 +1,14 @@
 """Optimizers: one per layer, so that a layer's optimizer state can be sent with the layer.
 
-The arithmetic is torch's functional form without `foreach` and `fused`, which differ in bits: owner and shadow must
-take the same path. The optimizer classes are not used because their first call imports torch's compiler, 0.8 s at every
-start. The state is a plain mapping.
+The arithmetic of adamw and sgd is torch's functional form without `foreach` and `fused`, which differ in bits: owner
+and shadow must take the same path. All others go by their class (`engine/runtime/optimizers/class_optimizer.py`), whose
+first use imports torch's compiler, 0.8 s. The state is a plain mapping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,15 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from engine.core.config.job import Job
+from engine.core.config.param_groups import ParamGroup
 from engine.core.errors import Problem, UserError
 from engine.models.arguments import check_builtin_args
+from engine.models.layers import Model
+from engine.runtime.optimizers.class_optimizer import ClassOptimizer, Named, OptimizerClass
+from engine.runtime.optimizers.layer_groups import groups_by_layer
 from engine.runtime.stage.tensor_shards import as_shard_of
 
-Named = dict[str, Tensor]
+NO_GROUPS: Mapping[str, ParamGroup] = MappingProxyType({})
 UpdateRule = Callable[[Tensor, Tensor, Named, float], None]  # (weights, gradient, their state, learning rate)
 
 
@@ -29,21 +34,56 @@ def trainable(layer: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class LayerOptimizer:
-    """The optimizer of one layer; `state` maps a parameter's name to its named state tensors, initially none."""
+    """The optimizer of one layer; `state` maps a parameter's name to its named state tensors, initially none.
 
-    def __init__(self, job: Job, layer: nn.Module):
-        check_builtin_args("optimizer_args", OPTIMIZERS[job.optimizer], job.optimizer_args)
+    `groups` has the parameter group of each parameter that is in one.
+    """
+
+    def __init__(self, job: Job, layer: nn.Module, groups: Mapping[str, ParamGroup] = NO_GROUPS):
         self.layer = layer
-        self.rule: UpdateRule = OPTIMIZERS[job.optimizer](**job.optimizer_args)
+        self.groups = groups
+        self._chosen = _Chosen(job, {each.pattern: each for each in groups.values()})
+        self._made: ClassOptimizer | None = None
         self.state: dict[str, Named] = {name: {} for name, _ in trainable(layer)}
 
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
         """Updates each trained parameter from `gradients[name] * factor`; the gradients are not changed."""
+        if self._chosen.own is not None:
+            self._step_by_class(self._chosen.own, learning_rate, gradients, factor)
+            return
         with torch.no_grad():
             for name, parameter in trainable(self.layer):
                 gradient = as_shard_of(parameter, gradients[name])
                 gradient = gradient if factor == 1.0 else gradient * factor
-                self.rule(parameter, gradient, self.state[name], learning_rate)
+                rule = self._chosen.rules[self._pattern(name)]
+                rule(parameter, gradient, self.state[name], self._rate(name, learning_rate))
+
+    def _step_by_class(
+        self, own: OptimizerClass, learning_rate: float, gradients: Mapping[str, Tensor], factor: float
+    ) -> None:
+        named = trainable(self.layer)
+        if not named:
+            return
+        with torch.no_grad():
+            # A product is a copy: the optimizer may write to its gradients, which other replicas share.
+            given = {name: as_shard_of(parameter, gradients[name]) * factor for name, parameter in named}
+        self._instance(own).step(given, {name: self._rate(name, learning_rate) for name, _ in named}, self.state)
+
+    def prepare(self) -> None:
+        """Makes the instance of a class before the first step; raises UserError if the class refuses its arguments."""
+        if self._chosen.own is not None and self.state:
+            self._instance(self._chosen.own)
+
+    def _instance(self, own: OptimizerClass) -> ClassOptimizer:
+        if self._made is None:
+            self._made = own.made(trainable(self.layer), {name: each.args for name, each in self.groups.items()})
+        return self._made
+
+    def _pattern(self, name: str) -> str:
+        return self.groups[name].pattern if name in self.groups else ""
+
+    def _rate(self, name: str, learning_rate: float) -> float:
+        return learning_rate * self.groups[name].lr if name in self.groups else learning_rate
 
     def state_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yields (name, tensor) of the layer's weights, then of its optimizer state, in the order of the parameters."""
@@ -51,6 +91,12 @@ class LayerOptimizer:
         for name, tensors in self.state.items():
             for key, tensor in sorted(tensors.items()):
                 yield f"{name}.{key}", tensor
+
+
+def layer_optimizers(job: Job, model: Model, layers: Mapping[int, nn.Module]) -> dict[int, LayerOptimizer]:
+    """Returns the optimizer of each of these layers of a model."""
+    groups = groups_by_layer(job, model, layers)
+    return {index: LayerOptimizer(job, layer, groups[index]) for index, layer in layers.items()}
 
 
 def adamw(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> UpdateRule:
@@ -107,6 +153,23 @@ def sgd(
             state["momentum_buffer"] = buffers[0]
 
     return rule
+
+
+class _Chosen:
+    """The rules of a job by the pattern of the group, empty without one; or the class of its optimizer."""
+
+    def __init__(self, job: Job, groups: Mapping[str, ParamGroup]):
+        self.rules: dict[str, UpdateRule] = {}
+        self.own: OptimizerClass | None = None
+        if job.optimizer not in OPTIMIZERS:
+            self.own = OptimizerClass(job)
+            return
+        make = OPTIMIZERS[job.optimizer]
+        check_builtin_args("optimizer_args", make, job.optimizer_args)
+        self.rules[""] = make(**job.optimizer_args)
+        for each in groups.values():
+            check_builtin_args("param_groups", make, each.args)
+            self.rules[each.pattern] = make(**{**job.optimizer_args, **each.args})
 
 
 OPTIMIZERS: dict[str, Callable[..., UpdateRule]] = {"adamw": adamw, "sgd": sgd}

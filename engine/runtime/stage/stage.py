@@ -26,7 +26,7 @@ from engine.models.user_code import RAISED, blame
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.stage.build_layer import build_layer
-from engine.runtime.stage.optimizer import LayerOptimizer, trainable
+from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.stage.residual import Checkpoint, Pending, Residual, groups_of
 from engine.runtime.stage.segment import Segment, cut_off
 from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border, border_of, difference, laid_out_as
@@ -41,7 +41,7 @@ class Stage:
         self.pipeline = pipeline
         self.layers = {index: build_layer(job, model, index) for index in range(first, last)}
         self.is_last = last == len(model.layers)
-        self.optimizers = {index: LayerOptimizer(job, layer) for index, layer in self.layers.items()}
+        self.optimizers = layer_optimizers(job, model, self.layers)
         self.residuals: dict[int, Residual] = {}
         self.pending: dict[int, Pending] = {}
         self.losses: dict[int, float] = {}  # of the counted microbatches

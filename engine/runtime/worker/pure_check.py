@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.checks.purity import DATA, DigestByName, impure_layer
+from engine.core.checks.purity import DATA, OPTIMIZER, DigestByName, impure_layer
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
@@ -23,8 +23,10 @@ from engine.core.ownership import Ownership
 from engine.core.process_messages import PureMessage
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
+from engine.models.model_registry import is_own
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, drawn_like
+from engine.runtime.stage.optimizer_trial import OptimizerTrial
 from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.worker.data_trial import DataTrial
@@ -42,7 +44,8 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
     )
     owned = {stage for _, stage in ownership.slots_of(context.worker)}
     try:
-        rows = check.run({stage: stage in owned for _, stage in sorted(context.replicas.stages)})
+        tried = list(_optimizer_rows(context))
+        rows = tried + check.run({stage: stage in owned for _, stage in sorted(context.replicas.stages)})
     finally:
         ms = round((now_ns() - start_ns) / 1e6, 1)
         unchecked = tuple(check.unchecked)
@@ -50,6 +53,18 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
     displace(context.worker)  # a draw of the data in training shows, as each worker gets another number
     for part in in_messages((cut(name, _MOST_OF_NAME, CUT), marks) for name, marks in rows):
         context.control.send(PureMessage(part))
+
+
+def _optimizer_rows(context: WorkerContext) -> Iterator[tuple[str, DigestByName]]:
+    """Tries an optimizer of the user's on each layer here; yields the marks; raises UserError if it is impure."""
+    if not is_own(context.job.optimizer):
+        return
+    trial = OptimizerTrial(context.job)
+    for _, stage in sorted(context.replicas.stages.items()):
+        for index, layer in stage.layers.items():
+            with set_back():
+                mark = trial.run(index, layer, stage.optimizers[index])
+            yield f"{OPTIMIZER}{context.job.optimizer}", {f"update of layer {index}": mark}
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from engine.core.action import Action
 from engine.core.checks.loaded_data import LoadedMarks
-from engine.core.config.lr_schedule import learning_rate
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
 from engine.core.value import Kind, Value
+from engine.runtime.optimizers.learning_rates import learning_rates
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, losses_of, send_entry, take_entry, take_step
 from engine.runtime.replica.state_transfer import send_state, take_state
 from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
@@ -36,6 +36,7 @@ class StepEnd:
         self.worker = context.worker
         self.replicas = context.replicas
         self.clip_factor = 1.0
+        self._rate_of = learning_rates(context.job)
         self.logged: dict[Slot, LogEntry] = {}
         self._reduced: dict[Slot, LogEntry] = {}
         self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
@@ -197,9 +198,8 @@ class StepEnd:
 
     def take_step(self, action: Action, step: int) -> None:
         """Takes the optimizer step of one replica from its log entry."""
-        slot, job = (action.pipeline, action.stage), self.context.job
-        rate = learning_rate(job.lr_schedule, job.lr, step, job.steps, job.warmup_steps)
-        take_step(self.replicas.stages[slot], self.logged[slot], rate, self.clip_factor)
+        slot = (action.pipeline, action.stage)
+        take_step(self.replicas.stages[slot], self.logged[slot], self._rate_of(step), self.clip_factor)
 
 
 def _by_stage(awaited: tuple[int, Use]) -> tuple[int, int, int, int]:

@@ -43,9 +43,12 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.ipc.step_writer import StepWriter
 from engine.runtime.ipc.whereabouts import Whereabouts
+from engine.runtime.optimizers.layer_groups import check_groups
+from engine.runtime.optimizers.learning_rates import check_rates
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
+from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
@@ -148,6 +151,10 @@ def _run(
     context = member.context
     if origin is not None:
         load(context.replicas, origin)
+    check_rates(context.job)
+    for stage in context.replicas.stages.values():
+        for optimizer in stage.optimizers.values():
+            optimizer.prepare()
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
     code = Training(context, member.ownership, member.plane, protocol, first).run()
@@ -190,6 +197,8 @@ def join(
     if worker == owners[0]:
         if given is not None:
             check_given(given, job, model)
+        if job.param_groups:
+            check_groups(job, model, {index: build_layer(job, model, index) for index in range(len(model.layers))})
         names = tuple(each.name for each in model.layers)
         control.send(messages.CutMessage(_partition(job, model, data), names, data.num_samples))
     starts = control.take(messages.PartitionMessage).starts

@@ -1,0 +1,99 @@
+"""The table of torch's optimizers and schedules: it is torch's, and its arguments are checked by their form."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from engine.core.config.job import Job
+from engine.core.config.torch_parts import (
+    OPTIMIZERS,
+    SCHEDULES,
+    TorchPart,
+    argument_problems,
+    given_arguments,
+    plain_argument,
+)
+from engine.core.config.update_rules import depends_on_steps, preloads, update_problems
+
+OF_BAMBOO = {"params", "lr", "foreach", "fused", "capturable", "differentiable", "adjust_lr_fn"}
+OF_SCHEDULES = {"optimizer", "last_epoch", "max_lr", "epochs", "steps_per_epoch", "scale_fn", "cycle_momentum"}
+OF_SCHEDULES |= {"base_momentum", "max_momentum"}
+
+
+@pytest.mark.parametrize("part", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_the_arguments_of_an_optimizer_are_torchs(part: TorchPart) -> None:
+    theirs = inspect.signature(getattr(torch.optim, part.cls)).parameters
+    assert set(part.arguments) == set(theirs) - OF_BAMBOO - ({"eps"} if part.cls == "Adafactor" else set())
+    for name, argument in part.arguments.items():
+        default: Any = given_arguments(part.arguments, {name: argument.default or 0})[name]
+        assert default == theirs[name].default or default == (theirs[name].default or 0), name
+
+
+@pytest.mark.parametrize("part", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_the_arguments_of_a_schedule_are_torchs(part: TorchPart) -> None:
+    theirs = inspect.signature(getattr(lr_scheduler, part.cls)).parameters
+    ours = set(part.arguments) | ({part.horizon} if part.horizon else set())
+    assert ours == set(theirs) - OF_SCHEDULES
+    for name, argument in part.arguments.items():
+        if name != part.horizon and argument.default is None:
+            assert theirs[name].default is inspect.Parameter.empty
+        elif name != part.horizon:
+            assert argument.default == (theirs[name].default or 0), name
+
+
+def told(**fields: Any) -> list[str]:
+    return [str(each) for each in update_problems(Job(**fields))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"optimizer": "LBFGS"}, "it calls the model again inside of a step"),
+        ({"optimizer": "sparse_adam"}, "it takes sparse gradients only"),
+        ({"optimizer": "Adma"}, "did you mean 'adamax'?"),
+        ({"optimizer": "adam", "optimizer_args": {"betas": 0.9}}, "expected 2 numbers with commas, found 0.9"),
+        ({"optimizer": "adam", "optimizer_args": {"beta1": 0.9}}, "expected one of amsgrad, betas, "),
+        ({"optimizer": "adam", "optimizer_args": {"amsgrad": 1}}, "expected true or false, found 1"),
+        ({"optimizer": "adafactor", "fsdp": 1}, "expected an optimizer that steps shards, with fsdp"),
+        ({"lr_schedule": "ReduceLROnPlateau"}, "it needs the loss of a validation"),
+        ({"lr_schedule": "LambdaLR"}, "it takes a function: give package.module:function"),
+        ({"lr_schedule": "OneCycleLR"}, "did you mean 'onecycle'?"),
+        ({"lr_schedule": "step"}, "lr_args.step_size: expected a whole number, since it has no default"),
+        ({"lr_schedule": "multistep", "lr_args": {"milestones": "3,a"}}, "expected whole numbers with commas"),
+        ({"lr_schedule": "cosine", "lr_args": {"gamma": 1}}, "lr_args.gamma: expected no arguments"),
+        ({"param_groups": "bias"}, "'bias' has no pattern before a colon"),
+        ({"optimizer": "adam", "param_groups": "bias: momentum=1"}, "param_groups.momentum: expected one of"),
+    ],
+)
+def test_a_mistake_is_told_with_its_reason(fields: dict[str, Any], words: str) -> None:
+    (problem,) = told(**fields)
+    assert words in problem
+
+
+def test_what_is_right_passes() -> None:
+    assert told(optimizer="mine:Lion", optimizer_args={"x": 1}, lr_schedule="mine:rate", lr_args={"y": 2}) == []
+    assert told(optimizer="adam", optimizer_args={"betas": "0.8, 0.9"}, param_groups="bias: eps=1e-6") == []
+    assert told(lr_schedule="multistep", lr_args={"milestones": 3}) == []
+
+
+def test_lists_become_tuples() -> None:
+    arguments = SCHEDULES["multistep"].arguments
+    assert given_arguments(arguments, {"milestones": "3, 7", "gamma": 0.5}) == {"milestones": (3, 7), "gamma": 0.5}
+    assert given_arguments(arguments, {"milestones": 3}) == {"milestones": (3,)}
+    assert [plain_argument(each) for each in ("0.9,0.99", "a,b", "x", 3)] == [(0.9, 0.99), "a,b", "x", 3]
+    assert argument_problems("lr_args", arguments, {"milestones": "3,7"}) == []
+
+
+def test_only_a_class_imports_the_compiler() -> None:
+    assert [preloads(Job(optimizer=each)) for each in ("adamw", "sgd")] == [(), ()]
+    assert preloads(Job(optimizer="adam")) == preloads(Job(optimizer="mine:Lion")) == ("torch._dynamo",)
+
+
+def test_the_steps_of_a_job_decide_only_some_rates() -> None:
+    depends = {name for name in ("constant", "linear", "cosine", *SCHEDULES) if depends_on_steps(Job(lr_schedule=name))}
+    assert depends == {"linear", "cosine", "cosine_annealing", "onecycle", "polynomial"}
