@@ -60,7 +60,7 @@ class CommitMessage(ToWorker):
     """A step is committed: gradients are multiplied with `clip_factor`; `then` names the event after the optimizer."""
 
     step: int
-    clip_factor: float
+    clip_factor: float  # 0: the optimizer skips the step
     then: Literal["step", "end", "epoch"]
     keep: bool = False  # the state after the step is written as a checkpoint
 

@@ -15,13 +15,14 @@ from engine.models.layers import Loss, Model, Tensors
 from engine.models.user_code import RAISED, blame
 
 _LOSS = "the loss"
+_NARROW = (torch.bfloat16, torch.float16)
 IGNORED = -100  # the target of a position that does not count; torch's own value
 
 
 def default_loss(outputs: Tensors, targets: Tensors) -> Tensor:
     """Returns the cross-entropy over the last dimension in nats, or the mean square error for float targets.
 
-    It compares the first output, converted to float32 (under autocast it is bfloat16), with the first target.
+    It compares the first output, converted to float32 (under autocast it is narrower), with the first target.
     """
     output, target = outputs[0].float(), targets[0]
     if target.is_floating_point():
@@ -60,7 +61,7 @@ def _name_of(metric: Loss) -> str:
 
 
 def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> Tensor:
-    outputs = tuple(each.float() if each.dtype is torch.bfloat16 else each for each in outputs)
+    outputs = tuple(each.float() if each.dtype in _NARROW else each for each in outputs)
     try:
         found = function(outputs, targets)
         if isinstance(found, float | int) and place != _LOSS:

@@ -148,7 +148,7 @@ def command(run: RunTables) -> str:
     )
 
 
-_MAPPINGS = {"model_args", "data_args", "optimizer_args", "lr_args"}
+_MAPPINGS = {"model_args", "data_args", "optimizer_args", "lr_args", "scaler_args"}
 _PLACES = {"results", "name"}
 
 

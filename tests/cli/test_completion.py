@@ -54,7 +54,10 @@ def complete(folder: Path, line: str, shell: str = "bash", **environment: str) -
         ("bamboo schedule show --schedule 1", ["1f1b"]),
         ("bamboo run --redundancy ", ["none", "lazy", "eager", "reroute"]),
         ("bamboo report --table ", ["recovery", "steps", "workers", "actions", "checks", "outcome", "samples"]),
-        ("bamboo list ", ["scenarios", "matrices", "models", "data", "schedules", "runs"]),
+        (
+            "bamboo list ",
+            ["scenarios", "matrices", "models", "data", "schedules", "optimizers", "lr-schedules", "runs"],
+        ),
     ],
 )
 def test_names_are_completed(tmp_path: Path, line: str, values: list[str]) -> None:

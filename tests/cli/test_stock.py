@@ -20,7 +20,7 @@ from tests.cli.test_status import make_run
 
 GONE = {"pid": 2**22 + 1}  # above the largest pid of Linux: no process has the launcher's pid
 STARTED, ENDED = ([{**events[0], **GONE}, *events[1:]] for events in (test_status.STARTED, test_status.ENDED))
-KINDS = ("scenarios", "matrices", "models", "data", "schedules", "runs")
+KINDS = ("scenarios", "matrices", "models", "data", "schedules", "optimizers", "lr-schedules", "runs")
 
 
 def say(*arguments: object) -> str:

@@ -28,6 +28,7 @@ DECISIVE = {
     "lr_schedule",
     "lr_args",
     "param_groups",
+    "scaler_args",
     "warmup_steps",
     "clip_norm",
     "dtype",

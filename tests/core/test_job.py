@@ -12,6 +12,7 @@ from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import PARTITION_FORMS, Job
 from engine.core.config.job_rules import check_job
 from engine.core.config.lr_schedule import LR_SCHEDULES
+from engine.core.config.torch_parts import SCHEDULES as SCHEDULES_OF_TORCH
 from engine.core.ownership import Redundancy
 from engine.core.scalar import MOST_FLOAT
 from engine.core.schedules.registry import SCHEDULES
@@ -73,8 +74,9 @@ def test_unknown_names_come_with_the_nearest_known_one() -> None:
     assert problems_of(schedule="1f1") == [
         f"schedule: expected one of {', '.join(sorted(SCHEDULES))}, found '1f1' (did you mean '1f1b'?)"
     ]
+    known = ", ".join(sorted((*LR_SCHEDULES, *SCHEDULES_OF_TORCH)))
     assert problems_of(lr_schedule="cosin") == [
-        f"lr_schedule: expected one of {', '.join(sorted(LR_SCHEDULES))}, found 'cosin' (did you mean 'cosine'?)"
+        f"lr_schedule: expected one of {known}, or package.module:name, found 'cosin' (did you mean 'cosine'?)"
     ]
     assert problems_of(schedule="zzz")[0].endswith("found 'zzz'")
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import importlib
-import inspect
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -28,6 +25,7 @@ from engine.models.layers import Model, Tensors
 from engine.models.losses import metrics_of
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
+from tests.e2e.plain_torch import optimizer_of, rates_of
 
 Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffers, loss
 
@@ -64,46 +62,11 @@ class PlainLoop:
         self.first_use = {use: sorted(tie.uses)[0] for tie in self.model.ties for use in sorted(tie.uses)[1:]}
         self._share_storage()
         self.trained = {use: each for use, each in _trained(self.pipelines[0]).items() if use not in self.first_use}
-        self.factors: list[float] = []  # of the rate, by group of torch's optimizer
-        self.optimizer = self._optimizer()
-        self.schedule = self._schedule()
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """Returns torch's own optimizer over all parameters, in groups by their plain names."""
-        job = self.job
-        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(job.optimizer) or own_class(job.optimizer)
-        wanted = [each.rpartition(":") for each in job.param_groups.split(";") if each]
-        found: dict[str, dict[str, Any]] = {}
-        for (index, name), parameter in self.trained.items():
-            plain = f"{self.model.layers[index].name}.{name}"
-            pattern, args = next(((a.strip(), b) for a, _, b in wanted if re.search(a.strip(), plain)), ("", ""))
-            values = {key.strip(): float(value) for key, value in (each.split("=") for each in args.split(",") if each)}
-            found.setdefault(pattern, {"params": [], "factor": values.pop("lr", 1.0), **values})
-            found[pattern]["params"].append(parameter)
-        self.factors = [each.pop("factor") for each in found.values()]
-        off = {"foreach": False} if "foreach" in inspect.signature(kind).parameters else {}
-        return kind(list(found.values()), lr=job.lr, **off, **numbers(job.optimizer_args))
-
-    def _schedule(self) -> list[float]:
-        """Returns the rates of torch's own scheduler, in a usual loop with an optimizer."""
-        job = self.job
-        if job.lr_schedule in ("constant", "linear", "cosine"):
-            return []
-        name, rest = SCHEDULERS[job.lr_schedule], max(1, job.steps - job.warmup_steps)
-        dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=job.lr)
-        more = {"T_max": rest, "total_iters": rest, "total_steps": rest, "max_lr": job.lr, "cycle_momentum": False}
-        kind = getattr(torch.optim.lr_scheduler, name)
-        taken = inspect.signature(kind).parameters
-        own = {"PolynomialLR": ["total_iters"], "CosineAnnealingLR": ["T_max"], "OneCycleLR": ["total_steps"]}
-        chosen = [*own.get(name, ()), "max_lr", "cycle_momentum"]
-        args = {each: more[each] for each in chosen if each in taken} | numbers(job.lr_args)
-        scheduler, rates = kind(dummy, **args), []
-        for _ in range(rest):
-            rates.append(dummy.param_groups[0]["lr"])
-            dummy.step()
-            if len(rates) < rest:
-                scheduler.step()
-        return rates
+        names = {use: f"{self.model.layers[use[0]].name}.{use[1]}" for use in self.trained}
+        self.optimizer, self.factors = optimizer_of(job, {names[use]: each for use, each in self.trained.items()})
+        scaling: dict[str, Any] = {**job.scaler_args, "enabled": job.dtype == "float16"}
+        self.scaler = torch.amp.GradScaler("cpu", **scaling)
+        self.schedule = rates_of(job)
 
     def _share_storage(self) -> None:
         """Gives all pipelines and all uses of a tied parameter the same memory; each keeps its own gradient."""
@@ -120,12 +83,16 @@ class PlainLoop:
             loss += other
         loss /= self.job.pipelines
         gradients = self._tied(self._reduced())
+        for use, parameter in self.trained.items():
+            parameter.grad = gradients[use]
+        self.scaler.unscale_(self.optimizer)
         factor = self._clip_factor(gradients)
         for use, parameter in self.trained.items():
             parameter.grad = gradients[use] if factor == 1.0 else gradients[use] * factor
         for group, rate_factor in zip(self.optimizer.param_groups, self.factors, strict=True):
             group["lr"] = self._learning_rate(step) * rate_factor
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         for layers in self.pipelines:
             for parameter in _trained(layers).values():
                 parameter.grad = None
@@ -144,12 +111,13 @@ class PlainLoop:
                     self._call(layer, values)
                 values = self._call(layer, values)
             loss = self.model.loss(_in_float32(values), batch.targets)
-            (loss / job.microbatches).backward()
+            self.scaler.scale(loss / job.microbatches).backward()
             losses.append(loss.item())
         return fmean(losses)
 
     def _call(self, layer: nn.Module, values: Tensors) -> Tensors:
-        with torch.autocast("cpu", torch.bfloat16) if self.job.dtype == "bfloat16" else contextlib.nullcontext():
+        is_narrow = self.job.dtype != "float32"
+        with torch.autocast("cpu", getattr(torch, self.job.dtype)) if is_narrow else contextlib.nullcontext():
             made = layer(*values)
         # A rule of the engine: the outputs of a layer are made contiguous, as by a transfer.
         return tuple(each.contiguous() for each in ((made,) if isinstance(made, Tensor) else made))
@@ -219,50 +187,13 @@ class PlainLoop:
                 of_optimizer = self.optimizer.state[self.trained[use]]
                 values = sorted((part, value) for part, value in of_optimizer.items() if isinstance(value, Tensor))
                 state += [(f"{name}.{part}", value) for part, value in values]
+            if self.job.dtype == "float16":
+                state.append(("(loss scale).good_steps", torch.tensor(self.scaler._get_growth_tracker())))
+                state.append(("(loss scale).scale", torch.tensor(self.scaler.get_scale())))
             buffers = [sha256(layers[index].named_buffers()) for layers in self.pipelines]
             joined = buffers[0] if len(buffers) == 1 else hashlib.sha256("\n".join(buffers).encode()).hexdigest()
             rows.append((str(step), str(index), sha256(state), joined, repr(loss)))
         return rows
-
-
-OPTIMIZERS = {
-    "adadelta": "Adadelta",
-    "adafactor": "Adafactor",
-    "adagrad": "Adagrad",
-    "adam": "Adam",
-    "adamax": "Adamax",
-    "asgd": "ASGD",
-    "nadam": "NAdam",
-    "radam": "RAdam",
-    "rmsprop": "RMSprop",
-    "rprop": "Rprop",
-}
-SCHEDULERS = {
-    "constant_factor": "ConstantLR",
-    "cosine_annealing": "CosineAnnealingLR",
-    "cosine_restarts": "CosineAnnealingWarmRestarts",
-    "cyclic": "CyclicLR",
-    "exponential": "ExponentialLR",
-    "linear_factor": "LinearLR",
-    "multistep": "MultiStepLR",
-    "onecycle": "OneCycleLR",
-    "polynomial": "PolynomialLR",
-    "step": "StepLR",
-}
-
-
-def own_class(name: str) -> Any:
-    """Returns the class of torch, or of a module, that a job names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute) if attribute else getattr(torch.optim, OPTIMIZERS[name])
-
-
-def numbers(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments as torch takes them: a text with commas is a list."""
-    return {
-        name: [float(each) if "." in each else int(each) for each in value.split(",")] if "," in str(value) else value
-        for name, value in args.items()
-    }
 
 
 def key(*parts: int | str) -> int:
@@ -281,7 +212,7 @@ def sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _in_float32(values: Tensors) -> Tensors:
-    return tuple(each.float() if each.dtype is torch.bfloat16 else each for each in values)
+    return tuple(each.float() if each.dtype in (torch.bfloat16, torch.float16) else each for each in values)
 
 
 def _build(job: Job, model: Model) -> list[nn.Module]:

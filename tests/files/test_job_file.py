@@ -159,7 +159,7 @@ def test_reserved_and_foreign_variables_are_left_alone() -> None:
         ("lr: true", "job.yaml:1:5: lr: expected a number, found true"),
         ("name: 123", "job.yaml:1:7: name: expected text, found 123 (quote it)"),
         ("partition: [2, a]", "job.yaml:1:12: partition: expected text, found a list"),
-        ("dtype: float23", "job.yaml:1:8: dtype: expected one of float32, bfloat16, found 'float23' "
+        ("dtype: float23", "job.yaml:1:8: dtype: expected one of float32, bfloat16, float16, found 'float23' "
          "(did you mean 'float32'?)"),
         ("model_args: 3", "job.yaml:1:13: model_args: expected a mapping, found 3 (give each as model_args.NAME)"),
         ("model_args: {w: [1]}", "job.yaml:1:17: model_args.w: expected text, a number, true or false, found a list"),

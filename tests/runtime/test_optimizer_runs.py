@@ -43,6 +43,8 @@ SHARP: dict[str, dict[str, Any]] = {
     "a user's Lion": MLP | {"optimizer": f"{USER}:Lion", "lr_schedule": "exponential", "lr_args": {"gamma": 0.7}},
     "adamw in groups": GPT | {"param_groups": "bias|norm: weight_decay=0; token: lr=0.5"},
 }
+HALF: dict[str, Any] = {"dtype": "float16", "scaler_args": {"init_scale": 2.0**18, "growth_interval": 2}, "steps": 14}
+SHARP["float16, with steps that are skipped"] = MLP | HALF | {"optimizer": "adam"}
 WIDE: dict[str, dict[str, Any]] = {
     **{name: MLP | {"optimizer": name} for name in OPTIMIZERS if name not in ("muon",)},
     **{
@@ -50,6 +52,11 @@ WIDE: dict[str, dict[str, Any]] = {
         for name in OPTIMIZERS
         if name not in ("muon",)
     },
+    **{f"float16, {name}": MLP | HALF | {"optimizer": name} for name in ("adamw", "sgd", "rmsprop", "adagrad")},
+    "float16 in two pipelines": MLP | HALF | {"pipelines": 2, "log_every": 1},
+    "float16, odd factors": MLP
+    | HALF
+    | {"scaler_args": {"init_scale": 3e5, "growth_factor": 1.7, "growth_interval": 1}},
     **{f"by {name}": MLP | {"lr_schedule": name, "lr_args": args} for name, args in SCHEDULES.items()},
 }
 

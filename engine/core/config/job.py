@@ -16,7 +16,7 @@ from engine.core.placement import PlacementChoice
 from engine.core.scalar import Args, Scalar
 
 Backend = Literal["auto", "gloo", "nccl"]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
 CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule")  # name code: module:name
@@ -80,7 +80,8 @@ class Job:
     lr_args: Args = _args("arguments of the schedule of the learning rate, such as gamma")
     warmup_steps: int = _field(10, "steps of linear warm-up of the learning rate")
     clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
-    dtype: Dtype = _field("float32", "bfloat16 runs the layers under autocast")
+    dtype: Dtype = _field("float32", "bfloat16 and float16 run the layers under autocast; float16 scales the loss")
+    scaler_args: Args = _args("arguments of the scale of the loss in float16, such as growth_interval")
     partition: str = _field("uniform", PARTITION_FORMS)
     redundancy: Redundancy = _field(
         "lazy",
@@ -142,6 +143,7 @@ class Job:
             data_args=_masked(self.data_args),
             optimizer_args=_masked(self.optimizer_args),
             lr_args=_masked(self.lr_args),
+            scaler_args=_masked(self.scaler_args),
         )
 
     @property

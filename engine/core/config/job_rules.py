@@ -6,6 +6,7 @@ import re
 
 from engine.core.checkpoints.keeping import KEEPING_FORM, keeping_of
 from engine.core.config.job import FACTORY, PARTITION_FORMS, Job
+from engine.core.config.loss_scaling import scaling_problems
 from engine.core.config.metric_names import metric_problems
 from engine.core.config.partition import written
 from engine.core.config.schedule_choice import check_schedule
@@ -64,7 +65,7 @@ def check_job(job: Job) -> list[Problem]:
             Problem("microbatches", f"stages x pipelines x microbatches <= {_MAX_FORWARDS}", str(num_actions))
         )
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*update_problems(job)]
+    problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))

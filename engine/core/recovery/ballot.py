@@ -19,11 +19,12 @@ from engine.core.errors import ensure, required
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 
+SKIP = 0.0  # a clip factor: the step is skipped; no finite norm has it
 Voter = tuple[int, Slot]  # worker and slot
 
 
 class Commit(NamedTuple):
-    """The mean loss over pipelines, the global gradient norm, and the factor that clips it."""
+    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`."""
 
     step: int
     loss: float

@@ -163,7 +163,7 @@ def _fill(stage: Stage, index: int, read: _Named) -> None:
         for name, parameter in parameters.items():
             parameter.copy_(as_shard_of(parameter, read[f"weight/{name}"]))
         optimizer.state = {
-            name: {key: _like(parameters[name], tensor) for key, tensor in _optimizer_state(name, read)}
+            name: {key: _like(parameters.get(name, tensor), tensor) for key, tensor in _optimizer_state(name, read)}
             for name in optimizer.state
         }
 

@@ -14,6 +14,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from engine.core.config.loss_scaling import inverse_of
 from engine.models.layers import Tensors
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
@@ -64,6 +65,12 @@ def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:
         index: {name: laid_out_as(parameter, next(rest)) for name, parameter in named.items()}
         for index, named in stage.weights.items()
     }
+
+
+def unscaled(gradients: Gradients, scale: float) -> Gradients:
+    """Returns gradients of a loss that was multiplied by a scale, without it."""
+    inverse = inverse_of(scale)
+    return {layer: {name: each * inverse for name, each in named.items()} for layer, named in gradients.items()}
 
 
 def send_entry(channel: Channel[ProgramKey], targets: Iterable[int], key: ProgramKey, entry: LogEntry) -> None:

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from engine.core.config.job import Job
+from engine.core.config.loss_scaling import LossScale, loss_scaling
 from engine.core.config.param_groups import ParamGroup
 from engine.core.errors import Problem, UserError
 from engine.models.arguments import check_builtin_args
@@ -24,6 +25,7 @@ from engine.runtime.optimizers.class_optimizer import ClassOptimizer, Named, Opt
 from engine.runtime.optimizers.layer_groups import groups_by_layer
 from engine.runtime.stage.tensor_shards import as_shard_of
 
+LOSS_SCALE = "(loss scale)"  # in the place of a parameter's name
 NO_GROUPS: Mapping[str, ParamGroup] = MappingProxyType({})
 UpdateRule = Callable[[Tensor, Tensor, Named, float], None]  # (weights, gradient, their state, learning rate)
 
@@ -33,8 +35,14 @@ def trainable(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in layer.named_parameters() if parameter.requires_grad]
 
 
+def _as_tensors(scale: LossScale) -> Named:
+    return {"scale": torch.tensor(scale.scale), "good_steps": torch.tensor(scale.good_steps)}
+
+
 class LayerOptimizer:
     """The optimizer of one layer; `state` maps a parameter's name to its named state tensors, initially none.
+
+    In float16 it has the scale of the loss too, so that each replica, heal and checkpoint of any layer has it.
 
     `groups` has the parameter group of each parameter that is in one.
     """
@@ -45,9 +53,19 @@ class LayerOptimizer:
         self._chosen = _Chosen(job, {each.pattern: each for each in groups.values()})
         self._made: ClassOptimizer | None = None
         self.state: dict[str, Named] = {name: {} for name, _ in trainable(layer)}
+        self._scaling = loss_scaling(job)
+        if self._scaling is not None:
+            self.state[LOSS_SCALE] = _as_tensors(self._scaling.first())
 
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Updates each trained parameter from `gradients[name] * factor`; the gradients are not changed."""
+        """Updates each trained parameter from `gradients[name] * factor`; the gradients are not changed.
+
+        A factor of 0 skips the step. The scale of the loss is updated after each step.
+        """
+        if self._scaling is not None:
+            self.state[LOSS_SCALE] = _as_tensors(self._scaling.after(self._scale(), is_skipped=factor == 0))
+            if factor == 0:
+                return
         if self._chosen.own is not None:
             self._step_by_class(self._chosen.own, learning_rate, gradients, factor)
             return
@@ -69,9 +87,18 @@ class LayerOptimizer:
             given = {name: as_shard_of(parameter, gradients[name]) * factor for name, parameter in named}
         self._instance(own).step(given, {name: self._rate(name, learning_rate) for name, _ in named}, self.state)
 
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the loss in the open step; 1 in other dtypes than float16."""
+        return 1.0 if self._scaling is None else self._scale().scale
+
+    def _scale(self) -> LossScale:
+        kept = self.state[LOSS_SCALE]
+        return LossScale(kept["scale"].item(), int(kept["good_steps"].item()))
+
     def prepare(self) -> None:
         """Makes the instance of a class before the first step; raises UserError if the class refuses its arguments."""
-        if self._chosen.own is not None and self.state:
+        if self._chosen.own is not None and trainable(self.layer):
             self._instance(self._chosen.own)
 
     def _instance(self, own: OptimizerClass) -> ClassOptimizer:

@@ -26,6 +26,7 @@ from engine.models.user_code import RAISED, blame
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.stage.loss_share import LossShare
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.stage.residual import Checkpoint, Pending, Residual, groups_of
 from engine.runtime.stage.segment import Segment, cut_off
@@ -57,7 +58,7 @@ class Stage:
         self.peak_stash = 0
         self.keys: dict[tuple[int, int, int], int] = {}
         self._first_returned: dict[int, Border] = {}
-        self._share: Tensor | None = None
+        self._share = LossShare(job.microbatches)
         # Trained parameters by layer and name; with FSDP, the unsharded ones.
         self.weights = {index: dict(trainable(layer)) for index, layer in self.layers.items()}
         self._without_accumulator = self.trained()
@@ -190,7 +191,7 @@ class Stage:
         """Runs a whole backward; with `pending`, runs one for the inputs only and adds the segments to `pending`."""
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
-            gradients = residual.loss.backward((self._loss_share(residual.loss.outputs[0]),))
+            gradients = residual.loss.backward((self._share.of(residual.loss.outputs[0], self.loss_scale),))
         for group, kept in zip(reversed(self._groups), reversed(residual.groups), strict=True):
             segments = self._redo(group, step, microbatch, kept) if isinstance(kept, Checkpoint) else kept
             for index, segment in zip(reversed(group), reversed(segments), strict=True):
@@ -279,16 +280,15 @@ class Stage:
         with lending(self._modules(group), kept.buffers.copy().buffers()):
             return self._run(group, step, microbatch, kept.inputs)
 
-    def _loss_share(self, loss: Tensor) -> Tensor:
-        """Returns the gradient of a microbatch's loss, 1 / M: the loss of a step is the mean."""
-        if self._share is None:
-            self._share = torch.ones_like(loss) / self.job.microbatches
-        return self._share
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the loss in the open step; 1 in other dtypes than float16."""
+        return next(iter(self.optimizers.values())).loss_scale
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.job.dtype == "bfloat16":
-            return torch.autocast("cpu", dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+        if self.job.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=getattr(torch, self.job.dtype))
 
     def _modules(self, group: Iterable[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)

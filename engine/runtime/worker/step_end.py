@@ -18,7 +18,15 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
 from engine.core.value import Kind, Value
 from engine.runtime.optimizers.learning_rates import learning_rates
-from engine.runtime.replica.gradient_log import LogEntry, laid_out, losses_of, send_entry, take_entry, take_step
+from engine.runtime.replica.gradient_log import (
+    LogEntry,
+    laid_out,
+    losses_of,
+    send_entry,
+    take_entry,
+    take_step,
+    unscaled,
+)
 from engine.runtime.replica.state_transfer import send_state, take_state
 from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
 from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
@@ -170,7 +178,8 @@ class StepEnd:
                 total = sum_in_layer_order([self._gradient_of(pipeline, use) for use in uses])
                 for use in mine:
                     gradients[use.layer][use.name] = total
-        return replace(entry, gradients=gradients)
+        scale = self.replicas.stages[slot].loss_scale
+        return replace(entry, gradients=gradients if scale == 1.0 else unscaled(gradients, scale))
 
     def _gradient_of(self, pipeline: int, use: Use) -> Tensor:
         """Returns the reduced gradient of one use of a tied parameter; receives it if another worker owns the use."""
