@@ -5,6 +5,7 @@ The explanation has the dead workers, the committed steps, the reason and the ad
 Rules: the reason mentions only copies that this job could have had. Each advised option would have helped: with it, any
 equal number of workers may be gone at once. Nothing helps a model that hangs on every worker. A checkpoint that
 a worker refuses before training counts as a wrong one: the next older one is tried, unless the user named its step.
+Code of the user's that has changed since the workers began is not taken in silence: the run stops.
 """
 
 from __future__ import annotations
@@ -173,10 +174,14 @@ class Restarts:
             return None
         good = self._newest_good(before=self.origin.step if could_not_load and self.origin else None)
         self.ladder, code = next_rung(self.ladder, None if good is None else good.step, time.monotonic_ns())
+        stop = ""
         if code == ExitCode.STOPPED_RESUMABLE:
             used = f"it has had its {counted(self.ladder.most, 'restart')} in an hour"
-            times = used if self.ladder.most else "restarts are off"
-            agent.cause = WorkerFailedError(f"{cause}; {times}", code)
+            stop = used if self.ladder.most else "restarts are off"
+        elif code is None and (changed := agent.checkpoints.changed_code()):
+            code, stop = ExitCode.STOPPED_RESUMABLE, f"{', '.join(changed)} changed meanwhile: it would give other bits"
+        if stop and code is not None:
+            agent.cause = WorkerFailedError(f"{cause}; {stop}", code)
         if code is not None or good is None:
             return None
         self.origin = good

@@ -193,6 +193,23 @@ def test_no_redundancy_is_advised_for_a_model_that_hangs_everywhere() -> None:
     assert "--pipelines 2" in state_lost_lines(LAZY, records_of([*BEGIN, hangs[0], dies]), 1)[-1]
 
 
+def losing_agent(code: ExitCode, changed: tuple[str, ...] = ()) -> Any:
+    run_state = SimpleNamespace(going_at_ns=0, note=lambda text: None)
+    agent = SimpleNamespace(cause=WorkerFailedError("why", code), interrupted=None, run_state=run_state)
+    agent.node = SimpleNamespace(state=SimpleNamespace(reason="lost"))
+    agent.checkpoints = SimpleNamespace(changed_code=lambda: list(changed))
+    return agent
+
+
+def test_code_that_changed_meanwhile_stops_the_run(tmp_path: Path) -> None:
+    folder = checkpoints_at(tmp_path)
+    save(folder, 3, run="own")
+    agent = losing_agent(ExitCode.STATE_LOST, ("net.py",))
+    assert Restarts(Ladder(3), str(tmp_path), "own", lambda line: None).revive(agent) is None
+    assert agent.cause.exit_code == ExitCode.STOPPED_RESUMABLE
+    assert str(agent.cause) == "why; net.py changed meanwhile: it would give other bits"
+
+
 @pytest.mark.parametrize(
     ("code", "is_named", "expected"),
     [(ExitCode.STORAGE, True, None), (ExitCode.STORAGE, False, 3), (ExitCode.STATE_LOST, True, 5)],
@@ -204,9 +221,6 @@ def test_no_other_step_stands_in_for_the_one_that_the_user_named(
     names = {step: save(folder, step, run="before") for step in (3, 5, 7)}
     origin = Resumption(5, folder.place, names[5].file, "before", is_named)
     restarts = Restarts(Ladder(3), str(tmp_path / "own"), "own", lambda line: None, origin)
-    run_state = SimpleNamespace(going_at_ns=0, note=lambda text: None)
-    agent: Any = SimpleNamespace(cause=WorkerFailedError("why", code), interrupted=None, run_state=run_state)
-    agent.node = SimpleNamespace(state=SimpleNamespace(reason="lost"))
-    found = restarts.revive(agent)
+    found = restarts.revive(losing_agent(code))
     assert (found and found.step) == expected
     assert found is None or found.is_named == is_named

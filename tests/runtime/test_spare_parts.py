@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.job import Job
@@ -44,3 +46,13 @@ def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> N
     assert folder.orphans() == ()
     assert [name.step for name in folder.names()] == [1]
     assert len(folder.verify(folder.names()[0]).parts) == 1
+
+
+def test_code_that_changes_while_workers_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text("width = 1")
+    state = cast(Any, SimpleNamespace())
+    agent = Checkpoints(Job(model="net:make"), "run", state, state)
+    assert agent.changed_code() == []
+    (tmp_path / "net.py").write_text("width = 2")
+    assert agent.changed_code() == ["net.py"]

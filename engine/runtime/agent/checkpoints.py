@@ -97,6 +97,11 @@ class Checkpoints:
         self._results: queue.SimpleQueue[KeptRecord | UnkeptRecord | str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def changed_code(self) -> list[str]:
+        """Returns the names of the code files of the job that are not as they were when the workers began."""
+        now = code_files(self._job) if self.place else ()
+        return sorted({name for name, _, _ in set(self._code) ^ set(now)})
+
     def await_parts(self, told: ToWorker, known: State) -> None:
         """Awaits the parts of a checkpoint, if a message to the workers orders one of the last commit."""
         if not self.place:
