@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -82,6 +82,10 @@ soak-disk: $(TEST_STAMP)
 soak-resume: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.resume_grid
 	.venv/bin/python -m tests.e2e.resume_soak --kills 60 --launchers 10 --seed $(SEED)
+
+# The steps of runs with loggers that raise, block, sleep and compute, beside runs without: some ten minutes, on an idle machine.
+soak-loggers: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.logger_soak
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

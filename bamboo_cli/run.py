@@ -26,6 +26,7 @@ from bamboo_cli.options.faults import (
     scenario_of,
 )
 from bamboo_cli.options.job import takes_job
+from bamboo_cli.options.python_caller import Keywords, announcing
 from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.evaluations import evaluation_words
@@ -46,15 +47,14 @@ EPILOG = (
     "--set model_args.width=16  |  bamboo run --kill 5:2  |  bamboo run --redundancy eager --kill 5:2:B:3 --kill 9:0  "
     "|  bamboo run results/latest/run.json  |  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
 )
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout; progress to stderr.")]
 
 
 @takes_job
 def run(
     resolved: Resolved,
     *,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to stdout; progress to stderr.")
-    ] = False,
+    as_json: _AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; start no process.")] = False,
     kill: Kills = None,
     no_twin: NoTwin = False,
@@ -72,6 +72,7 @@ def run(
     explained: Annotated[
         bool, typer.Option("--explain", help="Print each value and its origin; start no process.")
     ] = False,
+    keywords: Keywords = False,
 ) -> None:
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
     from engine.core.faults.expansion import expand
@@ -95,7 +96,8 @@ def run(
         try:
             with holding(), _server(in_process, standby) as server:
                 case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
-                code = _print_result(run_case(case, store, screen(tee=tee), server), resolved, as_json)
+                shown = announcing(screen(tee=tee), keywords)
+                code = _print_result(run_case(case, store, shown, server), resolved, as_json)
         except UserError as error:
             raise _with_origins(error, resolved) from None
         raise typer.Exit(code)

@@ -115,3 +115,12 @@ matrix: a scenario with axes, which stands for many cells.
 cell: one scenario of a matrix.
 twin: the same job without faults, whose trajectory a run must equal.
 """
+
+
+def __getattr__(name: str) -> object:
+    """Returns `train`, `dry_run` or `TrainingRun`, whose modules are imported at the first use."""
+    if name in ("train", "dry_run", "TrainingRun"):
+        import importlib
+
+        return getattr(importlib.import_module(f"{__name__}.api.training"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

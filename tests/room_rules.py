@@ -109,7 +109,13 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
     | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.files.jobs", "engine.runtime.agent"}
-    | {"engine.runtime.checkpoint"},
+    | {"engine.observers", "engine.runtime.checkpoint"},
+    "engine.observers": _GROUND
+    | {"engine.core.checks", "engine.core.config", "engine.core.history", "engine.files", "engine.runtime.process"},
+    "engine.api": _GROUND
+    | {"engine.core.config", "engine.core.faults", "engine.core.history", "engine.core.membership", "engine.files"}
+    | {"engine.files.checkpoints", "engine.files.jobs", "engine.files.scenarios", "engine.harness", "engine.report"}
+    | {"engine.observers", "engine.runtime.checkpoint", "engine.runtime.faults", "engine.runtime.process"},
 }
 COMMANDS = (
     "bamboo_cli",

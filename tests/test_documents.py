@@ -200,6 +200,20 @@ def test_the_models_and_data_of_a_page_can_be_built() -> None:
     assert metric == (outputs - batch.targets[0]).abs().max().item()
 
 
+def test_programs_of_pages_use_names_that_exist() -> None:
+    from engine import TrainingRun
+    from engine.observers.logger import Logger, RecoveryDone, StepDone
+
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENTS["docs/python.md"] + DOCUMENTS["docs/loggers.md"], re.DOTALL)
+    assert len([compile(each, "page", "exec") for each in blocks]) == 3
+    own = {*dir(TrainingRun), "folder"}
+    assert set(re.findall(r"\brun\.(\w+)", DOCUMENTS["docs/python.md"])) <= own | {"json"}
+    shown = {*re.findall(r"def (\w+)\(self, done", blocks[-1])}
+    assert shown and shown <= {*dir(Logger)}
+    fields = {*StepDone.__dataclass_fields__, *RecoveryDone.__dataclass_fields__, "name", "metrics", "outcome"}
+    assert {*re.findall(r"(?:done|recovery)\.(\w+)", blocks[-1])} <= fields
+
+
 def test_each_of_twenty_questions_has_an_answer_of_at_most_three_files() -> None:
     questions = QUESTION.findall(DOCUMENTS["CONTRIBUTING.md"])
     answers = [re.findall(r"`([\w/]+\.py)`", answer) for _, answer in questions]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from bamboo_cli.options import completion
+from bamboo_cli.options.python_caller import caller_layer
 from bamboo_cli.options.resume import resolve_resumed
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from engine.core.config.field_help import FIELD_HELP
@@ -26,6 +27,7 @@ from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
 
 if TYPE_CHECKING:
+    from engine.files.jobs.job_layers import Layer
     from engine.files.strict_yaml import Document
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
@@ -49,7 +51,8 @@ def takes_job(
     def with_job(**values: Any) -> None:
         own_values = {each.name: values.pop(each.name) for each in own}
         is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
-        resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan)
+        last = caller_layer() if own_values.get("keywords") else None
+        resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan, last=last)
         if (text := own_values.get("resume")) is not None:
             resolved = resolve_resumed(text, own_values["other_bits"], values["results"], resolve)
         else:
@@ -65,11 +68,16 @@ def takes_job(
 
 
 def resolve_options(
-    values: Mapping[str, Any], program_only: bool, is_plan: bool, kept: Document | None = None
+    values: Mapping[str, Any],
+    program_only: bool,
+    is_plan: bool,
+    kept: Document | None = None,
+    last: Layer | None = None,
 ) -> Resolved:
     """Returns the job of a command's values, its file and the environment; raises UserError with every problem.
 
-    For a plan no code of the user's is imported. `kept` is the job of a checkpoint.
+    For a plan no code of the user's is imported. `kept` is the job of a checkpoint, `last` has the keywords of a
+    call in Python.
     """
     # The YAML reader takes 20 ms to import: too slow for --help.
     from engine.files.jobs.job_file import resolve_job
@@ -78,7 +86,8 @@ def resolve_options(
     flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = (named if program_only else readable if is_plan else offered).trusting(values["trust_code"])
     _refuse_a_library_name(values["job_file"])
-    resolved = resolve_job(values["job_file"], os.environ, values["set"] or (), flags, offered=check, kept=kept)
+    layers = values["job_file"], os.environ, values["set"] or (), flags
+    resolved = resolve_job(*layers, offered=check, kept=kept, last=last)
     tell_untrusted(resolved.foreign if is_plan else (), check)
     return resolved
 

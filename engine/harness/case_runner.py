@@ -197,12 +197,16 @@ def _unstored(folder: RunFolder, case: Case, ending: Ending, wall_s: float, erro
 
 
 def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> Ending:
-    """Runs a job in a run folder, with the `options` of `run_session`."""
+    """Runs a job and its loggers in a run folder, with the `options` of `run_session`."""
     from engine.files.host_facts import host_record
+    from engine.observers.observers import observing
     from engine.runtime.agent.session import run_session
 
-    with screen.picture(job, folder.events) as show:
-        return run_session(job, folder.events, folder.logs, show, host=host_record(datetime.now()), **options)
+    with observing(job, folder.events, folder.logs, screen.say) as observers:
+        with screen.picture(job, folder.events) as show:
+            watch = observers.watching(show, lambda view: bool(view.run_state.losses))
+            ending = run_session(job, folder.events, folder.logs, watch, host=host_record(datetime.now()), **options)
+        return replace(ending, loggers=observers.finish(ending.view.run_state.committed))
 
 
 def _compared(
@@ -235,10 +239,7 @@ def _compared(
 
 
 def whole_text(loaded: Loaded) -> str:
-    """Returns the text of a scenario with its job, without secret values.
-
-    A job from another file is written out, because that may change.
-    """
+    """Returns the text of a scenario with its job, without secret values; a job from another file may change."""
     from engine.core.faults.scenario_plain import scenario_plain
     from engine.files.scenarios.scenario_text import scenario_text
 

@@ -16,6 +16,7 @@ from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.code_files import module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
 from engine.models.model_registry import argument_names, layer_problems, problems_of
+from engine.observers.registry import logger_problems
 
 _OPTIMIZERS = "engine.runtime.stage.optimizer"
 
@@ -83,7 +84,13 @@ def _nearest_module(module: str) -> str:
 named = Offered(_named_problems, _argument_names, acts_on=("schedule",))
 # Also the cut of the model into stages, the modules of a user's own model and data, and the place of checkpoints.
 offered = Offered(
-    lambda job: [*_named_problems(job), *layer_problems(job), *missing_modules(job), *place_problems(job)],
+    lambda job: [
+        *_named_problems(job),
+        *layer_problems(job),
+        *missing_modules(job),
+        *place_problems(job),
+        *logger_problems(job.logger),
+    ],
     _argument_names,
 )
 # For dry runs and checks of files, which run no code of the user's.

@@ -76,5 +76,6 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "wall_s": round(wall_s, 3),
         "launch_s": round((launched_at_ns - ending.started_at_ns) / 1e9, 3) if launched_at_ns else None,
         "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
+        "loggers": [*ending.loggers],
         "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
     }

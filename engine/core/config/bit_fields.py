@@ -46,6 +46,7 @@ NEUTRAL: Mapping[str, Any] = {
     "restarts": Job().restarts,
     "name": "",
     "results": "",
+    "logger": "",
 }
 # The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
 OF_TENSORS = frozenset({"model", "model_args", "pipelines"})

@@ -19,7 +19,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
-CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule")  # name code: module:name
+CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule", "logger")  # name code
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
@@ -133,6 +133,9 @@ class Job:
         3, "after the loss of a state, go on from the newest good checkpoint, at most N times in an hour; 0 = off"
     )
     results: str = _field("results", "folder that receives one folder per run")
+    logger: str = _field(
+        "", "csv, tensorboard, wandb, mlflow or package.module:Class (trusted code); with commas between several"
+    )
 
     @property
     def masked(self) -> Job:
@@ -176,6 +179,11 @@ def code_in(value: str) -> list[str]:
     """Returns each ``package.module:attribute`` in the value of a field, which may be a list with names."""
     named = (part.rpartition("=")[2].strip() for part in value.split(","))
     return [each for each in named if FACTORY.fullmatch(each)]
+
+
+def logger_names(text: str) -> tuple[str, ...]:
+    """Returns the loggers in the value of the field `logger`, in their order; each once."""
+    return tuple(dict.fromkeys(name for each in text.split(",") if (name := each.strip())))
 
 
 def _masked(args: Args) -> Args:

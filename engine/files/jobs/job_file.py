@@ -43,27 +43,28 @@ def resolve_job(
     project: Path = Path(),
     offered: Offered = ANYTHING,
     kept: Document | None = None,
+    last: Layer | None = None,
 ) -> Resolved:
     """Returns the job that all layers make together.
 
     `settings` holds the ``FIELD=VALUE`` of each ``--set``, `flags` the text of each flag by its field, and `project` is
     the folder of the project file ``bamboo.yaml``. Beside the `kept` job of a checkpoint, only the job file, ``--set``
-    and flags count.
+    and flags count. The `last` layer overrides all of them.
 
     Raises:
         UserError: with every problem of every layer.
     """
     layers = [file_layer(job_file)] if job_file else []
+    given = [set_layer(settings), flag_layer(flags or {}), *([last] if last is not None else [])]
     if kept is not None:
-        return merge([document_layer(kept), *layers, set_layer(settings), flag_layer(flags or {})], offered)
+        return merge([document_layer(kept), *layers, *given], offered)
     if record := next((each.record for each in layers), None):
-        resolved = merge([*layers, set_layer(settings), flag_layer(flags or {})], offered)
+        resolved = merge([*layers, *given], offered)
         init = init_of(record) if resolved.origins.get("init", "").startswith(f"{record.source}:") else ""
         return replace(resolved, with_faults=with_its_faults(record), init=init)
     files = ((_user_file(environment), ""), (project / PROJECT_FILE, LYING_THERE))
     lower = [file_layer(path, foreign) for path, foreign in files if path and os.path.exists(path)]
-    layers = [*lower, *layers, environment_layer(environment), set_layer(settings)]
-    return merge([*layers, flag_layer(flags or {})], offered)
+    return merge([*lower, *layers, environment_layer(environment), *given], offered)
 
 
 def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:

@@ -95,17 +95,29 @@ def _add_from_file(layer: Layer, document: Document, name: str, value: Any, fore
             layer.problems.append(given(name, value=value).problem(str(VERSION), shown(value)))
     elif name in ARGS_FIELDS and isinstance(value, dict):
         for key, each in value.items():
-            is_list = name in LISTED_ARGS and isinstance(each, list) and all(type(one) in (int, float) for one in each)
-            layer.add(given(name, key, value=as_list(each) if is_list and each else each))
-    elif name == "param_groups" and isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        try:
-            layer.add(given(name, value=as_text(value)))
-        except ValueError as error:
-            layer.problems.append(given(name, value=value).problem(PARAM_GROUPS_FORM, shown(value), str(error)))
-    elif name == "partition" and isinstance(value, list) and value and all(type(each) is int for each in value):
-        layer.add(given(name, value=",".join(str(each) for each in value)))
+            layer.add(given(name, key, value=_as_listed(name, each)))
     else:
-        layer.add(given(name, value=value))
+        _add_field(layer, given(name, value=value))
+
+
+def _add_field(layer: Layer, given: Given) -> None:
+    """Adds the value of a field; lists that have a form as text become that text."""
+    name, value = given.name, given.value
+    if name == "param_groups" and isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        try:
+            value = as_text(value)
+        except ValueError as error:
+            layer.problems.append(given.problem(PARAM_GROUPS_FORM, shown(value), str(error)))
+            return
+    elif name == "partition" and isinstance(value, list) and value and all(type(each) is int for each in value):
+        value = ",".join(str(each) for each in value)
+    layer.add(replace(given, value=value))
+
+
+def _as_listed(field_name: str, value: Any) -> Any:
+    """Returns a list of numbers, such as the betas of an optimizer, as its text; any other value as it is."""
+    is_list = field_name in LISTED_ARGS and isinstance(value, list) and all(type(one) in (int, float) for one in value)
+    return as_list(value) if is_list and value else value
 
 
 def environment_layer(environment: Mapping[str, str]) -> Layer:
@@ -158,4 +170,16 @@ def flag_layer(flags: Mapping[str, str]) -> Layer:
         denial = "no-" if FIELD_TYPES.get(name) is bool and text == "false" else ""
         flag = f"--{denial}{name.replace('_', '-')}"
         layer.add_text(Given((name,), text, flag, flag))
+    return layer
+
+
+def keyword_layer(values: Mapping[str, Any], source: str) -> Layer:
+    """Returns the layer of the keywords of a call in Python; `source` names the call in messages."""
+    layer = Layer()
+    for name, value in values.items():
+        if name in ARGS_FIELDS and isinstance(value, dict):
+            for key, each in value.items():
+                layer.add(Given((name, key), _as_listed(name, each), source, source))
+        else:
+            _add_field(layer, Given((name,), value, source, source))
     return layer

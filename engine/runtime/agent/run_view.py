@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.core.errors import BambooError
 from engine.runtime.agent.run_state import RunState
@@ -38,6 +40,7 @@ class Ending:
     """The ending of a session: its outcome in one word, the error if there was one, and the last view of the run.
 
     `missing` names the results of the last step that a finished run lacks, because a worker ended before it sent them.
+    `loggers` has the end of each logger as plain values.
     """
 
     outcome: str
@@ -47,3 +50,4 @@ class Ending:
     started_at_ns: int
     ended_at_ns: int
     missing: tuple[str, ...] = ()
+    loggers: tuple[Mapping[str, Any], ...] = ()

@@ -47,8 +47,8 @@ def export(folder: CheckpointFolder, manifest: Manifest, output: Path, largest: 
         UserError: the output has another form, or is a folder that has files.
     """
     if output.suffix in (".pt", ".pth", ".safetensors"):
-        tensors = dict(_tensors(folder, manifest))
-        write_named(output, _pickled(tensors) if output.suffix != ".safetensors" else _as_safetensors(tensors))
+        tensors = weights_of(folder, manifest)
+        write_named(output, _pickled(tensors) if output.suffix != ".safetensors" else as_safetensors(tensors))
         return Exported(len(tensors), sum(map(_size, tensors.values())))
     if output.suffix or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
         hint = "it has files already" if output.is_dir() else ""
@@ -70,7 +70,13 @@ def _pickled(tensors: dict[str, Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-def _as_safetensors(tensors: dict[str, Tensor]) -> bytes:
+def weights_of(folder: CheckpointFolder, manifest: Manifest) -> dict[str, Tensor]:
+    """Returns the weights of a checkpoint as a state_dict of the model; raises StorageError for a damaged file."""
+    return dict(_tensors(folder, manifest))
+
+
+def as_safetensors(tensors: dict[str, Tensor]) -> bytes:
+    """Returns the bytes of a safetensors file with these tensors."""
     from safetensors.torch import save
 
     # Two names of one tensor get a copy each: the format has no shared memory.
@@ -97,7 +103,7 @@ def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: i
 
     def write() -> None:
         files.append(list(held))
-        write_named(folder / f"{len(files)}.safetensors", _as_safetensors(held))
+        write_named(folder / f"{len(files)}.safetensors", as_safetensors(held))
 
     for name, tensor in tensors:
         if held and held_bytes + _size(tensor) > largest:

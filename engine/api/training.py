@@ -1,0 +1,141 @@
+"""The call that starts a run from a Python program or a notebook: ``from engine import train``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from engine.api.callbacks import Callback
+from engine.api.child import WITHIN, RunChild, print_program
+from engine.api.import_paths import folders_of, import_path
+from engine.api.run import TrainingRun
+from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError
+
+__all__ = ["TrainingRun", "dry_run", "train"]
+
+_PLAIN = (str, int, float, bool, Mapping, type(None))
+
+
+def train(
+    model: object = None,
+    data: object = None,
+    *,
+    job: Job | str | os.PathLike[str] | None = None,
+    kills: Sequence[str] = (),
+    twin: bool = True,
+    resume: TrainingRun | str | os.PathLike[str] | None = None,
+    other_bits: bool = False,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+    tee: bool = False,
+    grace: str = "120s",
+    injectable: bool = True,
+    standby: bool = False,
+    in_process: bool = False,
+    etcd: str = "",
+    etcd_plain_http: bool = False,
+    trust_code: bool = False,
+    **values: object,
+) -> TrainingRun:
+    """Starts a run as `bamboo run` does, and returns its handle when it has a folder.
+
+    `model` and `data` are names (``mine:small``), or functions, classes, modules and sources of data that a worker
+    can import by name. `job` is a job file, the ``run.json`` of a run, or a `Job`; `values` are fields of the job and
+    override it. The `callbacks`, functions that take each committed step, or loggers, are called in a thread of this
+    process. With `quiet` no line of progress is printed. The other arguments are the options of `bamboo run`.
+
+    Raises:
+        UserError: with every problem of the job, or because no worker could import a part of it.
+        BambooError: the run cannot start; its class tells why, as its exit code does.
+    """
+    _refuse_a_worker()
+    flags = {"--no-twin": not twin, "--other-bits": other_bits, "--tee": tee, "--standby": standby}
+    flags |= {"--in-process": in_process, "--etcd-plain-http": etcd_plain_http, "--trust-code": trust_code}
+    texts = {"--grace": grace, "--etcd": etcd, "--injectable": "" if injectable else "no"}
+    options = [*_file(job), *_kills(kills), *(flag for flag, is_given in flags.items() if is_given)]
+    options += [word for name, text in texts.items() if text for word in (name, text)]
+    options += [] if resume is None else ["--resume", _place(resume)]
+    given = _keywords(model, data, job, values, has_weights=resume is None)
+    child = RunChild(options, given, _folders(given), quiet=quiet)
+    try:
+        return TrainingRun(child, child.folder(), callbacks)
+    except BaseException:
+        child.kill()
+        raise
+
+
+def dry_run(
+    model: object = None,
+    data: object = None,
+    *,
+    job: Job | str | os.PathLike[str] | None = None,
+    kills: Sequence[str] = (),
+    trust_code: bool = False,
+    **values: object,
+) -> str:
+    """Returns the program of a job as `bamboo run --dry-run` prints it; starts no worker. Raises as `train` does."""
+    _refuse_a_worker()
+    given = _keywords(model, data, job, values, has_weights=False)
+    options = [*_file(job), *_kills(kills), *(["--trust-code"] if trust_code else [])]
+    return print_program(options, given, _folders(given))
+
+
+def _refuse_a_worker() -> None:
+    """Raises UserError in a process of a run: an import of the user's program there would start runs without end."""
+    if os.environ.get(WITHIN):
+        hint = 'put the call below: if __name__ == "__main__":'
+        expected = "to be called by a program, not while a worker imports it"
+        raise UserError([Problem("train()", expected, "", hint)])
+
+
+def _file(job: Job | str | os.PathLike[str] | None) -> list[str]:
+    return [] if job is None or isinstance(job, Job) else [os.fspath(job)]
+
+
+def _kills(kills: Sequence[str]) -> list[str]:
+    return [word for each in kills for word in ("--kill", each)]
+
+
+def _place(resume: TrainingRun | str | os.PathLike[str]) -> str:
+    return str(resume.folder) if isinstance(resume, TrainingRun) else os.fspath(resume)
+
+
+def _keywords(
+    model: object,
+    data: object,
+    job: Job | str | os.PathLike[str] | None,
+    values: Mapping[str, object],
+    *,
+    has_weights: bool,
+) -> dict[str, Any]:
+    """Returns the fields that a call gives; a module begins with the weights that it has now."""
+    of_job = {each.name: getattr(job, each.name) for each in fields(Job)} if isinstance(job, Job) else {}
+    named = {name: each for name, each in (("model", model), ("data", data)) if each is not None}
+    found = {**of_job, **{name: _plain(name, each) for name, each in {**values, **named}.items()}}
+    torch = sys.modules.get("torch")
+    if has_weights and torch is not None and isinstance(model, torch.nn.Module) and not found.get("init"):
+        from engine.api.weights import keep_weights
+
+        results = Path(found.get("results") or os.environ.get("BAMBOO_RESULTS") or Job().results)
+        found["init"] = str(keep_weights(model, results))
+    return found
+
+
+def _plain(name: str, value: object) -> Any:
+    """Returns the value of a field as JSON has it: a function by its name, a path as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple)):
+        parts = [_plain(name, each) for each in value]
+        return parts if name in ("partition", "param_groups") else ",".join(map(str, parts))
+    return value if isinstance(value, _PLAIN) else import_path(name, value)
+
+
+def _folders(given: Mapping[str, Any]) -> Iterable[str]:
+    texts = (each for value in given.values() if isinstance(value, str) for each in value.split(","))
+    return list(folders_of(texts))

@@ -1,0 +1,46 @@
+"""Weights from and to the modules of a program."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.errors import StorageError
+from engine.files.atomic_write import write_named
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.jobs.checkpoint_choice import find_checkpoint
+from engine.runtime.checkpoint.export import as_safetensors, weights_of
+
+
+def keep_weights(module: nn.Module, results: Path) -> Path:
+    """Writes the present weights of a module into the folder of results, and returns the file.
+
+    The name has their hash, so that equal weights are one file; it stays, so that the run can be repeated.
+
+    Raises:
+        StorageError: the file could not be written.
+    """
+    found = {name: each.detach().cpu() for name, each in module.state_dict().items() if isinstance(each, Tensor)}
+    data = as_safetensors(found)
+    path = results / f"init-{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
+    if not path.exists():
+        try:
+            results.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot make {str(results)!r}: {error.strerror}") from error
+        write_named(path, data)
+    return path
+
+
+def weights_at(run: Path, step: int | None) -> dict[str, torch.Tensor]:
+    """Returns the state_dict in the newest good checkpoint of a run, or in that of a step.
+
+    Raises:
+        NothingMatchedError: the run has no checkpoint, or none of that step.
+        StorageError: no checkpoint is good.
+    """
+    found = find_checkpoint(f"{run}{'' if step is None else f'@{step}'}", run.parent, lambda line: None)
+    return weights_of(checkpoints_at(found.origin.place), found.manifest)

@@ -1,0 +1,79 @@
+"""Times the steps of runs with loggers that raise, block, sleep and compute without end, beside runs without a logger.
+
+    python -m tests.e2e.logger_soak --rounds 5
+
+The kinds take turns, so that a change of the machine's load meets all of them. Every trajectory must be the same. The
+figures are the medians of all steps of a kind, and their ratio to those without a logger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine import train
+from tests.e2e.launcher import ROOT
+
+LOGGERS = """
+import time
+
+class Raises:
+    def step(self, done):
+        raise RuntimeError("full")
+
+class Blocks:
+    def step(self, done):
+        time.sleep(3600)
+
+class Sleeps:
+    def step(self, done):
+        time.sleep(0.05)
+
+class Computes:
+    def step(self, done):
+        while True:
+            pass
+"""
+KINDS = ("", "csv", "loggers:Raises", "loggers:Blocks", "loggers:Sleeps", "loggers:Computes")
+JOBS: dict[str, dict[str, Any]] = {
+    "stages that sleep": {"model": "timed", "stages": 2, "microbatches": 4},
+    "two busy cores": {"model": "gpt", "stages": 2},
+}
+_WARM = 10  # steps that are left out
+_REDUNDANT: dict[str, Any] = {"validate_every": 0, "checkpoint_every": "0", "quiet": True}
+
+
+def main() -> int:
+    """Prints a line for each job and kind; returns 1 if a trajectory differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60)
+    given = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    differs = False
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        Path("loggers.py").write_text(LOGGERS)
+        for name, job in JOBS.items():
+            times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            trajectories: set[str | None] = set()
+            for number in range(given.rounds):
+                for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
+                    run = train(**job, **_REDUNDANT, steps=given.steps, logger=kind)
+                    trajectories.add(run.wait().trajectory)
+                    times[kind] += run.table("steps")["duration_ms"].tolist()[_WARM:]
+            for kind, found in times.items():
+                ratio = statistics.median(found) / statistics.median(times[""])
+                print(f"{name}: {kind or 'no logger'}: {statistics.median(found):.2f} ms, {ratio:.4f}", flush=True)
+            print(f"{name}: {len(trajectories)} trajectories", flush=True)
+            differs |= len(trajectories) != 1
+    return int(differs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

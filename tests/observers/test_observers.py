@@ -1,0 +1,71 @@
+"""Loggers as processes: one that raises, blocks, computes without end or leaves ends alone, and its end is bounded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.core.config.job import Job
+from engine.observers import observers
+from engine.observers.csv_logger import FILE
+from engine.observers.observers import observing
+from tests.core.made_records import lines_of
+from tests.observers.test_following import EVENTS
+
+LOGGERS = """
+import os, time
+
+class Raises:
+    def step(self, done):
+        if done.step == 1:
+            raise RuntimeError("full")
+
+class Blocks:
+    def step(self, done):
+        time.sleep(3600)
+
+class Computes:
+    def finish(self, done):
+        while True:
+            pass
+
+class Leaves:
+    def start(self, job, folder):
+        os._exit(0)
+"""
+
+
+def test_the_end_of_each_logger_is_told_and_no_other_one_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loggers.py").write_text(LOGGERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(observers, "DRAIN_S", 2.0)
+    run, said = tmp_path / "run", list[str]()
+    (run / "logs").mkdir(parents=True)
+    job = replace(Job(), logger="csv,loggers:Raises,loggers:Blocks,loggers:Computes,loggers:Leaves")
+    with observing(job, run / "events.jsonl", run / "logs", said.append) as found:
+        (run / "events.jsonl").write_text(lines_of(EVENTS))
+        begun_s = time.monotonic()
+        ends = {each["logger"].rpartition(":")[2]: each for each in found.finish(2)}
+        assert time.monotonic() - begun_s < 20.0  # the busy machine of a test; 2 s are the limit
+        assert psutil.Process().children() == []
+    assert [name for name, each in ends.items() if each["whole"]] == ["csv"]
+    assert {name: each["last_step"] for name, each in ends.items()} == {
+        "csv": 2,
+        "Raises": 0,
+        "Blocks": -1,
+        "Computes": 2,
+        "Leaves": -1,
+    }
+    assert len((run / FILE).read_text().splitlines()) == 6
+    raises, leaves, blocks, computes = said
+    assert (
+        f"loggers:Raises has ended, training goes on: RuntimeError: full ({tmp_path}/loggers.py:7, in step)" in raises
+    )
+    assert "loggers:Leaves has ended, training goes on: it ended with exit code 0" in leaves
+    assert "loggers:Blocks was ended" in blocks and "it has logged 0 of 3 steps" in blocks
+    assert "loggers:Computes was ended" in computes
+    assert "Traceback" in (run / "logs" / "logger-loggers.Raises.log").read_text()
