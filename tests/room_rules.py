@@ -57,7 +57,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.models.sources": _GROUND | {"engine.core.config", "engine.core.samples", "engine.models"},
     "engine.report": _PLANS | {"engine.core.checks", "engine.core.history", "engine.core.samples"},
     "engine.report.pages": _PLANS
-    | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.report"},
+    | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.core.samples"}
+    | {"engine.report"},
     "engine.runtime": frozenset(),
     "engine.runtime.ipc": _GROUND
     | {"engine.core.history", "engine.core.membership", "engine.core.worker", "engine.files"},
@@ -107,7 +108,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.models", "engine.models.sources", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness": _HOST
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
-    | {"engine.files.scenarios", "engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
+    | {"engine.core.samples", "engine.files.scenarios"}
+    | {"engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.files.jobs", "engine.runtime.agent"}
     | {"engine.observers", "engine.runtime.checkpoint"},
     "engine.observers": _GROUND

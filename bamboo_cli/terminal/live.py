@@ -26,6 +26,7 @@ from bamboo_cli.terminal.tables import fitted
 from bamboo_cli.terminal.worker_output import WorkerOutput
 from bamboo_cli.terminal.worker_rows import awaited, doing, fitting, slots_text
 from engine.core.config.job import Job
+from engine.core.samples.ledger import passes
 from engine.files.run_folder import RunFolder
 from engine.harness.live_recoveries import GONE, LiveRecoveries
 from engine.harness.screen import Screen
@@ -158,7 +159,10 @@ class LivePicture:
             late = [each for each in view.workers if each.state == "starting"]
             ready = f"{len(view.workers) - len(late)} of {len(view.workers)} workers ready"
             return f"starting: {ready}; waiting for {awaited(late)}" if late else "step 0" + self._wait(view)
-        text = f"step {run_state.committed + 1}/{self.job.steps}  loss {run_state.losses[-1]:.4f}"
+        text = f"step {run_state.committed + 1}/{self.job.steps}"
+        if run_state.samples:
+            text += f"  epoch {passes(self.job, run_state.committed + 1, run_state.samples):.2f}"
+        text += f"  loss {run_state.losses[-1]:.4f}"
         if run_state.validations:
             sets = run_state.validations[max(run_state.validations)]
             text += "".join(f"  {each}" for each in evaluation_words([asdict(each) for each in sets]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +12,18 @@ from engine.core.config.offered import Offered
 from engine.core.config.param_groups import param_groups as groups_of_text
 from engine.core.config.torch_parts import OPTIMIZERS, SCHEDULES
 from engine.core.config.update_rules import OWN_OPTIMIZERS
-from engine.core.errors import Problem, nearest
+from engine.core.errors import BambooError, ExitCode, Problem, UserCodeError, UserError, nearest
+from engine.core.samples.ledger import samples_per_step
 from engine.core.scalar import Scalar
 from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.code_files import module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
 from engine.models.model_registry import argument_names, layer_problems, problems_of
 from engine.observers.registry import logger_problems
+from engine.runtime.process.subprocesses import ask
 
+# The fields that open_data reads.
+_OF_DATA = ("model", "data", "data_args", "collate", "seed", "pipelines", "microbatches", "microbatch_size", "threads")
 _OPTIMIZERS = "engine.runtime.stage.optimizer"
 
 
@@ -69,6 +75,28 @@ def missing_modules(job: Job) -> list[Problem]:
     ]
 
 
+def steps_of_epochs(job: Job) -> int:
+    """Returns the steps that train every sample `epochs` times; raises BambooError if the data cannot be opened."""
+    of_data = {name: getattr(job, name) for name in _OF_DATA}
+    samples = _num_samples(json.dumps(of_data), str(Path.cwd()))
+    if not samples:
+        hint = "this source has no end: give --steps"
+        raise UserError([Problem("epochs", "a finite training set", repr(job.data), hint)])
+    return -(-job.epochs * samples // samples_per_step(job))
+
+
+@functools.lru_cache(maxsize=64)  # the cells of a matrix mostly have the same data
+def _num_samples(of_data: str, folder: str) -> int:
+    answer = ask("engine.models.sources.count_samples", json.loads(of_data))
+    if problems := answer.get("problems"):
+        raise UserError([Problem(**each) for each in problems])
+    if "raised" in answer:
+        raise UserCodeError(answer["raised"])
+    if "error" in answer:
+        raise BambooError(answer["error"], ExitCode(answer["code"]))
+    return int(answer["samples"])
+
+
 def _is_found(module: str) -> bool:
     try:
         return module_spec(module) is not None
@@ -92,8 +120,9 @@ offered = Offered(
         *logger_problems(job.logger),
     ],
     _argument_names,
+    steps_of=steps_of_epochs,
 )
 # For dry runs and checks of files, which run no code of the user's.
-readable = replace(offered, acts_on=())
+readable = replace(offered, acts_on=(), steps_of=None)
 # For faults in a running job: only the folder of its run is looked up.
-findable = replace(offered, acts_on=("results",))
+findable = replace(offered, acts_on=("results",), steps_of=None)

@@ -27,9 +27,9 @@ from engine.core.exclusion import in_words
 from engine.core.history.process_records import ExitRecord, RestartRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FaultRecord, MovedRecord, NoticeRecord
+from engine.core.samples.ledger import samples_per_step
 from engine.report.action_arrays import Sums
 from engine.report.actions import Actions
-from engine.report.steps import samples_per_step
 from engine.report.workers import how_it_ended
 
 ALL_PHASES = (*PHASES, "merged", "heal")

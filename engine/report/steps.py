@@ -14,14 +14,9 @@ import pandas as pd
 from engine.core.config.job import Job
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ValidationRecord
-from engine.core.samples.ledger import first_position, shares
+from engine.core.samples.ledger import first_position, samples_per_step, shares
 
 _LEDGER = ["step", "pipeline", "microbatch", "data_epoch", "first", "count"]
-
-
-def samples_per_step(job: Job) -> int:
-    """Returns the samples of one optimizer step, over all pipelines."""
-    return job.pipelines * job.microbatches * job.microbatch_size
 
 
 def steps_table(history: RunHistory) -> pd.DataFrame:

@@ -29,6 +29,7 @@ NEUTRAL: Mapping[str, Any] = {
     "partition": _AS_RUN,
     "activation_checkpoint": _AS_RUN,
     "audit": _AS_RUN,
+    "epochs": 0,  # the steps decide
     "validation_microbatches": _AS_RUN,
     "metrics": "",
     "redundancy": "none",

@@ -53,6 +53,9 @@ class Job:
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
     microbatch_size: int = _field(4, "samples in one microbatch")
     steps: int = _field(80, "optimizer steps")
+    epochs: int = _field(
+        0, "passes over a finite training set; sets the steps: as many as train each sample so often; 0 = as steps says"
+    )
     schedule: str = _field(
         "1f1b",
         "pipeline schedule: {schedules}, FILE.csv with compute lists, or package.module:generator (trusted code)",

@@ -24,6 +24,7 @@ _AT_LEAST = {
     "microbatch_size": 1,
     "redundancy_level": 1,
     "steps": 1,
+    "epochs": 0,
     "threads": 1,
     "seed": 0,
     "warmup_steps": 0,

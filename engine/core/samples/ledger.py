@@ -23,6 +23,16 @@ class Share(NamedTuple):
     length: int
 
 
+def samples_per_step(job: Job) -> int:
+    """Returns the samples of one optimizer step, over all pipelines."""
+    return job.pipelines * job.microbatches * job.microbatch_size
+
+
+def passes(job: Job, num_steps: int, num_samples: int) -> float:
+    """Returns the passes over the training set that a number of steps make."""
+    return num_steps * samples_per_step(job) / num_samples
+
+
 def first_position(job: Job, step: int, pipeline: int, microbatch: int) -> int:
     """Returns the place of the first sample of a microbatch in the row of all samples of a run."""
     return ((step * job.pipelines + pipeline) * job.microbatches + microbatch) * job.microbatch_size

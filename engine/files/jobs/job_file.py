@@ -97,7 +97,33 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     problems += refused
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
-    return Resolved(job, _origins(job, given), foreign=foreign)
+    counted, origins = with_steps(job, layers, offered), _origins(job, given)
+    if counted.epochs and counted.steps != job.steps:
+        origins["steps"] = origins["epochs"]
+    return Resolved(counted, origins, foreign=foreign)
+
+
+def with_steps(job: Job, layers: Sequence[Layer], offered: Offered) -> Job:
+    """Returns the job with the steps of its epochs; `steps` of a later layer counts instead of epochs.
+
+    The record of a run has both, and its steps stay. Raises UserError if another layer has both.
+    """
+    at = {name: _last_with(name, layers) for name in ("epochs", "steps")}
+    if not job.epochs or at["steps"] > at["epochs"]:
+        return replace(job, epochs=0)
+    layer = layers[at["epochs"]]
+    if at["steps"] < at["epochs"]:
+        return job if offered.steps_of is None else replace(job, steps=offered.steps_of(job))
+    if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.given}:  # no record
+        (given,) = [each for each in layer.given if each.name == "epochs"]
+        raise UserError([given.problem("epochs or steps", repr(job.epochs), "they say the same")])
+    return job
+
+
+def _last_with(name: str, layers: Sequence[Layer]) -> int:
+    return max(
+        (index for index, layer in enumerate(layers) if any(each.name == name for each in layer.given)), default=-1
+    )
 
 
 def _masked(given: Given) -> Problem:

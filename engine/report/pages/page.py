@@ -12,6 +12,7 @@ from string import Template
 import pandas as pd
 
 from engine.core.checks.stall import Stall, quantile
+from engine.core.samples.ledger import passes
 from engine.core.texts import sentence
 from engine.report.headline import command, headline
 from engine.report.load import RunTables
@@ -83,7 +84,9 @@ def _checks(run: RunTables) -> str:
 
 def _tiles(run: RunTables) -> list[Tile]:
     stalls, steps = stalls_of(run.recovery), run.steps
-    tiles = [("steps committed", f"{steps['step'].nunique()}", f"of {run.job.steps}")]
+    passed = passes(run.job, steps["step"].nunique(), run.num_samples) if run.num_samples else 0
+    of = f"of {run.job.steps}" + (f", {passed:.3g} epochs" if run.num_samples else "")
+    tiles = [("steps committed", f"{steps['step'].nunique()}", of)]
     outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(outcomes):
         tiles.append(("recoveries", str((outcomes == "recovered").sum()), f"of {len(outcomes)}"))

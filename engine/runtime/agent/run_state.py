@@ -52,6 +52,7 @@ class RunState:
     not_kept: str = ""
     layers: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
+    samples: int = 0  # in the training set; 0 for data without limit
     losses: list[float] = field(default_factory=list)
     validations: dict[int, tuple[Evaluation, ...]] = field(default_factory=dict)
     rows: list[TrajectoryRow] = field(default_factory=list)
@@ -94,8 +95,8 @@ class RunState:
         )
 
     def cut(self, cut: CutMessage) -> None:
-        """Keeps the partition of the model."""
-        self.layers, self.starts = cut.layers, cut.starts
+        """Keeps the partition of the model, and the size of the training set."""
+        self.layers, self.starts, self.samples = cut.layers, cut.starts, cut.samples
         self._book = AuditBook(len(self.layers), self.job.pipelines)
 
     def parts_of(self, stage: int) -> str:

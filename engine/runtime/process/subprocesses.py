@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from engine.core.errors import BambooError
 from engine.runtime.process.interrupts import ctrl_c_held
 
+_GRACE_S = 1.0  # from an answer to the end of the program that gives it
 _OF_LAUNCHER = "BAMBOO_ETCD"  # the variables that begin so name the launcher's store, its user and the password
 
 
@@ -67,3 +71,27 @@ def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+def ask(module_name: str, question: Any) -> Any:
+    """Returns the answer of a module to a question, both JSON; raises BambooError if it ends without one.
+
+    It runs as a program of its own, which may import torch and a user's code; its argument is the descriptor of a
+    socket.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = module("engine.runtime.process.exec_with_parent", str(os.getpid()), sys.executable)
+        command += [*module(module_name, str(theirs.fileno()))[1:]]
+        environment = {"PYTHONHASHSEED": "0"} | inherited()  # as in a worker
+        program = start(command, fd=theirs.fileno(), log=subprocess.DEVNULL, environment=environment)
+        theirs.close()
+        try:
+            ours.sendall(json.dumps(question).encode())
+            ours.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: ours.recv(65536), b""))
+        finally:
+            code = end(program, _GRACE_S)
+    if not answer:
+        raise BambooError(f"{module_name} ended with code {code}, without an answer")
+    return json.loads(answer)
