@@ -96,17 +96,17 @@ class Observers:
 
     def finish(self, committed: int) -> tuple[dict[str, Any], ...]:
         """Waits until the loggers have taken the end, ends the others, and returns the words about all of them."""
-        until_s = time.monotonic() + DRAIN_S
+        begun_s, limit_s = time.monotonic(), DRAIN_S
         for each in self._observers:
             each.let_run()
         while any(each.process.poll() is None for each in self._observers):
-            if _is_interrupted():
-                until_s = min(until_s, time.monotonic() + INTERRUPTED_S)
-            if time.monotonic() > until_s:
+            if limit_s == DRAIN_S and _is_interrupted():
+                limit_s = min(DRAIN_S, time.monotonic() - begun_s + INTERRUPTED_S)
+            if time.monotonic() > begun_s + limit_s:
                 break
             time.sleep(_POLL_S)
         self.look()
-        return tuple(self._end(each, committed) for each in self._observers)
+        return tuple(self._end(each, committed, limit_s) for each in self._observers)
 
     def kill(self) -> None:
         """Ends all processes at once."""
@@ -116,7 +116,7 @@ class Observers:
             each.slate.close()
         self._observers = []
 
-    def _end(self, observer: Observer, committed: int) -> dict[str, Any]:
+    def _end(self, observer: Observer, committed: int, limit_s: float) -> dict[str, Any]:
         is_late = observer.process.poll() is None
         if is_late:
             observer.process.kill()
@@ -124,7 +124,7 @@ class Observers:
         progress = observer.slate.read()
         error = progress.error
         if is_late:
-            error = f"it took longer than {DRAIN_S:g} s after the end of training"
+            error = f"it took longer than {limit_s:.1f} s after the end of training"
             self._say(
                 f"logger {observer.name} was ended: {error}; it has logged {progress.last_step + 1} of "
                 f"{committed + 1} steps"

@@ -41,11 +41,16 @@ class Computes:
 """
 KINDS = ("", "csv", "loggers:Raises", "loggers:Blocks", "loggers:Sleeps", "loggers:Computes")
 JOBS: dict[str, dict[str, Any]] = {
-    "stages that sleep": {"model": "timed", "stages": 2, "microbatches": 4},
-    "two busy cores": {"model": "gpt", "stages": 2},
+    "sleeping": {
+        "model": "timed",
+        "model_args": {"forward_ms": 2.0, "backward_ms": 4.0},
+        "stages": 2,
+        "microbatches": 4,
+    },
+    "computing": {"model": "gpt", "stages": 2},
 }
 _WARM = 10  # steps that are left out
-_REDUNDANT: dict[str, Any] = {"validate_every": 0, "checkpoint_every": "0", "quiet": True}
+_WITHOUT: dict[str, Any] = {"validate_every": 0, "checkpoint_every": "0", "quiet": True}
 
 
 def main() -> int:
@@ -53,18 +58,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument(
+        "--jobs", nargs="+", default=list(JOBS), choices=list(JOBS), help="stages that sleep or compute"
+    )
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     differs = False
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("loggers.py").write_text(LOGGERS)
-        for name, job in JOBS.items():
+        for name in given.jobs:
             times: dict[str, list[float]] = {kind: [] for kind in KINDS}
             trajectories: set[str | None] = set()
             for number in range(given.rounds):
                 for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
-                    run = train(**job, **_REDUNDANT, steps=given.steps, logger=kind)
+                    run = train(**JOBS[name], **_WITHOUT, steps=given.steps, logger=kind)
                     trajectories.add(run.wait().trajectory)
                     times[kind] += run.table("steps")["duration_ms"].tolist()[_WARM:]
             for kind, found in times.items():
