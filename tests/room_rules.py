@@ -53,6 +53,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
     "engine.models": _GROUND | {"engine.core.config"},
     "engine.models.networks": frozenset({"engine.models"}),
+    "engine.models.traced": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.models.datasets": _GROUND | {"engine.models"},
     "engine.models.sources": _GROUND | {"engine.core.config", "engine.core.samples", "engine.models"},
     "engine.report": _PLANS | {"engine.core.checks", "engine.core.history", "engine.core.samples"},

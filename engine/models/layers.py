@@ -16,6 +16,7 @@ from engine.core.errors import Problem, UserError
 
 Tensors = tuple[Tensor, ...]
 Loss = Callable[[Tensors, Tensors], Tensor]  # of (outputs, targets)
+MAX_TENSORS = 16  # that leave a stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from torch import nn
+
 from engine.core.config.job import Job
 from engine.core.config.metric_names import PERPLEXITY, named_metrics
-from engine.core.errors import Problem, UserError
-from engine.models.data import DataFacts
+from engine.core.errors import Problem, UserError, required
+from engine.models.data import Data, DataFacts
 from engine.models.layers import Loss, Model
 from engine.models.losses import METRICS
-from engine.models.model_registry import MODELS, model_problems
+from engine.models.model_registry import MODELS, Builtin, model_problems
 from engine.models.skips import with_skips
 from engine.models.user_factory import import_factory, user_model
 from engine.models.whole_batches import with_form
 
+_ORDINARY = Builtin("traced.ordinary", "ordinary_model")  # few jobs need its modules
 _IMAGE = ("channels", "height", "width")
 _SIZES = {  # that a built-in model is made with
     "causal": ("vocabulary", "sequence"),
@@ -25,13 +28,24 @@ _SIZES = {  # that a built-in model is made with
 }
 
 
-def build_model(job: Job, facts: DataFacts) -> Model:
-    """Returns the model of `job` for data with these facts, with no layer built; raises UserError if it cannot."""
+def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
+    """Returns the model of `job` for data with these facts, with no layer built; raises UserError if it cannot.
+
+    An ordinary module is called with the first microbatch of `data`.
+    """
     _refuse(model_problems(job))
-    made = _builtin_model(job, facts) if job.model in MODELS else user_model(job)
+    form = facts.form
+
+    def ordinary(module: nn.Module) -> Model:
+        nonlocal form
+        form = None  # it is in the record
+        made: Model = _ORDINARY(job, required(data, "an ordinary module is called with data"), module)
+        return made
+
+    made = _builtin_model(job, facts) if job.model in MODELS else user_model(job, ordinary)
     made = replace(made, metrics={**made.metrics, **_metrics(job)})
     # The form is innermost: skip connections see tensors only.
-    return with_skips(with_form(made, facts.form))
+    return with_skips(with_form(made, form))
 
 
 def _metrics(job: Job) -> dict[str, Loss]:

@@ -11,6 +11,7 @@ it. Its description never raises, waits `_PATIENCE_S` for each text at most, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -78,8 +79,8 @@ def exception_of(error: BaseException) -> WorkerException:
     marks = _marks(error)
     file, line, function = _own_line(frames, marks.get(_CALLED))
     words: object = error
-    if isinstance(error, SyntaxError) and type(error.filename) is str and _is_own(error.filename):
-        file, line, function = _shown(error.filename), error.lineno if type(error.lineno) is int else 0, ""
+    if isinstance(error, SyntaxError) and type(error.filename) is str and is_own(error.filename):
+        file, line, function = shown(error.filename), error.lineno if type(error.lineno) is int else 0, ""
         words = error.msg
     text = _text(error, words)
     is_of_torch = isinstance(error, Exception) and not _has_raise_statement(frames)  # or of another part in C
@@ -180,14 +181,14 @@ def _ends(text: str, most: int) -> str:
 
 def _own_line(frames: Sequence[FrameSummary], called: Callable[..., object] | None) -> tuple[str, int, str]:
     """Returns file, line and function of the innermost frame of the user, else the first line of `called`."""
-    own = [each for each in frames if _is_own(each.filename)]
+    own = [each for each in frames if is_own(each.filename)]
     nearest = [each for each in own if not _is_installed(each.filename)] or own
     if nearest:
-        return _shown(nearest[-1].filename), nearest[-1].lineno or 0, nearest[-1].name
+        return shown(nearest[-1].filename), nearest[-1].lineno or 0, nearest[-1].name
     code = getattr(inspect.unwrap(getattr(called, "forward", called)), "__code__", None) if called else None
-    if code is None or not _is_own(code.co_filename):
+    if code is None or not is_own(code.co_filename):
         return "", 0, ""
-    return _shown(code.co_filename), code.co_firstlineno, code.co_name
+    return shown(code.co_filename), code.co_firstlineno, code.co_name
 
 
 def _has_raise_statement(frames: Sequence[FrameSummary]) -> bool:
@@ -200,7 +201,9 @@ def _is_of_torch(filename: str) -> bool:
     return Path(filename).is_relative_to(Path(torch.__file__).parent)
 
 
-def _is_own(filename: str) -> bool:
+@functools.cache
+def is_own(filename: str) -> bool:
+    """Returns whether a file is of the user, or of an installed package other than torch and bamboo."""
     path = Path(filename)
     if filename.startswith("<") or any(path.is_relative_to(folder) for folder in _FOLDED):
         return False
@@ -211,7 +214,7 @@ def _is_installed(filename: str) -> bool:
     return any(folder in Path(filename).parts for folder in _PACKAGES)
 
 
-def _shown(filename: str) -> str:
+def shown(filename: str) -> str:
     """Returns a path as short as it can be: relative to the current folder if it lies below."""
     try:
         return str(Path(filename).relative_to(Path.cwd()))
@@ -221,9 +224,9 @@ def _shown(filename: str) -> str:
 
 def _folded(frames: Sequence[FrameSummary]) -> Iterator[str]:
     """Yields the lines of the user's frames with their source, innermost first, and the number of the other frames."""
-    own = [each for each in reversed(frames) if _is_own(each.filename)]
+    own = [each for each in reversed(frames) if is_own(each.filename)]
     for each in own:
-        yield f"{_shown(each.filename)}:{each.lineno}, in {each.name}"
+        yield f"{shown(each.filename)}:{each.lineno}, in {each.name}"
         if each.line:
             yield f"    {each.line}"
     if folded := len(frames) - len(own):

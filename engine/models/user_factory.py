@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -30,15 +30,20 @@ from engine.models.memory_rules import refuse_what_cannot_be_kept, shared_buffer
 from engine.models.user_code import running
 
 
-def user_model(job: Job) -> Model:
+def user_model(job: Job, ordinary: Callable[[nn.Module], Model] | None = None) -> Model:
     """Returns the model of the factory `job.model`, called with `job.model_args`; raises UserError.
 
-    The factory returns an nn.Sequential, a list or tuple of modules and callables, or a Model. The name may also be
-    that of such an object. Unless it is a Model, it gets the default loss. A parameter that several layers share
-    becomes a tie.
+    The factory returns an nn.Sequential, a list or tuple of modules and callables, a Model, or another module, which
+    `ordinary` makes a model of. The name may also be that of such an object. A list of layers gets the default loss,
+    and inputs in the `form` of the data. A parameter that several layers share becomes a tie.
     """
     with torch.random.fork_rng(devices=[]):
         made = made_by("model", job.model, job.model_args, random_key(job.seed, "model"))
+    if ordinary and isinstance(made, nn.Module) and not isinstance(made, (nn.Sequential, nn.ModuleList)):
+        return _completed(ordinary(made))
+    if job.split:
+        found = f"{job.split!r} for {job.model}, which is a list of layers already"
+        raise UserError([Problem("split", "no value", found, "each layer of a list stays whole")])
     model = made if isinstance(made, Model) else _model_of(job.model, made)
     if not model.layers:
         raise wrong_factory("model", job.model, "a factory that returns at least one layer")
@@ -50,7 +55,7 @@ def _model_of(factory_name: str, made: object) -> Model:
     try:
         named = named_layers(made)
     except TypeError:
-        expected = "a factory that returns an nn.Sequential, a list of layers or a Model"
+        expected = "a factory that returns a module, a list of layers or a Model"
         raise wrong_factory("model", factory_name, expected, f"it returned {type(made).__name__}") from None
     try:
         specs = tuple(layer_spec(name, layer) for name, layer in named)

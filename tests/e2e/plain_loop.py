@@ -57,7 +57,7 @@ class PlainLoop:
         torch.set_num_threads(job.threads)
         self.job, self.mistake = job, mistake
         self.data = open_data(job)
-        self.model = build_model(job, self.data.facts)
+        self.model = build_model(job, self.data.facts, self.data)
         self.pipelines = [_build(job, self.model) for _ in range(job.pipelines)]
         self.first_use = {use: sorted(tie.uses)[0] for tie in self.model.ties for use in sorted(tie.uses)[1:]}
         self._share_storage()

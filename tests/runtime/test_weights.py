@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine.core.checkpoints.manifest import Manifest
-from engine.core.checkpoints.plain_names import layer_names
+from engine.core.checkpoints.plain_names import prefixes
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
@@ -215,5 +215,5 @@ def test_outputs_of_another_form_are_refused(kept: Kept, tmp_path: Path) -> None
 
 
 def test_layers_of_one_name_have_their_numbers() -> None:
-    assert layer_names(["a", "b"]) == ("a", "b")
-    assert layer_names(["a", "a"]) == ("0", "1")
+    assert prefixes(["a", "b"]) == ("a.", "b.")
+    assert prefixes(["a", "a"]) == ("0.", "1.")

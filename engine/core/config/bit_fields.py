@@ -50,7 +50,7 @@ NEUTRAL: Mapping[str, Any] = {
     "logger": "",
 }
 # The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
-OF_TENSORS = frozenset({"model", "model_args", "pipelines"})
+OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
 # The facts of a host that select the compute kernels, and so the bits.
 BIT_FACTS = ("python", "torch", "machine", "cpu", "isa")
 

@@ -86,6 +86,11 @@ class Job:
     dtype: Dtype = _field("float32", "bfloat16 and float16 run the layers under autocast; float16 scales the loss")
     scaler_args: Args = _args("arguments of the scale of the loss in float16, such as growth_interval")
     partition: str = _field("uniform", PARTITION_FORMS)
+    split: str = _field(
+        "",
+        "layers of an ordinary module: names of submodules such as blocks.*, or a number of about equal pieces; by "
+        "default its repeated blocks",
+    )
     redundancy: Redundancy = _field(
         "lazy",
         "which worker can take over a stage: none; lazy: a shadow keeps its weights in step; eager: the shadow also "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.core.checkpoints.plain_names import layer_names
+from engine.core.checkpoints.plain_names import prefixes
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.models.layers import Model
@@ -53,12 +53,12 @@ class GivenWeights:
 
     def fill(self, replicas: Replicas) -> None:
         """Sets the weights of every replica, and its persistent buffers in every pipeline; then closes the files."""
-        prefixes = _prefixes(replicas.model)
+        beginnings = _prefixes(replicas.model)
         for stage in replicas.stages.values():
             for index, layer in stage.layers.items():
                 for name, tensor in _stored(layer):
                     with torch.no_grad():
-                        overwrite(tensor, self.tensor(f"{prefixes[index]}.{name}"))
+                        overwrite(tensor, self.tensor(f"{beginnings[index]}{name}"))
             if stage.boundary:
                 stage.boundary = (stage.copy_buffers(),) * len(stage.boundary)
         self._stack.close()
@@ -98,7 +98,7 @@ def check_given(given: GivenWeights, job: Job, model: Model) -> None:
     for index, prefix in enumerate(_prefixes(model)):
         first: dict[int, str] = {}  # by tensor: a state_dict has one tensor under each of its names
         for name, tensor in _stored(build_layer(job, model, index)):
-            plain = f"{prefix}.{name}"
+            plain = f"{prefix}{name}"
             known.add(plain)
             other = first.setdefault(id(tensor), plain)
             problems += filter(
@@ -106,7 +106,7 @@ def check_given(given: GivenWeights, job: Job, model: Model) -> None:
             )
     problems += [f"{name}: not in the model" for name in sorted(names - known)]
     for tie in model.ties:
-        use, *others = (f"{_prefixes(model)[layer]}.{name}" for layer, name in tie.uses)
+        use, *others = (f"{_prefixes(model)[layer]}{name}" for layer, name in tie.uses)
         problems += filter(None, (_other_bits(given, names, other, use) for other in others))
     if problems:
         more = len(problems) - _MOST_MISMATCHES
@@ -138,7 +138,7 @@ def _other_bits(given: GivenWeights, names: set[str], plain: str, other: str) ->
 
 
 def _prefixes(model: Model) -> tuple[str, ...]:
-    return layer_names([each.name for each in model.layers])
+    return prefixes([each.name for each in model.layers])
 
 
 def _stored(layer: nn.Module) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from engine.core.checkpoints.plain_names import layer_names
+from engine.core.checkpoints.plain_names import prefixes
 from engine.core.config.job import Job
 from engine.core.config.param_groups import ParamGroup, group_of, idle_groups, param_groups
 from engine.core.errors import UserError
@@ -37,10 +37,10 @@ def check_groups(job: Job, model: Model, layers: Mapping[int, nn.Module]) -> Non
 
 def _plain_names(model: Model, layers: Mapping[int, nn.Module]) -> Iterable[tuple[int, str, str]]:
     """Yields layer, name there and plain name of each trained parameter; a tied one has that of its first use."""
-    prefixes = layer_names([each.name for each in model.layers])
+    beginnings = prefixes([each.name for each in model.layers])
     first = {use: min(tie.uses) for tie in model.ties for use in tie.uses}
     for index, layer in layers.items():
         for name, parameter in layer.named_parameters():
             if parameter.requires_grad:
                 at, there = first.get((index, name), (index, name))
-                yield index, name, f"{prefixes[at]}.{there}"
+                yield index, name, f"{beginnings[at]}{there}"

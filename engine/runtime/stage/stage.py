@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.core.config.job import Job
 from engine.core.errors import DivergedError, ensure
 from engine.core.random_key import layer_key
-from engine.models.layers import Model, Tensors, as_tensors
+from engine.models.layers import MAX_TENSORS, Model, Tensors, as_tensors
 from engine.models.losses import loss_of, metrics_of, shapes_of
 from engine.models.user_code import RAISED, blame
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
@@ -30,7 +30,7 @@ from engine.runtime.stage.loss_share import LossShare
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.stage.residual import Checkpoint, Pending, Residual, groups_of
 from engine.runtime.stage.segment import Segment, cut_off
-from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border, border_of, difference, laid_out_as
+from engine.runtime.transport.tensor_spec import Border, border_of, difference, laid_out_as
 
 
 class Stage:

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 from torch.distributed import Work
 
-from engine.models.layers import Tensors
+from engine.models.layers import MAX_TENSORS, Tensors
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 from engine.runtime.transport.group_end import EndChannel, GroupEnd
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.pair_guard import UNGUARDED, Group, PairGuard
 from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.suspicion import suspecting, suspicion
-from engine.runtime.transport.tensor_spec import MAX_TENSORS, Border
+from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 from engine.runtime.transport.transport import AnyKey
 

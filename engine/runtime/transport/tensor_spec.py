@@ -9,8 +9,6 @@ from torch import Tensor
 
 from engine.models.layers import Tensors
 
-MAX_TENSORS = 16  # in one transfer
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

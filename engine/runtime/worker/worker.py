@@ -190,7 +190,7 @@ def join(
     with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
         displace(random_key(job.seed, "data") % 2**32)
         data = WatchedData(data_of(job), whereabouts)
-    model = build_model(job, data.facts)
+    model = build_model(job, data.facts, data)
     given = GivenWeights(job.init) if job.init and welcome.checkpoint is None else None
     events_fd, steps_fd = record_fds
     control.recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))

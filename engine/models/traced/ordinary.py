@@ -1,0 +1,122 @@
+"""Makes the layers of an ordinary module: records its forward in training and in evaluation, and cuts both records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError
+from engine.models.data import Data
+from engine.models.layers import LayerSpec, Model, ModuleCopy, Tensors
+from engine.models.losses import default_loss
+from engine.models.memory_rules import refuse_what_cannot_be_kept
+from engine.models.traced.cuts import Cut, choose_cuts, names_of, place_of
+from engine.models.traced.piece import Piece
+from engine.models.traced.pieces import PlannedPiece, Splitter
+from engine.models.traced.recorded import Example, recorded
+from engine.models.traced.recording import LeafCall, NamedState, Trace, places_of
+from engine.models.traced.refusal import UnrecordableError, refused
+from engine.models.traced.source_text import PieceProgram, Writer
+
+_SAME_BORDERS = "a forward whose pieces hand on the same tensors in training and in evaluation"
+_OTHER_SPLIT = "split the module where its tensors are the same in both"
+
+
+class OutputLoss:
+    """The loss of a module whose forward returns it: the operations that depend on the targets."""
+
+    def __init__(self, training: PieceProgram, evaluation: PieceProgram):
+        self._training, self._evaluation = training, evaluation
+
+    def __call__(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns the loss: that of evaluation where no gradients are wanted."""
+        program = self._training if torch.is_grad_enabled() else self._evaluation
+        try:
+            return program.run((), *outputs, *targets)[0]
+        except Exception as error:
+            raise program.blamed(error) from None
+
+
+def ordinary_model(job: Job, data: Data, module: nn.Module) -> Model:
+    """Returns the model whose layers are pieces of `module`; raises UserError if it cannot be recorded or cut."""
+    refuse_what_cannot_be_kept({0: module})
+    autocast = None if job.dtype == "float32" else getattr(torch, job.dtype)
+    example = Example(data.microbatch(0, 0, 0, job.microbatch_size), data.facts.form, autocast)
+    leaves: frozenset[str] = frozenset()
+    while True:
+        try:
+            traces = [recorded(module, example, leaves, is_training) for is_training in (True, False)]
+            splitters = [Splitter(trace) for trace in traces]
+            break
+        except UnrecordableError as error:
+            # The smallest submodule around the line runs as it is; the model itself cannot.
+            paths = (error.path.rsplit(".", up)[0] for up in range(error.path.count(".") + 1) if error.path)
+            leaf = next((path for path in paths if path not in leaves), None)
+            if leaf is None:
+                raise refused(error) from error
+            leaves |= {leaf}
+    cuts = choose_cuts(job.split, module, traces[0], splitters[0])
+    planned = [_planned(cuts, trace, splitter) for trace, splitter in zip(traces, splitters, strict=True)]
+    _refuse_other_borders(cuts, traces, planned)
+    layers = [
+        LayerSpec(name, kind, ModuleCopy(name, piece))
+        for (name, kind), piece in zip(names_of(cuts, traces[0]), _pieces(module, traces, planned), strict=True)
+    ]
+    tails = [splitter.loss() for splitter in splitters]
+    if tails[0] is None or tails[1] is None:
+        return Model(tuple(layers), default_loss)
+    training, evaluation = (
+        Writer(tail, trace.base).program()[0] for tail, trace in zip((tails[0], tails[1]), traces, strict=True)
+    )
+    return Model(tuple(layers), OutputLoss(training, evaluation))
+
+
+def _planned(cuts: Sequence[Cut], trace: Trace, splitter: Splitter) -> list[PlannedPiece]:
+    places = [place_of(cut, trace) for cut in cuts]
+    for cut, place, after in zip(cuts, places, [*places, len(trace.operations)][1:], strict=True):
+        if place is None or after is None or place > after or not splitter.can_cut(place):
+            raise UserError([Problem("model", _SAME_BORDERS, f"no cut at {cut.path} in evaluation", _OTHER_SPLIT)])
+    return splitter.pieces([place or 0 for place in places])
+
+
+def _refuse_other_borders(cuts: Sequence[Cut], traces: list[Trace], planned: list[list[PlannedPiece]]) -> None:
+    problems = []
+    for number, cut in enumerate(cuts):
+        told = []
+        for trace, pieces in zip(traces, planned, strict=True):
+            shapes = (trace.shapes[each] for each in pieces[number + 1].entering if not isinstance(each, NamedState))
+            told.append(", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in shapes))
+        if told[0] != told[1]:
+            found = f"{told[0]} in training, {told[1]} in evaluation, at the {'end' if cut.is_end else 'begin'} of"
+            problems.append(Problem("model", _SAME_BORDERS, f"{found} {cut.path}", _OTHER_SPLIT))
+    if problems:
+        raise UserError(problems)
+
+
+def _pieces(module: nn.Module, traces: list[Trace], planned: list[list[PlannedPiece]]) -> list[Piece]:
+    both = list(zip(*planned, strict=True))
+    bases = [trace.base for trace in traces]
+    leaves = [
+        list(dict.fromkeys(o.function.path for p in pair for o in p.operations if isinstance(o.function, LeafCall)))
+        for pair in both
+    ]
+    used = [dict.fromkeys(place for piece in pair for place in piece.places()) for pair in both]
+    _add_unused(module, used)
+    return [
+        Piece(module, places, paths, *(Writer(*each).program() for each in zip(pair, bases, strict=True)))
+        for pair, places, paths in zip(both, used, leaves, strict=True)
+    ]
+
+
+def _add_unused(module: nn.Module, used: list[dict[NamedState, None]]) -> None:
+    """Gives each name of the state_dict to a piece: one that uses the tensor, else the piece of the name before it."""
+    named = dict(places_of(module))
+    of_name = {place: number for number, places in reversed(list(enumerate(used))) for place in places}
+    of_tensor = {id(named[place]): number for place, number in of_name.items()}
+    number = 0
+    for place, tensor in named.items():
+        number = of_name.get(place, of_tensor.get(id(tensor), number))
+        used[number].setdefault(place)

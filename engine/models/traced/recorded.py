@@ -1,0 +1,129 @@
+"""Records the forward of a module once, on a copy, in training or in evaluation.
+
+The module is called with a microbatch of the data. A parameter of its forward with a name in `TARGETS` gets the
+targets; the forward then returns the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.core.errors import Problem, UserError
+from engine.models.layers import Batch, ModuleCopy, Tensors
+from engine.models.pytree import flatten, parts_of, unflatten
+from engine.models.traced.recorder import CallRecorder
+from engine.models.traced.recording import CodeLine, Trace, places_of
+from engine.models.traced.refusal import UnrecordableError
+from engine.models.user_code import running
+
+TARGETS = ("labels", "label", "targets", "target")
+_WITHOUT_LOSS = "return the loss as a scalar tensor, or as `loss` of a dict or a dataclass; or take no labels"
+
+
+class Example(NamedTuple):
+    """How to call a module: with a microbatch, whose inputs have a form, and under autocast to a type, if any."""
+
+    batch: Batch
+    form: object
+    autocast: torch.dtype | None
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: Tensors
+    targets: Tensors  # those that the forward takes
+
+
+def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_training: bool) -> Trace:
+    """Returns the record of one forward; submodules at the paths in `leaves` are called as a whole.
+
+    Raises UnrecordableError for a line that cannot be recorded, UserError for a result that has no output or no loss.
+    """
+    copied = ModuleCopy("the model", module)()
+    if not is_training:
+        copied.eval()
+    call = _bound(copied, example)
+    before = {place.name: tensor for place, tensor in places_of(copied)}
+    with _as_in_a_stage(example, is_training):
+        recorder = CallRecorder(copied, call.inputs, call.targets, leaves)
+        with running("the forward of the model", copied):
+            result = recorder.run(lambda made: made(*call.args, **call.kwargs))
+    recorder.note_buffers(before)
+    trace = recorder.trace
+    chosen = _loss_in(result) if call.targets else _outputs_in(result)
+    trace.outputs = tuple(recorder.source(each) for each in chosen)
+    trace.is_loss = bool(call.targets)
+    now = {place.name: tensor for place, tensor in places_of(copied)}
+    trace.changed = frozenset(
+        place.name
+        for place, tensor in places_of(module)
+        if place.is_buffer and (now[place.name] is not before[place.name] or not torch.equal(now[place.name], tensor))
+    )
+    return trace
+
+
+def _bound(module: nn.Module, example: Example) -> _Call:
+    inputs = tuple(each.clone() for each in example.batch.inputs)
+    args, kwargs = (inputs, {}) if example.form is None else unflatten(example.form, inputs)
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    taken = {*positional[: len(args)], *kwargs}
+    names = [each.name for each in parameters if each.name in TARGETS and each.name not in taken]
+    targets = tuple(each.clone() for each in example.batch.targets[: len(names)])
+    return _Call(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
+
+
+@contextlib.contextmanager
+def _as_in_a_stage(example: Example, is_training: bool) -> Iterator[None]:
+    """Sets the modes of torch; raises UnrecordableError for a draw from Python's or numpy's generator."""
+    is_autocast = example.autocast is not None
+    autocast = torch.autocast("cpu", dtype=example.autocast or torch.bfloat16, enabled=is_autocast)
+    before = _positions()
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(is_training), autocast:
+        yield
+    for name, position in _positions().items():
+        if before.get(name, position) != position:
+            hint = "draw from torch's default generator: the draw is then made in each forward"
+            raise UnrecordableError(f"the forward draws from {name}", hint, CodeLine(), "")
+
+
+def _positions() -> dict[str, object]:
+    found: dict[str, object] = {"Python's random": random.getstate()}
+    if numpy_random := sys.modules.get("numpy.random"):
+        name, keys, *others = numpy_random.get_state()
+        found["numpy's generator"] = (name, keys.tobytes(), *others)
+    return found
+
+
+def _loss_in(result: Any) -> Tensors:
+    found = result
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
+        found = result[0] if result else None
+    elif not isinstance(result, Tensor):
+        found = getattr(result, "loss", None)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return (found,)
+    told = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    expected = "a forward that takes targets and returns the loss"
+    raise UserError([Problem("model", expected, f"{told} as the loss of {type(result).__name__}", _WITHOUT_LOSS)])
+
+
+def _outputs_in(result: Any) -> Tensors:
+    parts = parts_of(result)
+    logits = (parts or {}).get("logits", getattr(result, "logits", None) if parts is None else None)
+    outputs = (logits,) if isinstance(logits, Tensor) else flatten(result)[1]
+    if not outputs:
+        found = f"a {type(result).__name__} without tensors"
+        raise UserError([Problem("model", "a forward that returns tensors", found)])
+    return outputs

@@ -1,0 +1,275 @@
+"""Records one forward of a module, with torch's modes for functions and for dispatch.
+
+Every function of torch that the module calls is recorded with its arguments, and so it runs again with the same bits
+and the same gradients. What a forward does beside that does not happen again: Python code, prints, plain attributes.
+
+Rules: only facts such as shapes and types may leave a tensor that depends on data or weights, so that every microbatch
+takes the same way. A dispatch outside of a recorded call is an operation that the mode was not shown: it is refused. A
+submodule that cannot be recorded becomes one operation, which calls it; a model that cannot is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import numbers
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from engine.models.layers import Tensors
+from engine.models.pytree import flatten
+from engine.models.traced.guard import DispatchGuard, recorded_functions
+from engine.models.traced.recording import (
+    BufferWrite,
+    CodeLine,
+    Context,
+    HeldTensor,
+    LeafCall,
+    ModuleCall,
+    NamedState,
+    TensorSource,
+    TorchCall,
+    Trace,
+    TracedValue,
+    places_of,
+    tensors_in,
+)
+from engine.models.traced.refusal import UnrecordableError, own_line
+from engine.models.traced.work import work_of
+
+_FACTS = frozenset(
+    """
+    shape size dim ndim ndimension dtype device layout numel nelement stride storage_offset is_floating_point is_complex
+    is_signed is_contiguous requires_grad is_leaf element_size itemsize nbytes __len__ is_sparse is_quantized is_nested
+    is_cuda is_cpu is_meta is_mkldnn is_same_size get_device grad_fn names _version __repr__ __format__ type
+    is_inference is_conj is_neg __hash__ _is_view
+    """.split()
+)
+_MODES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})  # each operation knows its context
+_PLAIN = (numbers.Number, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type)
+_BRANCH = (
+    "the way of the forward may not depend on values: compute both ways and choose with torch.where, put the line into "
+    "a submodule, which then runs as it is, or return an nn.Sequential, a list of layers or a Model"
+)
+_SUBMODULE = "put the line into a submodule, which then runs as it is, or return a list of layers or a Model"
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records the forward of `module`; submodules at the paths in `leaves` are called as a whole."""
+
+    def __init__(self, module: nn.Module, inputs: Tensors, targets: Tensors, leaves: frozenset[str]):
+        super().__init__()
+        self.trace = Trace(base=_context())
+        self._module, self._leaves = module, leaves
+        self._names: dict[int, list[NamedState]] = {}  # by id of a parameter or buffer
+        self._values: dict[int, TracedValue] = {}  # by id of any other tensor
+        self._memories: dict[int, int] = {}  # by address of the storage object
+        self._alive: list[Any] = []  # keeps ids and addresses unique
+        self._of_data: set[TensorSource] = set()  # values that depend on data, weights or random numbers
+        self._path: list[str] = []
+        self._draws, self._work = False, 0
+        self._is_inside = False
+        for place, tensor in places_of(module):
+            self._names.setdefault(id(tensor), []).append(place)
+            self.trace.memory[place] = self._memory(tensor)
+        self.trace.inputs = tuple(self._given(each) for each in inputs)
+        self.trace.targets = tuple(self._given(each) for each in targets)
+
+    def run(self, call: Callable[[nn.Module], Any]) -> Any:
+        """Runs `call` with the module and returns its result. Raises UnrecordableError."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recorded_functions(self._is_recording, self.record))
+            for path, module in self._module.named_modules():
+                stack.callback(module.register_forward_pre_hook(functools.partial(self._enter, path)).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+                if path in self._leaves:
+                    stack.callback(vars(module).pop, "forward")
+                    vars(module)["forward"] = functools.partial(self._call_leaf, path, module.forward)
+            stack.enter_context(DispatchGuard(self.sees))
+            stack.enter_context(self)
+            return call(self._module)
+
+    def source(self, tensor: Tensor) -> TensorSource:
+        """Returns where a tensor comes from; of a tied one, the name in the running submodule if it has one."""
+        if places := self._names.get(id(tensor)):
+            return next((each for each in places if self._path and each.holder == self._path[-1]), places[0])
+        if id(tensor) in self._values:
+            return self._values[id(tensor)]
+        if tensor.requires_grad:
+            words = "a tensor with gradients that is no parameter of the module"
+            raise self.refusal(words, "register it as a parameter")
+        self._alive.append(tensor)
+        return HeldTensor(tensor)
+
+    def refusal(self, words: str, hint: str) -> UnrecordableError:
+        """Returns the error about the line of the user's code that is running."""
+        return UnrecordableError(words, hint, own_line(), self._path[-1] if self._path else "")
+
+    def sees(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Takes notice of an operation below the recorded functions."""
+        if not self._is_inside:
+            raise self.refusal(f"{function} runs where torch shows no function to a TorchFunctionMode", _SUBMODULE)
+        self._draws |= torch.Tag.nondeterministic_seeded in function.tags
+        self._work += work_of(function, args, result)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Records a call of torch, and makes it."""
+        kwargs = dict(kwargs or {})
+        if self._is_inside or _name(func) in _MODES:
+            return func(*args, **kwargs)
+        if func is Tensor.__iter__:
+            with self:
+                return iter(args[0].unbind(0))
+        return self.record(func, func, args, kwargs)
+
+    def record(self, target: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `run`, and records the call as one of `target`."""
+        before = [(each, each._version) for each in tensors_in((args, kwargs))]
+        operation = TorchCall(
+            target, self._plain(args, target), self._plain(kwargs, target), None, CodeLine(), _context()
+        )
+        self._is_inside, self._draws, self._work = True, False, 0
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        if result is NotImplemented:
+            return result
+        written = [each for each, version in before if each._version != version]
+        if not written and not any(True for _ in tensors_in(result)) and not isinstance(target, LeafCall):
+            return self._leaves_torch(target, operation, result)
+        for each in written:
+            self._refuse_write(self.source(each))
+        operation.written = frozenset(self._memory(each) for each in written)
+        operation.draws, operation.work, operation.line = self._draws, self._work, own_line()
+        if isinstance(target, LeafCall):
+            operation.leaf_places = tuple(
+                place for place, _ in places_of(self._module) if place.name.startswith(f"{target.path}.")
+            )
+        is_of_data = self._draws or any(self._depends(each) for each in operation.sources())
+        operation.results = self._results(result, is_of_data)
+        if is_of_data:
+            self._of_data |= {self._values[id(each)] for each in written if id(each) in self._values}
+        self.trace.operations.append(operation)
+        return result
+
+    def _is_recording(self) -> bool:
+        return not self._is_inside
+
+    def note_buffers(self, before: Mapping[str, Tensor]) -> None:
+        """Records buffers that the forward has given another tensor."""
+        for place, tensor in places_of(self._module):
+            if place.is_buffer and before.get(place.name) is not tensor:
+                source = self.source(tensor)
+                write = BufferWrite(place)
+                self.trace.operations.append(TorchCall(write, (source,), {}, None, CodeLine(), self.trace.base))
+
+    def _leaves_torch(self, target: Any, operation: TorchCall, result: Any) -> Any:
+        """Returns the result of a call without tensors, which must be a fact about tensors or depend on none."""
+        name = _name(target)
+        if name not in _FACTS and (result is None or any(self._depends(each) for each in operation.sources())):
+            words = f"{name} gives Python a value" if result is not None else f"{name} changes a tensor unseen"
+            raise self.refusal(words, _BRANCH if result is not None else _SUBMODULE)
+        return result
+
+    def _refuse_write(self, source: TensorSource) -> None:
+        if isinstance(source, HeldTensor):
+            raise self.refusal("it overwrites a tensor that is no buffer", "register it as a buffer")
+        if isinstance(source, NamedState) and not source.is_buffer:
+            raise self.refusal(f"it overwrites the parameter {source.name!r}", "only the optimizer changes a parameter")
+
+    def _depends(self, source: TensorSource) -> bool:
+        return isinstance(source, NamedState) or source in self._of_data
+
+    def _given(self, tensor: Tensor) -> TracedValue:
+        value = self._made(tensor)
+        self._of_data.add(value)
+        return value
+
+    def _made(self, tensor: Tensor) -> TracedValue:
+        value = self._values[id(tensor)] = TracedValue(len(self._values))
+        self._alive.append(tensor)
+        self.trace.shapes[value] = (tensor.dtype, tensor.shape)
+        self.trace.memory[value] = self._memory(tensor)
+        return value
+
+    def _memory(self, tensor: Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            return -id(tensor)
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        return self._memories.setdefault(storage._cdata, len(self._memories))
+
+    def _results(self, result: Any, is_of_data: bool) -> Any:
+        if isinstance(result, Tensor):
+            if id(result) in self._names or id(result) in self._values:
+                return None  # an operation in place returns its argument
+            value = self._made(result)
+            if is_of_data:
+                self._of_data.add(value)
+            return value
+        if isinstance(result, (tuple, list)):
+            return tuple(self._results(each, is_of_data) for each in result)
+        if result is None:
+            return None
+        raise self.refusal(f"it returns a {type(result).__name__} beside tensors", _SUBMODULE)
+
+    def _plain(self, value: Any, target: Any) -> Any:
+        """Returns an argument with sources in place of tensors; refuses types that may hide tensors or code."""
+        if isinstance(value, Tensor):
+            return self.source(value)
+        if value is None or value is Ellipsis or isinstance(value, (*_PLAIN, Enum)):
+            return value
+        if isinstance(value, tuple):
+            return tuple(self._plain(each, target) for each in value)
+        if type(value) is list:
+            return [self._plain(each, target) for each in value]
+        if isinstance(value, dict):
+            return {key: self._plain(each, target) for key, each in value.items()}
+        if type(value) is slice:
+            return slice(*(self._plain(each, target) for each in (value.start, value.stop, value.step)))
+        raise self.refusal(f"{_name(target)} is called with a {type(value).__name__}", _SUBMODULE)
+
+    def _call_leaf(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Records a call of a whole submodule; its result has the form that the submodule gave it."""
+        if self._is_inside:
+            return forward(*args, **kwargs)
+        whole: list[Any] = []
+
+        def run(*args: Any, **kwargs: Any) -> Tensors:
+            whole.append(forward(*args, **kwargs))
+            return flatten(whole[0])[1]
+
+        self.record(LeafCall(path), run, args, kwargs)
+        return whole[0]
+
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        if not self._is_inside:
+            self._path.append(path)
+            count = sum(call.path == path for call in self.trace.calls)
+            number = len(self.trace.operations)
+            self.trace.calls.append(ModuleCall(path, count, type(module).__name__, number, -1))
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not self._is_inside and self._path:
+            path = self._path.pop()
+            index = max(at for at, call in enumerate(self.trace.calls) if call.path == path and call.last < 0)
+            call = self.trace.calls[index]
+            self.trace.calls[index] = ModuleCall(path, call.count, call.kind, call.first, len(self.trace.operations))
+
+
+def _context() -> Context:
+    return Context(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+
+def _name(function: Any) -> str:
+    """Returns the name of a function or a property for messages."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return getattr(function.__self__, "__name__", name) if name == "__get__" else name

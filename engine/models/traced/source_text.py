@@ -1,0 +1,180 @@
+"""Writes the operations of a piece as one Python function, and compiles it.
+
+Each operation has a line of its own. An exception in it is raised again at the line of the user's code that the
+operation came from, so that messages show that line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from types import FunctionType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.models.layers import Tensors
+from engine.models.pytree import flatten
+from engine.models.traced.pieces import PlannedPiece
+from engine.models.traced.recording import (
+    BufferWrite,
+    CodeLine,
+    Context,
+    HeldTensor,
+    LeafCall,
+    NamedState,
+    TorchCall,
+    TracedValue,
+    sources_in,
+)
+
+_FILE = "<piece of a module>"
+
+
+class PieceProgram(NamedTuple):
+    """A compiled piece: a function of holders and inputs, its text, and the user's line behind each of its lines."""
+
+    run: Callable[..., Tensors]
+    text: str
+    lines: Mapping[int, CodeLine]
+
+    def blamed(self, error: BaseException) -> BaseException:
+        """Returns an exception of `run` with a traceback that ends in the user's line."""
+        last: TracebackType | None = error.__traceback__
+        number = 0
+        while last is not None:
+            if last.tb_frame.f_code is self.run.__code__:
+                number = last.tb_lineno
+            last = last.tb_next
+        line = self.lines.get(number)
+        if line is None or not line.file:
+            return error
+        raising = _raise_again.__code__.replace(
+            co_filename=line.file, co_firstlineno=line.number - 1, co_name=line.function, co_qualname=line.function
+        )
+        try:
+            FunctionType(raising, {})(error)
+        except BaseException as same:
+            return same
+        return error
+
+
+def _raise_again(error: BaseException) -> None:
+    raise error
+
+
+class Writer:
+    """Writes one piece; `context` is the one in which it will be called."""
+
+    def __init__(self, planned: PlannedPiece, context: Context):
+        self._planned, self._context = planned, context
+        self._names: dict[str, Any] = {"_flat": lambda made: flatten(made)[1], "_modes": _modes}
+        self._known: dict[int, str] = {}  # name of a constant by id
+        self._holders: dict[tuple[str, str], str] = {}
+        self._last: dict[TracedValue, int] = {}
+
+    def program(self) -> tuple[PieceProgram, tuple[tuple[str, str], ...]]:
+        """Returns the program, and the holders that it is called with: (kind, path of a module)."""
+        planned = self._planned
+        for number, each in enumerate(planned.operations):
+            self._last |= {
+                source: number for source in (*each.sources(), *each.values()) if isinstance(source, TracedValue)
+            }
+        end = len(planned.operations)
+        self._last |= {source: end for source in sources_in(planned.leaving) if isinstance(source, TracedValue)}
+        body: list[tuple[str, CodeLine]] = [
+            (f"    {self._text(each)} = {self._text(each)}.clone()", CodeLine())
+            for each in planned.entering
+            if each in planned.copied
+        ]
+        numbered = enumerate(planned.operations)
+        for context, group in groupby(numbered, key=lambda each: each[1].context):
+            indent = "    "
+            if context != self._context:
+                modes = f"{context.has_gradients}, {context.is_autocast}, {self._constant(context.dtype)}"
+                body.append((f"    with _modes({modes}):", CodeLine()))
+                indent = "        "
+            body += [(f"{indent}{self._line(number, each)}", each.line) for number, each in group]
+        leaving = ", ".join(self._text(each) for each in planned.leaving)
+        body.append((f"    return ({leaving},)" if leaving else "    return ()", CodeLine()))
+        inputs = ", ".join(self._text(each) for each in planned.entering)
+        head = [f"def run(holders, {inputs}):"]
+        if self._holders:
+            head.append(f"    ({', '.join(self._holders.values())},) = holders")
+        text = "\n".join([*head, *(line for line, _ in body)]) + "\n"
+        lines = {len(head) + 1 + number: line for number, (_, line) in enumerate(body)}
+        return PieceProgram(_compiled(text, self._names), text, lines), tuple(self._holders)
+
+    def _line(self, number: int, operation: TorchCall) -> str:
+        function = operation.function
+        dead = [each for each, last in self._last.items() if last == number]
+        parts = [self._text(each) for each in operation.args]
+        parts += [f"{name}={self._text(each)}" for name, each in operation.kwargs.items()]
+        if isinstance(function, BufferWrite):
+            return f"{self._text(function.place)} = {parts[0]}"
+        if isinstance(function, LeafCall):
+            call = f"_flat({self._holder('module', function.path)}.forward({', '.join(parts)}))"
+        else:
+            call = f"{self._constant(function)}({', '.join(parts)})"
+        pattern = _pattern(operation.results)
+        freed = f"; {' = '.join(f'v{each.number}' for each in dead)} = None" if dead else ""
+        return f"{pattern} = {call}{freed}" if pattern else f"{call}{freed}"
+
+    def _text(self, value: Any) -> str:  # noqa: PLR0911
+        """Returns an argument as Python text."""
+        if isinstance(value, TracedValue):
+            return f"v{value.number}"
+        if isinstance(value, NamedState):
+            return self._text_of_place(value)
+        if isinstance(value, tuple) and not isinstance(value, torch.Size):
+            return f"({''.join(f'{self._text(each)}, ' for each in value)})"
+        if type(value) is list:
+            return f"[{', '.join(map(self._text, value))}]"
+        if type(value) is dict:
+            return f"{{{', '.join(f'{key!r}: {self._text(each)}' for key, each in value.items())}}}"
+        if type(value) is slice:
+            return f"slice({', '.join(map(self._text, (value.start, value.stop, value.step)))})"
+        is_literal = type(value) in (bool, int, str, type(None)) or (type(value) is float and math.isfinite(value))
+        return repr(value) if is_literal else self._constant(value.tensor if isinstance(value, HeldTensor) else value)
+
+    def _text_of_place(self, place: NamedState) -> str:
+        if place in self._planned.entering:
+            return f"b{self._planned.entering.index(place)}"
+        return f"{self._holder('buffers' if place.is_buffer else 'parameters', place.holder)}[{place.key!r}]"
+
+    def _constant(self, value: object) -> str:
+        name = self._known.get(id(value))
+        if name is None:
+            label = getattr(value, "__name__", "")
+            name = f"{label if label.isidentifier() else 'c'}_{len(self._known)}"
+            self._known[id(value)] = name
+            self._names[name] = value
+        return name
+
+    def _holder(self, kind: str, path: str) -> str:
+        return self._holders.setdefault((kind, path), f"{kind[0]}{len(self._holders)}")
+
+
+def _pattern(results: Any) -> str:
+    """Returns the left side of an assignment; empty if nothing of the results is new."""
+    if isinstance(results, TracedValue):
+        return f"v{results.number}"
+    if isinstance(results, tuple) and any(True for _ in sources_in(results)):
+        parts = [_pattern(each) or "_" for each in results]
+        return f"({', '.join(parts)},)"
+    return ""
+
+
+def _compiled(text: str, names: dict[str, Any]) -> Callable[..., Tensors]:
+    module = compile(text, _FILE, "exec")
+    code = next(each for each in module.co_consts if hasattr(each, "co_code"))
+    return FunctionType(code, names)
+
+
+@contextlib.contextmanager
+def _modes(has_gradients: bool, is_autocast: bool, dtype: torch.dtype) -> Iterator[None]:
+    """Runs operations with or without gradients and autocast."""
+    with torch.set_grad_enabled(has_gradients), torch.autocast("cpu", dtype=dtype, enabled=is_autocast):
+        yield

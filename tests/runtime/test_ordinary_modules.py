@@ -1,0 +1,342 @@
+"""Ordinary modules are cut into layers that give their bits; what cannot be recorded is refused with its line."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.core.config.job import Job
+from engine.core.errors import UserError
+from engine.core.random_key import random_key
+from engine.models.layers import Batch, Model, Tensors, as_tensors
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
+from engine.models.traced.ordinary import OutputLoss
+from engine.models.user_code import exception_of
+from engine.runtime.stage.build_layer import build_layer
+
+MODULES = "tests.e2e.ordinary_modules"
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 1)
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class OwnGradient(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Triple.apply(self.a(x)))
+
+
+class Modes(Base):
+    """Runs a part without gradients and a part under autocast, and branches on the mode of the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = self.a(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.a(x)
+        return self.b(mean + hidden.float() if self.training else hidden.float())
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.sum() > 0 else self.two(x)
+
+
+class Routed(Base):
+    """Branches on values in a submodule only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.router(self.a(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.out = nn.LSTM(8, 16, batch_first=True, num_layers=2), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cells(x.view(-1, 4, 8))[0][:, -1])
+
+
+class InPlace(nn.Module):
+    """Overwrites an activation behind a block, which is a border; and its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        mask = torch.zeros(32)
+        mask[::2] = 1  # a constant that is made in two steps
+        for block in self.blocks:
+            x = block(x)
+            x.relu_()
+        return self.out(x * mask)
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+        self.b = nn.utils.parametrizations.weight_norm(nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.a(x):
+            assert row.shape == (32,)
+        return self.b(self.a(x))
+
+
+class Weighted(nn.Module):
+    """Returns a loss that reads a buffer, with an auxiliary part; it is called with labels."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 1)
+        self.register_buffer("weight", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = self.a(x)
+        scale = torch.ones(1) * 2
+        return (self.weight * scale * (self.b(hidden) - labels).square()).mean() + 0.1 * hidden.square().mean()
+
+
+RUNS = [OwnGradient, Modes, Routed, Recurrent, InPlace, Parametrized, Weighted]
+
+
+def built(factory: str, data: str = "synthetic", **fields: Any) -> tuple[Job, Model, Batch]:
+    job = Job(model=factory, data=data, **fields)
+    source = open_data(job)
+    return job, build_model(job, source.facts, source), source.microbatch(0, 0, 0, job.microbatch_size)
+
+
+def whole(job: Job, factory: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(random_key(job.seed, "model"))
+    return factory()
+
+
+def through(layers: list[nn.Module], inputs: Tensors) -> Tensors:
+    for layer in layers:
+        inputs = as_tensors(layer(*inputs), "a layer")
+    return inputs
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("made", RUNS)
+def test_pieces_give_the_bits_of_the_module(made: type[nn.Module]) -> None:
+    job, model, batch = built(f"{__name__}:{made.__name__}")
+    layers, module = [build_layer(job, model, index) for index in range(len(model.layers))], whole(job, made)
+    targets = batch.targets if "labels" in inspect.signature(made.forward).parameters else ()
+    assert len(layers) > 1
+    for is_training in (True, False):
+        module.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            expected = module(*(each.clone() for each in batch.inputs), *targets)
+            outputs = through([each.train(is_training) for each in layers], batch.inputs)
+            found = model.loss(outputs, batch.targets) if targets else outputs[0]
+        assert torch.equal(found, expected)
+        if is_training:
+            expected.sum().backward()
+            found.sum().backward()
+    gradients = {name: each.grad for layer in layers for name, each in layer.named_parameters()}
+    for name, each in module.named_parameters():
+        other = gradients[name]
+        assert (each.grad is None) == (other is None)
+        assert each.grad is None or other is None or torch.equal(each.grad, other)
+    buffers = {name: each for layer in layers for name, each in layer.named_buffers()}
+    assert all(torch.equal(each, buffers[name]) for name, each in module.named_buffers())
+    assert {name for layer in layers for name in layer.state_dict()} == set(module.state_dict())
+
+
+class Branch(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if x.sum() > 0:  # here
+            x = -x
+        return self.b(x)
+
+
+class ToNumpy(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.from_numpy(self.a(x).detach().numpy()))  # here
+
+
+class Hooked(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        hidden.register_hook(lambda gradient: gradient * 2)  # here
+        return self.b(hidden)
+
+
+class DrawsFromPython(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * random.random())  # noqa: S311
+
+
+class HiddenParameter(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Parameter(torch.ones(1))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * self.hidden[0])  # here
+
+
+class OverwritesConstant(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1  # here
+        return self.b(self.a(x))
+
+
+class EarlyLabels(Base):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.b(self.a(x) * labels.mean()).mean()  # here
+
+
+class LabelsWithoutLoss(Base):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return {"logits": self.b(self.a(x))}
+
+
+class OtherBorder(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        return self.b(hidden) + x[:, :1] if self.training else self.b(hidden)
+
+
+class ExtraState(Base):
+    def get_extra_state(self) -> int:
+        return 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+REFUSED: dict[type[nn.Module], str] = {
+    Branch: r"`if x.sum\(\) > 0:  # here`: __bool__ gives Python a value .*torch.where.*submodule.*list of layers",
+    ToNumpy: r"`return .*  # here`: numpy gives Python a value",
+    Hooked: r"`hidden.register_hook\(.*  # here`: register_hook is called with a function",
+    DrawsFromPython: "the forward draws from Python's random",
+    HiddenParameter: r"`return .*  # here`: a tensor with gradients that is no parameter",
+    OverwritesConstant: r"`self.count \+= 1  # here`: it overwrites a tensor that is no buffer",
+    EarlyLabels: r"`return .*  # here`: 'b.weight' meets a value that depends on the targets .*give the targets as an",
+    LabelsWithoutLoss: "expected a forward that takes targets and returns the loss, found NoneType as the loss of dict",
+    OtherBorder: r"float32 \[4, 32\], float32 \[4, 32\] in training, float32 \[4, 32\] in evaluation, at the begin",
+    ExtraState: "the extra state of 'ExtraState'",
+}
+
+
+@pytest.mark.parametrize("made", REFUSED)
+def test_what_cannot_be_recorded_is_refused_with_its_line(made: type[nn.Module]) -> None:
+    with pytest.raises(UserError) as caught:
+        built(f"{__name__}:{made.__name__}")
+    assert re.search(REFUSED[made], str(caught.value))
+    if "# here" in REFUSED[made]:
+        assert re.search(r"test_ordinary_modules.py:\d+, in forward: ", str(caught.value))
+    assert torch.autograd.Function.__dict__["apply"].__func__.__module__ == "torch.autograd.function"
+
+
+def test_an_exception_in_a_piece_shows_the_line_of_the_module() -> None:
+    job, model, _ = built(f"{MODULES}:language_model", "text")
+    with pytest.raises(IndexError) as caught:
+        build_layer(job, model, 0)(torch.full((4, 32), 999))
+    told = exception_of(caught.value)
+    assert told.file == "tests/e2e/ordinary_modules.py"
+    assert "x = self.drop(self.wte(input_ids) + self.wpe(positions))" in told.frames
+
+
+def test_a_language_model_is_cut_at_its_blocks() -> None:
+    _, model, batch = built(f"{MODULES}:language_model", "text")
+    names = [layer.name.removeprefix("from transformer.") for layer in model.layers]
+    assert names == ["wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f", "from lm_head"]
+    assert [layer.kind for layer in model.layers][2:4] == ["Block", "Block"]
+    assert [tie.uses for tie in model.ties] == [((0, "transformer.wte.weight"), (7, "lm_head.weight"))]
+    assert len(model.shared_buffers) == 1
+    assert isinstance(model.loss, OutputLoss)
+    assert batch.inputs[0].shape == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("split", "number"), [("*.h.*", 6), ("transformer.h.1, transformer.h.3", 5), ("lm_head", 2), ("3", 3), ("1", 1)]
+)
+def test_splits(split: str, number: int) -> None:
+    _, model, _ = built(f"{MODULES}:language_model", "text", split=split)
+    assert len(model.layers) == number
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ("transformer.k.*", "split: expected names of submodules that the forward calls.*found 'transformer.k"),
+        ("99", "split: expected at most .*, the places where this module can be cut, found 99"),
+    ],
+)
+def test_splits_that_cannot_be(split: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        built(f"{MODULES}:language_model", "text", split=split)
+
+
+def test_a_list_of_layers_is_not_split() -> None:
+    with pytest.raises(UserError, match=r"split: expected no value, found '2' for .*a list of layers already"):
+        built("tests.runtime.weights_models:sequential", split="2")
+
+
+def test_the_cut_does_not_depend_on_the_number_of_stages() -> None:
+    job = Job(model=f"{MODULES}:resnet18", data="digits", split="4")
+    source = open_data(job)
+    one, other = (build_model(replace(job, stages=stages), source.facts, source).layers for stages in (1, 4))
+    assert [layer.name for layer in one] == [layer.name for layer in other]
+    assert len(one) == 4
+
+
+def test_masks_are_made_again_and_do_not_travel() -> None:
+    job, model, batch = built(f"{MODULES}:language_model", "text")
+    values: Tensors = batch.inputs
+    numbers = []
+    for index in range(len(model.layers)):
+        values = as_tensors(build_layer(job, model, index)(*values), "a layer")
+        numbers.append(len(values))
+    assert numbers == [1] * 8
