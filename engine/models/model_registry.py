@@ -145,6 +145,9 @@ def model_problems(job: Job) -> list[Problem]:
     if job.microbatch_size < entry.least_microbatch_size:
         expected = f"a whole number >= {entry.least_microbatch_size} for batch norm"
         problems.append(Problem("microbatch_size", expected, repr(job.microbatch_size)))
+    if job.split:
+        hint = "a built-in model is a list of layers: give --partition"
+        problems.append(Problem("split", f"no value with the model {job.model}", repr(job.split), hint))
     return problems
 
 

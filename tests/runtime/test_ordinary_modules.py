@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.config.job import Job
+from engine.core.config.job_rules import check_job
 from engine.core.errors import UserError
 from engine.core.random_key import random_key
 from engine.models.layers import Batch, Model, Tensors, as_tensors
@@ -322,6 +323,12 @@ def test_splits_that_cannot_be(split: str, words: str) -> None:
 def test_a_list_of_layers_is_not_split() -> None:
     with pytest.raises(UserError, match=r"split: expected no value, found '2' for .*a list of layers already"):
         built("tests.runtime.weights_models:sequential", split="2")
+
+
+def test_a_built_in_model_is_not_split() -> None:
+    assert [each.field for each in check_job(Job(split="0"))] == ["split"]
+    with pytest.raises(UserError, match="split: expected no value with the model gpt, found '2'"):
+        built("gpt", "text", split="2")
 
 
 def test_the_cut_does_not_depend_on_the_number_of_stages() -> None:

@@ -68,6 +68,8 @@ def check_job(job: Job) -> list[Problem]:
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
+    if job.split.isdecimal() and int(job.split) == 0:
+        problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
     problems += [*_check_workers(job), *_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
