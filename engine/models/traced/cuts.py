@@ -58,7 +58,7 @@ def names_of(cuts: Sequence[Cut], trace: Trace) -> list[tuple[str, str]]:
         name = call.path if call else f"the end of {begins.path}" if begins else "its inputs"
         repeated = call is not None and call.count
         found.append(
-            (f"from {name}" + (f" ({call.count + 1})" if call and repeated else ""), call.kind if call else "")
+            (f"from {name}" + (f" ({call.count + 1})" if call and repeated else ""), (call or trace.calls[0]).kind)
         )
     return found
 
