@@ -64,7 +64,9 @@ def test_files_of_data_count_by_their_hashes_and_factories_may_read_anything() -
     assert name is not None
     assert fingerprint(job, FACTS, "s", [("a.txt", 3, "1" * 64)]) not in (name, None)
     assert fingerprint(Job(data="mine:data"), FACTS, "s", [file]) is None
-    assert fingerprint(Job(model="mine:make", data="a.txt"), FACTS, "s", [file]) is None
+    for own in (Job(model="mine:make", data="a.txt"), Job(optimizer="mine:Lion"), Job(lr_schedule="mine:rate")):
+        assert fingerprint(own, FACTS, "s", [file]) is None
+    assert fingerprint(Job(metrics="mine:f1"), FACTS, "s") == fingerprint(Job(), FACTS, "s")
 
 
 def test_built_in_data_are_those_of_the_catalogue() -> None:

@@ -89,8 +89,9 @@ def test_a_run_is_repeated_by_its_record() -> None:
     """It was refused, although the record of a run promises all that it takes to repeat the run."""
     Path("bamboo.yaml").write_text("stages: 2\nmodel_args: {width: 8}\n")
     resolved = resolve_job(Path("run.json"), {"BAMBOO_SEED": "5", "HOME": "."}, ["steps=3"], {"lr": "0.5"})
+    line = Path("run.json").read_text().partition('"stages"')[0].count("\n") + 1
     assert asdict(resolved.job) == RECORD["job"] | {"steps": 3, "lr": 0.5}
-    assert (resolved.origins["steps"], resolved.origins["stages"]) == ("--set", "run.json:7:15")
+    assert (resolved.origins["steps"], resolved.origins["stages"]) == ("--set", f"run.json:{line}:15")
     assert resolved.with_faults == ""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
-from engine.core.config.bit_fields import bit_facts, cheapest
+from engine.core.config.bit_fields import bit_facts, cheapest, own_code
 from engine.core.config.job import Job
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.run_history import RunHistory
@@ -36,7 +36,7 @@ def fingerprint(
     `facts` describe the host; `sources` is a hash of bamboo's source code. `files` are those of the data: (name, size,
     SHA-256).
     """
-    if ":" in job.model or ":" in job.data or not (files or job.data in BUILT_IN_DATA):
+    if own_code(job) or not (files or job.data in BUILT_IN_DATA):
         return None
     known = {"job": asdict(twin_of(job)), "facts": bit_facts(facts), "sources": sources, "files": files}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
-from engine.core.config.job import Job
+from engine.core.config.job import CODE_FIELDS, Job, code_in
 from engine.core.config.update_rules import depends_on_steps
 
 
@@ -61,6 +61,11 @@ class BitDifference(NamedTuple):
     name: str
     before: object
     now: object
+
+
+def own_code(job: Job) -> list[str]:
+    """Returns each ``package.module:attribute`` of the user's that decides bits."""
+    return [each for name in CODE_FIELDS if name not in NEUTRAL for each in code_in(getattr(job, name))]
 
 
 def cheapest(job: Job) -> Job:

@@ -2,7 +2,7 @@
 
 Rules: files are found by their paths and never imported, because the launcher runs no code of the user's. Of a package
 each Python file counts; of a module its file, and the modules and packages of the current folder that it imports.
-A schedule changes no bit, so its code does not count. A file that cannot be read cannot run either.
+Code that changes no bit, as of a schedule or a metric, does not count. A file that cannot be read cannot run either.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from engine.core.config.bit_fields import NEUTRAL
-from engine.core.config.job import CODE_FIELDS, FACTORY, Job
+from engine.core.config.bit_fields import own_code
+from engine.core.config.job import Job
 from engine.files.file_hash import file_hash
 from engine.files.jobs.data_files import DataFile
 
 
 def code_files(job: Job) -> tuple[DataFile, ...]:
     """Returns the Python files of the modules that a job names; each name begins at the folder of the import."""
-    names = [getattr(job, field) for field in CODE_FIELDS if field not in NEUTRAL]
-    named = [top_level(name) for name in names if FACTORY.fullmatch(name)]
+    named = [top_level(name) for name in own_code(job)]
     modules, found = list(named), dict[str, Path]()
     for module in modules:
         sources = dict(_sources(module, anywhere=module in named))
