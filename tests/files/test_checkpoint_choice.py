@@ -12,6 +12,7 @@ from engine.core.checkpoints.manifest import LayerHash, Manifest
 from engine.core.config.bit_fields import bit_facts
 from engine.core.config.job import Job
 from engine.core.errors import NothingMatchedError, StorageError, UserError
+from engine.core.scalar import Args
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
 from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command
@@ -133,6 +134,17 @@ def test_the_state_of_another_optimizer_is_never_taken(tmp_path: Path) -> None:
         assert told.expected == "'sgd', which wrote the state in the checkpoint"
         assert f"bamboo export {tmp_path / OLD / 'checkpoints'}@3 --output weights.safetensors" in told.hint
     refuse_other_bits(found, replace(job, optimizer_args={}), other_bits=True)
+
+
+def test_state_that_lacks_a_tensor_is_never_taken(tmp_path: Path) -> None:
+    job = Job(optimizer="rmsprop", optimizer_args={"momentum": 0.5})
+    keep(tmp_path, OLD, (3,), job, data=part_of("optimizer/w/square_avg", "optimizer/w/momentum_buffer"))
+    centered = replace(job, optimizer_args={"momentum": 0.9, "centered": True})
+    assert refused_fields(tmp_path, centered, other_bits=True) == ["optimizer_args.centered"]
+    found = find_checkpoint("latest", tmp_path, lambda line: None)
+    others: tuple[Args, ...] = ({"momentum": 0.9}, {}, {"eps": 1e-6})
+    for fits in others:
+        refuse_other_bits(found, replace(job, optimizer_args=fits), other_bits=True)
 
 
 def test_a_checkpoint_without_state_of_an_optimizer_fits_any(tmp_path: Path) -> None:

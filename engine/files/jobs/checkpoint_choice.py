@@ -32,6 +32,10 @@ from engine.files.jobs.data_files import DataFile, data_files
 from engine.files.jobs.resolved_job import secret_arguments
 from engine.files.run_folder import RunFolder
 
+# Arguments of torch.optim with which a parameter has one more tensor of state; sgd takes its first gradient for it.
+_STATE_ARGS = ("amsgrad", "centered", "momentum")
+_BEGINS_ANEW = ("sgd",)
+
 
 class Found(NamedTuple):
     """A checkpoint of which every byte is right."""
@@ -92,10 +96,30 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
         differences += _changed("code file", manifest.code_files, lambda: code_files(job))
         differences += _changed("data file", manifest.data_files, lambda: data_files(job))
     problems += _as_problems(each for each in differences if not other_bits or each.name in OF_TENSORS)
-    if manifest.job.get("optimizer") != job.optimizer and _has_optimizer_state(found):
-        problems = [*(each for each in problems if each.field != "optimizer"), _other_optimizer(found, job)]
+    of_state = _problems_of_state(found, job)
+    known = {each.field for each in of_state}
+    problems = [*(each for each in problems if each.field not in known), *of_state]
     if problems:
         raise UserError(problems)
+
+
+def _problems_of_state(found: Found, job: Job) -> list[Problem]:
+    """Returns the problems of the job's optimizer with the state in the checkpoint, also with --other-bits."""
+    wrote, args = found.manifest.job.get("optimizer"), found.manifest.job.get("optimizer_args", {})
+    new = [name for name in _STATE_ARGS if job.optimizer_args.get(name) and not args.get(name)]
+    if (wrote == job.optimizer and (job.optimizer in _BEGINS_ANEW or not new)) or not _has_optimizer_state(found):
+        return []
+    place = shlex.quote(f"{found.origin.place}@{found.origin.step}")
+    hint = (
+        "the checkpoint lacks its tensors, with --other-bits too; to begin with the weights alone: bamboo export "
+        f"{place} --output weights.safetensors, then bamboo run --init weights.safetensors"
+    )
+    if wrote != job.optimizer:
+        return [Problem("optimizer", f"{wrote!r}, which wrote the state in the checkpoint", repr(job.optimizer), hint)]
+    return [
+        Problem(f"optimizer_args.{name}", "no such state, as in the checkpoint", repr(job.optimizer_args[name]), hint)
+        for name in new
+    ]
 
 
 def _has_optimizer_state(found: Found) -> bool:
@@ -106,15 +130,6 @@ def _has_optimizer_state(found: Found) -> bool:
         for part in found.manifest.parts
         for name in tensor_names(folder.part(found.manifest, part))
     )
-
-
-def _other_optimizer(found: Found, job: Job) -> Problem:
-    wrote, place = found.manifest.job.get("optimizer"), shlex.quote(f"{found.origin.place}@{found.origin.step}")
-    hint = (
-        "no other reads its state, with --other-bits neither; to begin with the weights alone: bamboo export "
-        f"{place} --output weights.safetensors, then bamboo run --init weights.safetensors"
-    )
-    return Problem("optimizer", f"{wrote!r}, which wrote the state in the checkpoint", repr(job.optimizer), hint)
 
 
 def _as_problems(differences: Iterable[BitDifference]) -> Iterator[Problem]:

@@ -162,10 +162,9 @@ def _fill(stage: Stage, index: int, read: _Named) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(as_shard_of(parameter, read[f"weight/{name}"]))
-        optimizer.state = {
-            name: {key: _like(parameters.get(name, tensor), tensor) for key, tensor in _optimizer_state(name, read)}
-            for name in optimizer.state
-        }
+        for name in optimizer.state:
+            if found := _optimizer_state(name, read):  # else the state stays that of a beginning
+                optimizer.state[name] = {key: _like(parameters.get(name, tensor), tensor) for key, tensor in found}
 
 
 def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
