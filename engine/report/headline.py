@@ -54,7 +54,7 @@ def _training(run: RunTables) -> str:
         first = int(run.steps["step"].min()) if len(run.steps) else 0  # above 0 after a checkpoint of another run
         every = f"All steps from {first} on" if first else f"All {committed} steps"
         steps = f"{every} were committed" if committed >= num_steps else f"{committed} steps committed"
-        return f"{_deaths(run.recovery)} {_long_step(run)}{steps} in {run.end_ms / 1e3:.1f} s."
+        return f"{_deaths(run.recovery)} {_long_step(run)}{steps} in {run.end_ms / 1e3:.1f} s{_skipped(run)}."
     steps = f"{committed} of {num_steps} steps were committed"
     if outcome == "interrupted":
         return f"Interrupted: {steps}."
@@ -63,6 +63,12 @@ def _training(run: RunTables) -> str:
     if not outcome:
         return f"The end of this run is not recorded: {steps}."
     return f"The run failed: {_cause(run)}. {sentence(steps)}"
+
+
+def _skipped(run: RunTables) -> str:
+    """Returns the part of a sentence about steps whose gradients were not finite; empty without one."""
+    num_skipped = int(run.steps["grad_norm"].isna().sum())
+    return f", {num_skipped} of them without an update, because a gradient was not finite" if num_skipped else ""
 
 
 def _cause(run: RunTables) -> str:

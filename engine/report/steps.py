@@ -20,7 +20,10 @@ _LEDGER = ["step", "pipeline", "microbatch", "data_epoch", "first", "count"]
 
 
 def steps_table(history: RunHistory) -> pd.DataFrame:
-    """Returns step, epoch, time of commit, duration, losses, gradient norm and throughput of each commit."""
+    """Returns step, epoch, time of commit, duration, losses, gradient norm and throughput of each commit.
+
+    A step that was skipped has no gradient norm.
+    """
     commits = history.commits
     validated = history.of(ValidationRecord)
     origin_ns = history.begin_ns
@@ -30,7 +33,7 @@ def steps_table(history: RunHistory) -> pd.DataFrame:
             "epoch": np.array(commits.epochs),
             "at_ns": np.array(commits.at_ns),
             "loss": np.array(commits.losses),
-            "grad_norm": np.array(commits.grad_norms),
+            "grad_norm": np.where(np.array(commits.grad_norms) < 0, np.nan, np.array(commits.grad_norms)),
         }
     )
     before_ns = table["at_ns"].shift(fill_value=origin_ns)

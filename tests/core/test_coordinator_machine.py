@@ -117,6 +117,17 @@ def test_a_norm_that_is_not_finite_commits_nothing() -> None:
         given(state, *votes_of(state, norm=math.inf))
 
 
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_in_float16_such_a_step_is_skipped_by_all_and_by_the_next_coordinator(norm: float) -> None:
+    half = training()
+    half = half._replace(job=replace(half.job, dtype="float16"))
+    state, outputs = given(half, *votes_of(half, norm=norm))
+    assert told(outputs) == [CommitMessage(0, 0.0, "step")]
+    (record,) = written(outputs)
+    assert isinstance(record, CommitRecord) and (record.grad_norm, record.clip_factor) == (-1.0, 0.0)
+    assert resume(state.job, documents(state), 9).told == CommitMessage(0, 0.0, "step")
+
+
 def test_words_of_a_worker_that_is_out_count_for_nothing() -> None:
     state, _ = given(training(), killed(1))
     assert step(state, heard(1, messages.ReadyMessage())) == (state, ())

@@ -27,7 +27,7 @@ from engine.core.membership.state import Phase
 from engine.core.membership.verdicts import may_restart
 from engine.core.message_codec import Message
 from engine.core.process_messages import KeyMessage, UnprovenMessage
-from engine.core.recovery.ballot import SKIP
+from engine.core.recovery.ballot import NO_NORM, SKIP
 
 MessageRule = Callable[[CoordinatorState, Heard[Message], Any], Decided]
 
@@ -55,7 +55,7 @@ def _on_vote(state: CoordinatorState, heard: Heard[Message], vote: messages.Vote
     if commit is None or state.is_stopping:
         return new, ()
     if not math.isfinite(commit.grad_norm) and state.job.dtype == "float16":
-        commit = commit._replace(clip_factor=SKIP)  # the scale of the loss was too large
+        commit = commit._replace(grad_norm=NO_NORM, clip_factor=SKIP)  # the scale of the loss was too large
     elif not math.isfinite(commit.grad_norm):
         raise DivergedError(f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps")
     ownership = ballot.ownership

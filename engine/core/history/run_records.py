@@ -125,7 +125,7 @@ class MovedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord(StampedRecord):
-    """A step is committed: mean loss, global gradient norm, clip factor; `last`: no step follows."""
+    """A step is committed: loss, norm of the gradients, clip factor (-1 and 0 if skipped); `last`: no step follows."""
 
     step: int
     loss: float

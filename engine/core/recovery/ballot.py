@@ -19,6 +19,7 @@ from engine.core.errors import ensure, required
 from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
 
+NO_NORM = -1.0  # stands for a norm that is not finite, which JSON has not
 SKIP = 0.0  # a clip factor: the step is skipped; no finite norm has it
 Voter = tuple[int, Slot]  # worker and slot
 

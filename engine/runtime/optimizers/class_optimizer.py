@@ -119,12 +119,18 @@ class ClassOptimizer:
         # A constructor may fill the state: it is that of a first step.
         self._first = {each: self._taken(each, copied=True) for each in named}
 
+    def fill(self, state: dict[str, Named]) -> None:
+        """Fills the empty entries of `state` with those that the constructor has made."""
+        for name in self._named:
+            state[name] = state[name] or {key: each.clone() for key, each in self._first[name].items()}
+
     def step(self, gradients: Mapping[str, Tensor], rates: Mapping[str, float], state: dict[str, Named]) -> None:
         """Takes a step from `gradients`, which the optimizer may overwrite, and replaces the entries of `state`."""
         accumulators = {name: parameter.grad for name, parameter in self._named.items()}
         self.made.state.clear()
+        self.fill(state)
         for name, parameter in self._named.items():
-            self._lend(name, state[name] or {key: each.clone() for key, each in self._first[name].items()})
+            self._lend(name, state[name])
             self._groups[name]["lr"] = rates[name]
             parameter.grad = gradients[name]
         try:

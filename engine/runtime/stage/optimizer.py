@@ -97,9 +97,9 @@ class LayerOptimizer:
         return LossScale(kept["scale"].item(), int(kept["good_steps"].item()))
 
     def prepare(self) -> None:
-        """Makes the instance of a class before the first step; raises UserError if the class refuses its arguments."""
+        """Makes the instance of a class, and its first state; raises UserError if the class refuses its arguments."""
         if self._chosen.own is not None and trainable(self.layer):
-            self._instance(self._chosen.own)
+            self._instance(self._chosen.own).fill(self.state)
 
     def _instance(self, own: OptimizerClass) -> ClassOptimizer:
         if self._made is None:
