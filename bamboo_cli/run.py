@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +121,8 @@ def _server(in_process: bool, standby: bool) -> contextlib.AbstractContextManage
         raise typer.BadParameter("a standby is a process, and --in-process has threads", param_hint="--standby")
     from engine.runtime.in_process.thread_server import ThreadServer
 
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, os.getcwd())  # as in worker processes
     return ThreadServer()
 
 
