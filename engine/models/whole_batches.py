@@ -11,6 +11,7 @@ values other than tensors. Rules:
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -62,6 +63,7 @@ class SplitBatches:
         self._source, self._job = source, job
         self._step = 0
         self._parts: dict[int, list[WholeBatch]] = {}  # of the step, by pipeline
+        self._lock = threading.Lock()  # several threads may load ahead
         self._form, _ = _form(self._part(0, 0, 0, job.microbatch_size))
         self.facts = replace(source.facts, form=self._form)
 
@@ -81,11 +83,12 @@ class SplitBatches:
         return Batch(inputs, flatten(part.targets)[1])
 
     def _part(self, step: int, pipeline: int, index: int, size: int) -> WholeBatch:
-        if step != self._step:
-            self._step, self._parts = step, {}
-        if pipeline not in self._parts:
-            self._parts[pipeline] = self._split(step, pipeline, size)
-        return self._parts[pipeline][index]
+        with self._lock:
+            if step != self._step:
+                self._step, self._parts = step, {}
+            if pipeline not in self._parts:
+                self._parts[pipeline] = self._split(step, pipeline, size)
+            return self._parts[pipeline][index]
 
     def _split(self, step: int, pipeline: int, size: int) -> list[WholeBatch]:
         """Returns the parts of a whole batch; an error names the call of the source."""

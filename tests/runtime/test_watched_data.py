@@ -52,10 +52,10 @@ class Source:
         return self.microbatch(-1, 0, index, size)
 
 
-def two_steps(source: Source) -> list[float]:
+def two_steps(source: Source, load_ahead: int = 1) -> list[float]:
     """Returns the values that a worker loads in two steps of three microbatches, two of them already known to it."""
     data = WatchedData(source, Whereabouts(source.board, 0))
-    loader = MicrobatchLoader(Job(stages=1, steps=2, microbatch_size=1, audit=0), data)
+    loader = MicrobatchLoader(Job(stages=1, steps=2, microbatch_size=1, audit=0, load_ahead=load_ahead), data)
     forwards = [Action(0, Op.F, microbatch) for microbatch in range(3)]
     loader.enter(forwards)
     data.microbatch(0, 0, 0, 1)
@@ -91,6 +91,29 @@ def test_a_slow_source_that_draws_nothing_loads_ahead(
         (step, microbatch) for step in range(2) for microbatch in range(3)
     ], "nothing is loaded twice, and nothing behind the last step"
     assert {loading for *_, loading in source.calls} <= {Loading.MAIN, Loading.AHEAD}
+
+
+@pytest.mark.parametrize(("load_ahead", "most_at_once"), [(0, 1), (3, 3), (9, 5)])
+def test_as_many_are_loaded_at_once_as_the_job_says(board: ProgressBoard, load_ahead: int, most_at_once: int) -> None:
+    source, counted = Source(board, 0.03), threading.Lock()
+    now, most = 0, 0
+    load = source.microbatch
+
+    def microbatch(step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        nonlocal now, most
+        with counted:
+            now, most = now + 1, max(most, now + 1)
+        try:
+            return load(step, pipeline, microbatch, size)
+        finally:
+            with counted:
+                now -= 1
+
+    source.microbatch = microbatch  # type: ignore[method-assign]
+    assert two_steps(source, load_ahead) == [0.0, 1.0, 2.0, 100.0, 101.0, 102.0]
+    assert most == most_at_once
+    loaded = sorted((step, microbatch) for step, microbatch, _, _ in source.calls[2:])
+    assert loaded == [(step, microbatch) for step in range(2) for microbatch in range(3)]
 
 
 def test_an_error_of_a_load_ahead_is_raised_where_the_data_is_needed(board: ProgressBoard) -> None:

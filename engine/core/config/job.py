@@ -48,6 +48,9 @@ class Job:
     collate: str = _field(
         "", "package.module:function that makes a microbatch of a list of samples (trusted code); the data's by default"
     )
+    load_ahead: int = _field(
+        1, "microbatches that a worker loads ahead, each in a thread, from a slow source that draws nothing; 0 = none"
+    )
     stages: int = _field(4, "stages of one pipeline (P)")
     pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")

@@ -25,6 +25,7 @@ _AT_LEAST = {
     "redundancy_level": 1,
     "steps": 1,
     "epochs": 0,
+    "load_ahead": 0,
     "threads": 1,
     "seed": 0,
     "warmup_steps": 0,
@@ -41,7 +42,7 @@ _AT_LEAST = {
 # A typo should not try to start thousands of workers.
 _MAX_FORWARDS = 1_000_000
 _LEAST_PATIENCE_NS = 100_000_000
-_AT_MOST = {"stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
+_AT_MOST = {"load_ahead": 256, "stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
 
 
 def check_job(job: Job) -> list[Problem]:

@@ -5,17 +5,20 @@ Rule: the time inside an action begins again after data is loaded, so a slow sou
 
 from __future__ import annotations
 
+import threading
+
 from engine.core.membership.evidence import Loading
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import now_ns
 
 
 class Whereabouts:
-    """The position of `worker`; its main thread moves and loads data, and one other thread may load ahead."""
+    """The position of `worker`; its main thread moves and loads data, and other threads may load ahead."""
 
     def __init__(self, board: ProgressBoard, worker: int):
         self._board, self._worker = board, worker
         self._at = (0, 0, 0, False)
+        self._num_ahead, self._lock = 0, threading.Lock()
         self._slowest_ns = self._slowest_before_ns = 0
         self._tell(now_ns())
 
@@ -37,6 +40,11 @@ class Whereabouts:
 
     def load(self, is_loading: bool, *, ahead: bool) -> None:
         """Tells that a thread begins to load data, or ends; `ahead` if the main thread does not wait for it."""
-        if not is_loading and not ahead:
+        if ahead:
+            with self._lock:
+                self._num_ahead += 1 if is_loading else -1
+                self._board.load(self._worker, Loading.AHEAD, self._num_ahead > 0)
+            return
+        if not is_loading:
             self._tell(now_ns())
-        self._board.load(self._worker, Loading.AHEAD if ahead else Loading.MAIN, is_loading)
+        self._board.load(self._worker, Loading.MAIN, is_loading)

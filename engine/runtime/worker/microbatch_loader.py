@@ -1,6 +1,6 @@
 """The microbatches that a worker loads in training, and their marks in a step with an audit.
 
-A slow source that draws from no stream of the process loads the microbatch of the next forward ahead, in a thread.
+A slow source that draws from no stream of the process loads the microbatches of the next forwards ahead, in threads.
 
 Rules: a mark is taken from the whole microbatch as soon as it is loaded. The part that was used must have the same bits
 after its backward, because a layer keeps its inputs until then.
@@ -37,7 +37,7 @@ class MicrobatchLoader:
         self._job, self._data = job, data
         self._prepared: dict[Action, Batch] = {}
         self._ahead: dict[tuple[int, Action], Future[Batch]] = {}  # by step and forward
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._forwards: Sequence[Action] = ()  # with data, of one step
         self._marks: dict[Slot, dict[int, str]] = {}  # of the open step
         self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
@@ -51,22 +51,26 @@ class MicrobatchLoader:
     def enter(self, forwards: Sequence[Action]) -> None:
         """Takes the forwards with data of the next program, in their order."""
         self.forget_prepared()
+        for each in self._ahead.values():
+            each.cancel()
         self._forwards, self._ahead = forwards, {}
 
     def _load_ahead(self, step: int, action: Action) -> None:
-        """Begins to load the microbatch of the forward after an action, which may be the first of the next step."""
-        data = self._data
+        """Begins to load the microbatches of the forwards after an action, also of those in the next steps."""
+        data, count = self._data, self._job.load_ahead
         if not isinstance(data, WatchedData) or not data.may_load_ahead or action not in self._forwards:
             return
-        after = self._forwards.index(action) + 1
-        step, after = (step, after) if after < len(self._forwards) else (step + 1, 0)
-        following = self._forwards[after]
-        if step == self._job.steps or (step, following) in self._ahead or following in self._prepared:
-            return
-        if self._thread is None:  # a thread of its own has its own number of compute threads
-            self._thread = ThreadPoolExecutor(1, "loading", partial(torch.set_num_threads, self._job.threads))
-        at = (step, following.pipeline, following.microbatch, self._job.microbatch_size)
-        self._ahead[step, following] = self._thread.submit(data.microbatch_ahead, *at)
+        if self._threads is None and count:  # a thread of its own has its own number of compute threads
+            self._threads = ThreadPoolExecutor(count, "loading", partial(torch.set_num_threads, self._job.threads))
+        first = self._forwards.index(action) + 1
+        for place in range(first, first + count):
+            steps_on, index = divmod(place, len(self._forwards))
+            at_step, following = step + steps_on, self._forwards[index]
+            is_there = (at_step, following) in self._ahead or following in self._prepared
+            if self._threads is None or is_there or at_step >= self._job.steps:
+                continue
+            at = (at_step, following.pipeline, following.microbatch, self._job.microbatch_size)
+            self._ahead[at_step, following] = self._threads.submit(data.microbatch_ahead, *at)
 
     def _of_source(self, step: int, action: Action) -> Batch:
         ahead, data = self._ahead.pop((step, action), None), self._data
