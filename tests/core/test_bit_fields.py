@@ -14,6 +14,7 @@ FACTS: dict[str, object] = dict.fromkeys(BIT_FACTS, "a") | {"isa": ["avx2"], "ho
 DECISIVE = {
     "model",
     "model_args",
+    "split",
     "init",
     "data",
     "data_args",

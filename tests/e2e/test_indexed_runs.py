@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -100,3 +101,20 @@ def test_a_resumed_run_goes_on_in_the_same_pass_with_another_cut(tmp_path: Path)
         assert ending.error is None, ending.error
         rows += [row for row in ending.view.run_state.rows if row.step <= until]
     check_passes(samples_table(job, {row.step for row in rows}, NUM_POINTS), rows)
+
+
+def test_each_evaluation_set_is_measured_exactly_once_whatever_the_cut() -> None:
+    fields: dict[str, Any] = JOB | {"data": "tests.e2e.user_batches:sets", "steps": 2, "validate_every": 1}
+    whole = Job(**fields, stages=1, validation_microbatches=0, metrics="perplexity")
+    cut = replace(whole, stages=3)
+    by_sample = replace(whole, microbatches=6, microbatch_size=1)
+    ending, of_cut, of_samples = (
+        run_in_threads(job, parse_kills(("1:1",), job) if job is cut else ()) for job in (whole, cut, by_sample)
+    )
+    assert ending.error is None, ending.error
+    measured = ending.view.run_state.validations
+    assert of_cut.view.run_state.validations == measured
+    assert [(each.name, each.samples) for each in measured[1]] == [("validation", 7), ("test", 5)]
+    for one, other in zip(measured[1], of_samples.view.run_state.validations[1], strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)
+        assert one.metrics["perplexity"] == pytest.approx(math.exp(one.loss))
