@@ -81,6 +81,25 @@ def language_model(*, depth: int = 4, dropout: float = 0.0) -> LanguageModel:
     return LanguageModel(depth, dropout)
 
 
+class SharedEmbedding(nn.Module):
+    """Reads one parameter at its begin and at its end, under one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return F.linear(hidden, self.embedding.weight)
+
+
+def shared_embedding() -> SharedEmbedding:
+    return SharedEmbedding()
+
+
 class Residual(nn.Module):
     def __init__(self, before: int, after: int, stride: int):
         super().__init__()

@@ -173,6 +173,16 @@ def test_exported_weights_begin_another_run(tmp_path: Path) -> None:
     module.load_state_dict(state)
 
 
+def test_a_parameter_of_two_layers_is_exported_once(tmp_path: Path) -> None:
+    job = replace(JOBS["language model"], model=f"{_MODULES}:shared_embedding", stages=2, steps=1)
+    _, origins = run_and_keep(job, tmp_path / "checkpoints")
+    folder = checkpoints_at(origins[-1].place)
+    manifest = folder.manifest(CheckpointName(origins[-1].step, origins[-1].file))
+    done = export(folder, manifest, tmp_path / "folder", largest=1)
+    assert done == (7, 4 * (256 * 16 + 3 * (16 * 16 + 16)))
+    assert len(list((tmp_path / "folder").glob("*.safetensors"))) == 7
+
+
 def test_where_torch_adds_in_another_order() -> None:
     job = JOBS["language model"]
     tied, untied = plain_loop(job, unties=False), expected("language model", 1)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from engine.core.checkpoints.plain_names import PIECE
 from engine.core.errors import Problem, UserError, nearest
 from engine.models.layers import MAX_TENSORS
 from engine.models.traced.pieces import Splitter
@@ -56,10 +57,8 @@ def names_of(cuts: Sequence[Cut], trace: Trace) -> list[tuple[str, str]]:
         begins = cuts[number - 1] if number else None
         call = next((each for each in trace.calls if _begins_with(each, first, last, begins)), None)
         name = call.path if call else f"the end of {begins.path}" if begins else "its inputs"
-        repeated = call is not None and call.count
-        found.append(
-            (f"from {name}" + (f" ({call.count + 1})" if call and repeated else ""), (call or trace.calls[0]).kind)
-        )
+        again = f" ({call.count + 1})" if call and call.count else ""
+        found.append((f"{PIECE}{name}{again}", (call or trace.calls[0]).kind))
     return found
 
 

@@ -57,11 +57,14 @@ def export(folder: CheckpointFolder, manifest: Manifest, output: Path, largest: 
 
 
 def _tensors(folder: CheckpointFolder, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor by its plain name, layer after layer."""
+    """Yields each tensor by its plain name, layer after layer; two layers may have a tied one under one name."""
+    seen: set[str] = set()
     for each in manifest.layers:
         stored = read_layer(folder, manifest, each.layer)
         for plain, name in plain_names(manifest, each.layer, stored).items():
-            yield plain, stored[name]
+            if plain not in seen:
+                seen.add(plain)
+                yield plain, stored[name]
 
 
 def _pickled(tensors: dict[str, Tensor]) -> bytes:
