@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_lock = threading.Lock()  # the patch belongs to the process, where workers may be threads
+_alone = threading.Semaphore()  # the patch belongs to the process, where workers may be threads
 _apply = torch.autograd.Function.__dict__["apply"]
 
 
@@ -44,7 +44,7 @@ def recorded_functions(is_recording: Callable[[], bool], record: Callable[..., A
             return bound(*args, **kwargs)
         return record(bound, bound, args, kwargs)
 
-    with _lock:
+    with _alone:
         setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
         try:
             yield
