@@ -65,7 +65,7 @@ def train(
     try:
         return TrainingRun(child, child.folder(), callbacks)
     except BaseException:
-        child.kill()
+        child.stop()
         raise
 
 
