@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ _WITHOUT: dict[str, Any] = {"validate_every": 0, "checkpoint_every": "0", "quiet
 
 
 def main() -> int:
-    """Prints a line for each job and kind; returns 1 if a trajectory differs."""
+    """Prints a line for each job and kind after each round; returns 1 if a trajectory differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
@@ -75,12 +76,17 @@ def main() -> int:
                     run = train(**JOBS[name], **_WITHOUT, steps=given.steps, logger=kind)
                     trajectories.add(run.wait().trajectory)
                     times[kind] += run.table("steps")["duration_ms"].tolist()[_WARM:]
-            for kind, found in times.items():
-                ratio = statistics.median(found) / statistics.median(times[""])
-                print(f"{name}: {kind or 'no logger'}: {statistics.median(found):.2f} ms, {ratio:.4f}", flush=True)
-            print(f"{name}: {len(trajectories)} trajectories", flush=True)
+                _tell(f"{name}, round {number + 1}", times, len(trajectories))
             differs |= len(trajectories) != 1
     return int(differs)
+
+
+def _tell(name: str, times: Mapping[str, Sequence[float]], num_trajectories: int) -> None:
+    usual = statistics.median(times[""])
+    for kind, found in times.items():
+        median = statistics.median(found)
+        print(f"{name}: {kind or 'no logger'}: {median:.2f} ms, {median / usual:.4f}")
+    print(f"{name}: {num_trajectories} trajectories", flush=True)
 
 
 if __name__ == "__main__":
