@@ -43,7 +43,7 @@ def caller_layer() -> Layer:
 
 def _end_with_caller() -> None:
     with contextlib.suppress(OSError):
-        while os.read(0, 4096):  # not through a buffer, whose lock this thread would hold at the end of Python
+        while os.read(0, 4096):  # not through a buffer, which this thread would hold at the end of Python
             pass
     os.kill(os.getpid(), signal.SIGTERM)
 
