@@ -16,6 +16,7 @@ from engine.core.checkpoints.manifest import DamagedCheckpointError
 from engine.core.errors import StorageError, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
 from engine.files.checkpoints.disk import OwnDisk
+from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.files.checkpoints.object_storage import ObjectStorage
 from tests.files.made_checkpoints import bytes_of, made_manifest, save
 
@@ -29,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointFolder:
     if request.param == "folder":
         return checkpoints_at(tmp_path / "checkpoints", tmp_path)
     root = f"memory://{uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/objects"
-    return CheckpointFolder(ObjectStorage(root))
+    return checkpoints_at(root) if request.param == "memory" else CheckpointFolder(ObjectStorage(root, DiskTroubles()))
 
 
 def test_a_checkpoint_is_read_as_it_was_written(folder: CheckpointFolder) -> None:

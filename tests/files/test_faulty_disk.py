@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,25 @@ def test_a_changed_byte_is_found_by_the_reader() -> None:
         assert found.name == case.older
         file = case.told[0].split()[3]  # the manifest has a temporary name when it is written
         assert (file if file.endswith("safetensors") else "manifest-") in found.refused[0].reason
+
+
+@pytest.mark.parametrize("trouble", [full_disk(250), failing_disk("write"), failing_disk("sync"), damaging_disk(250)])
+def test_an_object_store_has_troubles_too(trouble: Trouble, tmp_path: Path) -> None:
+    troubles, told = DiskTroubles(), list[str]()
+    folder = checkpoints_at(f"memory://{tmp_path.name}", troubles=troubles)
+    older = save(folder, 0)
+    troubles.add(replace(trouble, tell=told.append))
+    if trouble.error:
+        with pytest.raises(StorageError, match=r"cannot write 'memory://.*(No space|Input/output error)"):
+            save(folder, 1)
+    else:
+        save(folder, 1)
+    assert len(told) == 1
+    assert folder.newest_good().name == older
+    folder.remove_orphans()
+    assert folder.verify(save(folder, 2))
+    troubles.add(failing_disk("read"))
+    assert folder.newest_good(step=2).name is not None  # the first manifest that is read is an older one
 
 
 def test_a_folder_of_this_machine_has_troubles_too(tmp_path: Path) -> None:

@@ -214,6 +214,22 @@ def test_a_third_copy_finds_no_room_while_two_wait_for_a_disk(monkeypatch: pytes
     assert (set(steps), steps) == ({5, 6}, sorted(steps)), "a newer checkpoint that is whole replaces an older one"
 
 
+def test_no_step_waits_for_a_store_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replicas = trained(small_job(**NORMED), 1)
+    checkpoints, told = written(replicas, tmp_path / "kept")
+    (tmp_path / "kept").write_text("no folder")
+    checkpoints.keep(Keep(4, (StateShare(SLOT),)))
+    checkpoints.join_writes()
+    disk = checkpoints._last.written
+    disk.clear()  # the next two try again, and a call takes its time
+    for step in (5, 6, 7):
+        checkpoints.keep(Keep(step, (StateShare(SLOT),)))
+        checkpoints.join_copy()  # would wait for longer than this test may take
+    assert [(type(each), each.step) for each in told.messages] == [(UnkeptMessage, 4), (UnkeptMessage, 7)]
+    disk.set()
+    checkpoints.join_writes()
+
+
 def test_a_step_waits_for_the_copy_of_its_own_checkpoint_though_an_older_one_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -278,7 +278,7 @@ def checkpoints_at(
     """Returns the checkpoints in a folder, which the first file makes, or at a URL; none of them is read.
 
     No part of the path of a folder may be a link after `below`; without it, only the user's own links lead there.
-    `troubles` are the faults of the disk of a folder. The files that are written have names of the run `run`.
+    `troubles` are faults of the disk or of the store. The files that are written have names of the run `run`.
 
     Raises:
         UserError: the URL is none that can be used.
@@ -287,7 +287,7 @@ def checkpoints_at(
     if (folder := folder_at(place)) is None:
         from engine.files.checkpoints.object_storage import ObjectStorage  # which loads fsspec
 
-        return CheckpointFolder(ObjectStorage(str(place)), owner)
+        return CheckpointFolder(ObjectStorage(str(place), troubles or DiskTroubles()), owner)
     disk: Disk = OwnDisk(folder, below)
     storage = FolderStorage(FaultyDisk(disk, troubles) if troubles else disk, str(folder), owner)
     return CheckpointFolder(storage, owner)

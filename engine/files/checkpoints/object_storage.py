@@ -12,17 +12,18 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from engine.core.errors import MASK, Problem, StorageError, UserError
+from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.files.checkpoints.storage import Bytes, Written
 
 
 class ObjectStorage:
-    """The objects below a URL, as `Storage` says.
+    """The objects below a URL, as `Storage` says; `troubles` are faults of the store.
 
     Raises:
         UserError: fsspec does not know the URL, lacks the package for it, or the URL has credentials in it.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, troubles: DiskTroubles):
         import fsspec
 
         scheme, _, rest = url.partition("://")
@@ -34,6 +35,7 @@ class ObjectStorage:
         except (ValueError, ImportError, OSError) as error:
             raise UserError([Problem("checkpoints", "a folder or a URL", repr(url), str(error))]) from error
         self.place = url
+        self._troubles = troubles
         self._files: Any = files
         self._root = root.rstrip("/")
 
@@ -42,12 +44,12 @@ class ObjectStorage:
         digest, size = hashlib.sha256(), 0
         with self._errors("write", name):
             try:
-                self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
-                with self._files.open(self._path(name), "wb") as opened:
+                with self._opened(name) as opened:
                     for chunk in chunks:
                         digest.update(chunk)
-                        opened.write(chunk)
+                        self._write(opened, name, chunk)
                         size += memoryview(chunk).nbytes
+                    self._troubles.raise_at("sync", name)
             except BaseException:
                 with suppress(Exception):  # half of an object, which no manifest will name
                     self._files.rm_file(self._path(name))
@@ -62,6 +64,7 @@ class ObjectStorage:
     def read(self, name: str, most: int) -> bytes:
         """Reads one object, as `Storage` says."""
         with self._errors("read", name):
+            self._troubles.raise_at("read", name)
             data = bytes(self._files.cat_file(self._path(name), start=0, end=most + 1))
             if len(data) > most:
                 raise OSError(f"it has more than {most} bytes")
@@ -84,6 +87,22 @@ class ObjectStorage:
 
     def sync_folder(self, folder: str) -> None:
         """Does nothing: a request that was answered is done, as `Storage` says."""
+
+    def _opened(self, name: str) -> Any:
+        """Opens a new object; makes folders only for a store that misses them, as another might make a bucket."""
+        with suppress(FileNotFoundError):
+            return self._files.open(self._path(name), "wb")
+        self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+        return self._files.open(self._path(name), "wb")
+
+    def _write(self, opened: Any, name: str, chunk: Bytes) -> None:
+        left = memoryview(chunk).cast("B")
+        while left:
+            self._troubles.raise_at("write", name)
+            data = self._troubles.to_write(left)
+            opened.write(data)
+            self._troubles.written(len(data), name)
+            left = left[len(data) :]
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -48,7 +48,7 @@ class CheckpointWriter:
         self.troubles = DiskTroubles()  # faults of the disk, which a scenario adds
         self._folder = checkpoints_at(place, troubles=self.troubles, run=run)
         self._room = threading.Semaphore(2)
-        self._is_full = False  # a checkpoint has waited for room in vain, and none has left since
+        self._is_failing = False  # a checkpoint has waited for room in vain or failed, and none was written since
         self._last = _Ends(threading.Event(), threading.Event())  # of the checkpoint that was begun last
         for end in self._last:
             end.set()
@@ -111,13 +111,16 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _given_room(self) -> Iterator[None]:
-        if not self._room.acquire(timeout=0 if self._is_full else _ROOM_S):
-            self._is_full = True
+        if not self._room.acquire(timeout=0 if self._is_failing else _ROOM_S):
+            self._is_failing = True
             raise StorageError(f"the two checkpoints before it were not written within {_ROOM_S:g} s")
         try:
             yield
+            self._is_failing = False
+        except Exception:
+            self._is_failing = True
+            raise
         finally:
-            self._is_full = False
             self._room.release()
 
     def _copy(self, states: Iterable[LayerState], ends: _Ends) -> tuple[list[tuple[LayerState, LayerImage]], int]:
