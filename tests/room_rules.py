@@ -33,7 +33,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.program": _GROUND | {"engine.core.schedules"},
     "engine.core.checkpoints": _GROUND,
     "engine.core.config": _PLANS | {"engine.core.checkpoints"},
-    "engine.core.analysis": _PLANS,
+    "engine.core.analysis": _PLANS | {"engine.core.checkpoints"},
     "engine.core.samples": _PLANS,
     "engine.core.recovery": _GROUND | {"engine.core.program"},
     "engine.core.worker": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.core.recovery"},
@@ -56,7 +56,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.models.traced": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.models.datasets": _GROUND | {"engine.models"},
     "engine.models.sources": _GROUND | {"engine.core.config", "engine.core.samples", "engine.models"},
-    "engine.report": _PLANS | {"engine.core.checks", "engine.core.history", "engine.core.samples"},
+    "engine.report": _PLANS
+    | {"engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.core.samples"},
     "engine.report.pages": _PLANS
     | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.core.samples"}
     | {"engine.report"},
@@ -69,7 +70,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},
     "engine.runtime.optimizers": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.runtime.stage": _PLANS
-    | {"engine.core.checks", "engine.models", "engine.runtime.optimizers", "engine.runtime.transport"},
+    | {"engine.core.analysis", "engine.core.checks", "engine.models"}
+    | {"engine.runtime.optimizers", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
     "engine.runtime.checkpoint": _GROUND
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}

@@ -109,7 +109,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     taken = in_turns(calls, _NUM_WARM_UP + turns.iterations)
     for name, stamps in ((name, each) for name, figures in taken.items() for each in figures[_NUM_WARM_UP:]):
         control.send(CodecTimes(name, stamps))
-    control.send(FinishedMessage(control.accepted, (), 0))
+    control.send(FinishedMessage(control.accepted, (), 0, ()))
     control.take(ByeMessage)
     return os.EX_OK
 

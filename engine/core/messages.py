@@ -213,6 +213,7 @@ class FinishedMessage(ToAgent):
     epoch: int
     peak_stash: tuple[tuple[int, int, int], ...]  # pipeline, stage, microbatches kept at most
     peak_memory_kib: int
+    sizes: tuple[tuple[int, int, int, int, int, int, int], ...]  # of each own stage: its number and its StageBytes
 
 
 @message

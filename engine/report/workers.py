@@ -7,23 +7,30 @@ from typing import Any
 
 import pandas as pd
 
+from engine.core.analysis.memory_model import StageBytes, WorkerBytes, worker_bytes
 from engine.core.history.process_records import ExitRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FinishedRecord, RaisedRecord
 from engine.core.history.worker_ends import worker_ends
-from engine.core.ownership import by_slot
+from engine.core.ownership import Grid, Ownership, by_slot
 from engine.report.action_arrays import Sums, Totals
 
 TAKEOVER_COLUMNS = ["from_ms", "pipeline", "stage", "before", "heir"]
-_COLUMNS = ["worker", "pid", "slots", "state", "code", "seen_ns", "peak_memory_mib", "peak_stash"]
+_COLUMNS = ["worker", "pid", "slots", "state", "code", "seen_ns", "peak_memory_mib", "tensors_mib", "peak_stash"]
 
 
 def workers_table(history: RunHistory, sums: Sums, origin_ns: int) -> pd.DataFrame:
-    """Returns one row per worker; times in milliseconds since training began, memory in MiB."""
+    """Returns one row per worker; times in milliseconds since training began, memory in MiB.
+
+    `tensors_mib` is the prediction of the memory model for the first epoch.
+    """
     rows: dict[int, dict[str, Any]] = {}
     for each in history.of(StartedRecord):
         slots = " ".join(f"{pipeline}.{stage}" for pipeline, stage in each.slots)
         rows[each.of] = {"worker": each.of, "pid": each.child, "slots": slots, "state": "running"}
+    for worker, predicted in _predicted(history).items():
+        if worker in rows:
+            rows[worker]["tensors_mib"] = sum(predicted) / 2**20
     for done in history.of(FinishedRecord):
         peak_stash = max((peak for *_, peak in done.peak_stash), default=0)
         rows[done.of] |= {"peak_memory_mib": done.peak_memory_kib / 1024, "peak_stash": peak_stash, "state": "finished"}
@@ -35,12 +42,25 @@ def workers_table(history: RunHistory, sums: Sums, origin_ns: int) -> pd.DataFra
         rows[end.of] |= {"state": state, "code": end.code, "seen_ns": end.seen_ns}
     table = pd.DataFrame([rows[worker] for worker in sorted(rows)], columns=_COLUMNS)
     table.insert(5, "end_ms", (table.pop("seen_ns").astype("float64") - origin_ns) / 1e6)
-    table = table.astype({"code": "Int64", "peak_memory_mib": "float64", "peak_stash": "Int64"})
+    table = table.astype(
+        {"code": "Int64", "peak_memory_mib": "float64", "tensors_mib": "float64", "peak_stash": "Int64"}
+    )
     totals = [sums.workers.get(worker, Totals()) for worker in table["worker"]]
     table["num_actions"] = pd.array([each.num_actions for each in totals], dtype="int64")
     table["busy_ms"] = pd.array([each.busy_ns / 1e6 for each in totals], dtype="float64")
     table["last_action"] = pd.array([each.last_action or None for each in totals], dtype="str")
     return table
+
+
+def _predicted(history: RunHistory) -> dict[int, WorkerBytes]:
+    """Returns the bytes of each worker in the first epoch; empty while the sizes of a stage are not known."""
+    job, epochs = history.job, history.epochs
+    sizes = {stage: StageBytes(*rest) for done in history.of(FinishedRecord) for stage, *rest in done.sizes}
+    if not epochs or len(sizes) < job.stages:
+        return {}
+    grid = Grid(job.stages, job.microbatches, job.pipelines)
+    ownership = Ownership(grid, epochs[0].owners, epochs[0].shadows)
+    return {worker: worker_bytes(job, ownership, worker, sizes) for worker in ownership.workers()}
 
 
 def takeovers_table(history: RunHistory) -> pd.DataFrame:

@@ -64,7 +64,7 @@ def plans(now_ns: int, worker: int, epoch: int, digest: str, lost_stages: tuple[
 
 def is_done(now_ns: int, worker: int, epoch: int) -> Event:
     """Returns the word of a worker that has done all of the last step."""
-    return Heard(now_ns, worker, FinishedMessage(epoch, (), 0))
+    return Heard(now_ns, worker, FinishedMessage(epoch, (), 0, ()))
 
 
 JOINED = tuple(says_ready(worker, worker, f"node-{worker // 2}") for worker in range(3))

@@ -167,7 +167,7 @@ def test_workers_leave_when_all_have_finished() -> None:
     state, outputs = committed(training(last_step=0))
     assert told(outputs)[0].then == "end"  # type: ignore[attr-defined]
     assert (state.membership.phase, outputs[-1]) == (Phase.DRAINING, written_commit(outputs))
-    state, outputs = given(state, *(heard(worker, messages.FinishedMessage(1, (), 3)) for worker in range(3)))
+    state, outputs = given(state, *(heard(worker, messages.FinishedMessage(1, (), 3, ())) for worker in range(3)))
     assert kinds(outputs) == [Write, Write, Write, Tell, Release]
     assert written(outputs)[0] == FinishedRecord(of=0, peak_stash=(), peak_memory_kib=3)
     assert (told(outputs), outputs[-1]) == ([ByeMessage()], Release(""))
@@ -300,7 +300,7 @@ def test_a_worker_that_no_other_can_replace_is_told_to_stay_once() -> None:
 
 def test_an_input_that_only_a_bug_can_cause_is_an_error() -> None:
     with pytest.raises(InvariantError, match="FinishedMessage while forming"):
-        given(begun(), heard(0, messages.FinishedMessage(0, (), 0)))
+        given(begun(), heard(0, messages.FinishedMessage(0, (), 0, ())))
 
 
 def test_what_is_kept() -> None:

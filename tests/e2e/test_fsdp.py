@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.analysis.memory_model import StageBytes
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import first_difference
 from engine.core.config.job import Job
@@ -68,11 +69,17 @@ def test_shards_change_no_bit_and_are_resumed_as_whole_stages(
     assert run_state.validations[job.steps - 1] == loop.validate()
     kept = [(event["step"], event["parts"]) for event in events if event["event"] == "kept"]
     assert kept == [(step, len(run_state.layers) * job.pipelines) for step in range(job.steps)]
+    check_sizes([StageBytes(*rest) for event in events if event["event"] == "finished" for _, *rest in event["sizes"]])
     ops = {event["action"].lstrip("0123456789").split("@")[0] for event in events if event["event"] == "action"}
     assert {"UNSHARD", "RESHARD"} <= ops
     cut = replace(job, fsdp=0, stages=3, stages_per_worker=1, schedule="1f1b")
     for origin in kept_states(job, ending, tmp_path)[:-1]:
         check_rest(run_in_threads(cut, origin=origin), ending, origin)
+
+
+def check_sizes(sizes: list[StageBytes]) -> None:
+    """Asserts that the shards of all stages together have the whole weights once."""
+    assert sum(each.weights for each in sizes) == sum({each.whole for each in sizes})
 
 
 def check_rest(resumed: Ending, whole: Ending, origin: Resumption) -> None:

@@ -19,6 +19,7 @@ from tests.core.made_records import lines_of, made_history
 Event = dict[str, Any]
 
 MS = 1_000_000
+MIB = 1 << 20
 END = ("finished", "exit", "training_ended", "not_compared", "ended")  # the kinds of the last events
 
 
@@ -90,7 +91,9 @@ class MadeUpRun:
             told = {"loss": 5.0 / (step + 1), "grad_norm": 1.0, "clip_factor": 1.0, "last": step == self.steps - 1}
             yield agent("commit", self.now_ms, step=step, **told)
         for worker in sorted(set(self.owners)):
-            yield agent("finished", self.now_ms, of=worker, peak_stash=[[0, worker, 4]], peak_memory_kib=204800)
+            sizes = [[stage, MIB, MIB, MIB, 2 * MIB, 0, 1024] for stage, by in enumerate(self.owners) if by == worker]
+            memory = {"peak_memory_kib": 204800, "sizes": sizes}
+            yield agent("finished", self.now_ms, of=worker, peak_stash=[[0, worker, 4]], **memory)
             seen = round((self.now_ms + 1) * MS)
             yield agent("exit", self.now_ms + 2, of=worker, code=0, expected=True, seen_ns=seen)
         yield agent("training_ended", self.now_ms + 3, outcome="finished", exit_code=0)
@@ -101,7 +104,14 @@ class MadeUpRun:
         owners = list(self.owners)
         members = sorted(set(owners))
         return agent(
-            "epoch", self.now_ms, epoch=self.epoch, members=members, owners=owners, verdict=verdict, reason=reason
+            "epoch",
+            self.now_ms,
+            epoch=self.epoch,
+            members=members,
+            owners=owners,
+            shadows=[],
+            verdict=verdict,
+            reason=reason,
         )
 
     def _step(self, step: int, owners: list[int]) -> Iterator[Event]:

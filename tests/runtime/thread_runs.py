@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,19 @@ def _join_double(stack: Any, etcd: Any, run_id: str, logs: Path, first: Any, *re
     return Node(ClientDouble(StoreDouble(), "/"), first, now_ns())
 
 
+@contextmanager
+def with_store_double() -> Iterator[None]:
+    """Lets sessions have a store that is a double."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "join_store", _join_double)
+        yield
+
+
 def run_in_threads(
     job: Job, faults: Sequence[Fault] = (), ownership: Ownership | None = None, **options: Any
 ) -> Ending:
     """Runs a job to its end; `options` are others of `run_session`."""
-    with tempfile.TemporaryDirectory() as name, ThreadServer() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "join_store", _join_double)
+    with tempfile.TemporaryDirectory() as name, ThreadServer() as server, with_store_double():
         folder = Path(name)
         return session.run_session(
             job, folder / "events.jsonl", folder, server=server, faults=faults, ownership=ownership, **options

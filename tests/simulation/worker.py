@@ -385,7 +385,7 @@ class Worker(Joining):
     def reports(self) -> None:
         """Says that all is done."""
         self.is_reporting = False
-        self.world.say(self.number, messages.FinishedMessage(self.state.epoch, (), 0))
+        self.world.say(self.number, messages.FinishedMessage(self.state.epoch, (), 0, ()))
 
     def ends_process(self, output: outputs.End) -> Answer:
         """Ends the process."""

@@ -80,8 +80,8 @@ def _on_validation(state: CoordinatorState, heard: Heard[Message], outcome: mess
 
 
 def _on_finished(state: CoordinatorState, heard: Heard[Message], finished: messages.FinishedMessage) -> Decided:
-    peak_stash, peak_memory_kib = finished.peak_stash, finished.peak_memory_kib
-    record = FinishedRecord(of=heard.worker, peak_stash=peak_stash, peak_memory_kib=peak_memory_kib)
+    peak_stash, peak_memory_kib, sizes = finished.peak_stash, finished.peak_memory_kib, finished.sizes
+    record = FinishedRecord(of=heard.worker, peak_stash=peak_stash, peak_memory_kib=peak_memory_kib, sizes=sizes)
     return _after(record, decide(state, heard))
 
 

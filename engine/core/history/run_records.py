@@ -185,11 +185,12 @@ class ValidationRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRecord(StampedRecord):
-    """Worker `of` has finished: (pipeline, stage, peak of stashed microbatches), and its peak memory in KiB."""
+    """Worker `of` has finished: (pipeline, stage, peak of microbatches), its peak KiB, (stage, its bytes by kind)."""
 
     of: int
     peak_stash: tuple[tuple[int, int, int], ...]
     peak_memory_kib: int
+    sizes: tuple[tuple[int, int, int, int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from engine.runtime.checkpoint.layer_file import LayerImage, laid_out
 from engine.runtime.checkpoint.state_dict_names import state_dict_names
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.stage import Stage
+from engine.runtime.stage.tensor_shards import local_part
 
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -64,10 +65,10 @@ def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerS
 
 def _own_tensors(layer: nn.Module, optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in layer.named_parameters():
-        yield f"weight/{name}", _local(parameter)
+        yield f"weight/{name}", local_part(parameter)
     for name, named in optimizer.state.items():
         for key, tensor in named.items():
-            yield f"optimizer/{name}/{key}", _local(tensor)
+            yield f"optimizer/{name}/{key}", local_part(tensor)
 
 
 def _buffers_of(stage: Stage, stages: Mapping[Slot, Stage], index: int) -> dict[int, dict[int, NamedTensors]]:
@@ -105,9 +106,3 @@ def _empty_like(tensor: Tensor) -> Tensor | None:
     """Returns an uninitialised tensor with the strides of a dense one; None for any other."""
     empty = torch.empty_like(tensor, requires_grad=False)
     return empty if empty.stride() == tensor.stride() else None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Returns the data of a tensor; of a shard, the part that is here."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor.detach() if to_local is None else to_local().detach()

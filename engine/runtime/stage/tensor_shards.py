@@ -23,6 +23,13 @@ def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, sharded.placements, src_data_rank=None)  # all have it: nothing is sent
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the data of a tensor; of a shard, the part that is here."""
+    to_local = getattr(tensor, "to_local", None)
+    here: Tensor = tensor if to_local is None else to_local()
+    return here.detach()
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Returns the whole tensor. For a shard it is a collective: every worker with a shard must call it.
 

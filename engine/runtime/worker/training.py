@@ -22,6 +22,7 @@ from engine.core.recovery.inventory import to_json
 from engine.core.worker import inputs, outputs
 from engine.core.worker.epoch_plan import plan_epoch
 from engine.runtime.ipc.control import Fenced, Stopped
+from engine.runtime.stage.stage_bytes import stage_bytes
 from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.transport.group_formation import GroupFormation
 from engine.runtime.transport.transport import Transport
@@ -225,7 +226,9 @@ class Training:
             self.context.checkpoints.join_writes()
         control, stages = self.context.control, self.context.replicas.stages
         peaks = tuple((*slot, stages[slot].peak_stash) for slot in output.slots)
-        control.send(messages.FinishedMessage(control.accepted, peaks, _peak_memory_kib()))
+        own = {slot[1]: stages[slot] for slot in output.slots}
+        sizes = tuple((stage, *stage_bytes(replica)) for stage, replica in own.items())
+        control.send(messages.FinishedMessage(control.accepted, peaks, _peak_memory_kib(), sizes))
 
 
 def exit_code(found: Iterable[outputs.Output]) -> int:

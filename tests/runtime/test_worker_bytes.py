@@ -1,0 +1,96 @@
+"""The memory model against the tensors that workers hold at the end of a step, counted one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from engine.core.analysis.memory_model import StageBytes, WorkerBytes, worker_bytes
+from engine.core.config.job import Job
+from engine.core.config.job_wants import fresh_ownership, shadowed
+from engine.core.history.run_records import FinishedRecord, KeptRecord
+from engine.files.events_file import read_history
+from engine.runtime.agent.session import run_session
+from engine.runtime.in_process.thread_server import ThreadServer
+from engine.runtime.worker.executor import Executor
+from tests.runtime.small_jobs import NORMED
+from tests.runtime.thread_runs import with_store_double
+
+SMALL = Job(microbatches=4, microbatch_size=2, steps=3, validate_every=0, warmup_steps=0, checkpoint_every="0")
+GPT = replace(SMALL, stages=3, model_args={"width": 32, "depth": 2})
+RESNET = replace(SMALL, stages=2, model="resnet18", model_args={"width": 8})
+TWICE: dict[str, Any] = {**NORMED, "stages": 2, "pipelines": 2, "redundancy": "lazy"}
+JOBS = {
+    "gpt": replace(GPT, redundancy="lazy"),
+    "gpt alone, kept": replace(GPT, redundancy="none", checkpoint_every="1"),
+    "resnet18, kept": replace(RESNET, redundancy="lazy", checkpoint_every="1"),
+    "resnet18 alone": replace(RESNET, redundancy="none"),
+    "two pipelines, at the end": replace(SMALL, **TWICE, checkpoint_every="end"),
+}
+
+
+def counted(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of distinct tensors."""
+    return sum({each.data_ptr(): each.nbytes for each in tensors if each.numel()}.values())
+
+
+def held_by(executor: Executor) -> WorkerBytes:
+    """Returns the bytes of the tensors of a worker, but for copies; those of the first pipelines' buffers too."""
+    stages, logged = executor.context.replicas.stages, executor.end.logged
+    layers = [layer for stage in stages.values() for layer in stage.layers.values()]
+    states = [
+        each
+        for stage in stages.values()
+        for optimizer in stage.optimizers.values()
+        for named in optimizer.state.values()
+        for each in named.values()
+    ]
+    sent = [each for entry in logged.values() for named in entry.gradients.values() for each in named.values()]
+    grads = [each.grad for stage in stages.values() for each in stage.trained() if each.grad is not None]
+    boundary = [each for stage in stages.values() for buffers in stage.boundary for each in buffers]
+    values = [each for tensors in executor.value_store._tensors.values() for each in tensors]
+    return WorkerBytes(
+        weights=counted(each for layer in layers for each in layer.parameters()),
+        optimizer=counted(states),
+        gradients=counted([*grads, *sent]),
+        buffers=counted([*boundary, *(each for layer in layers for each in layer.buffers())]),
+        borders=counted(values),
+        copies=0,
+    )
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_model_predicts_the_tensors_of_each_worker(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job, most = JOBS[name], {}
+    forget = Executor.forget_step
+
+    def counting(executor: Executor) -> None:
+        most[executor.context.worker] = held_by(executor)  # of the last step
+        forget(executor)
+
+    monkeypatch.setattr(Executor, "forget_step", counting)
+    with ThreadServer() as server, with_store_double():
+        ending = run_session(job, tmp_path / "events.jsonl", tmp_path, server=server)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    history = read_history(tmp_path / "events.jsonl")
+    ownership = shadowed(job, fresh_ownership(job), range(job.stages * job.pipelines))
+    sizes = {stage: StageBytes(*rest) for done in history.of(FinishedRecord) for stage, *rest in done.sizes}
+    predicted = {worker: worker_bytes(job, ownership, worker, sizes) for worker in ownership.workers()}
+    assert predicted.keys() == most.keys()
+    for worker, found in most.items():
+        assert (found.weights, found.optimizer, found.gradients) == predicted[worker][:3]
+        assert found.buffers == predicted[worker].buffers
+        assert predicted[worker].borders * job.retains == found.borders
+    kept = [each.bytes for each in history.of(KeptRecord)]
+    copies = sum(each.copies for each in predicted.values())
+    times = {"1": 2, "end": 1, "0": 0}[job.checkpoint_every]
+    assert bool(kept) is bool(times)
+    for size in kept:  # with the headers of files
+        assert copies <= times * size <= 1.2 * copies
