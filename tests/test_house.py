@@ -39,6 +39,7 @@ OTHER_WRITES = {
     "engine/bench/peers/restart_peer.py": "the checkpoint of another tool, in a folder that its benchmark made",
     "engine/files/checkpoints/object_storage.py": "an object of a store, which has no links",
     "engine/runtime/process/descendants.py": "the name of its own process, in /proc",
+    "engine/observers/observers.py": "the share of a process, in /proc",
     "engine/runtime/process/remove_behind.py": "the name of its own process, in /proc",
 }
 IMPORT_NAMES = {

@@ -1,7 +1,8 @@
 """The loggers of a run as processes beside its launcher: their start, their errors, and the wait at the end.
 
 Rules: no thread of the launcher runs a logger, and the launcher never waits for one before the end of training. While
-steps are trained, a logger that computes more than `_SHARE` of a core gets only the time that no other process wants.
+steps are trained, a logger that computes more than `_SHARE` of a core gets a quarter of the time that no other process
+wants.
 After the end it has `DRAIN_S` to take the rest, and `INTERRUPTED_S` of an interrupted run. The launcher says which
 steps a logger has not taken, and why a logger has ended, and goes on: a logger decides no exit code.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -47,22 +49,33 @@ class Observer:
     is_told: bool = False
     since: tuple[float, float] | None = None
     is_slowed: bool = False
+    num_looks: int = 0  # since then
 
     def hold_back(self) -> None:
-        """Gives the process only idle time from now on if it computes too much."""
-        if self.is_slowed or (computed_s := _computed_s(self.process.pid)) is None:
+        """Gives the process only idle time from now on if it computes too much, and that in one of four looks."""
+        if (computed_s := _computed_s(self.process.pid)) is None:
             return
         begun_s, before_s = self.since = self.since or (time.monotonic(), computed_s)
-        if computed_s - before_s > _AT_ONCE_S + _SHARE * (time.monotonic() - begun_s):
+        if not self.is_slowed and computed_s - before_s > _AT_ONCE_S + _SHARE * (time.monotonic() - begun_s):
             self.is_slowed = True
-            self._schedule(os.SCHED_IDLE)
+            self._schedule(os.SCHED_IDLE, 19)
+        if self.is_slowed:
+            self.num_looks += 1
+            self.process.send_signal(signal.SIGSTOP if self.num_looks % 4 else signal.SIGCONT)
 
     def let_run(self) -> None:
         """Gives the process its usual share again, where the kernel lets this user do that."""
         if self.is_slowed:
-            self._schedule(os.SCHED_OTHER)
+            self.process.send_signal(signal.SIGCONT)
+            self._schedule(os.SCHED_OTHER, 0)
 
-    def _schedule(self, policy: int) -> None:
+    def _schedule(self, policy: int, nice: int) -> None:
+        with contextlib.suppress(OSError):  # where sessions share the time, the policy counts inside of one only
+            fd = os.open(f"/proc/{self.process.pid}/autogroup", os.O_WRONLY)
+            try:
+                os.write(fd, str(nice).encode())
+            finally:
+                os.close(fd)
         with contextlib.suppress(OSError):
             for each in os.listdir(f"/proc/{self.process.pid}/task"):
                 os.sched_setscheduler(int(each), policy, os.sched_param(0))
