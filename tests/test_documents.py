@@ -119,6 +119,11 @@ def test_links_and_paths_lead_somewhere() -> None:
     assert missing_places(DOCUMENTS) == []
 
 
+def test_links_of_the_examples_lead_somewhere() -> None:
+    page = ROOT / "docs" / "examples" / "README.md"
+    assert [each for each in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / each).exists()] == []
+
+
 @pytest.mark.parametrize(
     "text",
     ["[x](gone.md)", "`engine/core/gone.py`", "```\ntests/gone/\n```", "`docs/gone.md`", "`engine.core.errors.Gone`"],
