@@ -35,7 +35,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        for each in (self.tokens, self.places):
+            nn.init.normal_(each.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:

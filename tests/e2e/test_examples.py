@@ -78,7 +78,7 @@ def plain_torch(*arguments: str) -> str:
 
 def test_digits_count_epochs_metrics_and_a_kill(folder: Path) -> None:
     result = trained("digits")
-    assert result["steps"] * 4 * 4 == 3 * 48
+    assert result["steps"] * 4 * 4 == 6 * 48
     (test,) = result["evaluations"]
     assert (test["name"], test["samples"], sorted(test["metrics"])) == ("test", 6, ["accuracy", "top2"])
     with (Path(result["run_dir"]) / "logged.csv").open(newline="") as file:
@@ -87,7 +87,7 @@ def test_digits_count_epochs_metrics_and_a_kill(folder: Path) -> None:
 
 
 def test_a_resnet_with_groups_survives_a_kill(folder: Path) -> None:
-    assert trained("resnet")["kept"] == 2 * 48 // (4 * 4) - 1
+    assert trained("resnet")["kept"] == 4 * 48 // (4 * 4) - 1
 
 
 def test_a_gpt_is_killed_resumed_exported_and_generates_in_plain_torch(folder: Path) -> None:
