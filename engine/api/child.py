@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from engine.core.errors import BambooError, Problem, UserError, required
+from engine.core.texts import printable
 from engine.runtime.process import subprocesses
 
 WITHIN = "_BAMBOO_TRAINS"  # in the environment of a run that was started so; BAMBOO_* are fields of a job
@@ -123,7 +124,7 @@ class RunChild:
             for line in stream:
                 if not self._quiet and not line.startswith(_ERROR):
                     with contextlib.suppress(OSError, ValueError):  # nothing reads the output any more
-                        print(line.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+                        print(printable(line.decode(errors="replace")), end="", file=sys.stderr, flush=True)
 
 
 def _error(word: Mapping[str, Any]) -> BambooError:

@@ -11,6 +11,7 @@ import pytest
 
 from engine.files.scenarios.library import library_names, scenario_names
 from engine.models.model_registry import DATA, MODELS
+from engine.report.load import TABLES
 from tests.cli.test_status import ENDED, make_run
 
 ROOT = Path(__file__).parents[2]
