@@ -54,7 +54,7 @@ def complete(folder: Path, line: str, shell: str = "bash", **environment: str) -
         ("bamboo run --schedule z", ["zb1p", "zbv"]),
         ("bamboo schedule show --schedule 1", ["1f1b"]),
         ("bamboo run --redundancy ", ["none", "lazy", "eager", "reroute"]),
-        ("bamboo report --table ", ["recovery", "steps", "workers", "actions", "checks", "outcome", "samples"]),
+        ("bamboo report --table ", [*TABLES]),
         (
             "bamboo list ",
             ["scenarios", "matrices", "models", "data", "schedules", "optimizers", "lr-schedules", "runs"],
