@@ -10,7 +10,7 @@ import functools
 import re
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
@@ -38,6 +38,7 @@ _FEWER = tuple(
 )
 KINDS = {"lazy": SORTS, "eager": SORTS, "reroute": _FEWER, "none": _FEWER}
 LEAST_KILLS = 150
+LONGEST = "resnet18-eager-x2"  # 60 s of processor time, most of them convolutions
 SILENCE = "1500ms"
 STEPS_TO_LEAVE = 5  # to hand over, heal, go, and heal again
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 8, "validate_every": 3}
@@ -99,7 +100,12 @@ def test_every_sort_of_kill_is_in_the_suite() -> None:
     assert settings == set(SETTINGS)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+def long_apart(settings: Iterable[str]) -> list[Any]:
+    """Returns settings as parameters; the longest one is for the soak."""
+    return [pytest.param(each, marks=pytest.mark.soak) if each == LONGEST else each for each in settings]
+
+
+@pytest.mark.parametrize("setting", long_apart(SETTINGS))
 def test_nothing_comes_of_any_kill(runs: Runs, setting: str) -> None:
     job = job_of(setting)
     for each, kills in suite(job.redundancy):
@@ -151,7 +157,7 @@ def test_there_are_enough_leavers() -> None:
     assert sum(len(leavings(setting)) for setting in LEAVING) >= 30
 
 
-@pytest.mark.parametrize("setting", LEAVING)
+@pytest.mark.parametrize("setting", long_apart(LEAVING))
 def test_who_is_warned_in_time_hands_over_and_nothing_is_redone(runs: Runs, setting: str) -> None:
     job, kills = leaving_job(setting), leavings(setting)
     faults = [fault(kill.text, job, "terminate", grace_ns=60 * 10**9) for kill in kills]
