@@ -23,6 +23,8 @@ class Digits(Dataset[tuple[Tensor, int]]):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)  # ends `for sample in digits`
         generator = torch.Generator().manual_seed(self.seed * 1_000_000 + index)
         label, top, left = (int(torch.randint(end, (), generator=generator)) for end in (10, 4, 6))
         picture = 0.2 * torch.randn(1, 8, 8, generator=generator)
