@@ -54,7 +54,6 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
         raise UserError([Problem("--resume", "latest, a run, or a folder or URL of checkpoints", "''")])
     folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
     found = find_checkpoint(text, folder, lambda line: echo(line, err=True))
-    source = f"{found.origin.place}/{found.manifest.folder}/{found.origin.file}"
-    resolved = resolve(kept=read_text(json.dumps(dict(found.manifest.job)), source))
+    resolved = resolve(kept=read_text(json.dumps(dict(found.job)), found.source))
     refuse_other_bits(found, resolved.job, other_bits)
-    return replace(resolved, origin=replace(found.origin, other_bits=other_bits))
+    return replace(resolved, origin=replace(found.origin, other_bits=other_bits or found.origin.other_bits))

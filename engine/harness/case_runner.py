@@ -85,7 +85,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
 
     Raises BambooError if the run could not be started.
     """
-    from engine.files.jobs.checkpoint_place import refuse_unwritable
+    from engine.files.jobs.checkpoint_place import refuse_unwritable, with_whole_place
     from engine.files.jobs.given_weights import hash_as_given
     from engine.files.run_folder import create_run_folder
     from engine.harness.dead_runs import delete_dead_stores
@@ -98,7 +98,8 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
     refuse_unwritable(job)
     if problems := unreadable_files(job, begins=case.origin is None):
         raise UserError(problems)
-    case = replace(case, init=case.origin.init if case.origin else hash_as_given(job.init, case.init))
+    init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
+    case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
     with (
         holding() as interrupts,
@@ -273,6 +274,7 @@ def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = 
     from engine.files.host_facts import host_facts
 
     facts: dict[str, Any] = {
+        "run": folder.path.name,
         "job": asdict(case.scenario.job.masked),
         "origins": case.origins,
         "injectable": case.injectable,

@@ -16,6 +16,7 @@ from engine.core.scalar import Args
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
 from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command
+from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
 
@@ -84,6 +85,43 @@ def test_a_resumed_run_without_one_stands_for_the_run_before(tmp_path: Path) -> 
     assert resume_command(tmp_path / NEW, Job(model_args={"hf_token": "x"})) == (
         f"bamboo run --resume {tmp_path / NEW} --set model_args.hf_token=VALUE"
     )
+
+
+def test_a_resumed_run_goes_on_with_its_own_job_from_the_step_that_it_was_resumed_from(tmp_path: Path) -> None:
+    """Not from a newer checkpoint of the run before, and not with that run's job."""
+    keep(tmp_path, OLD, (3, 5))
+    origin = {"place": str(tmp_path / OLD / "checkpoints"), "run": OLD, "step": 3, "is_named": True, "other_bits": True}
+    job = replace(Job(), lr=0.5)
+    keep(tmp_path, NEW, (), job)
+    for folder in (NEW, "20261124-100000-c-0000"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        facts = {"job": asdict(job), "host": host_facts(Path.cwd()), "resumed": origin}
+        (tmp_path / folder / "run.json").write_text(json.dumps(facts))
+        found = find_checkpoint(folder, tmp_path, lambda line: None)
+        assert (found.origin.step, found.origin.is_named, found.origin.other_bits) == (3, True, True)
+        assert (found.job["lr"], found.source) == (0.5, str(tmp_path / folder / "run.json"))
+        refuse_other_bits(found, job, other_bits=False)
+        with pytest.raises(UserError, match="seed"):
+            refuse_other_bits(found, replace(job, seed=9), other_bits=False)
+    with pytest.raises(NothingMatchedError):
+        find_checkpoint(f"{NEW}@5", tmp_path, lambda line: None)
+
+
+def test_a_renamed_or_copied_run_has_its_checkpoints(tmp_path: Path) -> None:
+    place = keep(tmp_path, OLD, (3,))
+    run_json = place.parent / "run.json"
+    run_json.write_text(json.dumps({"run": OLD, **json.loads(run_json.read_text())}))
+    (place.parent / "events.jsonl").touch()
+    place.parent.rename(tmp_path / "mine")
+    assert find_checkpoint(str(tmp_path / "mine"), tmp_path, lambda line: None).origin.run == OLD
+    assert resume_command(tmp_path / "mine", Job()) == f"bamboo run --resume {tmp_path / 'mine'}"
+
+
+def test_the_place_of_a_run_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = (Job(checkpoints="kept"), Job(), Job(checkpoints="s3://bucket/kept"))
+    places = [with_whole_place(job).checkpoints for job in given]
+    assert places == [str(tmp_path / "kept"), "", "s3://bucket/kept"]
 
 
 def test_a_damaged_one_is_named_and_the_next_older_is_taken(tmp_path: Path) -> None:

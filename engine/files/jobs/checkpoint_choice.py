@@ -1,16 +1,17 @@
 """Finds the checkpoint with which a run begins or goes on, and refuses one that would give other bits.
 
 Rules: a checkpoint with a wrong byte is refused by the name of its file, and the next older one is tried. A run that
-was itself resumed, and has kept nothing yet, stands for the run that it came from.
+was itself resumed, and has kept nothing yet, stands for the checkpoint that it came from, with its own job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.checkpoints.manifest import Manifest
 from engine.core.checkpoints.plain_names import tensor_names
@@ -26,7 +27,7 @@ from engine.core.errors import (
 )
 from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
 from engine.files.host_facts import host_facts
-from engine.files.jobs.checkpoint_place import checkpoint_places, places_of
+from engine.files.jobs.checkpoint_place import ResumedRun, checkpoint_places, places_of
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import DataFile, data_files
 from engine.files.jobs.resolved_job import secret_arguments
@@ -38,10 +39,21 @@ _BEGINS_ANEW = ("sgd",)
 
 
 class Found(NamedTuple):
-    """A checkpoint of which every byte is right."""
+    """A checkpoint of which every byte is right; a run that began after it, and has kept none, may be its `heir`."""
 
     origin: Resumption
     manifest: Manifest
+    heir: ResumedRun | None = None
+
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """The job that goes on from it."""
+        return self.heir.job if self.heir else self.manifest.job
+
+    @property
+    def source(self) -> str:
+        """The file with that job."""
+        return self.heir.file if self.heir else f"{self.origin.place}/{self.manifest.folder}/{self.origin.file}"
 
 
 def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> Found:
@@ -63,7 +75,8 @@ def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> F
             origin = Resumption(
                 good.name.step, place.folder.place, file, manifest.run, is_named=step is not None, init=manifest.init
             )
-            return Found(origin, manifest)
+            other_bits = place.heir is not None and place.heir.other_bits
+            return Found(replace(origin, other_bits=other_bits), manifest, place.heir)
     at = "" if step is None else f" of step {step}"
     if num_refused:
         raise StorageError(
@@ -82,6 +95,8 @@ def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> 
 def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
     """Refuses a job that cannot go on from a checkpoint.
 
+    An heir with other bits was allowed its own job and host, its code and its data: only a job with others is refused.
+
     Raises:
         UserError: fields, facts of the host, code or data files differ that decide bits, with `other_bits` those that
             the tensors fit; or no step is left.
@@ -91,8 +106,10 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
     if manifest.step >= job.steps - 1:
         hint = f"all {job.steps} steps are committed in the checkpoint"
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
-    differences = bit_differences(manifest.job, manifest.facts, job, host_facts(Path.cwd()))
-    if not other_bits:
+    is_granted = found.heir is not None and found.heir.other_bits
+    facts = found.heir.facts if found.heir is not None and is_granted else manifest.facts
+    differences = bit_differences(found.job, facts, job, host_facts(Path.cwd()))
+    if not (other_bits or is_granted):
         differences += _changed("code file", manifest.code_files, lambda: code_files(job))
         differences += _changed("data file", manifest.data_files, lambda: data_files(job))
     problems += _as_problems(each for each in differences if not other_bits or each.name in OF_TENSORS)
@@ -158,8 +175,9 @@ def resume_command(run: Path, job: Job) -> str:
     """Returns the command that goes on with a run from its newest checkpoint; empty if there is none to read."""
     has_one = False
     for place in places_of(RunFolder(run)):
-        with contextlib.suppress(BambooError):
-            has_one = has_one or any(place.folder.manifest(each).run == place.run for each in place.folder.names())
+        for each in place.names():
+            with contextlib.suppress(BambooError):
+                has_one = has_one or place.folder.manifest(each).run == place.run
     if not has_one:
         return ""
     secret = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]

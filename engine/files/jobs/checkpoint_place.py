@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.checkpoints.keeping import keeps_any
 from engine.core.config.job import Job
@@ -22,16 +22,27 @@ _STEP = re.compile(r"(.*)@([0-9]{1,12})", re.DOTALL)
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
 
 
+class ResumedRun(NamedTuple):
+    """A run that began after another run's checkpoint: its own job and host, and whether it may have other bits."""
+
+    job: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    other_bits: bool
+    file: str
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointPlace:
     """Checkpoints: all in a folder or at a URL, or those of one run; of one step, or of all.
 
-    `run` is the name of the run whose checkpoints count, empty for all.
+    `run` is the name of the run whose checkpoints count, empty for all. A `heir` began after one of them, and its job
+    goes on from there.
     """
 
     folder: CheckpointFolder
     run: str = ""
     step: int | None = None
+    heir: ResumedRun | None = None
 
     def names(self) -> tuple[CheckpointName, ...]:
         """Returns the names of the checkpoints, by step, also of those whose manifests cannot be read."""
@@ -69,6 +80,12 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
         yield from places_of(find_run(results, where), step)
 
 
+def with_whole_place(job: Job) -> Job:
+    """Returns the job with the whole path of its checkpoints, as commands in other folders need it."""
+    is_path = job.checkpoints and "://" not in job.checkpoints
+    return replace(job, checkpoints=str(Path(job.checkpoints).absolute())) if is_path else job
+
+
 def place_problems(job: Job) -> list[Problem]:
     """Returns the problem of a place for checkpoints that no run can make; it is not opened."""
     text, expected = job.checkpoints, "a folder or a URL"
@@ -99,20 +116,28 @@ def refuse_unwritable(job: Job) -> None:
 
 
 def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPlace]:
-    """Yields the place of a run's checkpoints, then that of the run that it was resumed from."""
+    """Yields the place of a run's checkpoints, then that of the run that it was resumed from.
+
+    The checkpoints have the name that the run began with: its folder may have another one since.
+    """
     facts = _facts_of(run)
-    if named := facts.get("job", {}).get("checkpoints"):
-        yield CheckpointPlace(checkpoints_at(named if "://" in named else Path(named).absolute()), run.path.name, step)
+    job, name = facts.get("job", {}), str(facts.get("run") or run.path.name)
+    if named := job.get("checkpoints"):
+        yield CheckpointPlace(checkpoints_at(named if "://" in named else Path(named).absolute()), name, step)
     else:
-        yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), run.path.name, step)
+        yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), name, step)
     if isinstance(before := facts.get("resumed"), dict):
-        yield CheckpointPlace(checkpoints_at(str(before["place"])), str(before["run"]), step)
+        begun = int(before["step"]) if before.get("is_named") else None
+        if begun is None or step is None or step <= begun:  # what the other run did later is not this run's
+            heir = ResumedRun(job, facts["host"], bool(before.get("other_bits")), str(run.run_json))
+            place, of = checkpoints_at(str(before["place"])), str(before["run"])
+            yield CheckpointPlace(place, of, begun if step is None else step, heir)
 
 
 def _facts_of(run: RunFolder) -> dict[str, Any]:
     try:
         with open(open_to_read(run.run_json), "rb") as file:
             facts: dict[str, Any] = json.load(file)
-        return {"job": dict(facts["job"]), "resumed": facts.get("resumed")}
+        return {**facts, "job": dict(facts["job"]), "host": dict(facts["host"])}
     except _UNREADABLE:
         return {}
