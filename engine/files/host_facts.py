@@ -15,9 +15,27 @@ DISTRIBUTION = "bamboo-train"
 # The instruction sets that make math libraries choose other kernels, and so other bits.
 _ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 
+# The variables of the environment that do the same.
+_KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_CPU_ISA_HINTS",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+)
+
 
 def host_facts(folder: Path) -> dict[str, object]:
-    """Returns versions, the git commit of `folder`, and this host's name, kernel, processor and memory (bytes)."""
+    """Returns versions, the git commit of `folder`, and this host's name, kernel, processor and memory (bytes).
+
+    The variables of the environment that select compute kernels are one fact, None if none is set.
+    """
     cpu = _cpu_info(Path("/proc/cpuinfo"))
     flags = set(cpu.get("flags", cpu.get("Features", "")).split())
     system = os.uname()
@@ -31,6 +49,8 @@ def host_facts(folder: Path) -> dict[str, object]:
         "machine": system.machine,
         "cpu": cpu.get("model name"),
         "isa": [flag for flag in _ISA_FLAGS if flag in flags],
+        "kernel_variables": [f"{name}={os.environ[name]}" for name in _KERNEL_VARIABLES if os.environ.get(name)]
+        or None,
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

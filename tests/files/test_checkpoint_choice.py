@@ -217,6 +217,26 @@ def test_code_that_changed_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
     refuse_other_bits(found, job, other_bits=True)
 
 
+def test_each_data_argument_that_names_a_file_or_a_folder_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept_out = ("set/.git/x", "set/__pycache__/x", "set/results/x", "other/x")
+    counted = ("x.npy", "set/a", "set/sub/deep/b")
+    for name in (*counted, *kept_out):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("one")
+    job = Job(
+        data="mine:data",
+        data_args={"path": "x.npy", "folder": "set", "no file": "\0", "number": 1},
+        results="set/results",
+    )
+    keep(tmp_path / "results", OLD, (3,), job)
+    for name in (*counted, *kept_out):
+        Path(name).write_text("two")
+    assert refused_fields(tmp_path / "results", job) == [f"data file {name}" for name in sorted(counted)]
+
+
 def test_a_data_file_that_changed_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("one")

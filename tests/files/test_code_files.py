@@ -38,6 +38,9 @@ def test_a_package_counts_whole_and_a_module_with_those_that_it_imports_from_her
     assert names(Job(model="pack.inner.deep:make")) == package
     assert names(Job(data="pack:make")) == package
     assert names(Job(model="net:make")) == ["net.py", "parts.py", "plain/blocks.py"]
+    (here / "pack" / "inner" / "deep.py").write_text("from plain.blocks import a")
+    assert names(Job(model="pack.inner.deep:make")) == [*package, "plain/blocks.py"]
+    (here / "pack" / "inner" / "deep.py").write_text(RAISES)
     (here / "parts.py").write_text("import pack.inner, net")
     assert names(Job(model="net:make", data="parts:data")) == ["net.py", *package, "parts.py", "plain/blocks.py"]
     assert names(Job(optimizer="net:Own", lr_schedule="pack:rate", metrics="missing:f1")) == names(

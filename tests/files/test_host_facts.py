@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from engine.core.checks.twin import fingerprint
+from engine.core.config.bit_fields import BitDifference, bit_differences, bit_facts
+from engine.core.config.job import Job
 from engine.files.host_facts import git_commit, host_facts, host_record
 
 
@@ -65,6 +69,17 @@ def test_facts_are_there_and_torch_is_not_imported(tmp_path: Path) -> None:
     code = "import sys, pathlib; from engine.files import host_facts as h; h.host_facts(pathlib.Path()); "
     code += "assert not {'torch', 'numpy', 'subprocess'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_variable_that_chooses_other_kernels_decides_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"):
+        monkeypatch.delenv(name, raising=False)
+    before = host_facts(tmp_path)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    now = host_facts(tmp_path)
+    told = [BitDifference("kernel_variables", None, ["ATEN_CPU_CAPABILITY=default"])]
+    assert bit_differences(asdict(Job()), bit_facts(before), Job(), now) == told
+    assert fingerprint(Job(), before, "") != fingerprint(Job(), now, "")
 
 
 def test_the_record_of_a_host_has_the_local_time_with_its_zone() -> None:

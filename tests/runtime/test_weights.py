@@ -171,6 +171,13 @@ def test_every_mismatch_is_listed(kept: Kept, tmp_path: Path, change: str) -> No
     assert problem.field == "init" and problem.found.endswith(CHANGES[change][1])
 
 
+def test_a_tensor_in_two_files_of_a_folder_is_refused_with_both(tmp_path: Path) -> None:
+    for file in ("a.safetensors", "b.safetensors"):
+        save_file({"w": torch.zeros(1)}, tmp_path / file)
+    with pytest.raises(UserError, match=r"'w' is in '.*/a\.safetensors' and in '.*/b\.safetensors'"):
+        GivenWeights(str(tmp_path))
+
+
 def test_all_mismatches_come_at_once_and_many_are_counted(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "m.safetensors")
     problems = refusal(tmp_path / "m.safetensors")

@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, Any] = {
 # The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
 OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
 # The facts of a host that select the compute kernels, and so the bits.
-BIT_FACTS = ("python", "torch", "machine", "cpu", "isa")
+BIT_FACTS = ("python", "torch", "machine", "cpu", "isa", "kernel_variables")
 
 
 class BitDifference(NamedTuple):
@@ -76,7 +76,7 @@ def cheapest(job: Job) -> Job:
 
 def bit_facts(facts: Mapping[str, object]) -> dict[str, object]:
     """Returns the facts of a host that decide bits."""
-    return {name: facts[name] for name in BIT_FACTS}
+    return {name: facts.get(name) for name in BIT_FACTS}
 
 
 def bit_differences(

@@ -1,7 +1,7 @@
 """The code of the user's that decides the bits of a job: its files and their hashes, so that a resumed job runs it.
 
 Rules: files are found by their paths and never imported, because the launcher runs no code of the user's. Of a package
-each Python file counts; of a module its file, and the modules and packages of the current folder that it imports.
+each Python file counts, of a module its file, and the modules and packages of the current folder that they import.
 Code that changes no bit, as of a schedule or a metric, does not count. A file that cannot be read cannot run either.
 """
 
@@ -28,8 +28,8 @@ def code_files(job: Job) -> tuple[DataFile, ...]:
     for module in modules:
         sources = dict(_sources(module, anywhere=module in named))
         found |= sources
-        if (alone := sources.get(f"{module}.py")) is not None:
-            modules += (each for each in _imported(alone) if each not in modules)
+        for path in filter(_is_own, sources.values()):
+            modules += (each for each in dict.fromkeys(_imported(path)) if each not in modules)
     described: list[DataFile] = []
     for name, path in sorted(found.items()):
         with contextlib.suppress(OSError):
@@ -58,6 +58,10 @@ def _sources(module: str, anywhere: bool) -> Iterator[tuple[str, Path]]:
         if anywhere or place.parent == Path.cwd():
             for path in place.rglob("*.py") if place.is_dir() else [place] if place.suffix == ".py" else []:
                 yield str(path.relative_to(place.parent)), path
+
+
+def _is_own(path: Path) -> bool:
+    return not {"site-packages", "dist-packages"} & set(path.parts)  # what is installed imports nothing from here
 
 
 def _imported(path: Path) -> Iterator[str]:

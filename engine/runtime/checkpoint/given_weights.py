@@ -35,6 +35,7 @@ class GivenWeights:
         self.path = path
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # by name of the tensor: an open safetensors file
+        self._places: dict[str, str] = {}  # by name of the tensor: the path of that file
         self._tensors: Mapping[str, Tensor] = {}
         try:
             if os.path.isdir(path):
@@ -89,6 +90,8 @@ class GivenWeights:
         for name in sorted(there) if names is None else names:
             if name not in there:
                 raise _wrong(self.path, "every tensor of the index", f"{name!r} is not in {file!r}")
+            if (other := self._places.setdefault(name, file)) != file:
+                raise _wrong(self.path, "each tensor in one file", f"{name!r} is in {other!r} and in {file!r}")
             self._files[name] = opened
 
 
