@@ -8,7 +8,7 @@ input and the first target have `size` rows; shapes and dtypes are the same in e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
@@ -65,15 +65,15 @@ class Columns(NamedTuple):
     names: tuple[str, ...]
     target: str
 
-    def taken_by(self, function: Callable[..., object]) -> Taken:
-        """Returns the inputs that a function takes.
+    def taken_by(self, function: Callable[..., object], targets: Container[str] = ()) -> Taken:
+        """Returns the inputs that a function takes; `targets` are parameters that get the targets.
 
         It takes those that it has a parameter for, the target too; with ``**`` all others by name. A function that
         names none of them takes the only one by position, or all with ``*``. Raises UserError if it cannot be called.
         """
         at = {name: index for index, name in enumerate(self.names)}
         others = [name for name in self.names if name != self.target]
-        parameters = inspect.signature(function).parameters.values()
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in targets]
         kinds = {each.kind for each in parameters}
         named = {each.name: at[each.name] for each in parameters if each.name in at}
         if inspect.Parameter.VAR_KEYWORD in kinds:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.errors import Problem, UserError
+from engine.models.data import Columns
 from engine.models.layers import Batch, ModuleCopy, Tensors
 from engine.models.pytree import flatten, parts_of, unflatten
 from engine.models.traced.recorder import CallRecorder
@@ -72,14 +73,22 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
 
 
 def _bound(module: nn.Module, example: Example) -> _Call:
-    inputs = tuple(each.clone() for each in example.batch.inputs)
-    args, kwargs = (inputs, {}) if example.form is None else unflatten(example.form, inputs)
+    form, inputs = example.form, tuple(each.clone() for each in example.batch.inputs)
     parameters = inspect.signature(module.forward).parameters.values()
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    taken = {*positional[: len(args)], *kwargs}
-    names = [each.name for each in parameters if each.name in TARGETS and each.name not in taken]
+    if isinstance(form, Columns):
+        names = [each.name for each in parameters if _is_target(each.name, form)]
+        args, kwargs = form.taken_by(module.forward, names).chosen(inputs)
+    else:
+        args, kwargs = (inputs, {}) if form is None else unflatten(form, inputs)
+        at = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        taken = {*at[: len(args)], *kwargs}
+        names = [each.name for each in parameters if each.name in TARGETS and each.name not in taken]
     targets = tuple(each.clone() for each in example.batch.targets[: len(names)])
     return _Call(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
+
+
+def _is_target(name: str, form: Columns) -> bool:
+    return name == form.target or (name in TARGETS and name not in form.names)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,108 @@
+"""Ordinary modules take data sets of columns by name; the column of targets is no argument twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.core.checks.trajectory import trajectory_hash
+from engine.core.config.job import Job
+from engine.core.errors import UserError
+from engine.models.data import Data
+from engine.models.layers import Model
+from engine.models.model_loader import build_model
+from engine.models.sources.open_data import open_data
+from engine.models.traced.ordinary import OutputLoss
+from tests.kills import parse_kills
+from tests.runtime.thread_runs import run_in_threads
+
+HERE = __name__
+
+
+class Network(nn.Module):
+    """Gives the loss with labels, and logits alone without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.out = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def told(self, pixels: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.out(self.inward(pixels if mask is None else pixels * mask).relu())
+        return {"loss": None if labels is None else functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Masked(Network):
+    def forward(self, pixels: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        return self.told(pixels, mask, labels)
+
+
+class Named(Network):
+    def forward(self, labels: Tensor, **named: Any) -> Any:
+        return self.told(labels=labels, **named)
+
+
+class WithoutLoss(Network):
+    def forward(self, **named: Any) -> Any:
+        return self.told(**named)["logits"]
+
+
+class OtherName(Network):
+    def forward(self, pixels: Tensor, target: Tensor) -> Any:
+        return self.told(pixels, None, target)
+
+
+class Lacking(Network):
+    def forward(self, image: Tensor, size: Tensor, labels: Tensor) -> Any:
+        return self.told(image * size, None, labels)
+
+
+def rows() -> list[dict[str, Any]]:
+    drawn = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    return [{"labels": at % 3, "pixels": each, "mask": (each > 0).float()} for at, each in enumerate(drawn)]
+
+
+def job_of(module: type[nn.Module], **changed: Any) -> Job:
+    given = {"microbatches": 2, "steps": 2, "validate_every": 0, "split": "inward,out", **changed}
+    return Job(model=f"{HERE}:{module.__name__}", data=f"{HERE}:rows", **given)
+
+
+def built(job: Job) -> tuple[Model, Data]:
+    data = open_data(job)
+    return build_model(job, data.facts, data), data
+
+
+@pytest.mark.parametrize("module", [Masked, Named, WithoutLoss, OtherName])
+def test_columns_become_arguments_by_name(module: type[nn.Module]) -> None:
+    model, data = built(job_of(module))
+    batch = data.microbatch(0, 0, 0, 4)
+    assert (len(model.layers) > 1, isinstance(model.loss, OutputLoss)) == (True, module is not WithoutLoss)
+    whole = [layer.build() for layer in model.layers]
+    outputs = batch.inputs
+    for each in whole:
+        outputs = each(*outputs)
+    named = dict(zip(("labels", "pixels", "mask"), batch.inputs, strict=True))
+    inputs = named["pixels"] * (1 if module is OtherName else named["mask"])
+    weights = {name: tensor for each in whole for name, tensor in each.state_dict().items()}
+    reference = Masked()
+    reference.load_state_dict(weights)
+    expected = reference(inputs, labels=named["labels"])["loss"]
+    assert torch.equal(model.loss(outputs, batch.targets), expected)
+
+
+def test_a_lacking_column_is_named() -> None:
+    with pytest.raises(UserError, match=r"columns that the first layer takes \(image, size\)"):
+        built(job_of(Lacking))
+
+
+def test_stages_and_a_death_change_nothing() -> None:
+    found = set()
+    for stages, kills in ((1, ()), (2, ()), (2, ("1:1",))):
+        job = job_of(Masked, stages=stages)
+        ending = run_in_threads(job, parse_kills(kills, job))
+        assert ending.error is None, ending.error
+        found.add(trajectory_hash(ending.view.run_state.rows))
+    assert len(found) == 1
