@@ -62,6 +62,11 @@ def is_secret(name: str, value: object = "text") -> bool:
     return not _SECRETS.isdisjoint(words if isinstance(value, str) else words[-1:])
 
 
+def has_credentials(text: str) -> bool:
+    """Returns whether a text has a URL with credentials, such as ``s3://user:word@bucket``."""
+    return any("@" in each.partition("/")[0] for each in text.split("://")[1:])
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One mistake of a user: its place, the expected value, the value found, and a hint for the correction."""

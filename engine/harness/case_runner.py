@@ -5,6 +5,7 @@ Rules: every command that runs a job runs it here. A run folder has all that is 
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import time
@@ -95,7 +96,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
 
     started_s = time.monotonic()
     job = case.scenario.job
-    refuse_unwritable(job)
+    refuse_unwritable(job, in_process=server is not None and server.pid == os.getpid())
     if problems := unreadable_files(job, begins=case.origin is None):
         raise UserError(problems)
     init = case.origin.init if case.origin else hash_as_given(job.init, case.init)

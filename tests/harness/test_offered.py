@@ -201,6 +201,8 @@ def test_a_place_that_is_none_for_checkpoints_is_told_before_the_start(monkeypat
         ("foo://x", "Protocol not known: foo"),
         ("data://x", "cannot write 'data://x/"),
         ("s3://user:word@bucket/x", "the store's own files and variables have them"),
+        ("memory://x/y", "each worker would write into its own memory"),
+        ("simplecache::memory://x", "each worker would write into its own memory"),
     ],
 )
 def test_a_run_begins_with_a_place_that_it_can_write(place: str, reason: str) -> None:
@@ -209,6 +211,15 @@ def test_a_run_begins_with_a_place_that_it_can_write(place: str, reason: str) ->
     assert ended.exception.exit_code == ExitCode.USAGE
     assert reason in str(ended.exception)
     assert not Path("results").exists()
+
+
+@pytest.mark.parametrize("look", ["--explain", "--dry-run"])
+@pytest.mark.parametrize("given", [("--checkpoints", "s3://u:word@h/b"), ("--set", "checkpoints=s3://u:word@h/b")])
+def test_a_plan_does_not_show_the_credentials_of_a_place(look: str, given: tuple[str, str]) -> None:
+    ended = CliRunner().invoke(app, ["run", look, *given])
+    assert isinstance(ended.exception, UserError)
+    assert "expected a URL without credentials" in str(ended.exception)
+    assert "word" not in str(ended.exception) + ended.output
 
 
 def test_help_names_the_schedules() -> None:

@@ -11,9 +11,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from engine.core.errors import MASK, Problem, StorageError, UserError
+from engine.core.errors import MASK, Problem, StorageError, UserError, has_credentials
 from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.files.checkpoints.storage import Bytes, Written
+
+
+def credentials_problem(url: str) -> Problem | None:
+    """Returns the problem of a URL that has credentials in it, without them."""
+    if not has_credentials(url):
+        return None
+    hint = "the store's own files and variables have them"
+    return Problem("checkpoints", "a URL without credentials", f"'{url.partition('://')[0]}://{MASK}'", hint)
+
+
+def is_private(url: str) -> bool:
+    """Returns whether the objects below a URL are in the memory of the process that writes them."""
+    return "memory" in url.partition("://")[0].lower().split("::")
 
 
 class ObjectStorage:
@@ -26,10 +39,8 @@ class ObjectStorage:
     def __init__(self, url: str, troubles: DiskTroubles):
         import fsspec
 
-        scheme, _, rest = url.partition("://")
-        if "@" in rest.partition("/")[0]:
-            hint = "the store's own files and variables have them"
-            raise UserError([Problem("checkpoints", "a URL without credentials", f"'{scheme}://{MASK}'", hint)])
+        if problem := credentials_problem(url):
+            raise UserError([problem])
         try:
             files, root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError, OSError) as error:

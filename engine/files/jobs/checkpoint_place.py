@@ -15,6 +15,7 @@ from engine.core.config.job import Job
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.files.atomic_write import open_to_read
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at, folder_at
+from engine.files.checkpoints.object_storage import credentials_problem, is_private
 from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
 
 _HALF_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)|[^/]*://$|://|file://(?!/)", re.IGNORECASE)
@@ -92,8 +93,11 @@ def place_problems(job: Job) -> list[Problem]:
     if _HALF_URL.match(text):
         hint = "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept"
         return [Problem("checkpoints", expected, repr(text), hint)]
-    if not text or (place := folder_at(text)) is None:
+    if not text:
         return []
+    if (place := folder_at(text)) is None:
+        problem = credentials_problem(text)
+        return [problem] if problem else []
     try:
         found = next(each for each in (place, *place.parents) if os.path.lexists(each))
         reason = "" if found.is_dir() else "it is a link to no folder" if found.is_symlink() else "it is no folder"
@@ -104,10 +108,16 @@ def place_problems(job: Job) -> list[Problem]:
     return [Problem("checkpoints", expected, repr(str(found)), reason)] if reason else []
 
 
-def refuse_unwritable(job: Job) -> None:
-    """Writes and removes a file in the place that the user names for checkpoints; raises UserError if that fails."""
+def refuse_unwritable(job: Job, in_process: bool = False) -> None:
+    """Writes and removes a file in the place that the user names for checkpoints; raises UserError if that fails.
+
+    A store in the memory of one process is refused too, unless the workers are threads of it: `in_process`.
+    """
     if not job.checkpoints or not keeps_any(job.checkpoint_every):
         return
+    if "://" in job.checkpoints and is_private(job.checkpoints) and not in_process:
+        expected, reason = "a place that all processes share", "each worker would write into its own memory"
+        raise UserError([Problem("checkpoints", expected, repr(job.checkpoints), reason)])
     try:
         checkpoints_at(job.checkpoints).try_writing()
     except (StorageError, ValueError) as error:

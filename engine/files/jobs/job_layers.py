@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.core.config.param_groups import PARAM_GROUPS_FORM, as_text
 from engine.core.config.torch_parts import as_list
-from engine.core.errors import MASK, Problem, UserError, is_secret, nearest
+from engine.core.errors import MASK, Problem, UserError, has_credentials, is_secret, nearest
 from engine.files.jobs.file_kind import kind_of, other_kind
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds_text, is_known, shown
 from engine.files.jobs.trust import TRUST_VARIABLE
@@ -136,10 +136,11 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
 
 
 def masked_setting(setting: str) -> str:
-    """Returns a ``FIELD=VALUE`` without the value of a secret argument."""
+    """Returns a ``FIELD=VALUE`` without the value of a secret argument, or a URL with credentials."""
     name, _, text = setting.partition("=")
     field_name, _, argument = name.partition(".")
     is_masked = field_name in ARGS_FIELDS and is_secret(argument, plain_value(text))
+    is_masked |= field_name == "checkpoints" and has_credentials(text)
     return f"{name}={MASK}" if is_masked else setting
 
 
