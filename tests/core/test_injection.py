@@ -239,12 +239,18 @@ def test_a_stopped_process_is_looked_at_until_it_shows_it_and_then_continued() -
     assert run.passes(5_000_000) == (SendSignal(1, CONTINUE),)
 
 
-def test_late_work_is_done_in_the_order_of_its_times() -> None:
-    """On a busy machine a stop ended before the look for it, which was planned later for an earlier time."""
+def test_a_process_that_has_not_stood_still_yet_is_not_woken() -> None:
+    """On a busy machine a stop ended before the look for it, or before the process had run into it."""
     run = Injected(kill(do="stop", parameters={"for_ns": 7_000_000}))
     run.give(injection.strike, "first")
     run.give(injection.see_state, 1, "S")
-    assert run.passes(60_000_000) == (LookAtVictim(1), SendSignal(1, CONTINUE))
+    for _ in range(3):
+        assert run.passes(60_000_000) == (LookAtVictim(1),)
+        run.give(injection.see_state, 1, "R")
+    assert run.passes(5_000_000) == (LookAtVictim(1),)
+    run.give(injection.see_state, 1, "T")
+    assert run.passes(5_000_000) == (SendSignal(1, CONTINUE),)
+    assert run.unconfirmed() == {}
 
 
 def test_a_worker_that_has_ended_gets_no_signal() -> None:

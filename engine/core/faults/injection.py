@@ -162,7 +162,7 @@ def _hit(old: Injection, now_ns: int, struck: StruckFault, worker: int, slot: Sl
 
 
 def do_late_work(old: Injection, now: Now) -> Moved:
-    """Does the late work that is due."""
+    """Does the late work that is due; a process is woken only when it was seen to stand still."""
     due = sorted((each for each in old.late if each.due_ns <= now.now_ns), key=attrgetter("due_ns"))
     if not due:
         return old, ()
@@ -172,7 +172,11 @@ def do_late_work(old: Injection, now: Now) -> Moved:
         if isinstance(work, str):
             new, more = strike(new, now, work)
             outputs += more
-        elif work.worker not in new.ended:
+        elif work.worker in new.ended:
+            continue
+        elif isinstance(work, SendSignal) and _is_awaited(new, work.worker, ends=False):
+            new = new._replace(late=(*new.late, LateWork(now.now_ns + _LOOK_EVERY_NS, work)))
+        else:
             outputs += (work,)
     return new, outputs
 
@@ -192,10 +196,15 @@ def see_state(old: Injection, now: Now, worker: int, letter: str) -> Moved:
     """
     new, outputs = see_sign(old, now, worker, "state", letter)
     look = LookAtVictim(worker)
-    is_awaited = any(worker in each.missing and each.kind.by == "agent" for each in new.struck)
-    if is_awaited and all(each.work != look for each in new.late):
+    if _is_awaited(new, worker) and all(each.work != look for each in new.late):
         new = new._replace(late=(*new.late, LateWork(now.now_ns + _LOOK_EVERY_NS, look)))
     return new, outputs
+
+
+def _is_awaited(injection: Injection, worker: int, *, ends: bool | None = None) -> bool:
+    """Returns whether a sign of a signal to a worker is still to be seen, if `ends`, of one that ends it or does not."""
+    kinds = (each.kind for each in injection.struck if worker in each.missing and each.kind.by == "agent")
+    return any(ends in (None, kind.ends) for kind in kinds)
 
 
 def see_sign(old: Injection, now: Now, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> Moved:
