@@ -202,7 +202,7 @@ def see_state(old: Injection, now: Now, worker: int, letter: str) -> Moved:
 
 
 def _is_awaited(injection: Injection, worker: int, *, ends: bool | None = None) -> bool:
-    """Returns whether a sign of a signal to a worker is still to be seen, if `ends`, of one that ends it or does not."""
+    """Returns whether a sign of a signal is still to be seen: of any, or of one that ends the worker or does not."""
     kinds = (each.kind for each in injection.struck if worker in each.missing and each.kind.by == "agent")
     return any(ends in (None, kind.ends) for kind in kinds)
 
