@@ -132,11 +132,12 @@ class FiredMessage(ToWorker):
 
 @message
 class CutMessage(TextsToAgent):
-    """The owner of the first slot has cut the model: first layer of each stage, and the names of all layers."""
+    """The owner of the first slot has cut the model: first layer of each stage, names of layers, notes for the user."""
 
     starts: tuple[int, ...]
     layers: tuple[str, ...]
     samples: int = 0  # in the training set; 0 for data without limit
+    notes: tuple[str, ...] = ()
 
 
 @message

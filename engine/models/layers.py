@@ -65,6 +65,8 @@ class Model:
     scalar, the mean over the microbatch; `metric`, if any, does the same for a figure of merit such as accuracy, and so
     does each of the `metrics`, by name. With `check_pure`, each layer is tried before training. `shared_buffers` has
     the uses of each buffer that several layers have copies of, as (layer index, buffer name): no forward may change it.
+    With `is_cut_by_sample`, dimension 0 of all that the loss takes is the sample, and the loss of the first samples is
+    that of their rows.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -74,6 +76,7 @@ class Model:
     check_pure: bool = True
     shared_buffers: tuple[tuple[tuple[int, str], ...], ...] = ()
     metrics: Mapping[str, Loss] = field(default_factory=dict)
+    is_cut_by_sample: bool = True
 
     def __post_init__(self) -> None:
         """Makes specs of layers that are none; raises TypeError for a field of another type."""

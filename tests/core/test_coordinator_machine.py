@@ -140,6 +140,7 @@ def test_relays() -> None:
         Write(PartitionRecord(starts=cut.starts, layers=cut.layers)),
         Tell((0, 1, 2), messages.PartitionMessage(cut.starts)),
     )
+    assert Note("3 are left out") in given(state, heard(0, replace(cut, notes=("3 are left out",))))[1]
     border = messages.BorderMessage(0, (((2, 2), "float32", True),))
     assert given(state, heard(0, border))[1] == (Tell((0, 1, 2), border),)
     write, note = given(state, heard(0, UnprovenMessage(1, "sent a wrong proof")))[1]

@@ -39,7 +39,7 @@ def _decide(state: CoordinatorState, heard: Heard[Message], message: Message) ->
 
 def _on_cut(state: CoordinatorState, heard: Heard[Message], cut: messages.CutMessage) -> Decided:
     record = PartitionRecord(starts=cut.starts, layers=cut.layers, samples=cut.samples)
-    return state, (Write(record), tell_all(state, messages.PartitionMessage(cut.starts)))
+    return state, (Write(record), *map(Note, cut.notes), tell_all(state, messages.PartitionMessage(cut.starts)))
 
 
 def _relay(state: CoordinatorState, heard: Heard[Message], message: messages.BorderMessage | KeyMessage) -> Decided:

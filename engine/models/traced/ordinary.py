@@ -19,6 +19,7 @@ from engine.models.traced.pieces import PlannedPiece, Splitter
 from engine.models.traced.recorded import Example, recorded
 from engine.models.traced.recording import LeafCall, NamedState, Trace, places_of
 from engine.models.traced.refusal import UnrecordableError, refused
+from engine.models.traced.rows import is_by_sample
 from engine.models.traced.source_text import PieceProgram, Writer
 
 _SAME_BORDERS = "a forward whose pieces hand on the same tensors in training and in evaluation"
@@ -71,7 +72,8 @@ def ordinary_model(job: Job, data: Data, module: nn.Module) -> Model:
     training, evaluation = (
         Writer(tail, trace.base).program()[0] for tail, trace in zip((tails[0], tails[1]), traces, strict=True)
     )
-    return Model(tuple(layers), OutputLoss(training, evaluation))
+    by_sample = is_by_sample(tails[1], traces[1], job.microbatch_size)
+    return Model(tuple(layers), OutputLoss(training, evaluation), is_cut_by_sample=by_sample)
 
 
 def _planned(cuts: Sequence[Cut], trace: Trace, splitter: Splitter) -> list[PlannedPiece]:

@@ -12,15 +12,17 @@ from functools import partial
 from statistics import fmean
 
 from engine.core.action import Action, Op
+from engine.core.config.job import Job
 from engine.core.config.metric_names import PERPLEXITY, named_metrics
 from engine.core.messages import Evaluation
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
 from engine.core.program.dependencies import carried
 from engine.core.program.routes import routes_of
-from engine.core.samples.evaluation import EvaluationPart, parts_of
+from engine.core.samples.evaluation import EvaluationPart, left_out, parts_of
 from engine.core.worker.inputs import PassEnded
-from engine.models.layers import Tensors
+from engine.models.data import Data
+from engine.models.layers import Model, Tensors
 from engine.models.losses import shapes_of
 from engine.models.sources.evaluations import evaluation, evaluation_sets
 from engine.runtime.transport.transfer_key import validation_key
@@ -32,13 +34,21 @@ _MOST_EXPONENT = 700.0  # of a float64
 _Result = tuple[EvaluationPart, float, dict[str, float]]  # loss and metrics of a microbatch
 
 
+def unmeasured(job: Job, model: Model, data: Data) -> tuple[str, ...]:
+    """Returns notes on samples that no pass measures; raises UserError for a set of which none would be measured."""
+    if model.is_cut_by_sample or not job.validate_every:
+        return ()
+    return left_out(job, evaluation_sets(data))
+
+
 class Validation:
     """One worker's share of the validation passes under one ownership."""
 
     def __init__(self, context: WorkerContext, plane: Transport, ownership: Ownership):
         self.context = context
         self.channel = plane.aside
-        self.parts = parts_of(context.job, evaluation_sets(context.data))
+        only_whole = not context.replicas.model.is_cut_by_sample
+        self.parts = parts_of(context.job, evaluation_sets(context.data), only_whole=only_whole)
         self.is_at_end = ownership.owner(0, ownership.grid.stages - 1) == context.worker
         self.grid = replace(ownership.grid, microbatches=len(self.parts))
         alone = replace(ownership, grid=self.grid)

@@ -62,6 +62,7 @@ from engine.runtime.transport.transport import Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.training import Training, exit_code
+from engine.runtime.worker.validation import unmeasured
 from engine.runtime.worker.watched_data import WatchedData
 from engine.runtime.worker.worker_context import WorkerContext
 from engine.runtime.worker.worker_protocol import WorkerProtocol
@@ -200,7 +201,8 @@ def join(
         if job.param_groups:
             check_groups(job, model, {index: build_layer(job, model, index) for index in range(len(model.layers))})
         names = tuple(each.name for each in model.layers)
-        control.send(messages.CutMessage(_partition(job, model, data), names, data.num_samples))
+        notes = unmeasured(job, model, data)
+        control.send(messages.CutMessage(_partition(job, model, data), names, data.num_samples, notes))
     starts = control.take(messages.PartitionMessage).starts
     grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
     ownership = Ownership(grid, owners, welcome.shadows)
