@@ -29,10 +29,11 @@ def made_manifest(step: int, parts: Iterable[Part], **changes: Any) -> Manifest:
         "step": step,
         "epoch": 0,
         "loss": 1.0 / (step + 1),
-        "job": {"model": "gpt", "lr": 0.002, "model_args": {"tied": True}},
+        "job": {"model": "gpt", "steps": 80, "lr": 0.002, "model_args": {"tied": True}},
         "facts": {"python": "3.11", "torch": "2.10", "isa": "avx2"},
         "data_files": (("text.txt", 11, sha256("text")),),
         "layers": layers,
+        "names": tuple(str(each.layer) for each in layers),
         "parts": parts,
     }
     return Manifest(**values | changes)

@@ -55,6 +55,7 @@ def keep(
             code_files=code_files(job),
             init="5" * 64 if job.init else "",
             layers=layers,
+            names=("0",),
             parts=(part,),
         )
         folder.publish(manifest)

@@ -132,6 +132,11 @@ def forged(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
         yield f"field '{name}'", (json.dumps(without, sort_keys=True, separators=(",", ":")) + "\n").encode()
         yield f"'{name}'", text(**{name: [3.5, {}]})
     yield "has no field 'more'", text(more=1)
+    yield "'job': expected the fields of a job", text(job={})
+    yield "one for each of 3 layers", text(names=[])
+    yield "expected a size in bytes", parts(size=1 << 80)
+    yield "expected strides", parts(strides=[["weight/w", [1 << 80]]])
+    yield "'epoch'", text(epoch=1 << 80)
     yield "'format'", text(format=2)
     yield "'format'", text(format="1")
     yield "'step'", text(step=-1)
@@ -158,7 +163,7 @@ def test_forged_manifests_are_refused_with_the_field() -> None:
 
 def test_a_checkpoint_of_another_job_is_refused_by_the_reader() -> None:
     made = Damaged()
-    other = manifest_bytes(made_manifest(NEWER, made.manifest.parts, job={"model": "resnet18"}))
+    other = manifest_bytes(made_manifest(NEWER, made.manifest.parts, job={"model": "resnet18", "steps": 80}))
     name = f"{FOLDER}/{manifest_file(other)}"
     assert made.refused(name, other, lambda each: "" if each.job["model"] == "gpt" else "another model") == (
         "another model"

@@ -14,7 +14,7 @@ import pytest
 
 from engine.core.checkpoints.manifest import DamagedCheckpointError
 from engine.core.errors import StorageError, UserError
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.files.checkpoints.disk import OwnDisk
 from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.files.checkpoints.object_storage import ObjectStorage
@@ -145,6 +145,39 @@ def test_a_folder_or_file_of_another_user_is_refused(
     give_away(tmp_path / str(name) if what == "manifest" else tmp_path / what, monkeypatch)
     with pytest.raises(StorageError, match="it belongs to user"):
         folder.verify(name)
+
+
+@pytest.mark.parametrize("how", ["link", "other user"])
+def test_a_folder_of_a_step_that_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, how: str) -> None:
+    folder = checkpoints_at(tmp_path / "kept")
+    names = [save(folder, step) for step in (5, 7)]
+    newest = tmp_path / "kept" / "step-00000007"
+    if how == "link":
+        newest.rename(tmp_path / "elsewhere")
+        newest.symlink_to(tmp_path / "elsewhere")
+    elif os.geteuid():
+        newest.chmod(0)
+    else:
+        os.chown(newest, 4321, 4321)
+    assert folder.names() == (names[0], CheckpointName(7, ""))
+    good = folder.newest_good()
+    assert good.name == names[0]
+    assert [each.reason.partition(":")[0] for each in good.refused] == [f"cannot read '{newest}'"]
+    assert folder.orphans() == ()
+    assert folder.prune(1) == ()
+
+
+def test_an_alias_of_no_tensor_is_refused(tmp_path: Path) -> None:
+    folder = checkpoints_at(tmp_path)
+    header = b'{"weight/w":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    data = len(header).to_bytes(8, "little") + header
+    good = folder.write_part(1, 0, [data], aliases=(("other", "weight/w"),))
+    manifest = made_manifest(1, [good])
+    assert folder.part(manifest, good) == data
+    with pytest.raises(DamagedCheckpointError, match="'other' is an alias of no tensor"):
+        folder.part(manifest, replace(good, aliases=(("other", "weight/v"),)))
+    with pytest.raises(DamagedCheckpointError, match="no header"):
+        folder.part(manifest, folder.write_part(1, 0, [b"no header"], aliases=(("other", "weight/w"),)))
 
 
 def test_a_part_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:

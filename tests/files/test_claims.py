@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -88,6 +90,16 @@ def test_an_object_store_has_no_claims(tmp_path: Path) -> None:
         part = checkpoints_at(place, run="live").write_part(5, 0, [b"x"])
     assert sweep(place) == ()
     assert sweep(place, believed=True) == (f"step-00000005/{part.file}",)
+
+
+def test_a_claim_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StorageError, match="No space left"), claimed(str(tmp_path), "run"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -176,16 +176,16 @@ def test_a_place_that_is_none_for_checkpoints_is_told_before_the_start(monkeypat
     Path("dangling").symlink_to("nowhere")
     Path("folder").mkdir()
     os.mkfifo("pipe")
-    of_url = "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept"
+    of_url = "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept; a folder with a colon is ./A:B"
     for place, found, reason in (
         *((each, "file", "it is no folder") for each in ("file", "file/below")),
         ("pipe", "pipe", "it is no folder"),
         ("dangling/below", "dangling", "it is a link to no folder"),
-        *((each, each, of_url) for each in ("file://folder", "file://", "s3:/bucket", "S3://", "://x", "://")),
+        *((each, each, of_url) for each in ("file://folder", "file://", "s3:/bucket", "S3://", "://x", "a:b")),
     ):
         told = [str(each) for each in offered.problems(Job(checkpoints=place))]
         assert told == [f"checkpoints: expected a folder or a URL, found {found!r} ({reason})"]
-    good = ("new/folder", "folder", f"file://{Path.cwd()}/new", "s3://bucket", "memory://a/b", "a:b", "")
+    good = ("new/folder", "folder", f"file://{Path.cwd()}/new", "s3://bucket", "memory://a/b", "./a:b", "")
     assert [each for each in good if offered.problems(Job(checkpoints=each))] == []
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "folder")
     (told_of,) = offered.problems(Job(checkpoints="folder/below"))

@@ -25,6 +25,7 @@ _MANIFEST = re.compile(r"manifest-[0-9a-f]{16}\.json")
 _PART = re.compile(r"layer-([0-9]{4,8})(?:\.shard-([0-9]{1,6})-of-([0-9]{1,6}))?\.[0-9a-f]{16}\.safetensors")
 _HALF = re.compile(r"\.bamboo-[0-9a-f]{16}\.tmp")
 _SHA256 = re.compile("[0-9a-f]{64}")
+_MOST = 1 << 63  # the systems and torch count with 64 bits
 Strides = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -210,14 +211,18 @@ _TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain).
 def _problems(manifest: Manifest) -> Iterator[str]:
     """Yields for each wrong field its name, and the reason."""
     for name in ("step", "epoch"):
-        if getattr(manifest, name) < 0:
-            yield f"the field {name!r}: expected at least 0, found {getattr(manifest, name)}"
+        if not 0 <= getattr(manifest, name) < _MOST:
+            yield f"the field {name!r}: expected at least 0 and less than 2**63, found {getattr(manifest, name)}"
     if not math.isfinite(manifest.loss):
         yield f"the field 'loss': expected a finite number, found {manifest.loss!r}"
     if _STEP.fullmatch(manifest.folder) is None:
         yield f"the field 'step': {manifest.step} is too large"
     if not manifest.layers or [each.layer for each in manifest.layers] != list(range(len(manifest.layers))):
         yield "the field 'layers': expected each layer once, in order"
+    if missing := {"model", "steps"} - manifest.job.keys():
+        yield f"the field 'job': expected the fields of a job, found none for {min(missing)!r}"
+    if len(manifest.names) != len(manifest.layers):
+        yield f"the field 'names': expected one for each of {len(manifest.layers)} layers, found {len(manifest.names)}"
     hashes = [text for each in manifest.layers for text in (each.state, each.buffers)]
     if manifest.init:
         hashes.append(manifest.init)
@@ -233,10 +238,10 @@ def _problems_of_parts(manifest: Manifest) -> Iterator[str]:
             yield f"the field 'file' of a part: expected the name of a part, found {part.file!r:.200}"
         elif part.file != part_file(part.layer, part.shard, part.shards, part.file.split(".")[-2]):
             yield f"{part.file}: not the name of shard {part.shard} of {part.shards} of layer {part.layer}"
-        if not _SHA256.fullmatch(part.sha256) or part.size < 0:
+        if not _SHA256.fullmatch(part.sha256) or not 0 <= part.size < _MOST:
             yield f"{part.file}: expected a size in bytes and a SHA-256 (hex)"
-        if any(stride < 0 for _, strides in part.strides for stride in strides):
-            yield f"{part.file}: expected strides of at least 0"
+        if any(not 0 <= stride < _MOST for _, strides in part.strides for stride in strides):
+            yield f"{part.file}: expected strides of at least 0 and less than 2**63"
     groups = [(layer, list(parts)) for layer, parts in groupby(manifest.parts, lambda part: part.layer)]
     if [layer for layer, _ in groups] != [each.layer for each in manifest.layers]:
         yield "the field 'parts': expected the parts of each layer, in the order of layers"

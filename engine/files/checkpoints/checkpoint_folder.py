@@ -33,17 +33,19 @@ from engine.core.checkpoints.manifest import (
     step_of,
     writer_of,
 )
+from engine.core.checkpoints.plain_names import unknown_alias
 from engine.core.errors import StorageError
 from engine.files.checkpoints.disk import Disk, OwnDisk
 from engine.files.checkpoints.faulty_disk import DiskTroubles, FaultyDisk
 from engine.files.checkpoints.folder_storage import FolderStorage
+from engine.files.checkpoints.place_text import folder_at
 from engine.files.checkpoints.storage import Bytes, Storage
 
 _MOST_MANIFEST_BYTES = 64 << 20
 
 
 class CheckpointName(NamedTuple):
-    """The name of a checkpoint: its step, and the file of its manifest in the folder of the step."""
+    """The name of a checkpoint: its step, and the file of its manifest; no file for a folder that cannot be read."""
 
     step: int
     file: str
@@ -121,7 +123,7 @@ class CheckpointFolder:
     def names(self) -> tuple[CheckpointName, ...]:
         """Returns the names of all checkpoints, good or not, by step."""
         found = (name.rpartition("/") for name in self._storage.names())
-        steps = ((step_of(folder), file) for folder, _, file in found if is_manifest(file))
+        steps = ((step_of(folder), file) for folder, _, file in found if is_manifest(file) or not file)
         return tuple(sorted(CheckpointName(step, file) for step, file in steps if step is not None))
 
     def manifest(self, name: CheckpointName) -> Manifest:
@@ -139,6 +141,8 @@ class CheckpointFolder:
             raise DamagedCheckpointError(f"{name}: expected {part.size} bytes, found {len(data)}")
         if (found := hashlib.sha256(data).hexdigest()) != part.sha256:
             raise DamagedCheckpointError(f"{name}: expected the SHA-256 {part.sha256[:16]}..., found {found[:16]}...")
+        if unknown := unknown_alias(part, data):
+            raise DamagedCheckpointError(f"{name}: {unknown}")
         return data
 
     def verify(self, name: CheckpointName) -> Manifest:
@@ -215,7 +219,8 @@ class CheckpointFolder:
         by_folder: dict[str, list[str]] = {}
         for name in self._storage.names():
             folder, _, file = name.rpartition("/")
-            by_folder.setdefault(folder, []).append(file)
+            if step_of(folder) is not None:  # another folder is the user's, such as a copy
+                by_folder.setdefault(folder, []).append(file)
         found: list[str] = []
         for folder, files in by_folder.items():
             theirs = [file for file in files if (owner := writer_of(file)) is not None and counts(owner)]
@@ -291,9 +296,3 @@ def checkpoints_at(
     disk: Disk = OwnDisk(folder, below)
     storage = FolderStorage(FaultyDisk(disk, troubles) if troubles else disk, str(folder), owner)
     return CheckpointFolder(storage, owner)
-
-
-def folder_at(place: str | Path) -> Path | None:
-    """Returns the folder of this machine that a place is; None for the URL of an object store."""
-    text = str(place)
-    return Path(text.removeprefix("file://")) if text.startswith("file://") or "://" not in text else None

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from engine.core.checkpoints.manifest import owner_of
 from engine.files.atomic_write import storage_errors
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at, folder_at
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.checkpoints.disk import OwnDisk
+from engine.files.checkpoints.place_text import folder_at
 
 _CLAIM = re.compile(r"\.bamboo-run-([0-9a-f]{8})\.lock")
 _START = Path("/proc/sys/kernel/random/boot_id")  # another one after each start of the machine
@@ -82,7 +83,12 @@ def _locked(disk: OwnDisk, name: str) -> int:
     """Returns a descriptor of a new claim with its lock; a sweep may remove it before it has that."""
     while True:
         fd = disk.create(name)
-        os.write(fd, _START.read_bytes())
+        try:
+            os.write(fd, _START.read_bytes())
+        except OSError:  # as on a full disk
+            os.close(fd)
+            disk.remove(name)
+            raise
         with contextlib.suppress(OSError):  # a file system without locks: nothing will prove a death there
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:

@@ -56,7 +56,7 @@ class Disk(Protocol):
         """Removes a file, a link, or an empty folder."""
 
     def names(self) -> list[str]:
-        """Returns the names of all entries, of folders too; links and folders of links are entries without a content.
+        """Returns the names of all entries, of folders too, ``FOLDER/`` for a link and a folder that cannot be read.
 
         A folder that does not exist has none.
         """
@@ -121,7 +121,7 @@ class OwnDisk:
             if (size := _refuse_others(opened.fileno()).st_size) > most:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and should have at most {most}")
             data = bytearray()
-            while more := opened.read(most + 1 - len(data)):
+            while more := opened.read(size + 1 - len(data)):  # a larger number would take as much memory
                 data += more
             return bytes(data)
 
@@ -150,11 +150,20 @@ class OwnDisk:
         with suppress(FileNotFoundError), self._opened("") as root:
             for name in sorted(_listed(root)):
                 found.append(name)
-                with suppress(NotADirectoryError, FileNotFoundError):
-                    if stat.S_ISDIR(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode):
-                        with self._opened(name) as folder:
-                            found += (f"{name}/{inner}" for inner in sorted(_listed(folder)))
+                with suppress(FileNotFoundError):
+                    found += self._names_in(name, os.stat(name, dir_fd=root, follow_symlinks=False).st_mode)
         return found
+
+    def _names_in(self, name: str, mode: int) -> list[str]:
+        if not (stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+            return []
+        try:
+            with self._opened(name) as folder:
+                return [f"{name}/{inner}" for inner in sorted(_listed(folder))]
+        except FileNotFoundError:
+            raise
+        except OSError:  # told to the reader of it: the others can be read
+            return [f"{name}/"]
 
     def _make_root(self) -> None:
         """Makes the folder and those on the way to it, each on disk."""

@@ -41,6 +41,8 @@ class ObjectStorage:
 
         if problem := credentials_problem(url):
             raise UserError([problem])
+        scheme, _, rest = url.partition("://")
+        url = f"{scheme.lower()}://{rest}"
         try:
             files, root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError, OSError) as error:

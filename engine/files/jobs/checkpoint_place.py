@@ -14,11 +14,11 @@ from engine.core.checkpoints.keeping import keeps_any
 from engine.core.config.job import Job
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.files.atomic_write import open_to_read
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at, folder_at
+from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.files.checkpoints.object_storage import credentials_problem, is_private
+from engine.files.checkpoints.place_text import folder_at, is_half_url, is_url
 from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
 
-_HALF_URL = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)|[^/]*://$|://|file://(?!/)", re.IGNORECASE)
 _STEP = re.compile(r"(.*)@([0-9]{1,12})", re.DOTALL)
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
 
@@ -68,7 +68,7 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
     """
     match = None if Path(text).exists() else _STEP.fullmatch(text)
     where, step = (match[1] or LATEST, int(match[2])) if match else (text or LATEST, None)
-    if "://" in where:
+    if is_url(where):
         yield CheckpointPlace(checkpoints_at(where), step=step)
     elif where == LATEST:
         if not (names := run_names(results)):
@@ -83,15 +83,17 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
 
 def with_whole_place(job: Job) -> Job:
     """Returns the job with the whole path of its checkpoints, as commands in other folders need it."""
-    is_path = job.checkpoints and "://" not in job.checkpoints
+    is_path = job.checkpoints and not is_url(job.checkpoints)
     return replace(job, checkpoints=str(Path(job.checkpoints).absolute())) if is_path else job
 
 
 def place_problems(job: Job) -> list[Problem]:
     """Returns the problem of a place for checkpoints that no run can make; it is not opened."""
     text, expected = job.checkpoints, "a folder or a URL"
-    if _HALF_URL.match(text):
-        hint = "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept"
+    if is_half_url(text):
+        hint = (
+            "a URL is SCHEME://PLACE, such as s3://bucket/folder or file:///data/kept; a folder with a colon is ./A:B"
+        )
         return [Problem("checkpoints", expected, repr(text), hint)]
     if not text:
         return []
@@ -115,7 +117,7 @@ def refuse_unwritable(job: Job, in_process: bool = False) -> None:
     """
     if not job.checkpoints or not keeps_any(job.checkpoint_every):
         return
-    if "://" in job.checkpoints and is_private(job.checkpoints) and not in_process:
+    if is_url(job.checkpoints) and is_private(job.checkpoints) and not in_process:
         expected, reason = "a place that all processes share", "each worker would write into its own memory"
         raise UserError([Problem("checkpoints", expected, repr(job.checkpoints), reason)])
     try:
@@ -133,7 +135,7 @@ def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPla
     facts = _facts_of(run)
     job, name = facts.get("job", {}), str(facts.get("run") or run.path.name)
     if named := job.get("checkpoints"):
-        yield CheckpointPlace(checkpoints_at(named if "://" in named else Path(named).absolute()), name, step)
+        yield CheckpointPlace(checkpoints_at(named if is_url(named) else Path(named).absolute()), name, step)
     else:
         yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), name, step)
     if isinstance(before := facts.get("resumed"), dict):

@@ -30,6 +30,7 @@ from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.checkpoints.claims import sweep
+from engine.files.checkpoints.place_text import is_url
 from engine.files.host_facts import host_facts
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
@@ -48,7 +49,7 @@ def place_of(job: Job, run: str) -> str:
     """
     if not run or not keeps_any(job.checkpoint_every):
         return ""
-    if "://" in job.checkpoints:
+    if is_url(job.checkpoints):
         return job.checkpoints
     return str(Path(job.checkpoints or Path(run, CHECKPOINTS_FOLDER)).absolute())
 
