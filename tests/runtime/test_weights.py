@@ -203,6 +203,11 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "folder")[0].expected == "a folder with safetensors files"
     (tmp_path / "folder" / INDEX).write_text(json.dumps({"weight_map": {"a": "../m.safetensors"}}))
     assert refusal(tmp_path / "folder")[0].expected == "an index that names files of its folder"
+    for text in ("[]", "{}", '{"weight_map": ["a"]}'):
+        (tmp_path / "folder" / INDEX).write_text(text)
+        assert refusal(tmp_path / "folder")[0].expected == "an index with a 'weight_map' of file names by tensor"
+    (tmp_path / "empty.pt").touch()
+    assert refusal(tmp_path / "empty.pt")[0].found.endswith("empty.pt': an empty file")
     assert refusal(tmp_path / "nothing.pt")[0].expected == "weights that can be read"
 
 

@@ -156,7 +156,10 @@ def _files_in(folder: Path) -> dict[str, list[str] | None]:
         if not found:
             raise _wrong(str(folder), "a folder with safetensors files", "it has none")
         return found
-    places = json.loads(index.read_bytes())["weight_map"]
+    found_index = json.loads(index.read_bytes())
+    places = found_index.get("weight_map") if isinstance(found_index, dict) else None
+    if not isinstance(places, dict):
+        raise _wrong(str(folder), "an index with a 'weight_map' of file names by tensor", f"none in {index.name}")
     by_file: dict[str, list[str]] = {}
     for name, file in places.items():
         if not isinstance(file, str) or Path(file).name != file:
@@ -166,6 +169,8 @@ def _files_in(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _torch_file(path: str) -> Mapping[str, Tensor]:
+    if os.path.isfile(path) and not os.path.getsize(path):
+        raise _wrong(path, "weights that torch.load(weights_only=True) reads", "an empty file")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
