@@ -37,7 +37,6 @@ from engine.core.errors import BambooError, ExitCode, UserError
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 
 if TYPE_CHECKING:
-    from engine.core.config.job import Job
     from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
     from engine.harness.case_result import CaseResult
@@ -163,7 +162,10 @@ def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
 
 
 def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
-    """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON."""
+    """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON.
+
+    The summary gets the command that goes on with the run, as `next`.
+    """
     from bamboo_cli.terminal.live import untold
     from engine.core.texts import not_kept_words
     from engine.files.jobs.checkpoint_choice import resume_command
@@ -183,8 +185,9 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
         echo(line, err=as_json)
     echo("; ".join(_summary_parts(summary, result, resolved)), err=as_json)
     echo(summary["run_dir"], err=as_json)
+    summary["next"] = resume or None
     if not as_json:
-        commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved.job)]
+        commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved)]
         echo(f"next: {'  |  '.join(commands)}", err=True)
 
 
@@ -210,10 +213,11 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
     return parts
 
 
-def _next_commands(summary: dict[str, Any], result: CaseResult, job: Job) -> list[str]:
-    """Returns the commands that a user may want after a run."""
-    commands = [f"bamboo report --open {shlex.quote(summary['run_dir'])}"]
-    if job.retains and job.stages > 1 and job.steps > 1 and not result.recoveries and summary["outcome"] == "finished":
+def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:
+    """Returns the commands that a user may want after a run; a resumed one has a kill in no step of its own."""
+    job, commands = resolved.job, [f"bamboo report --open {shlex.quote(summary['run_dir'])}"]
+    is_usual = resolved.origin is None and not result.recoveries and summary["outcome"] == "finished"
+    if is_usual and job.retains and job.stages > 1 and job.steps > 1:
         record = shlex.quote(f"{summary['run_dir']}/run.json")
         secret = "".join(f"--set {name}=VALUE " for name in secret_arguments(job))
         commands.append(f"bamboo run {record} {secret}--kill {job.steps // 2}:{job.stages // 2}")

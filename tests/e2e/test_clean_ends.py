@@ -9,6 +9,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -234,6 +235,19 @@ def test_a_signal_lets_the_step_end_and_the_printed_command_goes_on(
     resumed = CliRunner().invoke(app, [*shlex.split(command)[1:], *shorter], catch_exceptions=False)
     summary = json.loads(resumed.stdout)
     assert (summary["outcome"], summary["steps"], summary["resumed_after"]) == ("finished", last + 3, last)
+    assert summary["next"] is None
+
+
+def test_json_has_the_command_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = "--model mlp --stages 2 --microbatches 2 --steps 4 --checkpoint-every 1 --in-process"
+    lost = f"{small} --redundancy none --restarts 0 --kill 3:1 --no-twin --json"
+    stopped = json.loads(CliRunner().invoke(app, ["run", *lost.split()]).stdout)
+    assert stopped["exit_code"] == 75
+    assert stopped["next"] == f"bamboo run --resume {stopped['run_dir']}"
+    resumed = CliRunner().invoke(app, [*shlex.split(stopped["next"])[1:], "--in-process", "--redundancy", "eager"])
+    assert resumed.exit_code == 0
+    assert "--kill" not in resumed.stderr  # its step was maybe before the first
 
 
 def test_ctrl_c_before_the_first_step_ends_the_run_at_once(launch: Launch) -> None:

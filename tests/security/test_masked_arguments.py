@@ -28,7 +28,7 @@ from engine.core.history.run_records import JobRecord
 from engine.core.process_messages import CaseMessage
 from engine.files.jobs.job_file import resolve_job
 from engine.files.jobs.job_layers import masked_setting, masked_words
-from engine.files.jobs.resolved_job import explain, secret_arguments
+from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 from engine.files.scenarios.scenario_file import Loaded, load_scenario
 from engine.harness.case_runner import scenario_record, whole_text
 from engine.harness.matrix_lane import run_cell
@@ -190,7 +190,7 @@ def test_the_next_command_names_the_value_to_give() -> None:
         recoveries = ()
 
     result: Any = Result
-    (_, again) = _next_commands({"run_dir": "r", "outcome": "finished"}, result, JOB)
+    (_, again) = _next_commands({"run_dir": "r", "outcome": "finished"}, result, Resolved(JOB, {}))
     assert again == "bamboo run r/run.json --set data_args.token=VALUE --kill 40:2"
 
 
