@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,8 +133,13 @@ def test_planted_live_buffers_that_are_not_copied(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(snapshot, "copies_of", copies_of)
         return found
 
-    copies_of = snapshot.copies_of
+    def late(state: snapshot.LayerState, *image: Any) -> Any:
+        time.sleep(0.3)  # the forwards of the next step change the buffers meanwhile
+        return copied(state, *image)
+
+    copies_of, copied = snapshot.copies_of, snapshot.LayerState.copied
     monkeypatch.setattr(snapshot, "_buffers_of", live)
+    monkeypatch.setattr(snapshot.LayerState, "copied", late)
     with pytest.raises(AssertionError):
         check_kept(ALONE, tmp_path / "kept")
 
