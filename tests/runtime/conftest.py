@@ -71,7 +71,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Control, Link]]:
     monkeypatch.setattr(os, "_exit", leave)
     near, far = Link.pair()
     control = Control(near)
-    (thread,) = (each for each in threading.enumerate() if each.name == "control")
+    *_, thread = (each for each in threading.enumerate() if each.name == "control")  # others are of other tests
     yield control, far
     far.close()
     thread.join(5.0)
