@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def code_files(job: Job) -> tuple[DataFile, ...]:
         sources = dict(_sources(module, anywhere=module in named))
         found |= sources
         for path in filter(_is_own, sources.values()):
-            modules += (each for each in dict.fromkeys(_imported(path)) if each not in modules)
+            modules += (each for each in sorted(_imported(path)) if each not in modules)
     described: list[DataFile] = []
     for name, path in sorted(found.items()):
         with contextlib.suppress(OSError):
@@ -64,11 +65,19 @@ def _is_own(path: Path) -> bool:
     return not {"site-packages", "dist-packages"} & set(path.parts)  # what is installed imports nothing from here
 
 
-def _imported(path: Path) -> Iterator[str]:
-    """Yields the top-level modules that a file imports by name."""
+def _imported(path: Path) -> frozenset[str]:
+    """Returns the top-level modules that a file imports by name."""
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                yield from (top_level(each.name) for each in node.names)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                yield top_level(node.module or "")
+        return _imports_in(path.read_bytes())
+    return frozenset()
+
+
+@functools.cache  # a matrix, and a test of many runs, looks at the same files for each run
+def _imports_in(code: bytes) -> frozenset[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {top_level(each.name) for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(top_level(node.module or ""))
+    return frozenset(found)
