@@ -11,7 +11,9 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import re
 import sys
+import unicodedata
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -21,21 +23,23 @@ from engine.core.config.job import Job
 from engine.files.file_hash import file_hash
 from engine.files.jobs.data_files import DataFile
 
+# ``from a.b import c``, or ``import a.b, c`` with all behind it; in comments and strings too.
+_MAYBE = re.compile(r"\bfrom\s+([^\W\d]\w*)(?:[ \t\f.\w]*?\bimport\b)?|\bimport\b([^\n;]*)")
+
 
 def code_files(job: Job) -> tuple[DataFile, ...]:
     """Returns the Python files of the modules that a job names; each name begins at the folder of the import."""
     named = [top_level(name) for name in own_code(job)]
-    modules, found = list(named), dict[str, Path]()
+    modules, found = list(named), dict[str, DataFile]()
+    is_here = functools.cache(lambda module: any(_sources(module, anywhere=False)))
     for module in modules:
-        sources = dict(_sources(module, anywhere=module in named))
-        found |= sources
-        for path in filter(_is_own, sources.values()):
-            modules += (each for each in sorted(_imported(path)) if each not in modules)
-    described: list[DataFile] = []
-    for name, path in sorted(found.items()):
-        with contextlib.suppress(OSError):
-            described.append((name, *file_hash(path)))
-    return tuple(described)
+        for name, path in _sources(module, anywhere=module in named):
+            with contextlib.suppress(OSError):
+                size, sha256 = file_hash(path)
+                found[name] = (name, size, sha256)
+                if any(each not in modules and is_here(each) for each in _maybe_imported(path, sha256)):
+                    modules += (each for each in dict.fromkeys(_imported(path)) if each not in modules)
+    return tuple(found[name] for name in sorted(found))
 
 
 def top_level(factory: str) -> str:
@@ -61,23 +65,27 @@ def _sources(module: str, anywhere: bool) -> Iterator[tuple[str, Path]]:
                 yield str(path.relative_to(place.parent)), path
 
 
-def _is_own(path: Path) -> bool:
-    return not {"site-packages", "dist-packages"} & set(path.parts)  # what is installed imports nothing from here
+_maybes: dict[str, frozenset[str]] = {}  # by the SHA-256 of a file
 
 
-def _imported(path: Path) -> frozenset[str]:
-    """Returns the top-level modules that a file imports by name."""
+def _maybe_imported(path: Path, sha256: str) -> frozenset[str]:
+    """Returns at least the top-level modules that a file of the user's imports: to parse all files takes seconds."""
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return frozenset()  # what is installed imports nothing from here
+    if sha256 not in _maybes:
+        text = ""
+        with contextlib.suppress(SyntaxError, ValueError):  # it is no Python
+            text = unicodedata.normalize("NFKC", importlib.util.decode_source(path.read_bytes()))
+        found = _MAYBE.findall(text.replace("\\\n", " "))
+        _maybes[sha256] = frozenset(each for one, more in found for each in (one, *re.findall(r"\w+", more)) if each)
+    return _maybes[sha256]
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Yields the top-level modules that a file imports by name."""
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-        return _imports_in(path.read_bytes())
-    return frozenset()
-
-
-@functools.cache  # a matrix, and a test of many runs, looks at the same files for each run
-def _imports_in(code: bytes) -> frozenset[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            found |= {top_level(each.name) for each in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(top_level(node.module or ""))
-    return frozenset(found)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from (top_level(each.name) for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield top_level(node.module or "")
