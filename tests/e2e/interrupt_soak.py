@@ -97,7 +97,9 @@ def _in_twin(launcher: Launcher) -> bool:
 
 
 def _in_cell(launcher: Launcher) -> bool:
-    return any(b'"commit"' in path.read_bytes() for path in launcher.folder.rglob("runs/*-long-*/events.jsonl"))
+    # Only folders that stay are searched: a search of all fails when a store deletes one of its own meanwhile.
+    runs = launcher.folder.glob("results/matrices/*/runs/*-long-*/events.jsonl")
+    return any(b'"commit"' in path.read_bytes() for path in runs)
 
 
 _TWIN = "not compared: interrupted in the twin"

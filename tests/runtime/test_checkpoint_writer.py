@@ -203,6 +203,7 @@ def test_a_third_copy_finds_no_room_while_two_wait_for_a_disk(monkeypatch: pytes
     monkeypatch.setattr(writer, "_ROOM_S", 0.05)
     replicas = trained(small_job(**NORMED), 1)
     checkpoints, told = written(replicas, tmp_path / "kept")
+    before = set(threading.enumerate())  # of other tests of this process
     disk = checkpoints._last.written
     disk.clear()  # as if it did not answer
     for step in (5, 6, 7, 8):
@@ -210,7 +211,7 @@ def test_a_third_copy_finds_no_room_while_two_wait_for_a_disk(monkeypatch: pytes
         checkpoints.join_copy()
         monkeypatch.setattr(writer, "_ROOM_S", 60.0 if step == 7 else 0.05)  # the next one does not wait again
     assert [(type(each), each.step) for each in told.messages] == [(UnkeptMessage, 7), (UnkeptMessage, 8)]
-    threads = [each for each in threading.enumerate() if each.name == "checkpoint"]
+    threads = [each for each in set(threading.enumerate()) - before if each.name == "checkpoint"]
     for each in threads:
         each.join(0.1)
     assert sum(each.is_alive() for each in threads) == 2, "no thread stays for a checkpoint that is not kept"

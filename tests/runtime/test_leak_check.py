@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,18 @@ from engine.runtime.doctor import leak_check as leftovers
 from engine.runtime.doctor.leak_check import LeakCheck, mark_processes
 
 NO_SERVER = -1
-SHARED = Path(f"/dev/shm/bamboo-test-{os.getpid()}")
+OF_THE_HOST = leftovers._SHARED_MEMORY
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(name="memory", autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a check that waits shortly and looks at shared memory of its own: other tests share that of the host."""
+    folder = tmp_path_factory.mktemp("shm")
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", folder)
     monkeypatch.setattr(leftovers, "_GONE_WITHIN_S", 0.05)
     monkeypatch.setenv("_BAMBOO_CASE", "")  # put back afterwards
     mark_processes()
-    yield
-    SHARED.unlink(missing_ok=True)
+    return folder
 
 
 def left(traces: LeakCheck, folder: Path) -> list[str]:
@@ -63,11 +64,12 @@ def test_a_port_of_this_process_is_found(tmp_path: Path) -> None:
         assert left(LeakCheck(), tmp_path) == []
 
 
-def test_shared_memory_is_found_once_nobody_holds_it(tmp_path: Path) -> None:
+def test_shared_memory_is_found_once_nobody_holds_it(tmp_path: Path, memory: Path) -> None:
     traces = LeakCheck()
-    with SHARED.open("w"):
+    with (memory / "piece").open("w"):
         assert left(traces, tmp_path) == []
-    assert left(traces, tmp_path) == [f"shared memory {SHARED.name}"]
+    assert left(traces, tmp_path) == ["shared memory piece"]
+    assert Path("/dev/shm") == OF_THE_HOST
 
 
 def test_files_of_the_store_are_found(tmp_path: Path) -> None:
