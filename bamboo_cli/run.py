@@ -220,5 +220,5 @@ def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: Resolv
     if is_usual and job.retains and job.stages > 1 and job.steps > 1:
         record = shlex.quote(f"{summary['run_dir']}/run.json")
         secret = "".join(f"--set {name}=VALUE " for name in secret_arguments(job))
-        commands.append(f"bamboo run {record} {secret}--kill {job.steps // 2}:{job.stages // 2}")
+        commands.append(f"bamboo run {record} {secret}--kill {job.steps // 2}:{job.slots // 2}")
     return commands

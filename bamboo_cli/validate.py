@@ -89,7 +89,7 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         return text + _not_imported(*jobs) + _needs_trust(found.foreign), facts
     if kind in ("job", "run"):
         job = merge([file_layer(path)], readable).job
-        text = f"a job: {job.model} in {job.pipelines} x {job.stages} stages, {job.steps} steps"
+        text = f"a job: {job.model} in {job.pipelines} x {job.cut}, {job.steps} steps"
         return text + _not_imported(job), {"job": asdict(job.masked)}
     loaded = load_document(path, document, kinds(), seed, offered=readable)
     count = max(len(loaded.faults), len(loaded.scenario.faults))  # none are drawn without a program

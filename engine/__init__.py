@@ -13,7 +13,8 @@ weight: a parameter of a layer, which the optimizer changes.
 stage: a run of consecutive layers.
 partition: the cut of the layers into stages.
 pipeline: one copy of the whole model, stages 0 to P-1; a job has D of them.
-slot: (pipeline, stage), the unit that a worker owns.
+block: a part of a stage that is a slot by itself, in a job with more than one of them in a stage.
+slot: (pipeline, stage) or (pipeline, block), the unit that a worker owns.
 grid: all slots of a job, with its number of microbatches.
 worker: a process that owns slots and computes on them.
 rank: the number of a worker inside the process group of one epoch, and nothing more.

@@ -31,8 +31,8 @@ Kills = Annotated[
         "--kill",
         metavar="STEP:STAGE[:ACTION[:MICROBATCH]]",
         help="SIGKILL the worker of a stage: 5:2 (before the middle backward of stage 2 at step 5), 5:2:F:3, "
-        "5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). Repeatable. The weights are then compared with those of a "
-        "fault-free twin.",
+        "5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). With --blocks, of a block. Repeatable. The weights are "
+        "then compared with those of a fault-free twin.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -54,9 +54,12 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
     echo(_redundancy_line(job, ownership))
     if job.redundancy == "eager":
         echo(f"its redundant forwards lengthen the step by {longer:.1%} over none")
-    echo(f"predicted, with backward = 2 x forward: {run.makespan:g} units, bubble {run.bubble:.1%} of the time")
+    of_block = " of a block" if job.blocks > 1 else ""
+    echo(
+        f"predicted, with backward = 2 x forward{of_block}: {run.makespan:g} units, bubble {run.bubble:.1%} of the time"
+    )
     stash = ", ".join(f"worker {worker}: {peak}" for worker, peak in run.peak_stash.items())
-    echo(f"peak stashed activations, in microbatches: {stash}")
+    echo(f"peak stashed activations, in microbatches{of_block}: {stash}")
     _print_faults(faults, job)
 
 
@@ -76,7 +79,7 @@ def _print_without_program(job: Job, as_json: bool, faults: Sequence[Fault]) -> 
 
 
 def _sizes(job: Job) -> str:
-    return f"P={job.stages} stages, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
+    return f"P={job.cut}, M={job.microbatches} microbatches, D={job.pipelines} pipelines"
 
 
 def _shadows(ownership: Ownership) -> dict[str, Any]:
@@ -99,8 +102,8 @@ def _redundancy_line(job: Job, ownership: Ownership) -> str:
         return "redundancy reroute: the owner of the same stage in the next pipeline takes over"
     shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
     if not any(shadows.values()):
-        return f"redundancy {job.redundancy}: no worker shadows a stage"
+        return f"redundancy {job.redundancy}: no worker shadows a {job.slot_noun}"
     named = [f"{stage}{f'@{pipeline}' if pipeline else ''}" for pipeline, stage in shadows]
     texts = ", ".join(f"{slot}: {' '.join(map(str, line))}" for slot, line in zip(named, shadows.values(), strict=True))
     note = " (its redundant forwards stand in brackets)" if job.redundancy == "eager" else ""
-    return f"redundancy {job.redundancy}, shadows by stage: {texts}{note}"
+    return f"redundancy {job.redundancy}, shadows by {job.slot_noun}: {texts}{note}"

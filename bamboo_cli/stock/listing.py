@@ -221,6 +221,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, str]:
 
 def _shown_run(row: Mapping[str, Any]) -> dict[str, str]:
     size = f"{row['pipelines']}x{row['stages']} stages" if row["pipelines"] > 1 else f"{row['stages']} stages"
+    size += f" of {row['blocks']} blocks" if row["blocks"] > 1 else ""
     return {
         "run": row["name"],
         "job": f"{row['model']}, {size}" if row["model"] else "",

@@ -189,8 +189,9 @@ class LivePicture:
         is_narrow = self._console.width < _NARROW
         shown, others = fitting(view.workers, notable, self._console.height - _OTHER_LINES - 3 * is_narrow)
         is_recovering = self._recovering_at == view.run_state.committed + 1
+        titles = [f"{self.job.slot_noun}s" if each == "stages" else each for each in _TITLES]
         table = fitted(
-            _TITLES, _NUMERIC, [self._row(each, is_recovering) for each in shown], self._console.width, remedy=_REMEDY
+            titles, _NUMERIC, [self._row(each, is_recovering) for each in shown], self._console.width, remedy=_REMEDY
         )
         bar = ProgressBar(total=self.job.steps, completed=view.run_state.committed + 1, width=40)
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.

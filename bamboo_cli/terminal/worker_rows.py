@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from engine.core.action import COMPUTE_OPS, Op, parse_action
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Slot
+from engine.core.texts import spans
 
 if TYPE_CHECKING:
     from engine.runtime.agent.run_view import WorkerView
@@ -31,11 +32,17 @@ def doing(text: str, is_recovering: bool) -> str:
 
 
 def slots_text(slots: Iterable[Slot], several: bool, heirs: Mapping[Slot, int]) -> str:
-    """Returns the slots of a worker, with their pipelines if there are several; `heirs` own some of them by now."""
+    """Returns the slots of a worker, with their pipelines if there are several; `heirs` own some of them by now.
+
+    Three or more consecutive ones are one text, such as ``0-3`` or ``1.0-3``.
+    """
+    of: dict[tuple[int, int | None], list[int]] = {}
+    for pipeline, stage in slots:
+        of.setdefault((pipeline, heirs.get((pipeline, stage))), []).append(stage)
     return " ".join(
-        (f"{pipeline}.{stage}" if several else str(stage))
-        + (f" (now worker {heirs[pipeline, stage]})" if (pipeline, stage) in heirs else "")
-        for pipeline, stage in slots
+        (f"{pipeline}.{span}" if several else span) + ("" if heir is None else f" (now worker {heir})")
+        for (pipeline, heir), stages in of.items()
+        for span in spans(stages)
     )
 
 

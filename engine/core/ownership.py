@@ -15,12 +15,16 @@ Redundancy = Literal["none", "lazy", "eager", "reroute"]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The shape of a step: D x P slots, M microbatches; `ties` are groups of stages that share a parameter."""
+    """The shape of a step: D x P slots, M microbatches; `ties` are groups of stages that share a parameter.
+
+    With more than one of `blocks` in a stage of the job, `stages` counts blocks, and so does every number of a stage.
+    """
 
     stages: int
     microbatches: int
     pipelines: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
+    blocks: int = 1
 
     def slots(self) -> tuple[Slot, ...]:
         """Returns all slots, pipeline by pipeline."""
@@ -93,9 +97,12 @@ def by_slot(owners: Iterable[int], stages: int) -> dict[Slot, int]:
 
 
 def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop") -> Ownership:
-    """Returns the ownership at the start of a job: P / V workers per pipeline, numbered pipeline by pipeline."""
-    num_workers = grid.stages // stages_per_worker
-    placed = [worker_of(stage, num_workers, placement) for stage in range(grid.stages)]
+    """Returns the ownership at the start of a job: P / V workers per pipeline, numbered pipeline by pipeline.
+
+    A worker owns all blocks of its stages.
+    """
+    num_workers = grid.stages // grid.blocks // stages_per_worker
+    placed = [worker_of(slot // grid.blocks, num_workers, placement) for slot in range(grid.stages)]
     return Ownership(grid, tuple(d * num_workers + each for d in range(grid.pipelines) for each in placed))
 
 

@@ -25,6 +25,17 @@ def numbered(noun: str, numbers: Collection[object], between: str = ", ") -> str
     return f"{noun}{'' if len(numbers) == 1 else 's'} {between.join(map(str, numbers))}"
 
 
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Returns numbers in their order, three or more consecutive ones as one text, such as ``0-3``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+
+
 def sentence(text: str) -> str:
     """Returns a text as a sentence: with a capital letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."

@@ -111,7 +111,7 @@ class MatrixRun:
             result = found[0].get("result", {"result": "failed", "failure": found[0].get("ended")})
             same = (result["result"], result["failure"]) == (failed.result, failed.failure)
             job = smaller.job
-            size = f"{len(smaller.faults)} faults, {job.pipelines} x {job.stages} stages, {job.steps} steps"
+            size = f"{len(smaller.faults)} faults, {job.pipelines} x {job.cut}, {job.steps} steps"
             say(f"shrink: {size}, {job.microbatches} microbatches: {'fails' if same else 'does not'}")
             return same
 

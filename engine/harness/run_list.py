@@ -28,6 +28,7 @@ class RunRow:
     model: str = ""
     pipelines: int = 0
     stages: int = 0
+    blocks: int = 1
     steps: int = 0
     num_steps: int = 0
 
@@ -50,7 +51,7 @@ def _row(run: Path) -> RunRow:
         return RunRow(run.name, started, _unfinished(run), "nothing recorded yet")
     job = history.job
     outcome = history.ended.outcome if history.ended else _unfinished(run)
-    shape = job.model, job.pipelines, job.stages
+    shape = job.model, job.pipelines, job.stages, job.blocks
     return RunRow(run.name, started, outcome, _verdict(history), *shape, history.committed + 1, job.steps)
 
 

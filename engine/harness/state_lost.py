@@ -128,7 +128,8 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
         for (pipeline, stage), at in sorted(owners.items())
         if at == worker
     ]
-    named = numbered("stage", slots, " and ") if slots else "no stage"
+    noun = log.history.job.slot_noun
+    named = numbered(noun, slots, " and ") if slots else f"no {noun}"
     at = log.last_action(worker)
     where = f"its last action was {at[1]} of step {at[0]}" if at else "it had done nothing since the last commit"
     return f"worker {worker} ({named}): {where}"

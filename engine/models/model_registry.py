@@ -176,7 +176,7 @@ def layer_problems(job: Job) -> list[Problem]:
     if more and num_layers > MOST_LAYERS:
         expected = f"a whole number <= {MOST_LAYERS - entry.layers}"
         return [Problem(f"model_args.{more}", expected, str(num_layers - entry.layers))]
-    return cutting_problems(job.partition, job.stages, num_layers)
+    return cutting_problems(job.partition, job.stages, num_layers, job.blocks)
 
 
 def data_problems(job: Job) -> list[Problem]:

@@ -117,7 +117,7 @@ def _parts(actions: Sequence[Action]) -> pd.DataFrame:
 
 def _epochs_and_owners(history: RunHistory, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Returns for each action the epoch in which it began, and the owner of its slot in that epoch (-1: unknown)."""
-    epochs, stages = history.epochs, history.job.stages
+    epochs, stages = history.epochs, history.job.slots
     index = np.searchsorted([each.at_ns for each in epochs], table["start_ns"], side="right")
     numbers = np.array([0, *(each.epoch for each in epochs)], dtype=np.int64)
     places = (table["pipeline"] * stages + table["stage"]).to_numpy()

@@ -12,7 +12,7 @@ from engine.core.history.process_records import ExitRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FinishedRecord, RaisedRecord
 from engine.core.history.worker_ends import worker_ends
-from engine.core.ownership import Grid, Ownership, by_slot
+from engine.core.ownership import Ownership, by_slot
 from engine.report.action_arrays import Sums, Totals
 
 TAKEOVER_COLUMNS = ["from_ms", "pipeline", "stage", "before", "heir"]
@@ -56,10 +56,9 @@ def _predicted(history: RunHistory) -> dict[int, WorkerBytes]:
     """Returns the bytes of each worker in the first epoch; empty while the sizes of a stage are not known."""
     job, epochs = history.job, history.epochs
     sizes = {stage: StageBytes(*rest) for done in history.of(FinishedRecord) for stage, *rest in done.sizes}
-    if not epochs or len(sizes) < job.stages:
+    if not epochs or len(sizes) < job.slots:
         return {}
-    grid = Grid(job.stages, job.microbatches, job.pipelines)
-    ownership = Ownership(grid, epochs[0].owners, epochs[0].shadows)
+    ownership = Ownership(job.grid, epochs[0].owners, epochs[0].shadows)
     return {worker: worker_bytes(job, ownership, worker, sizes) for worker in ownership.workers()}
 
 
@@ -68,7 +67,7 @@ def takeovers_table(history: RunHistory) -> pd.DataFrame:
     owners = {slot: each.of for each in history.of(StartedRecord) for slot in each.slots}
     rows = []
     for epoch in history.epochs:
-        for slot, heir in by_slot(epoch.owners, history.job.stages).items():
+        for slot, heir in by_slot(epoch.owners, history.job.slots).items():
             before = owners.get(slot, heir)
             if heir != before:
                 rows.append(((epoch.at_ns - history.begin_ns) / 1e6, *slot, before, heir))

@@ -21,14 +21,14 @@ from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 
 GPT = Job(model_args={"width": 16, "dropout": 0.1, "tied": True}, steps=5, microbatches=4, stages=3)
-MLP = Job(model="mlp", optimizer="sgd", optimizer_args={"momentum": 0.9}, steps=5, microbatches=2, stages=2)
+MLP = Job(model="mlp", optimizer="sgd", optimizer_args={"momentum": 0.9}, steps=5, microbatches=2, stages=2, blocks=2)
 RESNET = Job(model="resnet18", model_args={"width": 4}, steps=3, microbatches=2, stages=2, pipelines=2)
 JOBS = {"gpt": GPT, "mlp": MLP, "resnet": RESNET}
 OTHERS: dict[str, dict[str, Any]] = {
-    "one stage": {"stages": 1, "redundancy": "none"},
-    "four stages": {"stages": 4, "redundancy": "eager", "activation_checkpoint": 2},
-    "two on each": {"stages": 4, "stages_per_worker": 2, "schedule": "interleaved"},
-    "fewer workers": {"stages": 4, "workers": 2, "schedule": "gpipe"},
+    "one stage": {"stages": 1, "blocks": 1, "redundancy": "none"},
+    "blocks": {"stages": 2, "blocks": 2, "redundancy": "eager", "activation_checkpoint": 2},
+    "two on each": {"stages": 4, "stages_per_worker": 2, "schedule": "interleaved", "blocks": 1},
+    "fewer workers": {"stages": 4, "workers": 2, "schedule": "gpipe", "blocks": 1},
 }
 
 
@@ -57,7 +57,7 @@ def test_every_step_can_be_resumed_with_another_cut(kept: tuple[Job, Ending, lis
 
 def test_a_resumed_job_recovers_from_deaths(tmp_path: Path) -> None:
     whole, origins = run_and_keep(MLP, tmp_path)
-    job = replace(MLP, stages=4)
+    job = replace(MLP, stages=4, blocks=1)
     for kills in (["2:1"], ["2:0:B:1", "4:2"]):
         ending = run_in_threads(job, parse_kills(kills, job), origin=origins[1])
         assert (ending.outcome, ending.error) == ("finished", None)

@@ -67,7 +67,7 @@ def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int
 def _crossing(job: Job, own: Iterable[Slot], sizes: Mapping[int, StageBytes]) -> Iterator[int]:
     """Yields the bytes of a microbatch's outputs of each slot, and of its gradients, as large as its inputs."""
     for _, stage in own:
-        yield from (sizes[border].output for border in (stage - 1, stage) if 0 <= border < job.stages - 1)
+        yield from (sizes[border].output for border in (stage - 1, stage) if 0 <= border < job.slots - 1)
 
 
 def _copies(job: Job) -> int:

@@ -152,6 +152,7 @@ class RecoveryLog:
             after_end,
             last.planned,
             commit is not None and (self.is_resumed or step <= self.committed),
+            self.history.job.slot_noun,
         )
 
     def _points_ns(self, begin_ns: int) -> dict[str, int]:

@@ -13,14 +13,14 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.core.checks.stall import Stall
 from engine.core.exclusion import Cause, Exclusion, Verdict
 from engine.core.ownership import Slot
-from engine.core.texts import counted
+from engine.core.texts import counted, spans
 
 PHASES = ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay")
 
@@ -52,6 +52,7 @@ class Recovery:
     after_end: bool = False  # no step was left
     planned: bool = False  # the last epoch was made for a worker's notice
     is_from_checkpoint: bool = False  # no worker held the state of a stage
+    noun: str = "stage"  # for a slot of a pipeline
 
     @property
     def phases_ns(self) -> dict[str, int]:
@@ -100,14 +101,23 @@ class Recovery:
         parts = parts or [self.reason]
         if self.after_end:
             return "; ".join([*parts, "that was after the last commit, no step was left to recover"])
-        parts += [
-            f"worker {heir} {takes} {_stages(self.heirs, heir)}" for heir in sorted({new for *_, new in self.heirs})
-        ]
+        parts += [f"worker {heir} {takes} {self._taken_by(heir)}" for heir in sorted({new for *_, new in self.heirs})]
         if self.resume_ns is None:
             return "; ".join([*parts, "not recovered"])
         parts += ["went on from a checkpoint"] * self.is_from_checkpoint
         lost = f", {counted(self.lost_steps, 'step')} lost" if not planned else ""
         return "; ".join([*parts, f"training stalled for {self.stall}{lost}"])
+
+    def _taken_by(self, heir: int) -> str:
+        """Returns the slots that a worker took over, three or more consecutive ones as ``stages 4-7``."""
+        by_pipeline: dict[int, list[int]] = {}
+        for (pipeline, stage), _, new in self.heirs:
+            by_pipeline.setdefault(pipeline, []).extend([stage] * (new == heir))
+        return ", ".join(
+            f"{self.noun}{'s' if '-' in span else ''} {span}" + (f" of pipeline {pipeline}" if pipeline else "")
+            for pipeline, stages in by_pipeline.items()
+            for span in spans(stages)
+        )
 
     def _how(self, out: Exclusion) -> str:
         """Returns why a worker is out, after its last action; the last heartbeat, which lags, only without one."""
@@ -134,13 +144,6 @@ class Recovery:
             "rung": self.rung,
             "lost_steps": self.lost_steps,
         }
-
-
-def _stages(heirs: Iterable[tuple[Slot, int, int]], heir: int) -> str:
-    slots = [slot for slot, _, new in heirs if new == heir]
-    return ", ".join(
-        f"stage {stage} of pipeline {pipeline}" if pipeline else f"stage {stage}" for pipeline, stage in slots
-    )
 
 
 def _ms(time_ns: int | None) -> float | None:

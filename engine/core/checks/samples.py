@@ -65,7 +65,7 @@ def _in_steps(steps: set[int], done: Iterable[DoneAction], lives: _Lives, job: J
     found = []
     for step in sorted(steps):
         for pipeline in range(job.pipelines):
-            for stage in range(job.stages):
+            for stage in range(job.slots):
                 slot = (pipeline, stage)
                 mine = [each for each in entries.get((step, slot), []) if lives.counts(step, each)]
                 found += [f"step {step}: {text}" for text in _of_slot(mine, slot, job)]
@@ -87,7 +87,7 @@ class _Lives(NamedTuple):
 
 
 def _of_slot(entries: list[SampleAction], slot: Slot, job: Job) -> list[str]:
-    name = f"stage {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
+    name = f"{job.slot_noun} {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
     backwards = [each for each in entries if each[2].op in ADDING_OPS]
     if not backwards:
         return [f"no worker ran a backward of {name}"]

@@ -22,6 +22,7 @@ _AS_RUN: Final = _OfRun()
 # The neutral fields, each with its cheapest value: that of the fault-free twin.
 NEUTRAL: Mapping[str, Any] = {
     "stages": _AS_RUN,
+    "blocks": _AS_RUN,
     "stages_per_worker": _AS_RUN,
     "workers": _AS_RUN,
     "placement": _AS_RUN,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from engine.core.errors import MASK, is_secret
-from engine.core.ownership import Redundancy
+from engine.core.ownership import Grid, Redundancy
 from engine.core.placement import PlacementChoice
 from engine.core.scalar import Args, Scalar
+from engine.core.texts import counted
 
 Backend = Literal["auto", "gloo", "nccl"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -52,6 +53,10 @@ class Job:
         1, "microbatches that a worker loads ahead, each in a thread, from a slow source that draws nothing; 0 = none"
     )
     stages: int = _field(4, "stages of one pipeline (P)")
+    blocks: int = _field(
+        1,
+        "blocks of each stage: each is owned, shadowed and taken over by itself; kills and scenarios then name blocks",
+    )
     pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
     microbatch_size: int = _field(4, "samples in one microbatch")
@@ -169,6 +174,26 @@ class Job:
     def has_program(self) -> bool:
         """Whether its schedule is known: the name of a generator that was not called stands for no schedule."""
         return not FACTORY.fullmatch(self.schedule)
+
+    @property
+    def slots(self) -> int:
+        """The number of slots of one pipeline: its stages, or their blocks."""
+        return self.stages * self.blocks
+
+    @property
+    def slot_noun(self) -> str:
+        """The noun for a slot of a pipeline in messages: a whole stage, or a block of one."""
+        return "stage" if self.blocks == 1 else "block"
+
+    @property
+    def cut(self) -> str:
+        """The cut of a pipeline in words, such as ``4 stages`` or ``4 stages of 2 blocks``."""
+        return counted(self.stages, "stage") + (f" of {self.blocks} blocks" if self.blocks > 1 else "")
+
+    @property
+    def grid(self) -> Grid:
+        """The slots of all pipelines; without the ties of the model."""
+        return Grid(self.slots, self.microbatches, self.pipelines, blocks=self.blocks)
 
     @property
     def most_workers(self) -> int:

@@ -15,9 +15,12 @@ from engine.core.config.update_rules import update_problems
 from engine.core.duration import DURATION_FORM, parse_duration
 from engine.core.errors import Problem, nearest
 from engine.core.scalar import MOST_FLOAT
+from engine.core.schedules.csv_text import is_text
+from engine.core.schedules.registry import SCHEDULES
 
 _AT_LEAST = {
     "stages": 1,
+    "blocks": 1,
     "stages_per_worker": 1,
     "pipelines": 1,
     "microbatches": 1,
@@ -42,7 +45,14 @@ _AT_LEAST = {
 # A typo should not try to start thousands of workers.
 _MAX_FORWARDS = 1_000_000
 _LEAST_PATIENCE_NS = 100_000_000
-_AT_MOST = {"load_ahead": 256, "stages": 4096, "pipelines": 4096, "microbatches": 65536, "threads": 1024}
+_AT_MOST = {
+    "load_ahead": 256,
+    "stages": 4096,
+    "blocks": 4096,
+    "pipelines": 4096,
+    "microbatches": 65536,
+    "threads": 1024,
+}
 
 
 def check_job(job: Job) -> list[Problem]:
@@ -61,13 +71,12 @@ def check_job(job: Job) -> list[Problem]:
         problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
     if not 0 <= job.clip_norm <= MOST_FLOAT:
         problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
-    num_actions = job.stages * job.pipelines * job.microbatches
+    num_actions = job.slots * job.pipelines * job.microbatches
     if num_actions > _MAX_FORWARDS and not _AT_MOST.keys() & {each.field for each in problems}:
-        problems.append(
-            Problem("microbatches", f"stages x pipelines x microbatches <= {_MAX_FORWARDS}", str(num_actions))
-        )
+        expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
+        problems.append(Problem("microbatches", expected, str(num_actions)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*update_problems(job), *scaling_problems(job)]
+    problems += [*_check_blocks(job), *update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
     if job.split.isdecimal() and int(job.split) == 0:
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
@@ -84,6 +93,27 @@ def check_job(job: Job) -> list[Problem]:
     if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
         problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
     return problems
+
+
+def _check_blocks(job: Job) -> list[Problem]:
+    """A block moves by itself, so it needs a replica of its own, and an order of actions that takes runs of blocks."""
+    if job.blocks <= 1:
+        return []
+    order = "its order of actions is made for one slot per stage"
+    known = SCHEDULES.get(job.schedule)
+    found = []
+    if job.slots > _AT_MOST["stages"] >= max(job.stages, job.blocks):
+        found.append(("a number with which stages x blocks <= 4096", ""))
+    if job.fsdp:
+        found.append(("1 with fsdp", "shards lie over whole stages, and no worker can take over from a shard"))
+    if job.stages_per_worker > 1:
+        found.append((f"1 with stages_per_worker {job.stages_per_worker}", order))
+    if is_text(job.schedule) or FACTORY.fullmatch(job.schedule):
+        found.append(("1 with a schedule of one's own", order))
+    elif known is not None and not known.takes_blocks:
+        fitting = " and ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
+        found.append((f"1 with schedule {job.schedule}", f"{order}; {fitting} take blocks"))
+    return [Problem("blocks", expected, repr(job.blocks), hint) for expected, hint in found]
 
 
 def _check_code(job: Job) -> list[Problem]:

@@ -6,14 +6,14 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from engine.core.config.job import Job
-from engine.core.ownership import Grid, Ownership, fresh, with_shadows
+from engine.core.ownership import Ownership, fresh, with_shadows
 from engine.core.schedules.placement_choice import placement_of
 
 
 def fresh_ownership(job: Job) -> Ownership:
     """Returns the ownership of a job before any failure."""
     placement = placement_of(job.schedule, job.placement)
-    ownership = fresh(Grid(job.stages, job.microbatches, job.pipelines), job.stages_per_worker, placement)
+    ownership = fresh(job.grid, job.stages_per_worker, placement)
     if job.workers:  # neighbours together: the fewest transfers
         owners = tuple(each * job.workers // job.most_workers for each in ownership.owners)
         ownership = replace(ownership, owners=owners)
@@ -35,9 +35,9 @@ def shadowed(job: Job, ownership: Ownership, members: Collection[int], leaving: 
 
 
 def holders(job: Job) -> list[frozenset[int]]:
-    """Returns for each stage the workers that hold its state before any failure, in any pipeline; without fsdp."""
+    """Returns for each slot of a pipeline the workers that hold its state at the start, in any pipeline; no fsdp."""
     ownership = fresh_ownership(job)
     return [
         frozenset(worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage))
-        for stage in range(job.stages)
+        for stage in range(job.slots)
     ]

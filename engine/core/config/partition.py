@@ -1,6 +1,6 @@
-"""Partitions: the index of the first layer of each stage, from the class names and weights of the layers.
+"""Partitions: the index of the first layer of each stage or block, from the class names and weights of the layers.
 
-Stages are never empty.
+Stages and blocks are never empty.
 """
 
 from __future__ import annotations
@@ -10,32 +10,43 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from engine.core.errors import Problem, UserError
+from engine.core.texts import counted
 
 MOST_LAYERS = 8192  # their names travel in one message
 
 
-def partition(form: str, num_stages: int, kinds: Sequence[str], weights: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first layer of each stage.
+def partition(
+    form: str, num_stages: int, kinds: Sequence[str], weights: Sequence[int], blocks: int = 1
+) -> tuple[int, ...]:
+    """Returns the first layer of each stage; with more than one of `blocks` in a stage, of each block.
 
     `kinds` are the class names of the layers. `weights` are the loads to balance: number of parameters for
-    ``parameters``, measured nanoseconds for ``profile``, else unused. Raises UserError if `form` does not fit.
+    ``parameters``, measured nanoseconds for ``profile``, else unused. A stage is cut into blocks by the rule by which
+    the model is cut into stages; where their first layers are written down, uniformly. Raises UserError if `form` does
+    not fit, or a stage has fewer layers than blocks.
     """
     num_layers = len(kinds)
-    if problems := cutting_problems(form, num_stages, num_layers):
+    if problems := cutting_problems(form, num_stages, num_layers, blocks):
         raise UserError(problems)
-    if form == "uniform":
-        return tuple(stage * num_layers // num_stages for stage in range(num_stages))
-    if form in ("parameters", "profile"):
-        return balanced(weights, num_stages)
-    if form.startswith("type:"):
-        return balanced(_matches(form[len("type:") :], kinds), num_stages)
-    starts = written(form, num_stages)
+    starts: tuple[int, ...] | None
+    if form in ("parameters", "profile") or form.startswith("type:"):
+        weights = _matches(form[len("type:") :], kinds) if form.startswith("type:") else weights
+        starts = balanced(weights, num_stages)
+    else:
+        weights = ()
+        starts = _uniform(num_layers, num_stages) if form == "uniform" else written(form, num_stages)
     if starts is None:
         raise UserError([_not_rising(form, num_stages, num_layers)])
-    return starts
+    if problems := _small_stages(starts, num_layers, blocks):
+        raise UserError(problems)
+    return tuple(
+        first + block
+        for first, end in pairwise((*starts, num_layers))
+        for block in (balanced(weights[first:end], blocks) if weights else _uniform(end - first, blocks))
+    )
 
 
-def cutting_problems(form: str, num_stages: int, num_layers: int) -> list[Problem]:
+def cutting_problems(form: str, num_stages: int, num_layers: int, blocks: int = 1) -> list[Problem]:
     """Returns the problems of `form` that follow from the number of layers alone."""
     if num_layers > MOST_LAYERS:
         return [Problem("model", f"at most {MOST_LAYERS} layers", str(num_layers))]
@@ -44,7 +55,32 @@ def cutting_problems(form: str, num_stages: int, num_layers: int) -> list[Proble
     starts = written(form, num_stages) if form[:1].isdigit() else None
     if starts and starts[-1] >= num_layers:
         return [_not_rising(form, num_stages, num_layers)]
+    if form == "uniform":
+        starts = _uniform(num_layers, num_stages)
+    if starts:
+        return _small_stages(starts, num_layers, blocks)
+    if num_stages * blocks > num_layers:
+        return [
+            _too_many(blocks, num_layers // num_stages, f"the model has {num_layers} layers for {num_stages} stages")
+        ]
     return []
+
+
+def _small_stages(starts: Sequence[int], num_layers: int, blocks: int) -> list[Problem]:
+    """Returns the problem of the stages that have fewer layers than blocks."""
+    sizes = [end - first for first, end in pairwise((*starts, num_layers))]
+    if blocks <= min(sizes):
+        return []
+    small = (f"stage {stage} has {counted(size, 'layer')}" for stage, size in enumerate(sizes) if size < blocks)
+    return [_too_many(blocks, min(sizes), ", ".join(small))]
+
+
+def _too_many(blocks: int, most: int, why: str) -> Problem:
+    return Problem("blocks", f"a whole number <= {most}", repr(blocks), f"a block has at least one layer, and {why}")
+
+
+def _uniform(num_layers: int, num_parts: int) -> tuple[int, ...]:
+    return tuple(part * num_layers // num_parts for part in range(num_parts))
 
 
 def balanced(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:

@@ -77,7 +77,8 @@ def _is_noticed(state: CoordinatorState, notice: Notice) -> Decided:
     new, outputs = decide(state, notice)
     for each, stages in unable_to_leave(new.membership).items():
         grace_s = new.graces_ns.get(each, grace_ns) / 1e9
-        text = f"is to leave within {grace_s:g} s, but no other worker can take over {numbered('stage', stages)}"
+        slots = numbered(state.job.slot_noun, stages)
+        text = f"is to leave within {grace_s:g} s, but no other worker can take over {slots}"
         if new.staying.get(each) != text:
             new = new._replace(staying={**new.staying, each: text})
             outputs = (*outputs, Note(f"worker {each} {text}"), Write(StaysRecord(of=each, text=text)))

@@ -20,7 +20,7 @@ from engine.core.errors import InvariantError, required
 from engine.core.membership import state as membership_state
 from engine.core.membership.state import Options, State
 from engine.core.messages import CommitMessage, EpochMessage, PlanMessage
-from engine.core.ownership import Grid, Ownership
+from engine.core.ownership import Ownership
 from engine.core.recovery.ballot import Ballot, Commit
 
 _keeping_of = lru_cache(maxsize=64)(keeping_of)
@@ -83,8 +83,7 @@ class CoordinatorState(NamedTuple):
     @property
     def ownership(self) -> Ownership:
         """The owners and shadows by the last decision."""
-        grid = Grid(self.job.stages, self.job.microbatches, self.job.pipelines)
-        return Ownership(grid, self.membership.owners, self.membership.shadows)
+        return Ownership(self.job.grid, self.membership.owners, self.membership.shadows)
 
 
 def begin(job: Job, membership: State, now_ns: int) -> CoordinatorState:
@@ -103,7 +102,8 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1) -> 
     # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
     patience_ns = _PATIENCE_S * 1_000_000_000
     options = Options(
-        stages=job.stages,
+        stages=job.slots,
+        noun=job.slot_noun,
         redundant=job.redundancy != "none",
         form_ns=patience_ns,
         max_restarts=_MAX_RESTARTS,

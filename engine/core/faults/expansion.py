@@ -114,7 +114,7 @@ def _from_slot(first: Slot, target: Target, job: Job, dice: _Dice, place: str) -
     pipeline, stage = first
     slots = [first]
     if target.adjacent:
-        slots += [(pipeline, (stage + more) % job.stages) for more in range(1, target.count)]
+        slots += [(pipeline, (stage + more) % job.slots) for more in range(1, target.count)]
     while len(slots) < target.count:
         left = [
             slot
@@ -126,18 +126,18 @@ def _from_slot(first: Slot, target: Target, job: Job, dice: _Dice, place: str) -
             expected = f"a grid with room for {target.count} victims" + (
                 " that are not adjacent" if target.adjacent is False else ""
             )
-            raise UserError([Problem(f"{place}.target.count", expected, f"{job.pipelines} x {job.stages} slots")])
+            raise UserError([Problem(f"{place}.target.count", expected, f"{job.pipelines} x {job.slots} slots")])
         slots.append(dice.choice(left))
     return tuple(Owner(*slot) for slot in slots)
 
 
 def _adjacent(one: Slot, other: Slot, job: Job) -> bool:
     """Returns whether two slots are neighbours in one pipeline; its last and first stage count as neighbours."""
-    return one[0] == other[0] and (one[1] - other[1]) % job.stages in (1, job.stages - 1)
+    return one[0] == other[0] and (one[1] - other[1]) % job.slots in (1, job.slots - 1)
 
 
 def _slots(job: Job) -> list[Slot]:
-    return [(pipeline, stage) for pipeline in range(job.pipelines) for stage in range(job.stages)]
+    return [(pipeline, stage) for pipeline in range(job.pipelines) for stage in range(job.slots)]
 
 
 def _slot_of(target: Target) -> Slot | None:
@@ -175,6 +175,6 @@ def describe(faults: Sequence[Fault], job: Job) -> list[str]:
         if slots and ownership is not None:
             named = [f"worker {ownership.owner(each.pipeline, each.stage)}" for each in slots]
             lines[-1] += (
-                f"; {' and '.join(named)}, unless the {'stage has' if len(named) == 1 else 'stages have'} moved"
+                f"; {' and '.join(named)}, unless the {job.slot_noun}{' has' if len(named) == 1 else 's have'} moved"
             )
     return lines

@@ -126,7 +126,7 @@ class Injection(NamedTuple):
     @property
     def grid(self) -> Grid:
         """The slots of the job."""
-        return Grid(self.job.stages, self.job.microbatches, self.job.pipelines)
+        return self.job.grid
 
     @property
     def due_ns(self) -> float:

@@ -2,8 +2,8 @@
 
 Rules: a case is a scenario with placeholders. ``$axis`` stands for the axis's value in the cell; ``with: $axis``
 inserts all fields of that value. A case makes one cell per combination of the axes that it names. ``first``, ``middle``
-and ``last`` are stages of the cell's own job. Cells and their order are a pure function of the matrix. Each value of a
-cell keeps its place in the matrix file, so that an error can show it.
+and ``last`` are stages, or blocks, of the cell's own job. Cells and their order are a pure function of the matrix. Each
+value of a cell keeps its place in the matrix file, so that an error can show it.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ class Cell:
         return "/".join([self.case, *(label for _, label in self.labels)])
 
 
-def stages_of_fields(job: Any) -> Any:
-    """Returns the number of stages that the fields of a job give; a job file has more."""
-    return job.get("stages", Job().stages) if isinstance(job, dict) else Job().stages
+def slots_of_fields(job: Any) -> int | None:
+    """Returns the slots of a pipeline that the fields of a job give, a job file has more; None if they are wrong."""
+    own = job if isinstance(job, dict) else {}
+    stages, blocks = own.get("stages", Job().stages), own.get("blocks", Job().blocks)
+    return stages * blocks if type(stages) is int and type(blocks) is int else None
 
 
 def cells(
-    axes: tuple[Axis, ...], cases: tuple[MatrixCase, ...], num_stages: Callable[[Any], Any] = stages_of_fields
+    axes: tuple[Axis, ...], cases: tuple[MatrixCase, ...], num_slots: Callable[[Any], int | None] = slots_of_fields
 ) -> list[Cell]:
     """Returns the cells of a matrix, case by case, the last axis changing fastest.
 
-    `num_stages` takes the job of a cell as written, and returns its number of stages.
+    `num_slots` takes the job of a cell as written, and returns the number of slots of a pipeline.
 
     Raises:
         UserError: with every placeholder without an axis, every unknown label, every unused axis.
@@ -83,7 +85,7 @@ def cells(
         problems += _wrong_labels(case, by_name, names)
         if not problems:
             labels = [case.only.get(axis.name, tuple(axis.values)) for axis in own]
-            found += [_cell(case, list(zip(own, each, strict=True)), num_stages) for each in product(*labels)]
+            found += [_cell(case, list(zip(own, each, strict=True)), num_slots) for each in product(*labels)]
     unused = [axis.name for axis in axes if axis.name not in used]
     problems += [Problem(f"axes.{name}", "an axis that a case uses", repr(f"${name}")) for name in unused]
     if problems:
@@ -123,13 +125,13 @@ def _dotted(path: FieldPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _cell(case: MatrixCase, chosen: list[tuple[Axis, str]], num_stages: Callable[[Any], Any]) -> Cell:
+def _cell(case: MatrixCase, chosen: list[tuple[Axis, str]], num_slots: Callable[[Any], int | None]) -> Cell:
     labels = tuple((axis.name, label) for axis, label in chosen)
     values = {axis.name: axis.values[label] for axis, label in chosen}
     places = {axis.name: axis.places.get(label, ("axes", axis.name)) for axis, label in chosen}
     origins: dict[FieldPath, FieldPath] = {}
     filled = _filled(case.values, (), case.place, values, places, origins)
-    _name_stages(filled.get("faults"), num_stages(filled.get("job")))
+    _name_stages(filled.get("faults"), num_slots(filled.get("job")))
     return Cell(case.name, labels, filled, origins)
 
 
@@ -167,14 +169,14 @@ def spread_axes(value: Any) -> list[str]:
     return [str(each).removeprefix("$") for each in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def _name_stages(value: Any, num_stages: Any) -> None:
+def _name_stages(value: Any, num_slots: int | None) -> None:
     """Replaces first, middle and last by numbers in each field `stage` below `value`, in place."""
     if isinstance(value, list):
         for each in value:
-            _name_stages(each, num_stages)
+            _name_stages(each, num_slots)
     elif isinstance(value, dict):
         for key, each in value.items():
-            if key == "stage" and each in _STAGES and type(num_stages) is int:
-                value[key] = (0, num_stages // 2, num_stages - 1)[_STAGES.index(each)]
+            if key == "stage" and each in _STAGES and num_slots is not None:
+                value[key] = (0, num_slots // 2, num_slots - 1)[_STAGES.index(each)]
             else:
-                _name_stages(each, num_stages)
+                _name_stages(each, num_slots)

@@ -92,7 +92,7 @@ def _why_lost(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
         for stage, workers in enumerate(holders(job)):
             if workers <= victims:
                 named = numbered("worker", sorted(workers), " and ")
-                return f"{wanted.id} ends {named} at once, and no other worker holds stage {stage}"
+                return f"{wanted.id} ends {named} at once, and no other worker holds {job.slot_noun} {stage}"
     return ""
 
 
@@ -146,10 +146,10 @@ def _victims(wanted: FaultSpec, at: At, job: Job) -> frozenset[int]:
         return frozenset({target.worker})
     if target.role is not None:
         return frozenset()
-    if target.count == job.stages * job.pipelines:
+    if target.count == job.slots * job.pipelines:
         return frozenset(ownership.workers())
     pipeline, stage = at.action.pipeline, at.action.stage
     if target.pipeline is not None and target.stage is not None:
         pipeline, stage = target.pipeline, target.stage
     count = target.count if target.adjacent else 1
-    return frozenset(ownership.owner(pipeline, (stage + each) % job.stages) for each in range(count))
+    return frozenset(ownership.owner(pipeline, (stage + each) % job.slots) for each in range(count))

@@ -126,21 +126,23 @@ def own_actions(program: Program, ownership: Ownership, slot: Slot) -> tuple[Act
 def _limits(place: str, at: At, job: Job) -> list[Problem]:
     action = at.action
     limits = {"step": (at.step, job.steps), "pipeline": (action.pipeline, job.pipelines)}
-    limits["stage"] = (action.stage, job.stages)
+    limits["stage"] = (action.stage, job.slots)
     if action.op not in STAGE_OPS:
         limits["microbatch"] = (action.microbatch, job.microbatches)
     return [
-        Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")
+        _beyond(f"{place}.{name}", name, value, limit, job)
         for name, (value, limit) in limits.items()
         if not 0 <= value < limit
     ]
 
 
-def changes_by(at: At) -> int:
-    """Returns the last step that may still run the usual program if a worker is killed at a moment.
+def _beyond(place: str, name: str, value: int, limit: int, job: Job) -> Problem:
+    noun, has = (job.slot_noun, job.cut) if name == "stage" and job.blocks > 1 else (name, limit)
+    return Problem(place, f"a {noun} from 0 to {limit - 1}", str(value), f"the job has {has}")
 
-    At a kill in the end of a step, other workers may have begun the next one.
-    """
+
+def changes_by(at: At) -> int:
+    """Returns the last step that may run the usual program after a kill; at the end of a step, others begin another."""
     return at.step + (at.action.op in STAGE_OPS)
 
 
@@ -193,16 +195,18 @@ def _action(place: str, action: Action, own: Collection[Action], job: Job, failu
         return [Problem(f"{place}.microbatch", f"a microbatch with {op}: {listed}", str(action.microbatch), why)]
     name = "a schedule of one's own" if is_text(job.schedule) else f"schedule {job.schedule}"
     hint = why or _UNDISTURBED.get(op) or f"it has {', '.join(dict.fromkeys(each.op.value for each in own))}"
-    return [Problem(f"{place}.action", f"an action of stage {action.stage} with {name}", repr(op.value), hint)]
+    return [
+        Problem(f"{place}.action", f"an action of {job.slot_noun} {action.stage} with {name}", repr(op.value), hint)
+    ]
 
 
 def _why_never(op: Op, stage: int, job: Job) -> str:
     """Returns the reason why a stage lacks this op, for some microbatches or all, also after failures."""
     other = stage + OP_TABLE[op].peer
     if other < 0:
-        return f"the first stage has no stage before it: no {op}"
-    if other == job.stages:
-        return f"the last stage has no stage after it: no {op}"
+        return f"the first {job.slot_noun} has no {job.slot_noun} before it: no {op}"
+    if other == job.slots:
+        return f"the last {job.slot_noun} has no {job.slot_noun} after it: no {op}"
     if op is Op.STREAM:
         return f"log_every is {job.log_every}, and after the last backward the log is sent"
     if op in SHARD_OPS and not job.fsdp:
@@ -221,8 +225,7 @@ def _checkpoint(place: str, job: Job, step: int) -> list[Problem]:
 def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]:
     """A slot is healed in the first step after one in which a worker was lost, if the job has shadows."""
     if job.redundancy == "none":
-        hint = "with redundancy none there are no shadows"
-        return [Problem(place, "an action that this job has", "'HEAL'", hint)]
+        return [Problem(place, "an action that this job has", "'HEAL'", "with redundancy none there are no shadows")]
     if can_follow:
         return []
     hint = f"a shadow is healed only after a failure: add a fault that ends a worker before step {step}"
@@ -256,11 +259,11 @@ def _target(place: str, wanted: FaultSpec, job: Job, num_workers: int) -> Iterat
     target, trigger = wanted.target, wanted.trigger
     for name, value, limit in (
         ("pipeline", target.pipeline, job.pipelines),
-        ("stage", target.stage, job.stages),
+        ("stage", target.stage, job.slots),
         ("worker", target.worker, num_workers),
     ):
         if value is not None and not 0 <= value < limit:
-            yield Problem(f"{place}.{name}", f"a {name} from 0 to {limit - 1}", str(value), f"the job has {limit}")
+            yield _beyond(f"{place}.{name}", name, value, limit, job)
     if (target.pipeline is None) != (target.stage is None):
         name = "pipeline" if target.pipeline is None else "stage"
         yield Problem(place, "both pipeline and stage", f"no {name}", f"add {name}: 0")
@@ -278,9 +281,9 @@ def _target(place: str, wanted: FaultSpec, job: Job, num_workers: int) -> Iterat
 
 def _count(place: str, wanted: FaultSpec, job: Job, *, one_only: bool) -> Iterator[Problem]:
     target = wanted.target
-    most = job.stages if target.adjacent else job.stages * job.pipelines
+    most = job.slots if target.adjacent else job.slots * job.pipelines
     if target.count > most:
-        where = "stages in a pipeline" if target.adjacent else "slots"
+        where = f"{job.slot_noun}s in a pipeline" if target.adjacent else "slots"
         yield Problem(f"{place}.count", f"a whole number <= {most}", str(target.count), f"there are {most} {where}")
     if target.count == 1 and target.adjacent is not None:
         yield Problem(f"{place}.adjacent", "a count of 2 or more beside it", "count 1")

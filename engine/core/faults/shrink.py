@@ -1,9 +1,9 @@
 """Shrinking: reduces a failing scenario to the smallest one that still fails.
 
 Rules: it is pure; the caller decides whether a scenario fails. Each proposal is smaller and breaks no rule: fewer
-faults first, then fewer pipelines, stages, steps and microbatches, down to one, to a half, and by one. Faults move with
-the reduction: a fault at the first or last stage stays there, and faults keep their distance from the first fault. The
-result is a scenario of which no proposal fails, or the smallest one found within `budget` tries.
+faults first, then fewer pipelines, blocks, stages, steps and microbatches, down to one, to a half, and by one. Faults
+move with the reduction: a fault at the first or last stage stays there, and faults keep their distance from the first
+fault. The result is a scenario of which no proposal fails, or the smallest one found within `budget` tries.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def proposals(scenario: Scenario) -> Iterator[Scenario]:
     job = scenario.job
     for count in _fewer(job.pipelines):
         yield _mapped(scenario, replace(job, pipelines=count), pipelines=count)
+    for count in _fewer(job.blocks):
+        yield _mapped(scenario, replace(job, blocks=count))
     for count in _fewer(job.stages):
-        yield _mapped(scenario, replace(job, stages=count), stages=count)
+        yield _mapped(scenario, replace(job, stages=count))
     first = min((each.trigger.step for each in scenario.faults if isinstance(each.trigger, At)), default=0)
     for earlier in dict.fromkeys((first, first // 2, 1)):
         if 0 < earlier <= first:
@@ -98,14 +100,14 @@ def _without_fault(scenario: Scenario, number: int) -> Scenario:
 
 def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
     """Returns the scenario with a smaller job; moves each fault to a place that this job has."""
-    stages, old = smaller.get("stages"), scenario.job.stages
+    slots, old = job.slots, scenario.job.slots
     pipelines = smaller.get("pipelines", scenario.job.pipelines)
     microbatches = smaller.get("microbatches", scenario.job.microbatches)
 
     def stage_of(stage: int) -> int:
-        if stages is None:
+        if slots == old:
             return stage
-        return stages - 1 if stage == old - 1 else min(stage, max(0, stages - 2))
+        return slots - 1 if stage == old - 1 else min(stage, max(0, slots - 2))
 
     def moved(wanted: FaultSpec) -> FaultSpec:
         trigger, target = wanted.trigger, wanted.target

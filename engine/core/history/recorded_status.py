@@ -53,7 +53,7 @@ def _phase(history: RunHistory) -> str:
 def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) -> WorkerStatus:
     owned = [started.slots]
     for epoch in history.epochs:
-        owners = by_slot(epoch.owners, history.job.stages)
+        owners = by_slot(epoch.owners, history.job.slots)
         now = tuple(slot for slot, owner in owners.items() if owner == started.of)
         owned += [now] if now != owned[-1] else []
     before: tuple[Slot, ...] = owned[-2] if len(owned) > 1 else ()

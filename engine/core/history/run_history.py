@@ -92,10 +92,10 @@ class RunHistory:
                 self.owners |= dict.fromkeys(record.slots, record.of)
             case EpochRecord():
                 self.epochs.append(record)
-                self.owners = by_slot(record.owners, self.job.stages)
+                self.owners = by_slot(record.owners, self.job.slots)
             case HeirsRecord() if self.epochs:
                 self.epochs[-1] = replace(self.epochs[-1], owners=record.owners, shadows=record.shadows)
-                self.owners = by_slot(record.owners, self.job.stages)
+                self.owners = by_slot(record.owners, self.job.slots)
             case GoRecord():
                 self.is_training = True
             case RestartRecord():

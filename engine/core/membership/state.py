@@ -45,6 +45,7 @@ class Options:
 
     stages: int
     redundant: bool
+    noun: str = "stage"  # for a slot of a pipeline, in texts
     form_ns: int = 60 * _S  # until every worker has joined
     hail_ns: int = 60 * _S  # until the first message of each worker
     answer_ns: int = 10 * _S  # until every member has reported its inventory, and again until it has made the plan

@@ -191,7 +191,7 @@ def state_lost(state: State, slots: tuple[int, ...]) -> State:
     """Returns the end of the job because no member holds the stages of these slots."""
     stages = tuple(sorted({slot % state.options.stages for slot in slots}))
     where = f"in epoch {state.epoch}; last committed step {state.committed}"
-    text = f"the state of {numbered('stage', stages)} is lost {where}; {state.reason}"
+    text = f"the state of {numbered(state.options.noun, stages)} is lost {where}; {state.reason}"
     return cannot_go_on(state, ExitCode.STATE_LOST, text)._replace(lost_stages=stages)
 
 

@@ -6,6 +6,7 @@ Each pass maps a program to a program. The order of passes is `build_program`, a
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import groupby
 
 from engine.core.action import Action, Op, Program
 from engine.core.errors import ensure
@@ -16,7 +17,7 @@ from engine.core.program.step_end_pass import with_end_of_step
 from engine.core.program.stream_pass import with_streams
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.program.unshard_pass import with_unshards
-from engine.core.schedules.compute import ComputeLists
+from engine.core.schedules.compute import ComputeLists, in_blocks
 from engine.core.schedules.csv_text import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
 from engine.core.schedules.overlap_pairs import with_pairs_together
 from engine.core.schedules.registry import SCHEDULES
@@ -59,15 +60,18 @@ def build_validation(ownership: Ownership) -> Program:
     """Returns the program of a validation pass: pipeline 0 runs forwards, the others rest.
 
     Each worker runs its forwards in the order of one wave through the pipeline, so that workers never wait in a circle.
+    A wave moves on by the neighbouring slots of one worker.
 
         worker 0   0F0 0F1 0F2
         worker 1       1F0 1F1 1F2
     """
     grid = ownership.grid
+    runs = [(owner, tuple(run)) for owner, run in groupby(range(grid.stages), lambda stage: ownership.owner(0, stage))]
     forwards: dict[int, list[Action]] = {}
-    for wave in range(grid.stages + grid.microbatches - 1):
-        for stage in range(max(0, wave - grid.microbatches + 1), min(grid.stages, wave + 1)):
-            forwards.setdefault(ownership.owner(0, stage), []).append(Action(stage, Op.F, wave - stage))
+    for wave in range(len(runs) + grid.microbatches - 1):
+        for place in range(max(0, wave - grid.microbatches + 1), min(len(runs), wave + 1)):
+            owner, run = runs[place]
+            forwards.setdefault(owner, []).extend(Action(stage, Op.F, wave - place) for stage in run)
     program = with_transfers({worker: tuple(actions) for worker, actions in forwards.items()}, ownership)
     return _for_all_workers(program, ownership)
 
@@ -84,11 +88,11 @@ def _lists(schedule: str, ownership: Ownership) -> ComputeLists | None:
     if is_text(schedule):
         lists = lists_from_csv(schedule)
     else:
-        stages_per_worker, rest = divmod(grid.stages, num_workers)
+        stages_per_worker, rest = divmod(grid.stages // grid.blocks, num_workers)
         known = SCHEDULES[schedule]
         if rest or not known.takes(stages_per_worker) or grid.microbatches < known.least_microbatches(num_workers):
             return None
-        lists = known(num_workers, grid.microbatches, stages_per_worker)
+        lists = in_blocks(known(num_workers, grid.microbatches, stages_per_worker), grid.blocks)
     for line in lists:
         stages = {action.stage for action in line}
         for pipeline in range(grid.pipelines):

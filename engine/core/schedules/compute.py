@@ -9,10 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.core.action import Action, Op
+from engine.core.action import FORWARD_OPS, Action, Op
 
 ComputeLists = tuple[tuple[Action, ...], ...]
 Generator = Callable[[int, int, int], ComputeLists]  # (workers P, stages per worker V, microbatches M)
+
+
+def in_blocks(lists: ComputeLists, blocks: int) -> ComputeLists:
+    """Returns the lists with each action of a stage as that of its blocks: forwards in their order, others backwards.
+
+    A worker's actions take as long as before and in the same order, so time and residuals are those of `lists`.
+    """
+    if blocks == 1:
+        return lists
+    return tuple(tuple(each for action in line for each in _of_blocks(action, blocks)) for line in lists)
+
+
+def _of_blocks(action: Action, blocks: int) -> tuple[Action, ...]:
+    first = action.stage * blocks
+    found = tuple(action._replace(stage=stage) for stage in range(first, first + blocks))
+    return found if action.op in FORWARD_OPS else found[::-1]
 
 
 class WorkerList:

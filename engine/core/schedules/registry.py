@@ -22,6 +22,7 @@ class Schedule:
     stages_per_worker: tuple[int, int] = (1, 1)  # least and most
     least_microbatches: Callable[[int], int] = lambda num_workers: 1
     overlaps: bool = False  # whether `with_pairs_together` is applied
+    takes_blocks: bool = False  # whether a stage may be a run of blocks, see `in_blocks`
 
     def takes(self, stages_per_worker: int) -> bool:
         """Returns whether a worker may have this number of stages."""
@@ -35,8 +36,8 @@ class Schedule:
 
 _ANY = 4096
 SCHEDULES: dict[str, Schedule] = {
-    "1f1b": Schedule(one_f_one_b),
-    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b, takes_blocks=True),
+    "gpipe": Schedule(gpipe, takes_blocks=True),
     "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
     "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
     "looped-bfs": Schedule(looped_bfs, stages_per_worker=(1, _ANY)),

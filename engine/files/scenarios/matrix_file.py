@@ -136,7 +136,7 @@ def read_matrix(
     if reading.problems:
         raise in_order(reading.problems)
     try:
-        made = cells(axes, cases, jobs.num_stages)
+        made = cells(axes, cases, jobs.num_slots)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
     planned, absent = _checked(reading, path, made, load)

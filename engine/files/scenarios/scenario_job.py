@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.errors import Problem
+from engine.core.faults.matrix import slots_of_fields
 from engine.files.jobs.job_layers import PROJECT_FILE, Layer, document_layer, file_layer, set_layer
 from engine.files.jobs.job_value import shown
 from engine.files.jobs.trust import FOREIGN
@@ -81,15 +81,11 @@ class ScenarioJobs:
         source = self._source(document.value.get(KEY) if isinstance(document.value, dict) else None)
         return source, [*self._base(source), _own_fields(document.part(KEY)), self._changes()]
 
-    def num_stages(self, job: object) -> Any:
-        """Returns the number of stages of a job, as a scenario gives it; if that has a mistake, any value."""
+    def num_slots(self, job: object) -> int | None:
+        """Returns the slots of a pipeline of a job, as a scenario gives it; None if that has a mistake."""
         own = job if isinstance(job, dict) else {}
-        given = [own["stages"]] if "stages" in own else []
-        base, changes = (
-            [each.value for layer in layers for each in layer.given if each.path == ("stages",)]
-            for layers in (self._base(self._source(job)), [self._changes()])
-        )
-        return [Job().stages, *base, *given, *changes][-1]
+        base = {each.path[0]: each.value for layer in self._base(self._source(job)) for each in layer.given}
+        return slots_of_fields(base | own | {each.path[0]: each.value for each in self._changes().given})
 
     def _source(self, job: object) -> JobSource:
         if job is None:

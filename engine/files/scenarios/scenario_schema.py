@@ -49,7 +49,7 @@ AT = Mapped(
     {
         "step": FormEntry(whole(), "the step, from 0", required=True),
         "pipeline": FormEntry(whole(), "the pipeline of the slot (default 0)"),
-        "stage": FormEntry(whole(), "the stage of the slot", required=True),
+        "stage": FormEntry(whole(), "the stage of the slot, or its block in a job with blocks", required=True),
         "action": FormEntry(choice(*ACTIONS), "the action of the slot's owner (default B)"),
         "microbatch": FormEntry(whole(), "the microbatch of the action (default: the middle one)"),
         "when": FormEntry(choice(*WHENS), "before, during or after the action (default before)"),
@@ -74,7 +74,7 @@ EVERY = Mapped(
 TARGET = Mapped(
     {
         "pipeline": FormEntry(whole(), "the pipeline of a slot"),
-        "stage": FormEntry(whole(), "the stage of a slot: the worker that owns it at that moment"),
+        "stage": FormEntry(whole(), "the stage, or the block, of a slot: the worker that owns it at that moment"),
         "worker": FormEntry(whole(), "a worker by its number"),
         "role": FormEntry(choice("random", *ROLES), "the worker with this role at that moment; random is drawn before"),
         "count": FormEntry(whole(1), "victims that are struck at the same moment (default 1)"),

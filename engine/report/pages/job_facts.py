@@ -17,7 +17,7 @@ def job_line(job: Job) -> str:
     per_worker = f", {job.stages_per_worker} per worker" if job.stages_per_worker > 1 else ""
     parts = [
         f"model {job.model} on data {job.data}",
-        f"{pipelines}{counted(job.stages, 'stage')}{per_worker}",
+        f"{pipelines}{job.cut}{per_worker}",
         f"schedule {name_of(job.schedule)}",
         f"{counted(job.microbatches, 'microbatch', 'microbatches')} of {job.microbatch_size}",
         f"redundancy {job.redundancy}",

@@ -126,16 +126,14 @@ def _history(run: RunTables) -> pd.DataFrame:
 
 
 def _workers(run: RunTables) -> pd.DataFrame:
-    one_pipeline = run.job.pipelines == 1
     gained = {
-        heir: slots_text(of[["pipeline", "stage"]].to_numpy(), one_pipeline)
-        for heir, of in run.takeovers.groupby("heir")
+        heir: slots_text(of[["pipeline", "stage"]].to_numpy(), run.job) for heir, of in run.takeovers.groupby("heir")
     }
     slots = [[list(map(int, each.split("."))) for each in text.split()] for text in run.workers["slots"]]
     return pd.DataFrame(
         {
             "worker": run.workers["worker"],
-            "stages": [slots_text(each, one_pipeline) for each in slots],
+            f"{run.job.slot_noun}s": [slots_text(each, run.job) for each in slots],
             "took over": run.workers["worker"].map(gained),
             "end": run.workers["state"],
             "at, s": run.workers["end_ms"].map(_seconds),

@@ -50,9 +50,8 @@ def _heirs(run: RunTables, place: int) -> str:
     begins = [*run.recovery["begin_ms"], float("inf")]
     since = run.takeovers["from_ms"]
     taken = run.takeovers[(since >= begins[place]) & (since < begins[place + 1])]
-    one_pipeline = run.job.pipelines == 1
     return "; ".join(
-        f"worker {heir}: {slots_text(of[['pipeline', 'stage']].to_numpy(), one_pipeline)}"
+        f"worker {heir}: {slots_text(of[['pipeline', 'stage']].to_numpy(), run.job)}"
         for heir, of in taken.groupby("heir")
     )
 

@@ -42,20 +42,18 @@ from engine.report.pages.words import definition
 _OPS = [op for op, row in OP_TABLE.items() if row.work and row.stands is not Stands.AGAIN]
 _COLOURS = (SKY, ORANGE, YELLOW, GREEN)
 _LINES = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, GREY)
-_UNIT = (
-    "A unit is a forward of one stage; a backward takes two, or one for each of its parts. Numbers are microbatches."
-)
+_UNIT = "A unit is a forward of one {}; a backward takes two, or one for each of its parts. Numbers are microbatches."
 _DARKEST = 255
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def schedule_page(job: Job) -> str:
-    """Returns the page as HTML; the unit of time is a forward of one stage, and a backward takes two units."""
+    """Returns the page as HTML; the unit of time is a forward of one slot, and a backward takes two units."""
     program, ownership = initial_program(job)
     run = dry_run(program, ownership)
     idle = bubbles(run)
     name = name_of(job.schedule)
-    shape = f"{counted(job.stages, 'stage')}, {counted(job.microbatches, 'microbatch', 'microbatches')}"
+    shape = f"{job.cut}, {counted(job.microbatches, 'microbatch', 'microbatches')}"
     all_alike = max(idle.values()) - min(idle.values()) < 0.005
     waits = (
         f"each worker waits {run.bubble:.0%} of them"
@@ -63,19 +61,20 @@ def schedule_page(job: Job) -> str:
         else f"a worker waits {run.bubble:.0%} of them on average"
     )
     told = f"{name}, {shape}: {counted(run.makespan, 'unit')}, {waits}".replace("%", " %")
+    stashed = "microbatches" if job.blocks == 1 else "microbatches of a block"
     tiles: list[Tile] = [
         ("length", f"{run.makespan:g}", "units"),
         ("bubble", f"{run.bubble:.1%}".replace("%", " %"), "of the time"),
-        ("peak stashed activations", f"{max(run.peak_stash.values())}", "microbatches, on one worker"),
-        ("workers", f"{len(idle)}", f"for {counted(job.stages * job.pipelines, 'stage')}"),
+        ("peak stashed activations", f"{max(run.peak_stash.values())}", f"{stashed}, on one worker"),
+        ("workers", f"{len(idle)}", f"for {counted(job.slots * job.pipelines, job.slot_noun)}"),
     ]
     if job.redundancy == "eager":
         tiles.append(("redundant forwards", f"{over_none(run, job.schedule, ownership):.1%}", "longer than none"))
-    slots = {worker: slots_text(ownership.slots_of(worker), job.pipelines == 1) for worker in idle}
+    slots = {worker: slots_text(ownership.slots_of(worker), job) for worker in idle}
     table = pd.DataFrame(
         {
             "worker": list(idle),
-            "stages": [slots[worker] for worker in idle],
+            f"{job.slot_noun}s": [slots[worker] for worker in idle],
             "waits, % of the time": [100 * share for share in idle.values()],
             "peak stashed activations": [run.peak_stash[worker] for worker in idle],
         }
@@ -87,7 +86,8 @@ def schedule_page(job: Job) -> str:
         "phase_colours": {},
     }
     sections = asset("schedule.html").replace("$workers", html_table(table))
-    heading = Heading("bamboo schedule", name, "open", told, tiles, facts=[_UNIT, f"Redundancy {job.redundancy}."])
+    facts = [_UNIT.format(job.slot_noun), f"Redundancy {job.redundancy}."]
+    heading = Heading("bamboo schedule", name, "open", told, tiles, facts=facts)
     return framed(heading, sections, data)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from engine.core.texts import numbered
+from engine.core.config.job import Job
+from engine.core.texts import spans
 from engine.report.action_arrays import KINDS
 from engine.report.load import RunTables
 from engine.report.pages.words import definition
@@ -106,34 +107,34 @@ def _of_others(actions: pd.DataFrame, run: RunTables) -> pd.Series:
 
 def _worker(row: Any, run: RunTables) -> dict[str, Any]:
     """Returns the line of a worker: its name, its first slots, the slots that it took over, and its end."""
-    one_pipeline = run.job.pipelines == 1
     slots = [tuple(map(int, each.split("."))) for each in row.slots.split()]
     lost = run.takeovers[run.takeovers["before"] == row.worker]
     gained = run.takeovers[run.takeovers["heir"] == row.worker]
     also = []
     for (from_ms, before), each in gained.groupby(["from_ms", "before"]):
-        taken = slots_text(each[["pipeline", "stage"]].to_numpy(), one_pipeline)
+        taken = slots_text(each[["pipeline", "stage"]].to_numpy(), run.job)
         also.append(f"from {from_ms / 1e3:.1f} s also {taken} (of worker {before})")
     is_gone = row.state not in ("finished", "stopped", "running")
     heirs = [f"worker {heir}" for heir in dict.fromkeys(lost["heir"])]
     goes_on = f"; {' and '.join(heirs)} took over" if heirs else ""
     return {
         "worker": row.worker,
-        "slots": slots_text(slots, one_pipeline),
+        "slots": slots_text(slots, run.job),
         "also": also,
-        "also_short": f"+ {slots_text(gained[['pipeline', 'stage']].to_numpy(), one_pipeline)}" if len(gained) else "",
+        "also_short": f"+ {slots_text(gained[['pipeline', 'stage']].to_numpy(), run.job)}" if len(gained) else "",
         "state": f"{row.state}{goes_on}",
         "end": row.end_ms if is_gone else None,
     }
 
 
-def slots_text(slots: Iterable[Sequence[int]], one_pipeline: bool) -> str:
-    """Returns slots in words, such as ``stages 0, 7`` or, beside other pipelines, ``stage 1 of pipeline 0``."""
-    by_pipeline: dict[int, list[str]] = {}
+def slots_text(slots: Iterable[Sequence[int]], job: Job) -> str:
+    """Returns slots of a job in words: ``stages 0, 7``, ``blocks 0-3``, beside others ``stage 1 of pipeline 0``."""
+    by_pipeline: dict[int, list[int]] = {}
     for pipeline, stage in slots:
-        by_pipeline.setdefault(pipeline, []).append(str(stage))
+        by_pipeline.setdefault(int(pipeline), []).append(int(stage))
     return ", ".join(
-        numbered("stage", stages) + ("" if one_pipeline else f" of pipeline {pipeline}")
+        f"{job.slot_noun}{'s' if len(stages) > 1 else ''} {', '.join(spans(stages))}"
+        + ("" if job.pipelines == 1 else f" of pipeline {pipeline}")
         for pipeline, stages in by_pipeline.items()
     )
 

@@ -22,6 +22,7 @@ _SAME = {
     "took over": "heir",
     "waits, % of the time": "bubble",
     "stages": "stage",
+    "blocks": "block",
     "actions": "action",
     "last action": "action",
     "redundant forwards": "redundancy",

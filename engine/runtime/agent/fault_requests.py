@@ -201,7 +201,7 @@ def _is_victim(victim: Victim, job: Job, workers: Collection[int]) -> bool:
 
 
 def _is_slot(pipeline: Any, stage: Any, job: Job) -> bool:
-    return _is_count(pipeline, job.pipelines) and _is_count(stage, job.stages)
+    return _is_count(pipeline, job.pipelines) and _is_count(stage, job.slots)
 
 
 def _is_count(value: Any, below: int) -> bool:

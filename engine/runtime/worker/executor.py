@@ -232,7 +232,7 @@ class Executor:
             self._loader.prepare(self.step, forward)
 
     def _takes_data(self, action: Action) -> bool:
-        return action.op in (Op.F, Op.REDO_F) and action.stage in (0, self.context.job.stages - 1)
+        return action.op in (Op.F, Op.REDO_F) and action.stage in (0, self.context.job.slots - 1)
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]

@@ -113,7 +113,7 @@ class MicrobatchLoader:
                 name, how = named(microbatch, pipeline, step), "when they are loaded again"
                 raise UserError([another(self._job.data, name, (known, mark), how)])
             of_first, of_last = [(batch.inputs, inputs)], [(batch.targets, targets)]
-            used = of_first * (stage == 0) + of_last * (stage == self._job.stages - 1)
+            used = of_first * (stage == 0) + of_last * (stage == self._job.slots - 1)
             self._used[pipeline, stage, microbatch] = used
         return batch
 

@@ -91,7 +91,7 @@ class PureCheck:
         Raises UserError with all impure layers, and the data if they are impure.
         """
         with set_back():
-            loads = 0 in stages or self.job.stages - 1 in stages
+            loads = 0 in stages or self.job.slots - 1 in stages
             if loads:
                 self._batches = self._data_trial.first()
             for stage, twice in stages.items():

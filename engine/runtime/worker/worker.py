@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from engine.core.config.partition import partition
 from engine.core.errors import BambooError, ExitCode, Problem, TransferFailedError, UserError, ensure
 from engine.core.faults.fault import from_plain
 from engine.core.history.step_files import span_of
-from engine.core.ownership import Grid, Ownership
+from engine.core.ownership import Ownership
 from engine.core.process_messages import UnprovenMessage
 from engine.core.random_key import random_key
 from engine.core.worker.inputs import NoticeGiven, Told
@@ -204,7 +205,7 @@ def join(
         notes = unmeasured(job, model, data)
         control.send(messages.CutMessage(_partition(job, model, data), names, data.num_samples, notes))
     starts = control.take(messages.PartitionMessage).starts
-    grid = Grid(job.stages, job.microbatches, job.pipelines, tied_stages(model.ties, starts))
+    grid = replace(job.grid, ties=tied_stages(model.ties, starts))
     ownership = Ownership(grid, owners, welcome.shadows)
     replicas = Replicas(job, model, starts, ownership.held_by(worker))
     if given is not None:
@@ -224,8 +225,9 @@ def join(
 
 def _partition(job: Job, model: Model, data: Data) -> tuple[int, ...]:
     kinds = [layer.kind for layer in model.layers]
-    is_weighed = job.stages <= len(kinds) and job.partition in ("parameters", "profile")
-    return partition(job.partition, job.stages, kinds, weigh_layers(job, model, data) if is_weighed else ())
+    is_weighed = job.slots <= len(kinds) and job.partition in ("parameters", "profile")
+    weights = weigh_layers(job, model, data) if is_weighed else ()
+    return partition(job.partition, job.stages, kinds, weights, job.blocks)
 
 
 def _learn_borders(
