@@ -31,7 +31,7 @@ schedule = typer.Typer(
 )
 
 # This schedule accepts every number of stages per worker; the job's own may not.
-_OF_ANY_SIZE = {"schedule": "interleaved", "placement": "auto"}
+_OF_ANY_SIZE = {"schedule": "interleaved", "placement": "auto", "blocks": "1"}
 _SLOW = 8000  # stages times microbatches: larger comparisons take longer than a second
 _takes_job = partial(takes_job, program_only=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
