@@ -59,7 +59,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One job and its faults. With `spread` 0 all delays are usual; above 0 they are drawn from the seed."""
+    """One job and its faults. With `spread` 0 all delays are usual; above 0 they are drawn from the seed.
+
+    With more than one of `blocks` in a stage of the job, `stages` counts blocks.
+    """
 
     stages: int = 4
     microbatches: int = 4
@@ -68,6 +71,7 @@ class Case:
     level: int = 1
     schedule: str = "1f1b"
     stages_per_worker: int = 1
+    blocks: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
     validate_every: int = 0
@@ -77,6 +81,11 @@ class Case:
     spread: int = 0
     faults: tuple[Fault, ...] = ()
     deaths: tuple[int, ...] = ()  # of coordinators, each at one of its moments
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers before any failure."""
+        return self.stages // self.blocks // self.stages_per_worker * self.pipelines
 
     def text(self) -> str:
         """Returns the case as one line of JSON, without default values."""

@@ -34,10 +34,12 @@ def job_of(
     steps: int,
     validate_every: int,
     keep_every: int = 0,
+    blocks: int = 1,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
-        stages=stages,
+        stages=stages // blocks,
+        blocks=blocks,
         pipelines=pipelines,
         microbatches=microbatches,
         steps=steps,

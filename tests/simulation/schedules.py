@@ -107,7 +107,7 @@ def random_link_fault(number: int) -> Case:
     rng = Random(number)  # noqa: S311
     case = random_case(number)
     kind, length = rng.choice(_LINK_FAULTS)
-    worker = rng.randrange(case.stages // case.stages_per_worker * case.pipelines)
+    worker = rng.randrange(case.num_workers)
     broken = Fault(worker, "moment", rng.randint(4, 12 * case.microbatches * case.steps), kind, length)
     return replace(
         case, faults=(broken, *case.faults[: rng.choice((0, 1, 1))]), deaths=case.deaths[: rng.choice((0, 1))]
@@ -186,6 +186,8 @@ def random_case(number: int) -> Case:
     )
     if stages % 2 == 0 and rng.random() < 0.25:
         case = replace(case, stages_per_worker=2, schedule=rng.choice(("interleaved", "zbv")))
+    elif stages in (4, 6) and Random(f"blocks of {number}").random() < 0.3:  # noqa: S311
+        case = replace(case, blocks=2)
     faults = _faults(case, rng)
     deaths = tuple(rng.randint(1, 20 * case.steps * stages) for _ in range(rng.choice((0, 0, 0, 1, 1, 2))))
     case = replace(case, deaths=deaths, validate_every=rng.choice((0, 0, 0, 1, 2)))
@@ -194,7 +196,7 @@ def random_case(number: int) -> Case:
 
 
 def _faults(case: Case, rng: Random) -> tuple[Fault, ...]:
-    workers = list(range(case.stages // case.stages_per_worker * case.pipelines))
+    workers = list(range(case.num_workers))
     rng.shuffle(workers)
     until_the_last = rng.random() < 0.2
     count = len(workers) - 1 if until_the_last else min(len(workers), rng.choice((1, 2, 2, 3)))

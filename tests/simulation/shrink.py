@@ -35,10 +35,11 @@ def _smaller(case: Case) -> Iterator[Case]:
     yield from _fewer_deaths(case)
     if case.pipelines > 1:
         yield replace(case, pipelines=case.pipelines - 1)
-    if case.stages > case.stages_per_worker:
-        yield replace(case, stages=case.stages - case.stages_per_worker, ties=())
-    if case.stages_per_worker > 1:
-        yield replace(case, stages_per_worker=1, schedule="gpipe")
+    of_worker = case.stages_per_worker * case.blocks
+    if case.stages > of_worker:
+        yield replace(case, stages=case.stages - of_worker, ties=())
+    if of_worker > 1:
+        yield replace(case, stages_per_worker=1, blocks=1, schedule="gpipe")
     for field in ("microbatches", "steps", "level"):
         value = getattr(case, field)
         if value > 1:

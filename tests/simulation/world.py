@@ -72,7 +72,7 @@ class World:
         self.trace = 0
         self.turns: set[str] = set()  # the rare events that have happened
         self.next_tick = 0
-        grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties)
+        grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties, case.blocks)
         self.retains = case.redundancy != "none" or case.pipelines > 1
         how = (case.redundancy, case.level, case.stages_per_worker, case.schedule)
         self.ownership = first_ownership(grid, *how)
@@ -80,6 +80,7 @@ class World:
             *(case.stages, case.pipelines, case.microbatches, case.redundancy, case.level, case.steps),
             case.validate_every,
             case.keep_every,
+            case.blocks,
         )
         self.grid = grid
         self.members = self.ownership.workers()
