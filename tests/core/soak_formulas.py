@@ -1,11 +1,13 @@
-"""``python -m tests.core.soak_formulas``: the dry run of every schedule meets its formulas on the whole grid.
+"""``python -m tests.core.soak_formulas``: the dry run of every schedule, and of runs of blocks, meets its formulas.
 
-The tests have a rule of their own do all of that grid, in less time, and compare the dry run with it on a part.
+It takes the whole grid. The tests have a rule of their own do all of that grid, in less time, and compare the dry run
+with it on a part.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import product
 from time import process_time
 
 from engine.core.ownership import Grid, fresh
@@ -13,6 +15,7 @@ from engine.core.program.build import on_owners
 from engine.core.program.dry_run import dry_run
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.schedules.registry import SCHEDULES
+from tests.core.test_list_scheduler import disagreement_of_runs
 from tests.core.test_schedule_formulas import LISTS, disagreement, shapes
 
 
@@ -32,6 +35,18 @@ def main() -> int:
             f"{name}: {len(grid):,} shapes in {process_time() - begun:,.0f} s of CPU time: every formula is met",
             flush=True,
         )
+    return _runs_of_blocks()
+
+
+def _runs_of_blocks() -> int:
+    begun, num_shapes = process_time(), 0
+    for workers, blocks in product(range(2, 17), range(1, 9)):
+        for microbatches in range(workers, 65):
+            num_shapes += 1
+            if problem := disagreement_of_runs(workers, blocks, microbatches):
+                print(problem, flush=True)
+                return 1
+    print(f"runs of blocks: {num_shapes:,} shapes in {process_time() - begun:,.0f} s of CPU time: as 1f1b", flush=True)
     return 0
 
 

@@ -8,7 +8,7 @@ from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program.dry_run import dry_run
-from engine.core.program.list_scheduler import merged_compute, starts
+from engine.core.program.list_scheduler import in_flight, merged_compute, starts
 from engine.core.program.transfer_pass import with_transfers
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain
@@ -77,3 +77,69 @@ def test_a_free_worker_takes_its_lowest_ready_task() -> None:
 def test_tasks_in_a_circle_are_a_bug() -> None:
     with pytest.raises(InvariantError, match="circle"):
         starts([0, 1], [1, 1], [[1], [0]])
+
+
+def in_runs(microbatches: int, *lengths: int) -> Ownership:
+    """Returns the ownership in which worker n owns the nth run, of that many blocks."""
+    owners = tuple(worker for worker, length in enumerate(lengths) for _ in range(length))
+    return Ownership(Grid(len(owners), microbatches), owners)
+
+
+def length_of(ownership: Ownership) -> float:
+    """Returns the time of a step in list order."""
+    return dry_run(with_transfers(merged_compute(ownership), ownership), ownership).makespan
+
+
+def disagreement_of_runs(workers: int, blocks: int, microbatches: int) -> str:
+    """Returns what the step of workers with as many blocks each has unlike 1F1B with one stage each; "" if nothing."""
+    ownership = in_runs(microbatches, *[blocks] * workers)
+    run = dry_run(with_transfers(merged_compute(ownership), ownership), ownership)
+    length = (microbatches + workers - 1) * _FORWARD_AND_BACKWARD * blocks
+    stash = [min(microbatches, workers - worker) * blocks for worker in range(workers)]
+    if (run.makespan, [*run.peak_stash.values()]) == (length, stash):
+        return ""
+    shape = f"{workers} workers with {blocks} blocks each, {microbatches} microbatches"
+    return f"{shape}: time {run.makespan}, stash {run.peak_stash}, instead of {length}, {stash}"
+
+
+@pytest.mark.parametrize("blocks", range(2, 9))
+def test_runs_of_blocks_take_the_time_and_the_stash_of_one_forward_one_backward(blocks: int) -> None:
+    """`make soak-formulas` has all of W in 2..16 and M in W..64."""
+    for workers, microbatches in ((2, 2), (2, 7), (3, 8), (4, 5), (5, 10), (7, 7), (8, 12)):
+        assert not disagreement_of_runs(workers, blocks, microbatches)
+
+
+def test_two_neighbours_share_the_blocks_of_one_that_leaves() -> None:
+    assert length_of(in_runs(8, 4, 4, 4)) == 120
+    assert length_of(in_runs(8, 6, 6)) == 162
+    assert length_of(in_runs(8, 8, 4)) == 192, "one neighbour alone"
+
+
+def test_the_window_is_in_runs_and_one_more_where_a_run_is_longer_than_another() -> None:
+    def windows(*owners: int) -> list[int]:
+        return list(in_flight(Ownership(Grid(len(owners), 8), owners)).values())
+
+    assert windows(0, 0, 1, 1, 2, 2) == [3, 3, 2, 2, 1, 1]
+    assert windows(0, 0, 2, 3) == [4, 3, 2, 1], (
+        "as with one slot each: its neighbour keeps what the dead one would have"
+    )
+    assert windows(0, 0, 0, 0, 1, 1) == [3, 3, 2, 2, 1, 1]
+    assert windows(0, 1, 1, 1, 1, 0) == [4, 3, 3, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("workers", "length"), [(8, 99), (7, 118), (6, 120), (5, 138), (4, 162)])
+def test_fewer_workers_own_the_blocks_of_two_pipelines(workers: int, length: int) -> None:
+    """Two pipelines of twelve layers; what eight workers do in 99."""
+    grid = Grid(12, 8, pipelines=2)
+    owners = tuple(place * workers // 24 for place in range(24))
+    assert length_of(Ownership(grid, owners)) <= length
+
+
+@pytest.mark.parametrize("workers", range(3, 9))
+def test_without_one_worker_the_others_share_its_work(workers: int) -> None:
+    """Four blocks each; the longer runs come first, since the first runs wait least."""
+    grid = Grid(4 * workers, 4 * workers)
+    each, more = divmod(grid.stages, workers - 1)
+    before = length_of(in_runs(grid.microbatches, *[4] * workers))
+    after = length_of(in_runs(grid.microbatches, *[each + 1] * more, *[each] * (workers - 1 - more)))
+    assert after <= 1.10 * workers / (workers - 1) * before

@@ -69,7 +69,7 @@ def test_gradient_of_a_backward_that_was_added_is_redone_for_the_input_only() ->
     """Worker 1 has added both of stage 1; worker 0 has died with the gradients, its heir adds from the first."""
     held = Inventory(1, 5, _BOTH, {(0, 1): 2}, {(0, 1): 2}, values=_values(Kind.RESIDUAL, 1, 0, 1))
     plan = make_plan(PlanInput(2, 4, Ownership(Grid(2, 2), (1, 1)), (held,)))
-    assert _compute(plan.program) == "1: 0F0 0F1 1I0 0B0 1I1 0B1"
+    assert _compute(plan.program) == "1: 0F0 1I0 0B0 0F1 1I1 0B1"
 
 
 def test_weights_part_alone_when_the_input_part_was_done() -> None:

@@ -87,11 +87,12 @@ def test_planner_redoes_forwards_that_an_heir_has_not_counted(monkeypatch: pytes
     left = lineage.tasks_left
 
     def tasks_left(ownership: Ownership, held: Any, done: Any) -> Any:
-        def redone(task: Action) -> bool:
-            return task.op is Op.F and (task.pipeline, task.stage) in done
+        def redone(task: Action) -> Action:
+            is_redone = task.op is Op.F and (task.pipeline, task.stage) in done
+            return task._replace(op=Op.REDO_F) if is_redone else task
 
         tasks = left(ownership, held, done)
-        return {task._replace(op=Op.REDO_F) if redone(task) else task: given for task, given in tasks.items()}
+        return {redone(task): [*map(redone, before)] for task, before in tasks.items()}
 
     monkeypatch.setattr(recovery, "tasks_left", tasks_left)
     monkeypatch.setattr(plans, "check_plan", lambda given, plan: None)
@@ -104,8 +105,10 @@ def test_planner_redoes_what_counted_already(monkeypatch: pytest.MonkeyPatch) ->
     left = lineage.tasks_left
 
     def tasks_left(*words: Any) -> Any:
-        tasks = left(*words)
-        return {task._replace(op=Op.B) if task.op is Op.I else task: given for task, given in tasks.items()}
+        def whole(task: Action) -> Action:
+            return task._replace(op=Op.B) if task.op is Op.I else task
+
+        return {whole(task): [*map(whole, before)] for task, before in left(*words).items()}
 
     monkeypatch.setattr(recovery, "tasks_left", tasks_left)
     caught(redone(), "the plan computes")

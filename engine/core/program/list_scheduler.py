@@ -1,9 +1,13 @@
 """List scheduling: from tasks and their predecessors to an order on each worker.
 
 The forwards of a slot run in microbatch order, and so do its backwards. A forward of microbatch m waits for the
-backward of ``m - (P - stage)``, so a slot keeps no more residuals than under 1F1B. This cannot deadlock: a microbatch
-waits for itself and for earlier ones only. A free worker takes its best ready task: forwards first, then by microbatch,
-then later stages first. With that limit, forwards first *is* 1F1B on a worker with one slot:
+backward of m - w, so a slot keeps the residuals of w microbatches. This cannot deadlock: a microbatch waits for itself
+and for earlier ones only. The window w counts runs, from the slot to the end of its pipeline; a run is the consecutive
+slots of one owner. So equal runs take the time of 1F1B with one slot each, and keep as much. A run that is longer than
+another one would wait while the pipeline fills, so its window is one more, if as many runs of the shortest length fit.
+
+A free worker takes its best ready task: forwards first, then by microbatch, then later stages first. With that limit,
+forwards first *is* 1F1B on a worker with one slot:
 
     stage 0   F0 F1 F2 .  .  B0 F3 B1 ...
     stage 1   .  F0 F1 .  B0 F2 B1 ...
@@ -18,12 +22,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
+from itertools import groupby
 
 from engine.core.action import FORWARD_OPS, OP_TABLE, Action, Op
 from engine.core.errors import ensure
 from engine.core.op_row import Work
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dependencies import makes
 from engine.core.program.remaining_tasks import Tasks, tasks_left
 
 
@@ -49,12 +53,13 @@ def merged_compute(ownership: Ownership) -> dict[int, tuple[Action, ...]]:
 def list_schedule(
     tasks: Tasks, ownership: Ownership, first: Collection[Action] = frozenset()
 ) -> dict[int, tuple[Action, ...]]:
-    """Returns the tasks of each owner in order; `tasks` gives for each the values that another task must make first.
+    """Returns the tasks of each owner in order; `tasks` gives for each the tasks that make what it needs.
 
     A ready task of `first` comes before a ready task outside it.
     """
     order = sorted(tasks, key=lambda action: (action not in first, _priority(action)))
-    workers = [ownership.owner(action.pipeline, action.stage) for action in order]
+    owners = {slot: ownership.owner(*slot) for slot in ownership.grid.slots()}
+    workers = [owners[pipeline, stage] for stage, _, _, pipeline in order]
     program: dict[int, list[Action]] = {worker: [] for worker in sorted(set(workers))}
     started, _ = starts(workers, [COSTS[action.op] for action in order], _predecessors(order, tasks, ownership))
     for number in started:
@@ -67,27 +72,38 @@ def _priority(action: Action) -> tuple[bool, int, int, int, Op]:
     return op not in FORWARD_OPS, microbatch, -stage, pipeline, op
 
 
+def in_flight(ownership: Ownership) -> dict[Slot, int]:
+    """Returns for each slot how many microbatches may be between their forward and their backward on it."""
+    stages, found = ownership.grid.stages, {}
+    for pipeline in range(ownership.grid.pipelines):
+        owners = ownership.owners[pipeline * stages : (pipeline + 1) * stages]
+        lengths = [len(tuple(run)) for _, run in groupby(owners)]
+        first = 0
+        for number, length in enumerate(lengths):
+            for stage in range(first, first + length):
+                found[pipeline, stage] = min(len(lengths) - number + 1, -(-(stages - stage) // min(lengths)))
+            first += length
+    return found
+
+
 def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -> list[list[int]]:
     """Returns for each task the numbers of the tasks that must end before it starts."""
-    maker = {
-        value: number
-        for number, action in enumerate(order)
-        for _, value in makes(action, ownership.owner(action.pipeline, action.stage), ownership)
-    }
-    lists: tuple[dict[Slot, list[int]], dict[Slot, list[int]]] = ({}, {})
-    found = [[maker[value] for _, value in tasks[action] if value in maker] for action in order]
-    for number in sorted(range(len(order)), key=lambda number: order[number].microbatch):
-        action = order[number]
-        ahead = lists[action.op in FORWARD_OPS].setdefault((action.pipeline, action.stage), [])
+    number_of = {action: number for number, action in enumerate(order)}
+    found = [[number_of[each] for each in tasks[action]] for action in order]
+    forwards: dict[Slot, list[int]] = {}
+    backwards: dict[Slot, list[int]] = {}
+    for number in sorted(range(len(order)), key=[action.microbatch for action in order].__getitem__):
+        stage, op, _, pipeline = order[number]
+        ahead = (forwards if op in FORWARD_OPS else backwards).setdefault((pipeline, stage), [])
         if ahead:
             found[number].append(ahead[-1])
         ahead.append(number)
-    backwards, forwards = lists
+    windows = in_flight(ownership)
     for slot, numbers in forwards.items():
         following = backwards.get(slot, [])
         microbatches = [order[number].microbatch for number in following]
         for number in numbers:
-            before = bisect_right(microbatches, order[number].microbatch - (ownership.grid.stages - slot[1]))
+            before = bisect_right(microbatches, order[number].microbatch - windows[slot])
             if before:
                 found[number].append(following[before - 1])
     return found

@@ -17,45 +17,43 @@ other from the step boundary on. This holds for a slot that is done too: its opt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
+from itertools import repeat
 
-from engine.core.action import Action, Op
+from engine.core.action import Action, Op, make_action
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import needs
-from engine.core.value import Held, Kind, Value
+from engine.core.value import Held, Kind
 
 SENT_BY_SLOT = frozenset({Kind.ACTIVATION, Kind.GRADIENT})  # they go from slot to slot; one copy is enough
 
-Tasks = dict[Action, tuple[Held, ...]]
+Tasks = dict[Action, list[Action]]
+_Makers = Sequence[Action | None]  # by index of the value; None if the value is there
 
 
 def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collection[Slot] = ()) -> Tasks:
-    """Returns the compute actions that are left, each with the values that another one of them must make first.
+    """Returns the compute actions that are left, each with the ones that make a value that it needs.
 
     `done` are the slots whose owner holds the inputs of the optimizer step. For a counter `held` has the last index
     only. Each action belongs to the owner of its slot.
     """
-    last = ownership.grid.microbatches - 1
-    there = frozenset(held)
-    anywhere = frozenset(value for _, value in held if value.kind in SENT_BY_SLOT)
-    how = _how_to_make(ownership, held, there, done)
+    makers = _MakersOfValues(ownership, held, done)
+    lines: dict[tuple[int, Op, bool, int], list[tuple[_Makers, int]]] = {}  # the first microbatch may need fewer values
     tasks: Tasks = {}
-    wanted = [
-        (ownership.owner(*slot), Value(kind, *slot, last))
-        for slot in ownership.grid.slots()
-        if slot not in done
-        for kind in (Kind.COUNTED, Kind.ADDED)
-    ]
-    wanted = [need for need in wanted if need not in there]
+    counters = (makers[kind, *slot] for slot in ownership.grid.slots() if slot not in done for kind in _COUNTERS)
+    wanted = [makes[-1] for makes in counters if makes[-1] is not None]
     while wanted:
-        action = how(wanted.pop()[1])
+        action = wanted.pop()
         if action in tasks:
             continue
-        owner = ownership.owner(action.pipeline, action.stage)
-        tasks[action] = tuple(
-            need for need in needs(action, owner, ownership) if need not in there and need[1] not in anywhere
-        )
-        wanted += tasks[action]
+        stage, op, microbatch, pipeline = action
+        line = lines.get((stage, op, microbatch > 0, pipeline))
+        if line is None:
+            values = [value for _, value in needs(action, ownership.owner(pipeline, stage), ownership)]
+            line = [(makers[value[:3]], value.index - microbatch) for value in values]
+            lines[stage, op, microbatch > 0, pipeline] = line
+        tasks[action] = before = [each for makes, more in line if (each := makes[microbatch + more]) is not None]
+        wanted += before
     return tasks
 
 
@@ -70,22 +68,34 @@ def progress_of(
     return progress
 
 
-def _how_to_make(
-    ownership: Ownership, held: Collection[Held], there: Collection[Held], done: Collection[Slot]
-) -> Callable[[Value], Action]:
-    """Returns the rule that gives the action by which the owner of a slot makes a value; counters decide it."""
-    progress = progress_of(ownership, held, done)
+_COUNTERS = (Kind.COUNTED, Kind.ADDED)
 
-    def how(value: Value) -> Action:
-        kind, pipeline, stage, microbatch = value
+
+class _MakersOfValues(dict[tuple[Kind, int, int], _Makers]):
+    """The actions by which the owner of a slot makes its values, by kind, pipeline and stage; counters decide them."""
+
+    def __init__(self, ownership: Ownership, held: Collection[Held], done: Collection[Slot]):
+        self._all = range(ownership.grid.microbatches)
+        self._progress = progress_of(ownership, held, done)
+        self._there: dict[tuple[Kind, int, int], set[int]] = {}
+        for place, (kind, pipeline, stage, index) in held:
+            if kind in SENT_BY_SLOT or place == ownership.owner(pipeline, stage):
+                self._there.setdefault((kind, pipeline, stage), set()).add(index)
+
+    def __missing__(self, key: tuple[Kind, int, int]) -> _Makers:
+        _, pipeline, stage = key
+        there = self._there.get(key, ())
+        actions = map(make_action, repeat(stage), self._ops(*key), self._all, repeat(pipeline))
+        self[key] = found = [None if action.microbatch in there else action for action in actions]
+        return found
+
+    def _ops(self, kind: Kind, pipeline: int, stage: int) -> list[Op]:
         if kind in (Kind.ACTIVATION, Kind.RESIDUAL, Kind.COUNTED):
-            again = microbatch < progress.get((Kind.COUNTED, pipeline, stage), 0)
-            return Action(stage, Op.REDO_F if again else Op.F, microbatch, pipeline)
+            counted = self._progress.get((Kind.COUNTED, pipeline, stage), 0)
+            return [Op.REDO_F if each < counted else Op.F for each in self._all]
         # If the owner has run the backward for the input, it has only the one for the weights left.
-        split = (ownership.owner(pipeline, stage), Value(Kind.PENDING, pipeline, stage, microbatch)) in there
+        split = self._there.get((Kind.PENDING, pipeline, stage), ())
         if kind is Kind.ADDED:
-            return Action(stage, Op.W if split else Op.B, microbatch, pipeline)
-        again = split or microbatch < progress.get((Kind.ADDED, pipeline, stage), 0)
-        return Action(stage, Op.I if again else Op.B, microbatch, pipeline)
-
-    return how
+            return [Op.W if each in split else Op.B for each in self._all]
+        added = self._progress.get((Kind.ADDED, pipeline, stage), 0)
+        return [Op.I if each < added or each in split else Op.B for each in self._all]
