@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,39 @@ class Weighted(nn.Module):
         return (self.weight * scale * (self.b(hidden) - labels).square()).mean() + 0.1 * hidden.square().mean()
 
 
-RUNS = [OwnGradient, Modes, Routed, Recurrent, InPlace, Parametrized, Weighted]
+class Counting(nn.Module):
+    """Counts its calls in an attribute, which changes nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(32, 32), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+class Remembering(Base):
+    """Keeps what each forward makes anew, tells once, and has a submodule that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting, self.norm = Counting(), nn.BatchNorm1d(32)
+        self.mask: Tensor | None = None
+        self.hidden: list[Tensor] = []
+        self.has_told = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_told:
+            self.has_told = True
+        if self.mask is None:
+            self.mask = torch.ones(32)
+            self.mask[::2] = 0
+        self.hidden = [self.norm(self.counting(self.a(x)))]
+        return self.b(self.hidden[0] * self.mask)
+
+
+RUNS = [OwnGradient, Modes, Routed, Recurrent, InPlace, Parametrized, Weighted, Remembering]
 
 
 def built(factory: str, data: str = "synthetic", **fields: Any) -> tuple[Job, Model, Batch]:
@@ -213,6 +246,11 @@ class DrawsFromPython(Base):
         return self.b(self.a(x) * random.random())  # noqa: S311
 
 
+class DrawsFromNumpy(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * float(np.random.rand()))
+
+
 class HiddenParameter(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -256,16 +294,65 @@ class ExtraState(Base):
         return self.b(self.a(x))
 
 
+class CountsCalls(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * self._factor()
+
+    def _factor(self) -> float:
+        self.calls += 1  # here
+        return 1.0 / self.calls
+
+
+class GrowsList(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[torch.Size]] = {"shapes": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["shapes"].append(x.shape)  # here
+        return self.b(self.a(x))
+
+
+class FirstIsOther(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) if self.is_first else x
+        self.is_first = False  # here
+        return self.b(x)
+
+
+class Recalls(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.last * 0.9 + self.a(x).mean(0).detach()  # here
+        return self.b(self.a(x) + self.last)
+
+
 REFUSED: dict[type[nn.Module], str] = {
     Branch: r"`if x.sum\(\) > 0:  # here`: __bool__ gives Python a value .*torch.where.*submodule.*list of layers",
     ToNumpy: r"`return .*  # here`: numpy gives Python a value",
     Hooked: r"`hidden.register_hook\(.*  # here`: register_hook is called with a function",
     DrawsFromPython: "the forward draws from Python's random",
+    DrawsFromNumpy: "the forward draws from numpy's generator",
     HiddenParameter: r"`return .*  # here`: a tensor with gradients that is no parameter",
     OverwritesConstant: r"`self.count \+= 1  # here`: it overwrites a tensor that is no buffer",
     EarlyLabels: r"`return .*  # here`: 'b.weight' meets a value that depends on the targets .*give the targets as an",
     LabelsWithoutLoss: "expected a forward that takes targets and returns the loss, found NoneType as the loss of dict",
     OtherBorder: r"float32 \[4, 32\], float32 \[4, 32\] in training, float32 \[4, 32\] in evaluation, at the begin",
+    CountsCalls: r"in _factor: `self.calls \+= 1  # here`: the forward changes 'calls'.*register it as a buffer",
+    GrowsList: r"`self.seen\[\"shapes\"\].append\(x.shape\)  # here`: the forward changes 'seen'",
+    FirstIsOther: r"`self.is_first = False  # here`: the forward changes 'is_first'",
+    Recalls: r"`self.last = .*  # here`: the forward changes 'last'",
     ExtraState: "the extra state of 'ExtraState'",
 }
 
@@ -276,7 +363,7 @@ def test_what_cannot_be_recorded_is_refused_with_its_line(made: type[nn.Module])
         built(f"{__name__}:{made.__name__}")
     assert re.search(REFUSED[made], str(caught.value))
     if "# here" in REFUSED[made]:
-        assert re.search(r"test_ordinary_modules.py:\d+, in forward: ", str(caught.value))
+        assert re.search(r"test_ordinary_modules.py:\d+, in \w+: ", str(caught.value))
     assert torch.autograd.Function.__dict__["apply"].__func__.__module__ == "torch.autograd.function"
 
 

@@ -7,6 +7,7 @@ targets; the forward then returns the loss.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import random
 import sys
@@ -20,8 +21,9 @@ from engine.core.errors import Problem, UserError
 from engine.models.data import Columns
 from engine.models.layers import Batch, ModuleCopy, Tensors
 from engine.models.pytree import flatten, parts_of, unflatten
+from engine.models.traced.attributes import attributes_of, carried, difference, text_of
 from engine.models.traced.recorder import CallRecorder
-from engine.models.traced.recording import CodeLine, Trace, places_of
+from engine.models.traced.recording import CodeLine, LeafCall, Trace, places_of
 from engine.models.traced.refusal import UnrecordableError
 from engine.models.user_code import running
 
@@ -54,22 +56,41 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
         copied.eval()
     call = _bound(copied, example)
     before = {place.name: tensor for place, tensor in places_of(copied)}
+    attributes = attributes_of(copied)
     with _as_in_a_stage(example, is_training):
         recorder = CallRecorder(copied, call.inputs, call.targets, leaves)
         with running("the forward of the model", copied):
             result = recorder.run(lambda made: made(*call.args, **call.kwargs))
     recorder.note_buffers(before)
     trace = recorder.trace
-    chosen = _loss_in(result) if call.targets else _outputs_in(result)
-    trace.outputs = tuple(recorder.source(each) for each in chosen)
     trace.is_loss = bool(call.targets)
+    chosen = _chosen(result, trace.is_loss)
+    trace.outputs = tuple(recorder.source(each) for each in chosen)
     now = {place.name: tensor for place, tensor in places_of(copied)}
     trace.changed = frozenset(
         place.name
         for place, tensor in places_of(module)
         if place.is_buffer and (now[place.name] is not before[place.name] or not torch.equal(now[place.name], tensor))
     )
+    called = {each.function.path for each in trace.operations if isinstance(each.function, LeafCall)}
+    found = attributes_of(copied)
+    if changed := difference(attributes, found, called):
+        _restore_buffers(module, copied, before)
+        again = _bound(copied, example)
+        with _as_in_a_stage(example, is_training), running("the second forward of the model", copied):
+            outputs = _chosen(copied(*again.args, **again.kwargs), trace.is_loss)
+        changing = difference(found, attributes_of(copied), called)
+        if changing or text_of(outputs) != text_of(chosen):
+            raise carried(copied, (changing or changed)[0])
     return trace
+
+
+def _restore_buffers(module: nn.Module, copied: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Gives a copy of a module the buffers that it had `before` a forward, with their values."""
+    with torch.no_grad():
+        for place, value in places_of(module):
+            if place.is_buffer:
+                copied.get_submodule(place.holder)._buffers[place.key] = before[place.name].copy_(value)
 
 
 def _bound(module: nn.Module, example: Example) -> _Call:
@@ -107,10 +128,14 @@ def _as_in_a_stage(example: Example, is_training: bool) -> Iterator[None]:
 
 def _positions() -> dict[str, object]:
     found: dict[str, object] = {"Python's random": random.getstate()}
-    if numpy_random := sys.modules.get("numpy.random"):
-        name, keys, *others = numpy_random.get_state()
+    if "numpy" in sys.modules:  # numpy itself imports its generator with the first draw
+        name, keys, *others = importlib.import_module("numpy.random").get_state()
         found["numpy's generator"] = (name, keys.tobytes(), *others)
     return found
+
+
+def _chosen(result: Any, is_loss: bool) -> Tensors:
+    return _loss_in(result) if is_loss else _outputs_in(result)
 
 
 def _loss_in(result: Any) -> Tensors:
