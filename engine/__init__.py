@@ -59,7 +59,7 @@ redundancy: the rule that decides which replicas exist and how much work is done
 heal: to make the replica of a new shadow whole, by a copy of state or of accumulators.
 stream: the accumulators of an owner on their way to its shadows, in the middle of a step.
 log: the gradients of a step at the shadows, from which they take the same optimizer step.
-vote: the word of a replica that it holds all that a step needs.
+vote: the word of a replica that it holds all that a step needs; those of a worker are one message.
 ballot: the votes for one step, which commits when all of them are there.
 commit: the moment from which no failure can undo a step.
 member: a worker that belongs to the current epoch.

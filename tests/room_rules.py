@@ -89,7 +89,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
     | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints", "engine.files.jobs"}
-    | {"engine.core.faults", "engine.core.checks", "engine.runtime.store", "engine.runtime.faults"},
+    | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
+    | {"engine.runtime.faults"},
     "engine.bench": _HOST
     | _PLANS
     | _ARRAYS

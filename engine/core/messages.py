@@ -166,21 +166,6 @@ class HeartbeatMessage(ToAgent):
 
 
 @message
-class VoteMessage(ToAgent):
-    """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss."""
-
-    epoch: int
-    step: int
-    pipeline: int
-    stage: int
-    layers: tuple[int, ...] = ()
-    squared_norms: tuple[float, ...] = ()  # of the gradients of these layers
-    loss: float | None = None
-    loaded: tuple[int, ...] = ()  # microbatches, in a step with an audit
-    marks: tuple[str, ...] = ()  # of these microbatches
-
-
-@message
 class AuditMessage(ToAgent):
     """The hashes of some layers of a replica after a step: state, buffers, marks of the tensors of each up to it."""
 

@@ -11,6 +11,7 @@ from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.record import StampedRecord
 from engine.core.membership.events import Heard
 from engine.core.message_codec import Message, ToWorker
+from engine.core.recovery.vote import SlotVote, VoteMessage
 from tests.core.membership_cases import forming
 
 S = 1_000_000_000
@@ -49,7 +50,9 @@ def votes(state: CoordinatorState, now_ns: int = 6, norm: float = 1.0) -> list[H
     return [
         heard(
             worker,
-            messages.VoteMessage(ballot.epoch, ballot.step, *slot, (slot[1],), (norm,), 0.5 if slot[1] == 2 else None),
+            VoteMessage(
+                ballot.epoch, ballot.step, (SlotVote(*slot, (slot[1],), (norm,), 0.5 if slot[1] == 2 else None),)
+            ),
             now_ns,
         )
         for worker, slot in sorted(ballot.missing)

@@ -54,7 +54,7 @@ class Body:
 
 
 class Machine:
-    """The live workers, each in its open step. With `retain`, a worker keeps its outputs until the commit."""
+    """The live workers, each in its open step. With `retain`, a worker keeps until the commit what goes elsewhere."""
 
     alone = COMPUTE_OPS | RECEIVE_OPS  # ops whose actions end the wait of no other worker
 
@@ -321,11 +321,14 @@ class Machine:
         uses, values = self.uses[worker], self.bodies[worker].values
         for value in _used(action):
             uses[value] -= 1
-            made_here = (
-                value.kind is not Kind.RESIDUAL and (value.pipeline, value.stage) in self.bodies[worker].replicas
-            )
-            if not uses[value] and not (self.retain and made_here):
+            made_here = (value.pipeline, value.stage) in self.bodies[worker].replicas
+            if not uses[value] and not (self.retain and made_here and self._goes_elsewhere(value)):
                 values.pop(value, None)
+
+    def _goes_elsewhere(self, value: Value) -> bool:
+        to = {Kind.ACTIVATION: 1, Kind.GRADIENT: -1}.get(value.kind, 0)
+        owner = self.ownership.owner
+        return owner(value.pipeline, value.stage) != owner(value.pipeline, value.stage + to)
 
 
 def _copied(body: Body) -> Body:

@@ -23,7 +23,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """The shape and the policy of a job; with `retain`, workers keep their outputs until the commit."""
+    """The shape and the policy of a job; with `retain`, workers keep what goes elsewhere until the commit."""
 
     grid: Grid
     schedule: str = "1f1b"

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.messages import VoteMessage
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.recovery.ballot import Ballot, Commit, clip_factor, open_ballot
+from engine.core.recovery.vote import SlotVote, VoteMessage
 
 # Sums of these depend on the order in which they are added.
 NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}
@@ -33,10 +33,14 @@ def ballot_of(num_pipelines: int, num_stages: int = 2, clip_norm: float = 0.0, s
 Cast = tuple[int, VoteMessage]  # by a worker
 
 
+def message(*slots: SlotVote, step: int = 0) -> VoteMessage:
+    return VoteMessage(EPOCH, step, slots)
+
+
 def vote_of(step: int, pipeline: int, stage: int) -> VoteMessage:
     layers = (3 * stage + 2, 3 * stage, 3 * stage + 1)
     norms = tuple(NORMS[layer] for layer in layers)
-    return VoteMessage(EPOCH, step, pipeline, stage, layers, norms, LOSSES[pipeline] if stage == 1 else None)
+    return message(SlotVote(pipeline, stage, layers, norms, LOSSES[pipeline] if stage == 1 else None), step=step)
 
 
 def votes(num_pipelines: int, step: int = 0) -> list[Cast]:
@@ -83,7 +87,7 @@ def test_the_norm_is_of_one_pipeline_as_reduced_gradients_are_equal() -> None:
 
 def test_the_word_of_every_shadow_is_waited_for() -> None:
     ballot = open_ballot(EPOCH, 0, Ownership(grid(1), (0, 1), ((1, 2), (0,))), clip_norm=0.0)
-    shadows = [(worker, VoteMessage(EPOCH, 0, 0, stage)) for worker, stage in ((1, 0), (2, 0), (0, 1))]
+    shadows = [(worker, message(SlotVote(0, stage))) for worker, stage in ((1, 0), (2, 0), (0, 1))]
     ballot, answers = cast_all(ballot, [*shadows[:2], *votes(1)])
     assert answers == [None] * 4
     assert ballot.missing == {(0, (0, 1))}
@@ -92,7 +96,25 @@ def test_the_word_of_every_shadow_is_waited_for() -> None:
 
 def test_a_worker_that_owns_several_slots_votes_for_each() -> None:
     cast = [(5, vote) for _, vote in votes(1)]
-    assert commit_of(open_ballot(EPOCH, 0, Ownership(grid(1), (5, 5)), 0.0), cast) == commit_of(ballot_of(1), votes(1))
+    whole = commit_of(ballot_of(1), votes(1))
+    ballot = open_ballot(EPOCH, 0, Ownership(grid(1), (5, 5)), 0.0)
+    assert commit_of(ballot, cast) == whole
+    together = message(*(slot for _, vote in cast for slot in vote.slots))
+    assert commit_of(ballot, [(5, together)]) == whole
+
+
+def test_a_message_with_one_slot_too_many_is_a_bug() -> None:
+    with pytest.raises(InvariantError, match=r"worker 0 has no replica of \(0, 1\)"):
+        ballot_of(1).add(0, message(SlotVote(0, 0), SlotVote(0, 1)))
+
+
+def test_in_a_new_epoch_every_vote_is_missing_again() -> None:
+    first, last = votes(1)
+    ballot, _ = cast_all(ballot_of(1), [first])
+    again = open_ballot(EPOCH + 1, 0, ballot.ownership, 0.0)
+    assert again.add(*last)[0].missing == again.missing == {(0, (0, 0)), (1, (0, 1))}
+    repeated = [(worker, replace(vote, epoch=EPOCH + 1)) for worker, vote in (first, last)]
+    assert commit_of(again, repeated) == commit_of(ballot_of(1), votes(1))
 
 
 @pytest.mark.parametrize("epoch", [EPOCH - 1, EPOCH + 1])
@@ -106,7 +128,7 @@ def test_a_vote_of_another_epoch_means_nothing(epoch: int) -> None:
 
 def test_a_vote_without_a_replica_is_a_bug() -> None:
     with pytest.raises(InvariantError, match=r"worker 1 has no replica of \(0, 0\)"):
-        ballot_of(1).add(1, VoteMessage(EPOCH, 0, 0, 0))
+        ballot_of(1).add(1, message(SlotVote(0, 0)))
 
 
 def test_a_slot_that_votes_twice_is_one_slot() -> None:
@@ -123,18 +145,18 @@ def test_a_vote_for_another_step_is_a_bug(step: int) -> None:
 
 def test_the_last_stage_votes_with_its_loss() -> None:
     with pytest.raises(InvariantError, match="votes with its loss"):
-        ballot_of(1, 1).add(0, VoteMessage(EPOCH, 0, 0, 0, (0,), (1.0,)))
+        ballot_of(1, 1).add(0, message(SlotVote(0, 0, (0,), (1.0,))))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad: float) -> None:
-    _, commit = ballot_of(1, 1, clip_norm=1.0).add(0, VoteMessage(EPOCH, 0, 0, 0, (0, 1), (1.0, bad), 0.5))
+    _, commit = ballot_of(1, 1, clip_norm=1.0).add(0, message(SlotVote(0, 0, (0, 1), (1.0, bad), 0.5)))
     assert commit is not None
     assert not math.isfinite(commit.grad_norm)
 
 
 def test_a_layer_without_parameters_adds_nothing() -> None:
-    _, commit = ballot_of(1, 1, clip_norm=1.0).add(0, VoteMessage(EPOCH, 0, 0, 0, (), (), 0.5))
+    _, commit = ballot_of(1, 1, clip_norm=1.0).add(0, message(SlotVote(0, 0, (), (), 0.5)))
     assert commit == Commit(0, 0.5, 0.0, 1.0)
 
 

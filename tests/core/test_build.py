@@ -118,6 +118,11 @@ def test_programs_of_any_ownership_execute_and_are_verified(seed: int, schedule:
     program = build_program(schedule, ownership, redundancy, healing)
     assert Machine(ownership, healing=healing).run(program, order)
     assert verify(program, ownership, healing) == ()
+    for worker, actions in program.items():
+        votes = [each for each in actions if each.op is Op.COMMIT]
+        assert sorted((each.pipeline, each.stage) for each in votes) == sorted(ownership.held_by(worker))
+        behind = actions[actions.index(votes[0]) :] if votes else ()
+        assert {each.op for each in behind} <= {Op.COMMIT, Op.STEP}  # the last vote can wait for no other worker
 
 
 def test_neighbours_on_one_worker_need_no_transfer() -> None:

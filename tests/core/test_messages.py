@@ -18,7 +18,8 @@ import engine.core.coordinator.wire
 import engine.core.process_messages  # noqa: F401 - which registers its kinds, as those before
 from engine.core.errors import InvariantError
 from engine.core.message_codec import Message, ToAgent, decode, encode, kinds, message
-from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage, VoteMessage
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage
+from engine.core.recovery.vote import SlotVote, VoteMessage
 from tests.test_house import MODULES
 
 KINDS = sorted((kind, made) for kind, made in kinds().items() if made.__module__.startswith("engine."))
@@ -107,10 +108,12 @@ def test_every_kind_says_by_whom_and_when_it_is_sent() -> None:
 
 def test_floats_keep_their_bits() -> None:
     values = (0.1 + 0.2, 5e-324, 1.7976931348623157e308, float("inf"), -0.0)
-    found = decode(encode(VoteMessage(0, 0, 0, 0, (), values, math.nan)))
-    assert isinstance(found, VoteMessage) and found.loss is not None
-    assert [each.hex() for each in found.squared_norms] == [each.hex() for each in values]
-    assert math.isnan(found.loss)
+    found = decode(encode(VoteMessage(0, 0, (SlotVote(0, 0, (), values, math.nan),))))
+    assert isinstance(found, VoteMessage)
+    (slot,) = found.slots
+    assert slot.loss is not None
+    assert [each.hex() for each in slot.squared_norms] == [each.hex() for each in values]
+    assert math.isnan(slot.loss)
 
 
 def test_a_message_inside_another_comes_back_as_its_class() -> None:

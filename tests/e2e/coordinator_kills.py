@@ -24,6 +24,7 @@ from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.wire import StepMessage
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message
+from engine.core.recovery.vote import VoteMessage
 from engine.core.store.kv import Txn
 from engine.runtime.agent.session import run_session
 from engine.runtime.agent.standby import CoordinatorGoneError, StandbyCoordinator
@@ -90,9 +91,9 @@ MOMENTS: dict[str, Moment] = {
     "a border is not told": untold(tells(messages.BorderMessage), 2),
     "a worker has joined": Moment(hears(messages.ReadyMessage), 2),
     "the first epoch is not told": untold(tells(messages.EpochMessage, 1)),
-    "the first vote": Moment(hears(messages.VoteMessage)),
-    "a vote in a step": Moment(hears(messages.VoteMessage), 15),
-    "a vote was counted": untold(hears(messages.VoteMessage), 10),
+    "the first vote": Moment(hears(VoteMessage)),
+    "a vote in a step": Moment(hears(VoteMessage), 7),
+    "a vote was counted": untold(hears(VoteMessage), 5),
     "the first commit is not told": untold(tells(messages.CommitMessage)),
     "a later commit is not told": untold(tells(messages.CommitMessage), 5),
     "a heartbeat": Moment(hears(messages.HeartbeatMessage, Phase.RUNNING), 2),
@@ -109,9 +110,9 @@ MOMENTS: dict[str, Moment] = {
     "the hand-over is not told": untold(tells(messages.EpochMessage, 2), 1, *NOTICE, **LATER),
     "the last worker is done": Moment(hears(messages.FinishedMessage), 4),
     "the end is not told": untold(releases),
-    "it stands still": Moment(hears(messages.VoteMessage), 15, number=signal.SIGSTOP),
+    "it stands still": Moment(hears(VoteMessage), 7, number=signal.SIGSTOP),
     "it stands still in a recovery": Moment(hears(messages.InventoryMessage), 2, strikes=DEATH, number=signal.SIGSTOP),
-    "its lease has to expire": Moment(hears(messages.VoteMessage), 15, is_freed=False),
+    "its lease has to expire": Moment(hears(VoteMessage), 7, is_freed=False),
 }
 
 

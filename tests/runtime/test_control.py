@@ -21,11 +21,11 @@ from engine.core.messages import (
     PreparedMessage,
     PrepareMessage,
     ValidatedMessage,
-    VoteMessage,
 )
 from engine.core.ownership import Grid, fresh
 from engine.core.process_messages import PingMessage, StopMessage
 from engine.core.recovery.plan import EpochPlan, Plan
+from engine.core.recovery.vote import SlotVote, VoteMessage
 from engine.core.worker.inputs import Built, PlanPrepared, Told
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
@@ -63,7 +63,7 @@ def test_take_waits_for_a_message_of_its_kind(pair: tuple[Control, Link]) -> Non
 
 def test_what_it_says_reaches_the_agent(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    vote = VoteMessage(1, 3, 0, 2, (0, 1), (0.5, 0.25), 2.5)
+    vote = VoteMessage(1, 3, (SlotVote(0, 2, (0, 1), (0.5, 0.25), 2.5),))
     control.send(vote)
     assert agent.receive() == vote
 

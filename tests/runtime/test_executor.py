@@ -11,7 +11,7 @@ import torch
 from engine.core.action import Action, Op, parse_action
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.faults.fault import At, Fault, When, Worker
-from engine.core.ownership import Grid, Ownership
+from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.value import Kind, Value
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
@@ -172,9 +172,23 @@ def test_a_fence_takes_nobody_out_of_the_optimizer_steps() -> None:
             executor._meet(Action(0, op), failpoint)
 
 
+def test_what_stays_at_its_worker_is_dropped_after_its_use() -> None:
+    value_store = ValueStore(keeps=True)
+    value_store.enter(Ownership(Grid(3, 1), (0, 0, 1)))
+    inner, outer = (Value(Kind.ACTIVATION, 0, stage, 0) for stage in (0, 1))
+    back, further = (Value(Kind.GRADIENT, 0, stage, 0) for stage in (1, 2))
+    for value in (inner, outer, back, further):
+        value_store.make(value, (torch.ones(1),))
+    assert value_store.values() == (inner, outer, back, further)
+    for value in (inner, outer, back, further):
+        value_store.consume(value)
+    assert value_store.values() == (outer, further)
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_was_made_is_held_until_the_commit_if_anybody_could_need_it(keeps: bool) -> None:
     value_store = ValueStore(keeps)
+    value_store.enter(one_slot_each(Grid(2, 3)))
     made, got = (Value(Kind.ACTIVATION, 0, 0, microbatch) for microbatch in (1, 2))
     parameter = torch.ones(2, requires_grad=True)
     value_store.make(made, (parameter * 2, torch.arange(2)))

@@ -67,10 +67,10 @@ from engine.core.store.kv import MAX_VALUE_BYTES, Put
 Put("key", bytes(MAX_VALUE_BYTES + 1))
 """,
     "a vote of a stranger": """
-from engine.core.messages import VoteMessage
 from engine.core.ownership import Grid, one_slot_each
 from engine.core.recovery.ballot import open_ballot
-open_ballot(0, 0, one_slot_each(Grid(2, 2, 1)), 1.0).add(9, VoteMessage(0, 0, 0, 0))
+from engine.core.recovery.vote import SlotVote, VoteMessage
+open_ballot(0, 0, one_slot_each(Grid(2, 2, 1)), 1.0).add(9, VoteMessage(0, 0, (SlotVote(0, 0),)))
 """,
 }
 

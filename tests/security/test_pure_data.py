@@ -19,7 +19,8 @@ from engine.core.checks.trajectory import first_difference
 from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.history.run_records import CommitRecord
-from engine.core.messages import AuditMessage, CutMessage, VoteMessage
+from engine.core.messages import AuditMessage, CutMessage
+from engine.core.recovery.vote import SlotVote, VoteMessage
 from engine.models.data import Data
 from engine.models.layers import Batch
 from engine.models.model_registry import MODELS
@@ -196,7 +197,7 @@ OTHER = {**FIRST, 1: "b" * 8 + "c" * 8}
 
 def vote_of(step: int, stage: int, loaded: LoadedMarks, epoch: int = 0) -> VoteMessage:
     marks = tuple(loaded), tuple(loaded.values())
-    return VoteMessage(epoch, step, 0, stage, (stage,), (1.0,), 0.5 if stage else None, *marks)
+    return VoteMessage(epoch, step, (SlotVote(0, stage, (stage,), (1.0,), 0.5 if stage else None, *marks),))
 
 
 def votes(state: RunState, step: int, first: LoadedMarks, last: LoadedMarks) -> None:

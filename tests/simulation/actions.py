@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.core.messages import VoteMessage
+from engine.core.recovery.vote import SlotVote, VoteMessage
 from tests.simulation import provenance
 from tests.simulation.case import Violation
 from tests.simulation.compiled import (
@@ -24,6 +24,7 @@ from tests.simulation.compiled import (
     REDUCED,
     TAKE_LOG,
     TAKE_STREAM,
+    VOTE,
     key_of,
     parts_of,
 )
@@ -48,21 +49,22 @@ def _replica(worker: Executor, slot: tuple[int, int]) -> Replica:
 
 
 def _use(worker: Executor, key: int) -> int:
-    """Returns a value that an action reads; a received value is dropped with its use."""
+    """Returns a value that an action reads; it is dropped with its use, unless it was made here and goes elsewhere."""
     if key not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(key)}")
-    kept = worker.retains and key in worker.made
+    kept = worker.retains and key in worker.lasting
     value: int = worker.values[key] if kept else worker.values.pop(key)
     return value
 
 
-def _keep(worker: Executor, key: int, value: Any) -> None:
+def _keep(worker: Executor, key: int, value: Any, goes_elsewhere: bool = False) -> None:
     worker.values[key] = value
-    worker.made.add(key)
+    if goes_elsewhere:
+        worker.lasting.add(key)
 
 
 def _forward(worker: Executor, action: Action) -> bool:
-    code, slot, microbatch, source, made, kept = action
+    code, slot, microbatch, source, made, kept, goes_elsewhere = action
     replica = _replica(worker, slot)
     given = provenance.data(worker.step, slot[0], microbatch) if source == NOTHING else _use(worker, source)
     before = replica.buffers_before(microbatch)
@@ -77,13 +79,13 @@ def _forward(worker: Executor, action: Action) -> bool:
         worker.world.turns.add("forward is redone")
         if microbatch >= replica.counted:
             raise Violation(f"forward {microbatch} of slot {slot} is redone and has not counted")
-    _keep(worker, made, output)
+    _keep(worker, made, output, goes_elsewhere)
     _keep(worker, kept, provenance.residual(replica.weights, before, given))
     return True
 
 
 def _backward(worker: Executor, action: Action) -> bool:
-    code, slot, microbatch, source, made, kept = action
+    code, slot, microbatch, source, made, kept, goes_elsewhere = action
     replica = _replica(worker, slot)
     if kept not in worker.values:
         raise Violation(f"worker {worker.number} has no residual for {code} {microbatch} of slot {slot}")
@@ -95,13 +97,13 @@ def _backward(worker: Executor, action: Action) -> bool:
         worker.world.turns.add("backward is redone")
     else:
         _keep(worker, key_of(PENDING, slot[0], slot[1], microbatch), (memory, given))
-    _keep(worker, made, provenance.gradient(memory, given))
+    _keep(worker, made, provenance.gradient(memory, given), goes_elsewhere)
     return True
 
 
 def _weights(worker: Executor, action: Action) -> bool:
     """The part of a backward for the weights: it adds the same gradient as the whole backward."""
-    _, slot, microbatch, _, _, pending = action
+    _, slot, microbatch, _, _, pending, _ = action
     if pending not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(pending)}")
     _replica(worker, slot).add_backward(microbatch, *worker.values.pop(pending))
@@ -285,8 +287,9 @@ def _vote(worker: Executor, action: Action) -> bool:
     loss = provenance.loss(losses[slot[0]]) if owns and slot[1] == worker.case.stages - 1 else None
     norm = provenance.norm(final) if owns else None
     layers, norms = (() if norm is None else (slot[1],)), (() if norm is None else (norm,))
-    vote = VoteMessage(worker.epoch, worker.step, slot[0], slot[1], layers, norms, loss)
-    worker.world.say(worker.number, vote)
+    worker.votes.append(SlotVote(slot[0], slot[1], layers, norms, loss))
+    if all(each[0] != VOTE for each in worker.actions[worker.cursor + 1 :]):
+        worker.world.say(worker.number, VoteMessage(worker.epoch, worker.step, tuple(worker.votes)))
     return True
 
 

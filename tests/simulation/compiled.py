@@ -100,6 +100,9 @@ def compiled(program: Program, ownership: Ownership) -> dict[int, Compiled]:
         done = tuple(_compiled(action, worker, ownership, routes) for action in actions if action.op is not Op.STEP)
         if any(action.op is Op.STEP for action in actions[: len(done)]):
             raise Violation(f"worker {worker} steps before its last vote")
+        votes = [place for place, each in enumerate(done) if each[0] == VOTE]
+        if votes and votes != [*range(votes[0], len(done))]:
+            raise Violation(f"worker {worker} does something else between its first vote and its last")
         steps = tuple((each.pipeline, each.stage) for each in actions if each.op is Op.STEP)
         found[worker] = Compiled(done, steps)
     return found
@@ -169,15 +172,27 @@ def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:
     stage, op, microbatch, pipeline = action
     code = _COMPUTE[op]
     if code == WEIGHTS:
-        return code, (pipeline, stage), microbatch, NOTHING, NOTHING, key_of(PENDING, pipeline, stage, microbatch)
+        return (
+            code,
+            (pipeline, stage),
+            microbatch,
+            NOTHING,
+            NOTHING,
+            key_of(PENDING, pipeline, stage, microbatch),
+            False,
+        )
     made = key_of(ACTIVATION if code <= REDO else GRADIENT, pipeline, stage, microbatch)
     kept = key_of(RESIDUAL, pipeline, stage, microbatch)
     given = NOTHING
+    following = stage + 1 if code <= REDO else stage - 1
+    goes_elsewhere = 0 <= following < ownership.grid.stages and ownership.owner(pipeline, following) != ownership.owner(
+        pipeline, stage
+    )
     if code <= REDO and stage > 0:
         given = key_of(ACTIVATION, pipeline, stage - 1, microbatch)
     elif code > REDO and stage < ownership.grid.stages - 1:
         given = key_of(GRADIENT, pipeline, stage + 1, microbatch)
-    return code, (pipeline, stage), microbatch, given, made, kept
+    return code, (pipeline, stage), microbatch, given, made, kept, goes_elsewhere
 
 
 def _of_replica(action: Action, worker: int, ownership: Ownership, routes: _Routes) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from engine.core.coordinator.inputs import CoordinatorInput
 from engine.core.coordinator.machine import is_to_be_kept, step
 from engine.core.coordinator.state import CoordinatorState, documents, resume
 from engine.core.membership.events import Heard
-from engine.core.messages import VoteMessage
+from engine.core.recovery.vote import VoteMessage
 from tests.simulation.case import Violation
 from tests.simulation.provenance import CLIP_NORM
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.core.ownership import Ownership, Slot
+from engine.core.recovery.vote import SlotVote
 from tests.simulation.actions import inputs_of, perform
 from tests.simulation.case import Violation
 from tests.simulation.compiled import COMPUTE, POINT_OF, RECEIVE, TAKE_STREAM, Compiled, parts_of
@@ -44,7 +45,8 @@ class Executor:
         self.step = 0
         self.replicas: dict[Slot, Replica] = {}
         self.values: dict[int, Any] = {}
-        self.made: set[int] = set()
+        self.lasting: set[int] = set()  # values that stay until the commit
+        self.votes: list[SlotVote] = []
         self.reduced: dict[int, Any] = {}
         self.runs = False  # inside a program
         self.actions, self.steps = _NO_PROGRAM
@@ -89,7 +91,7 @@ class Executor:
         if not self.is_formed:
             raise Violation(f"worker {self.number} runs before its group is formed")
         self.cursor, self.begun, self.parted = 0, -1, -1
-        self.reduced = {}
+        self.reduced, self.votes = {}, []
         self.runs = True
 
     def come_to(self, point: str) -> bool:
@@ -250,5 +252,5 @@ class Executor:
             self.world.judge.stepped(self, replica)
         self.step += 1
         self.replicas = {slot: replica for slot, replica in self.replicas.items() if replica.version == self.step}
-        self.values, self.made, self.reduced = {}, set(), {}
+        self.values, self.lasting, self.reduced = {}, set(), {}
         self.inbox, self.ahead = self.ahead, {}

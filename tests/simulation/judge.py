@@ -20,11 +20,12 @@ from engine.core.errors import required
 from engine.core.exclusion import Cause
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
-from engine.core.messages import EpochMessage, VoteMessage
+from engine.core.messages import EpochMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.recovery.ballot import Commit as Outcome
+from engine.core.recovery.vote import VoteMessage
 from tests.simulation.case import Fault, Violation
-from tests.simulation.compiled import KINDS, NOTHING, key_of, parts_of
+from tests.simulation.compiled import KINDS, key_of, parts_of
 from tests.simulation.plans import read
 from tests.simulation.provenance import fault_free
 
@@ -94,14 +95,14 @@ class Judge:
         self._compare(worker, replica)
 
     def computed(self, worker: Executor, action: tuple[Any, ...]) -> None:
-        """Notes a forward or backward of a worker, whose values others may need."""
+        """Notes a forward or backward of a worker, whose value another worker may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
             self.made[worker.number] = (worker.step, set())
-        if action[4] != NOTHING:
+        if action[6]:
             self.made[worker.number][1].add(action[4])
 
     def inventoried(self, worker: Executor, text: str) -> None:
-        """Checks an inventory: complete replicas, and at least all values that the worker has made in this step."""
+        """Checks an inventory: complete replicas, and all values of this step that the worker has made for others."""
         for slot in read(text).whole:
             self._compare(worker, worker.replicas[slot])
         step, made = self.made.get(worker.number, (-1, set()))

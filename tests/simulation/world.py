@@ -25,6 +25,7 @@ from engine.core.membership.state import Options, Phase, State
 from engine.core.membership.state import begin as first_membership
 from engine.core.message_codec import ToAgent, ToWorker
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from engine.core.recovery.vote import VoteMessage
 from engine.core.schedules.registry import SCHEDULES
 from tests.simulation.case import LINK_KINDS, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
@@ -412,7 +413,7 @@ _WORDS: dict[type[ToAgent], int] = {
     messages.InventoryMessage: -11,
     messages.PlannedMessage: -12,
     messages.FinishedMessage: -13,
-    messages.VoteMessage: -14,
+    VoteMessage: -14,
     messages.PreparedMessage: -15,
     messages.ReadyMessage: -16,
     messages.ValidationMessage: -17,

@@ -4,7 +4,7 @@
   two, and in a step the whole weights too.
 - An owner has accumulators of the gradients, and with several pipelines their mean. A shadow receives it by the log.
 - Where another worker can take over, a replica also has the buffers of each pipeline at the last boundary. An owner
-  keeps the values that cross the borders of its stages until the commit, of each microbatch.
+  keeps the values that go to other owners until the commit, of each microbatch.
 - The share of a checkpoint is copied; two copies may wait for the disk.
 
 The model leaves out the residuals inside of layers, sums over tied uses, and memory outside of tensors.
@@ -18,6 +18,8 @@ from typing import NamedTuple
 from engine.core.checkpoints.keeping import keeping_of, shares_of
 from engine.core.config.job import Job
 from engine.core.ownership import Ownership, Slot
+from engine.core.program.routes import crosses
+from engine.core.value import Kind, Value
 
 
 class StageBytes(NamedTuple):
@@ -59,15 +61,18 @@ def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int
         optimizer=sum(each.optimizer for each in held),
         gradients=sum(each.trained for each in held) + sum(sizes[stage].trained for stage in means),
         buffers=sum(each.buffers for each in held) * (1 + job.pipelines * job.retains),
-        borders=sum(_crossing(job, own, sizes)) * job.microbatches * job.retains,
+        borders=sum(_crossing(ownership, own, sizes)) * job.microbatches * job.retains,
         copies=copied * _copies(job),
     )
 
 
-def _crossing(job: Job, own: Iterable[Slot], sizes: Mapping[int, StageBytes]) -> Iterator[int]:
-    """Yields the bytes of a microbatch's outputs of each slot, and of its gradients, as large as its inputs."""
-    for _, stage in own:
-        yield from (sizes[border].output for border in (stage - 1, stage) if 0 <= border < job.slots - 1)
+def _crossing(ownership: Ownership, own: Iterable[Slot], sizes: Mapping[int, StageBytes]) -> Iterator[int]:
+    """Yields the bytes of a microbatch's outputs, and of its gradients, at each border with another owner."""
+    for pipeline, stage in own:
+        if stage > 0 and crosses(Value(Kind.GRADIENT, pipeline, stage), ownership):
+            yield sizes[stage - 1].output  # a gradient is as large as the input
+        if stage < ownership.grid.stages - 1 and crosses(Value(Kind.ACTIVATION, pipeline, stage), ownership):
+            yield sizes[stage].output
 
 
 def _copies(job: Job) -> int:

@@ -207,7 +207,7 @@ class Job:
 
     @property
     def retains(self) -> bool:
-        """Whether another worker can take over a slot; each worker then keeps its outputs until the commit."""
+        """Whether another worker can take over a slot; each worker then keeps until the commit what it sends."""
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
 
 

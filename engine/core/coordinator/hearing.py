@@ -28,6 +28,7 @@ from engine.core.membership.verdicts import may_restart
 from engine.core.message_codec import Message
 from engine.core.process_messages import KeyMessage, UnprovenMessage
 from engine.core.recovery.ballot import NO_NORM, SKIP
+from engine.core.recovery.vote import VoteMessage
 
 MessageRule = Callable[[CoordinatorState, Heard[Message], Any], Decided]
 
@@ -46,8 +47,8 @@ def _relay(state: CoordinatorState, heard: Heard[Message], message: messages.Bor
     return state, (tell_all(state, message),)
 
 
-def _on_vote(state: CoordinatorState, heard: Heard[Message], vote: messages.VoteMessage) -> Decided:
-    """Counts a vote; the last missing one commits the step. Raises DivergedError for a norm that is not finite."""
+def _on_vote(state: CoordinatorState, heard: Heard[Message], vote: VoteMessage) -> Decided:
+    """Counts votes; the last missing one commits the step. Raises DivergedError for a norm that is not finite."""
     if state.ballot is None:
         return state, ()
     ballot, commit = state.ballot.add(heard.worker, vote)
@@ -135,7 +136,6 @@ RULES: dict[type[Message], MessageRule] = {
     messages.BorderMessage: _relay,
     messages.ReadyMessage: _decide,
     messages.HeartbeatMessage: _decide,
-    messages.VoteMessage: _on_vote,
     messages.ValidationMessage: _on_validation,
     messages.FinishedMessage: _on_finished,
     messages.SuspicionMessage: _on_suspicion,
@@ -145,6 +145,7 @@ RULES: dict[type[Message], MessageRule] = {
     messages.InventoryMessage: _decide,
     messages.PlannedMessage: _decide,
     messages.PreparedMessage: _on_prepared,
+    VoteMessage: _on_vote,
     KeyMessage: _relay,
     UnprovenMessage: _on_unproven,
 }

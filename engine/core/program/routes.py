@@ -28,6 +28,13 @@ class Routes:
     sources: dict[Value, int] = field(default_factory=dict)  # of the values that it takes from the wire
 
 
+def crosses(value: Value, ownership: Ownership) -> bool:
+    """Whether the slots that make and use an activation or a gradient have different owners."""
+    kind, pipeline, stage, _ = value
+    following = stage + 1 if kind is Kind.ACTIVATION else stage - 1
+    return ownership.owner(pipeline, stage) != ownership.owner(pipeline, following)
+
+
 def routes_of(worker: int, program: Program, ownership: Ownership) -> Routes:
     """Returns the targets of the sends of `worker` and the sources of its receives; every value has one sender."""
     senders: dict[Value, int] = {}

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.core.errors import ensure, required
-from engine.core.messages import VoteMessage
 from engine.core.ownership import Ownership, Slot
+from engine.core.recovery.vote import SlotVote, VoteMessage
 
 NO_NORM = -1.0  # stands for a norm that is not finite, which JSON has not
 SKIP = 0.0  # a clip factor: the step is skipped; no finite norm has it
@@ -41,20 +41,20 @@ class Ballot(NamedTuple):
     ownership: Ownership
     clip_norm: float
     missing: frozenset[Voter]
-    votes: Mapping[Voter, VoteMessage]
+    votes: Mapping[Voter, SlotVote]
 
     def add(self, worker: int, vote: VoteMessage) -> tuple[Ballot, Commit | None]:
-        """Returns the ballot with a worker's vote, and the commit if the vote was the last one missing.
+        """Returns the ballot with a worker's votes, and the commit if no other one is missing.
 
         A vote of another epoch is ignored: its voter has been frozen since, or soon will be.
         """
-        slot = (vote.pipeline, vote.stage)
         if vote.epoch != self.epoch:
             return self, None
         ensure(vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open")
-        ensure(worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}")
-        votes = {**self.votes, (worker, slot): vote}
-        new = self._replace(votes=votes, missing=self.missing - {(worker, slot)})
+        cast = {(worker, (each.pipeline, each.stage)): each for each in vote.slots}
+        for _, slot in cast:
+            ensure(worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}")
+        new = self._replace(votes={**self.votes, **cast}, missing=self.missing.difference(cast))
         return new, None if new.missing else _commit(new)
 
 
@@ -72,7 +72,7 @@ def _commit(ballot: Ballot) -> Commit:
     ownership = ballot.ownership
     grid = ownership.grid
 
-    def of_owner(pipeline: int, stage: int) -> VoteMessage:
+    def of_owner(pipeline: int, stage: int) -> SlotVote:
         return ballot.votes[ownership.owner(pipeline, stage), (pipeline, stage)]
 
     total = 0.0

@@ -11,6 +11,7 @@ from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.history.run_records import AuditRecord
 from engine.core.message_codec import Message
 from engine.core.process_messages import PureMessage
+from engine.core.recovery.vote import VoteMessage
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.run_state import RunState
@@ -69,7 +70,7 @@ _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] =
     messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
     PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
     messages.ReadyMessage: _on_ready,
-    messages.VoteMessage: lambda own, member, vote: own.run_state.vote(member.worker, vote),
+    VoteMessage: lambda own, member, vote: own.run_state.vote(member.worker, vote),
     messages.AuditMessage: _on_audit,
     messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
     messages.FinishedMessage: _on_finished,

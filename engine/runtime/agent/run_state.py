@@ -32,8 +32,8 @@ from engine.core.messages import (
     RaisedMessage,
     RefusedMessage,
     ValidationMessage,
-    VoteMessage,
 )
+from engine.core.recovery.vote import VoteMessage
 from engine.runtime.agent.worker_handles import WorkerHandle
 
 
@@ -129,9 +129,10 @@ class RunState:
         return True
 
     def vote(self, worker: int, vote: VoteMessage) -> None:
-        """Compares the data of a vote; raises UserError if two workers have loaded different data."""
+        """Compares the data of a worker's votes; raises UserError if two workers have loaded different data."""
         if vote.step == self.committed + 1:  # the marks of a worker count that dies before the commit
-            self._loaded.add(vote.step, worker, vote.pipeline, dict(zip(vote.loaded, vote.marks, strict=True)))
+            for each in vote.slots:
+                self._loaded.add(vote.step, worker, each.pipeline, dict(zip(each.loaded, each.marks, strict=True)))
 
     def progress(self) -> str:
         """Returns the last committed step, in words."""

@@ -53,6 +53,7 @@ class Executor:
         self.context.control.count(plane.traffic)
         self._worker_program = program
         self._loader.enter([action for action, _ in program.actions if self._takes_data(action)])
+        self.value_store.enter(program.ownership)
         self.end.enter(plane, program.ownership, program.routes)
         self.streams.enter(plane, program.ownership, program.routes, [action for action, _ in program.actions])
         if self.context.shards is not None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from engine.core.action import Action
 from engine.core.checks.loaded_data import LoadedMarks
-from engine.core.messages import VoteMessage
+from engine.core.message_codec import in_messages
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
+from engine.core.recovery.vote import SlotVote, VoteMessage
 from engine.core.value import Kind, Value
 from engine.runtime.optimizers.learning_rates import learning_rates
 from engine.runtime.replica.gradient_log import (
@@ -48,6 +49,7 @@ class StepEnd:
         self.logged: dict[Slot, LogEntry] = {}
         self._reduced: dict[Slot, LogEntry] = {}
         self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
+        self._votes: dict[Slot, SlotVote] = {}  # until the last replica here is ready
         self._uses = uses_of(context.replicas.model.ties, context.starts)
 
     def enter(self, plane: Transport, ownership: Ownership, routes: Routes) -> None:
@@ -55,15 +57,14 @@ class StepEnd:
         self._plane = plane
         self._ownership = ownership
         self._routes = routes
-        self._reduced = {}
-        self._tied = {}
+        self._reduced, self._tied, self._votes = {}, {}, {}
         self._elsewhere = sorted(self._tied_elsewhere(), key=_by_stage)
         self._num_posted = 0
         self.bytes_healed = 0
 
     def clear(self) -> None:
         """Drops the reduced gradients and log entries of the open step."""
-        self.logged, self._reduced, self._tied = {}, {}, {}
+        self.logged, self._reduced, self._tied, self._votes = {}, {}, {}, {}
         self._num_posted = 0
 
     def _targets(self, kind: Kind, slot: Slot) -> tuple[int, ...]:
@@ -194,16 +195,19 @@ class StepEnd:
     def vote(self, action: Action, step: int, loaded: LoadedMarks) -> None:
         """Votes for the commit: this replica has its log entry, and has `loaded` microbatches with these marks.
 
-        The owner adds the gradient norms and the loss.
+        The owner adds the gradient norms and the loss. The last replica here sends the votes of all.
         """
         slot = (action.pipeline, action.stage)
         entry, microbatches, marks = self.logged[slot], tuple(loaded), tuple(loaded.values())
-        vote = VoteMessage(self.context.control.accepted, step, *slot, loaded=microbatches, marks=marks)
+        vote = SlotVote(*slot, loaded=microbatches, marks=marks)
         if self._owns(slot):
             norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
             loss = entry.loss(action.pipeline)
             vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
-        self.context.control.send(vote)
+        self._votes[slot] = vote
+        if len(self._votes) == len(self._ownership.held_by(self.worker)):
+            for votes in in_messages(self._votes.values()):
+                self.context.control.send(VoteMessage(self.context.control.accepted, step, votes))
 
     def take_step(self, action: Action, step: int) -> None:
         """Takes the optimizer step of one replica from its log entry."""
