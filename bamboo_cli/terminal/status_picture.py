@@ -67,7 +67,7 @@ def _picture(found: RunStatus, live: bool) -> RenderableType:
     parts += (Text(f"epoch {epoch}: {reason}") for epoch, reason in found.verdicts)
     parts += map(Text, found.gaps)
     if found.workers:
-        parts.append(Text(_explanation(several), style="dim"))
+        parts.append(Text(_explanation(found.noun, several), style="dim"))
     return Group(*parts)
 
 
@@ -75,7 +75,7 @@ def _table(found: RunStatus, several: bool) -> RenderableType:
     rows = [_row(each, found, several) for each in found.workers]
     filled = [place for place in range(len(_TITLES)) if any(row[place] for row in rows)]
     return fitted(
-        [_TITLES[place] for place in filled],
+        [_TITLES[place].replace("stages", f"{found.noun}s") for place in filled],
         [_NUMERIC[place] for place in filled],
         [[row[place] for place in filled] for row in rows],
         width_of(),
@@ -111,8 +111,6 @@ def _row(each: WorkerStatus, found: RunStatus, several: bool) -> tuple[str | Tex
     )
 
 
-def _explanation(several: bool) -> str:
-    stages = (
-        "stages: those that a worker computes, as pipeline.stage" if several else "stages: those that a worker computes"
-    )
-    return f"{stages}; silent: since its last message; epoch: counts the changes of members"
+def _explanation(noun: str, several: bool) -> str:
+    slots = f"{noun}s: those that a worker computes{f', as pipeline.{noun}' if several else ''}"
+    return f"{slots}; silent: since its last message; epoch: counts the changes of members"

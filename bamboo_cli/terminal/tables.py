@@ -28,7 +28,7 @@ FIRST_TO_GO = (
     *("tensors MiB", "code", "peak stash", "actions", "pid", "end ms", "last action"),
     *("peak memory MiB", "busy ms", "slots"),
     *("date", "job", "microbatches/s"),
-    *("stages before",),
+    *("stages before", "blocks before"),
     *("kind", "pipeline", "op", "stage", "microbatch", "redundant", "replayed", "end ns", "start ns"),
     *("A n", "B n", "A p95 ms", "B p95 ms", "n", "goal", "ratio"),
     *("placement", "V", "sends", "stash", "over ideal"),

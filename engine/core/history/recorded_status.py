@@ -38,6 +38,7 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         history.commits.losses[-1] if history.commits else None,
         gaps=gaps(history),
         injectable=history.is_injectable,
+        noun=history.job.slot_noun,
     )
 
 

@@ -54,6 +54,7 @@ class RunStatus:
     unwritten_s: float | None = None
     gaps: tuple[str, ...] = ()
     injectable: bool = True
+    noun: str = "stage"  # for a slot of a pipeline
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:
@@ -98,6 +99,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunSt
         tuple(workers),
         verdicts,
         unwritten_s=unwritten_s,
+        noun=state.options.noun,
     )
 
 
