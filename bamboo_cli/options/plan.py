@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bamboo_cli.terminal.echo import echo
+from bamboo_cli.terminal.worker_rows import slots_text
 from engine.core.analysis.grid_text import grid_lines
 from engine.core.analysis.schedule_comparison import over_none
 from engine.core.analysis.utilization import bubbles
@@ -16,8 +17,9 @@ from engine.core.config.job import Job
 from engine.core.config.job_wants import known_ownership
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
-from engine.core.ownership import Ownership
+from engine.core.ownership import Ownership, Slot
 from engine.core.program.dry_run import dry_run
+from engine.core.program.redundant_forward_pass import redundant_slots
 from engine.core.schedules.csv_text import name_of
 
 NOT_CALLED = "the schedule's generator is not called in a dry run"
@@ -45,6 +47,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
             "redundancy": job.redundancy,
             "over_none": longer,
             "shadows": _shadows(ownership),
+            "lazy": [f"{stage}@{pipeline}" for pipeline, stage in _left_lazy(job, ownership)],
         }
         echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
         return
@@ -97,6 +100,14 @@ def faults_as_plain(faults: Sequence[Fault], job: Job) -> list[dict[str, Any]]:
     return [to_plain(fault) | {"text": text} for fault, text in zip(faults, describe(faults, job), strict=True)]
 
 
+def _left_lazy(job: Job, ownership: Ownership) -> list[Slot]:
+    """Returns the shadowed slots whose forwards no shadow runs, as it has not their input."""
+    if job.redundancy != "eager":
+        return []
+    found = redundant_slots(ownership)
+    return [slot for slot in ownership.grid.slots() if ownership.shadows_of(*slot) and slot not in found]
+
+
 def _redundancy_line(job: Job, ownership: Ownership) -> str:
     if job.redundancy == "reroute":
         return "redundancy reroute: the owner of the same stage in the next pipeline takes over"
@@ -106,4 +117,7 @@ def _redundancy_line(job: Job, ownership: Ownership) -> str:
     named = [f"{stage}{f'@{pipeline}' if pipeline else ''}" for pipeline, stage in shadows]
     texts = ", ".join(f"{slot}: {' '.join(map(str, line))}" for slot, line in zip(named, shadows.values(), strict=True))
     note = " (its redundant forwards stand in brackets)" if job.redundancy == "eager" else ""
+    if lazy := _left_lazy(job, ownership):
+        slots = f"{job.slot_noun}{'s' if len(lazy) > 1 else ''} {slots_text(lazy, job.pipelines > 1, {})}"
+        note += f"\nno redundant forwards of {slots}, which stay lazy: their input is not at hand at the shadow"
     return f"redundancy {job.redundancy}, shadows by {job.slot_noun}: {texts}{note}"

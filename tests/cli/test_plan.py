@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from bamboo_cli.options.plan import print_plan
+from bamboo_cli.terminal.worker_rows import slots_text
+from engine.core.action import parse_action
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.expansion import describe
@@ -72,3 +74,26 @@ def test_faults_are_described_as_inject_does(capsys: pytest.CaptureFixture[str])
     assert [line for line in printed if "kill" in line] == describe(faults, job)
     print_plan(job, as_json=True, faults=faults)
     assert [each["text"] for each in json.loads(capsys.readouterr().out)["faults"]] == describe(faults, job)
+
+
+def test_blocks_without_redundant_forwards_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(**SIZES, blocks=4, redundancy="eager")
+    print_plan(job, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    _, ownership = initial_program(job)
+    again = {
+        parse_action(text).stage
+        for worker, actions in said["actions"].items()
+        for text in actions
+        if text.endswith("F0") and "_" not in text and ownership.owner(0, parse_action(text).stage) != int(worker)
+    }
+    left = [block for block in range(12) if block not in again]
+    assert again
+    assert said["lazy"] == [f"{block}@0" for block in left]
+    print_plan(job, as_json=False)
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "stay lazy" in each)
+    assert line.startswith(
+        f"no redundant forwards of blocks {slots_text(((0, block) for block in left), False, {})}, which stay lazy:"
+    )
+    print_plan(Job(**SIZES, redundancy="eager"), as_json=False)
+    assert "stay lazy" not in capsys.readouterr().out
