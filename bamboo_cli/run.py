@@ -34,6 +34,7 @@ from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.evaluations import evaluation_words
 from engine.core.checkpoints.resumption import begun_with
 from engine.core.errors import BambooError, ExitCode, UserError
+from engine.core.scalar import finite
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
     try:
         _print_ending(summary, result, resolved, as_json)
         if as_json:
-            echo(json.dumps(summary))
+            echo(json.dumps(finite(summary)))
     except BrokenPipeError:
         pass  # the reader of the output is gone; the run folder has all of it
     except OSError as error:

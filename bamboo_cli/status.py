@@ -15,6 +15,7 @@ from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import EndpointsOfRun, PlainHttp, settings_of_run
 from bamboo_cli.report import DEFAULT_RESULTS, Results
 from bamboo_cli.terminal.echo import echo
+from engine.core.scalar import finite
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
@@ -61,7 +62,7 @@ def status(
             found, live, has_launcher = reader.look()
             phase, found = found.phase, found if has_launcher else without_word(found)
             if picture is None:
-                echo(json.dumps(asdict(found) | {"live": live}))
+                echo(json.dumps(finite(asdict(found) | {"live": live})))
             else:
                 picture.show(found, live)
             if not (has_launcher and watch and (live or found.phase in UNDER_WAY)):

@@ -12,6 +12,7 @@ from bamboo_cli.options import completion
 from bamboo_cli.report import DEFAULT_RESULTS, Results
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, NothingMatchedError, StorageError
+from engine.core.scalar import finite
 from engine.core.texts import counted
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _row(place: CheckpointPlace, name: CheckpointName, reads_parts: bool) -> dic
 
 def _print(place: CheckpointPlace, rows: list[dict[str, Any]], as_json: bool, **more: object) -> None:
     if as_json:
-        echo(json.dumps({"place": place.folder.place, "checkpoints": rows, **more}))
+        echo(json.dumps(finite({"place": place.folder.place, "checkpoints": rows, **more})))
         return
     from bamboo_cli.terminal.tables import print_table
 

@@ -23,6 +23,7 @@ from engine.core.errors import InvariantError, ensure
 
 MAX_BYTES = 160_000  # of a message; below the kernel's default socket buffer of 208 KiB
 CUT = "... (cut)"
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # texts in files, in the place of numbers that JSON does not have
 _LEAST_BYTES = 8  # of a text that is cut
 _BESIDE_ROWS = 1_000  # bytes of a message beside its rows
 
@@ -101,6 +102,15 @@ def encode(of: Message) -> bytes:
         data = _TEXT({"kind": kind, **_with_cut_texts(whole, most, of.cut_note)}).encode()
         most //= 2
     return data
+
+
+def strict_text(of: Any, **options: Any) -> str:
+    """Returns the text of plain values as JSON, with a text of `NOT_FINITE` in the place of such a number."""
+    try:
+        return json.dumps(of, separators=(",", ":"), allow_nan=False, **options)
+    except ValueError:
+        known = json.loads(json.dumps(of, **options), parse_constant=str)
+        return json.dumps(known, separators=(",", ":"), **options)
 
 
 def _with_cut_texts(value: Any, most: int, note: str) -> Any:
@@ -211,6 +221,8 @@ def reader_of(hint: Any) -> Reader:
         ensure(len(others) == 1, f"no field of a message can be {hint}")
         return scalars, _reader_of_many(others[0])
     wanted = " or ".join(sorted(each.__name__ for each in scalars))
+    if float in scalars and str not in scalars:
+        return scalars | {int}, partial(_number, wanted)
     return scalars | {int} if float in scalars else scalars, partial(_refuse, wanted)
 
 
@@ -233,6 +245,10 @@ def _reader_of_many(hint: Any) -> Read:
 
 def _refuse(wanted: str, value: Any) -> Any:
     raise _wrong(wanted, value)
+
+
+def _number(wanted: str, value: Any) -> float:
+    return float(value) if value in NOT_FINITE else _refuse(wanted, value)
 
 
 def _choice(options: tuple[Any, ...], value: Any) -> Any:

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, ensure, nearest
+from engine.core.scalar import finite
 from engine.files.atomic_write import storage_errors, write_atomically
 
 LATEST = "latest"
@@ -72,12 +73,12 @@ class RunFolder:
         return self.path.stat().st_uid == os.geteuid()
 
     def write_run_json(self, mapping: Mapping[str, object]) -> None:
-        """Replaces run.json; `mapping` holds finite numbers only, because JSON has no others.
+        """Replaces run.json; a number that is not finite becomes null.
 
         Raises:
             StorageError: the file could not be written.
         """
-        write_atomically(self.run_json, json.dumps(mapping, indent=2, allow_nan=False) + "\n")
+        write_atomically(self.run_json, json.dumps(finite(mapping), indent=2, allow_nan=False) + "\n")
 
 
 def create_run_folder(

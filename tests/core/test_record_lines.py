@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.history.record import VERSION, Record
-from engine.core.history.record_lines import RECORDS, decoded, encoded
+from engine.core.history.record_lines import RECORDS, commit_fields, decoded, encoded
 from tests.core.made_records import SAMPLES, made
 
 
@@ -42,6 +43,20 @@ def test_a_field_with_a_default_is_left_out_where_it_has_it() -> None:
     assert json.loads(encoded(made("mark", adopted=())))["adopted"] == []
     after = made("fault", action=None, when=None, after="first", phase="fence", slot=None)
     assert decoded(encoded(after)) == after
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_a_text_because_json_has_none(number: float) -> None:
+    commit = made("commit", loss=number)
+    line = encoded(commit)
+    told = json.loads(line, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
+    assert float(told["loss"]) == number or math.isnan(number)
+    assert commit_fields(line) is None  # so that it is read as any other record
+    assert repr(decoded(line)) == repr(commit)
+    found = made("validation", loss=number, metrics={"perplexity": number})
+    assert repr(decoded(encoded(found))) == repr(found)
+    with pytest.raises(InvariantError, match="the field 'loss' of event 'commit' is not float: 'much'"):
+        decoded(json.dumps({**told, "loss": "much"}))
 
 
 def test_an_unknown_kind_is_named() -> None:

@@ -144,7 +144,8 @@ def forged(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
     yield "belongs into step-00000003", text(step=3)
     yield "belongs into step-00000001", text(step=OLDER)
     yield "'epoch'", text(epoch=-1)
-    yield "'loss'", text(loss=float("nan"))
+    yield "'loss'", text(loss="nan")
+    yield "canonical", text(loss=float("nan"))
     yield "canonical", json.dumps(whole).encode()
     yield "canonical", text().replace(b'{"code', b'{"epoch":5,"code')
     for junk in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 5000):

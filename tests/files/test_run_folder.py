@@ -93,9 +93,8 @@ def test_run_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_run_json_holds_finite_numbers_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        RunFolder(tmp_path).write_run_json({"loss": float("nan")})
-    assert names(tmp_path) == []
+    RunFolder(tmp_path).write_run_json({"loss": float("nan"), "sets": [{"loss": float("-inf")}, (1.5,)]})
+    assert json.loads((tmp_path / "run.json").read_text()) == {"loss": None, "sets": [{"loss": None}, [1.5]]}
 
 
 @pytest.fixture

@@ -45,6 +45,9 @@ SHARP: dict[str, dict[str, Any]] = {
 }
 HALF: dict[str, Any] = {"dtype": "float16", "scaler_args": {"init_scale": 2.0**18, "growth_interval": 2}, "steps": 14}
 SHARP["float16, with steps that are skipped"] = MLP | HALF | {"optimizer": "adam"}
+SHARP["float16, with losses that are not finite"] = (
+    MLP | HALF | {"model": f"{USER}:overflowing", "model_args": {}, "steps": 5}
+)
 WIDE: dict[str, dict[str, Any]] = {
     **{name: MLP | {"optimizer": name} for name in OPTIMIZERS if name not in ("muon",)},
     **{

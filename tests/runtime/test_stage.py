@@ -423,6 +423,15 @@ def test_a_loss_that_is_no_finite_number_is_named(bad: float) -> None:
     assert str(diverged.value).startswith(f"the loss is {bad} at step 4, pipeline 1, microbatch 0; ")
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_in_float16_such_a_loss_gives_gradients_that_skip_the_step(bad: float) -> None:
+    stage = Stage(job_of(dtype="float16"), model_of([partial(nn.Linear, WIDTH, 2)]), 1, 0, 1)
+    stage.forward(4, 0, inputs_of(0), (torch.tensor(bad),))
+    stage.backward(4, 0, ())
+    assert repr(stage.losses[0]) == repr(bad)
+    assert not all(each.isfinite().all() for each in stage.gradients()[0].values())
+
+
 def test_a_layers_weights_are_the_same_wherever_it_is_built() -> None:
     model = model_of([Block, Block, Block])
     whole, tail = Stage(job_of(seed=9), model, 0, 0, 3), Stage(job_of(seed=9), model, 1, 2, 3)

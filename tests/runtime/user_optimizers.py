@@ -7,9 +7,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from engine.models.layers import FunctionLayer
 
 _CALLS = [0]
+
+
+def overflowing() -> nn.Sequential:
+    """Returns a model whose outputs are too large for float16 in some microbatches."""
+    return nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16), nn.Linear(16, 10), FunctionLayer(_scaled_up))
+
+
+def _scaled_up(outputs: Tensor) -> Tensor:
+    return outputs * 1.4e5 * 1e-5
 
 
 class Lion(torch.optim.Optimizer):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 from engine.core.errors import InvariantError, StorageError
-from engine.core.message_codec import reader_of
+from engine.core.message_codec import reader_of, strict_text
 
 FORMAT = 1
 _STEP = re.compile(r"step-([0-9]{8,12})")
@@ -198,14 +197,11 @@ def manifest_of(name: str, data: bytes) -> Manifest:
 
 
 def _encoded(manifest: Manifest) -> bytes:
-    return (_TEXT(manifest) + "\n").encode()
+    return (strict_text(manifest, sort_keys=True, default=_plain) + "\n").encode()
 
 
 def _plain(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
-
-
-_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain).encode
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
@@ -213,8 +209,6 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for name in ("step", "epoch"):
         if not 0 <= getattr(manifest, name) < _MOST:
             yield f"the field {name!r}: expected at least 0 and less than 2**63, found {getattr(manifest, name)}"
-    if not math.isfinite(manifest.loss):
-        yield f"the field 'loss': expected a finite number, found {manifest.loss!r}"
     if _STEP.fullmatch(manifest.folder) is None:
         yield f"the field 'step': {manifest.step} is too large"
     if not manifest.layers or [each.layer for each in manifest.layers] != list(range(len(manifest.layers))):

@@ -15,7 +15,7 @@ from engine.core.history import process_records, run_records, verdict_records
 from engine.core.history.record import VERSION, Record, StampedRecord, kind_of
 from engine.core.history.run_records import CommitRecord, JobRecord
 from engine.core.history.verdict_records import Difference
-from engine.core.message_codec import Reader, reader_of
+from engine.core.message_codec import Reader, reader_of, strict_text
 
 RECORDS: dict[str, type[Record]] = {
     kind_of(each): each
@@ -50,7 +50,7 @@ def encoded(record: Record) -> str:
             plain[name] = value
     if isinstance(record, JobRecord):
         plain |= asdict(plain.pop("job").masked)
-    return json.dumps(plain, separators=(",", ":"), default=asdict)
+    return strict_text(plain, default=asdict)
 
 
 def decoded(line: str) -> Record:

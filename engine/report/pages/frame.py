@@ -21,6 +21,7 @@ from typing import Any
 
 import pandas as pd
 
+from engine.core.scalar import finite
 from engine.report.formats import cell_text
 from engine.report.pages.words import word
 
@@ -67,7 +68,7 @@ def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
         tiles=tiles_html(heading.tiles),
         note=heading.note,
         sections=sections,
-        data=_compressed(json.dumps(_finite(data), separators=(",", ":"))),
+        data=_compressed(json.dumps(finite(data), separators=(",", ":"))),
         plotly=_compressed(plotly),
         program=_compressed(program),
         unpack=unpack,
@@ -126,12 +127,3 @@ def policy(*scripts: str) -> str:
 def _compressed(text: str) -> str:
     """Returns base64 of a text under gzip; it has no character that could end its HTML element."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def _finite(value: Any) -> Any:
-    """Returns a value for JSON: NaN and infinity become null."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value

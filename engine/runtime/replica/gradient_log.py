@@ -7,6 +7,7 @@ over the same stage of another pipeline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -48,7 +49,10 @@ class LogEntry:
 
     def loss(self, pipeline: int) -> float | None:
         """Returns the training loss of one pipeline, or None; `fmean`, as `sum` differs between Python versions."""
-        return fmean(self.losses[pipeline][0].tolist()) if self.losses else None
+        losses = self.losses[pipeline][0].tolist() if self.losses else []
+        if not all(map(math.isfinite, losses)):
+            return sum(losses) / len(losses)  # `fmean` refuses two infinities
+        return fmean(losses) if losses else None
 
 
 def losses_of(stage: Stage) -> Tensors:
