@@ -154,20 +154,23 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
 
 
 def _print_plan(loaded: Loaded, as_json: bool) -> None:
-    from bamboo_cli.options.plan import NOT_CALLED, faults_as_plain
+    from bamboo_cli.options.plan import NOT_CALLED, NOT_COUNTED, faults_as_plain
     from engine.core.faults.scenario import Every
 
     job = loaded.scenario.job
     faults = faults_as_plain(loaded.faults, job)
     if as_json:
         found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
-        echo(json.dumps(found if job.has_program else found | {"not_called": job.schedule}))
+        found |= {} if job.has_program else {"not_called": job.schedule}
+        echo(json.dumps(found if job.has_steps else found | {"not_counted": job.data}))
         return
     echo(f"job: {loaded.job_from}")
     for each in faults:
         echo(each["text"])
+    drawn = [each.id for each in loaded.scenario.faults if isinstance(each.trigger, Every)]
+    if not job.has_steps:
+        echo(NOT_COUNTED + (f", and so are the moments of {' and '.join(drawn)}" if drawn else ""))
     if not job.has_program:
-        drawn = [each.id for each in loaded.scenario.faults if isinstance(each.trigger, Every)]
         unknown = f"its actions and the moments of {' and '.join(drawn)}" if drawn else "its actions"
         echo(f"{NOT_CALLED} ({job.schedule}): {unknown} are not known")
 

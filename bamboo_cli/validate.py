@@ -89,12 +89,15 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         return text + _not_imported(*jobs) + _needs_trust(found.foreign), facts
     if kind in ("job", "run"):
         job = merge([file_layer(path)], readable).job
-        text = f"a job: {job.model} in {job.pipelines} x {job.cut}, {job.steps} steps"
+        uncounted = f"{counted(job.epochs, 'epoch')} of data that are not counted here"
+        steps = counted(job.steps, "step") if job.has_steps else uncounted
+        text = f"a job: {job.model} in {job.pipelines} x {job.cut}, {steps}"
         return text + _not_imported(job), {"job": asdict(job.masked)}
     loaded = load_document(path, document, kinds(), seed, offered=readable)
     count = max(len(loaded.faults), len(loaded.scenario.faults))  # none are drawn without a program
     faults = [str(each) for each in loaded.faults]
     text = f"{counted(count, 'fault')}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
+    text += "" if loaded.scenario.job.has_steps else "; steps not known, because the samples are not counted here"
     text += _not_imported(loaded.scenario.job) + _needs_trust(loaded.foreign)
     return text, {"faults": faults, "job_from": loaded.job_from, "needs_trust": bool(loaded.foreign)}
 

@@ -22,6 +22,7 @@ from engine.core.program.dry_run import dry_run
 from engine.core.program.redundant_forward_pass import redundant_slots
 from engine.core.schedules.csv_text import name_of
 
+NOT_COUNTED = "the samples are not counted in a dry run: the number of steps is not known"
 NOT_CALLED = "the schedule's generator is not called in a dry run"
 
 
@@ -92,6 +93,8 @@ def _shadows(ownership: Ownership) -> dict[str, Any]:
 def _print_faults(faults: Sequence[Fault], job: Job) -> None:
     for line in describe(faults, job):
         echo(line)
+    if not job.has_steps:
+        echo(f"{NOT_COUNTED}, and no fault is checked against it")
     echo("the model itself is not built here: a run checks its number of layers")
 
 

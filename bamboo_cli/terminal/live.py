@@ -26,7 +26,7 @@ from bamboo_cli.terminal.tables import fitted
 from bamboo_cli.terminal.worker_output import WorkerOutput
 from bamboo_cli.terminal.worker_rows import awaited, doing, fitting, slots_text
 from engine.core.config.job import Job
-from engine.core.samples.ledger import passes
+from engine.core.samples.ledger import epoch_at, passes
 from engine.files.run_folder import RunFolder
 from engine.harness.live_recoveries import GONE, LiveRecoveries
 from engine.harness.screen import Screen
@@ -160,7 +160,9 @@ class LivePicture:
             ready = f"{len(view.workers) - len(late)} of {len(view.workers)} workers ready"
             return f"starting: {ready}; waiting for {awaited(late)}" if late else "step 0" + self._wait(view)
         text = f"step {run_state.committed + 1}/{self.job.steps}"
-        if run_state.samples:
+        if epoch := epoch_at(self.job, run_state.committed + 1, run_state.samples):
+            text = f"epoch {epoch}/{self.job.epochs}  {text}"
+        elif run_state.samples:
             text += f"  epoch {passes(self.job, run_state.committed + 1, run_state.samples):.2f}"
         text += f"  loss {run_state.losses[-1]:.4f}"
         if run_state.validations:

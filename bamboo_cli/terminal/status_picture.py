@@ -85,6 +85,8 @@ def _table(found: RunStatus, several: bool) -> RenderableType:
 def headline(found: RunStatus, live: bool) -> str:
     """Returns the phase, epoch, step and loss of a run in a line."""
     steps = f"step {found.committed + 1} of {found.num_steps}" if found.num_steps else "no step yet"
+    if found.data_epoch:
+        steps += f" (epoch {found.data_epoch} of {found.data_epochs} of the data)"
     loss = "" if found.loss is None else f", loss {found.loss:.4f}"
     late = f", no word from the launcher for {found.unwritten_s:.1f} s" if _is_late(found) else ""
     closed = "" if found.injectable else ", takes no faults (--injectable no)"

@@ -1,4 +1,7 @@
-"""Durations as people write them: ``250ms``, ``5s``, ``2m``; in the program they are whole nanoseconds."""
+"""Durations as people write them: ``250ms``, ``5s``, ``2m``; in the program they are whole nanoseconds.
+
+Spans of training may be in epochs, as ``1epoch`` or ``0.5epochs``.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,23 @@ DURATION = (
 )
 DURATION_PATTERN = rf"^\s*{DURATION}\s*$"
 
+EPOCHS = r"(?![0.]+\s?e)[0-9]{1,6}(?:\.[0-9]{1,3})?\s?epochs?"  # the same for epochs
+EPOCHS_PATTERN = rf"^\s*{EPOCHS}\s*$"
+MILLI = 1000  # thousandths of an epoch
+
 _UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
+_EPOCHS = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?\s?(epochs?)")
 _TEXT = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,9}))?(us|ms|s|m|h)")
 
 
 def parse_duration(text: str) -> int | None:
     """Returns the nanoseconds that `text` spells, exactly; None if it is no duration or has a fraction of 1 ns."""
     return whole_units(text, _TEXT, _UNITS_NS)
+
+
+def parse_epochs(text: str) -> int | None:
+    """Returns the thousandths of an epoch that `text` spells; None if it spells no epochs, or none of them."""
+    return whole_units(text, _EPOCHS, {"epoch": MILLI, "epochs": MILLI}) or None
 
 
 def whole_units(text: str, form: re.Pattern[str], units: Mapping[str, int]) -> int | None:

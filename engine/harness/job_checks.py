@@ -13,7 +13,6 @@ from engine.core.config.param_groups import param_groups as groups_of_text
 from engine.core.config.torch_parts import OPTIMIZERS, SCHEDULES
 from engine.core.config.update_rules import OWN_OPTIMIZERS
 from engine.core.errors import BambooError, ExitCode, Problem, UserCodeError, UserError, nearest
-from engine.core.samples.ledger import samples_per_step
 from engine.core.scalar import Scalar
 from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.code_files import module_spec, top_level
@@ -75,14 +74,20 @@ def missing_modules(job: Job) -> list[Problem]:
     ]
 
 
-def steps_of_epochs(job: Job) -> int:
-    """Returns the steps that train every sample `epochs` times; raises BambooError if the data cannot be opened."""
+def samples_of(job: Job) -> int:
+    """Returns the training samples of a job, 0 for data without an end; raises BambooError if it cannot open them."""
     of_data = {name: getattr(job, name) for name in _OF_DATA}
-    samples = _num_samples(json.dumps(of_data), str(Path.cwd()))
-    if not samples:
-        hint = "this source has no end: give --steps"
-        raise UserError([Problem("epochs", "a finite training set", repr(job.data), hint)])
-    return -(-job.epochs * samples // samples_per_step(job))
+    return _num_samples(json.dumps(of_data), str(Path.cwd()))
+
+
+def samples_without_code(job: Job) -> int | None:
+    """Returns the training samples of a job; None if only the user's code can tell, or if the data are not here."""
+    if any(code_in(getattr(job, name)) for name in ("data", "collate")):
+        return None
+    try:
+        return samples_of(job)
+    except BambooError:  # the run will tell: it may be meant for another machine
+        return None
 
 
 @functools.lru_cache(maxsize=64)  # the cells of a matrix mostly have the same data
@@ -120,9 +125,9 @@ offered = Offered(
         *logger_problems(job.logger),
     ],
     _argument_names,
-    steps_of=steps_of_epochs,
+    samples_of=samples_of,
 )
 # For dry runs and checks of files, which run no code of the user's.
-readable = replace(offered, acts_on=(), steps_of=None)
+readable = replace(offered, acts_on=(), samples_of=samples_without_code)
 # For faults in a running job: only the folder of its run is looked up.
-findable = replace(offered, acts_on=("results",), steps_of=None)
+findable = replace(offered, acts_on=("results",), samples_of=None)

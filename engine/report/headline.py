@@ -12,7 +12,8 @@ import pandas as pd
 from engine.core.checks.stall import quantile
 from engine.core.config.job import Job
 from engine.core.history.verdict_records import CheckRecord
-from engine.core.texts import flags, numbered, sentence, trust_words
+from engine.core.samples.ledger import epoch_at
+from engine.core.texts import counted, flags, numbered, sentence, trust_words
 from engine.report.load import RunTables
 from engine.report.recovery import AFTER_END, FROM_CHECKPOINT, NO_WORKER_LOST, RESTARTED, stalls_of
 
@@ -52,10 +53,13 @@ def _training(run: RunTables) -> str:
     outcome = run.judgement.training
     if outcome == "finished":
         first = int(run.steps["step"].min()) if len(run.steps) else 0  # above 0 after a checkpoint of another run
-        every = f"All steps from {first} on" if first else f"All {committed} steps"
+        epochs = f" of {counted(run.job.epochs, 'epoch')}" if run.job.epochs else ""
+        every = f"All steps from {first} on" if first else f"All {committed} steps{epochs}"
         steps = f"{every} were committed" if committed >= num_steps else f"{committed} steps committed"
         return f"{_deaths(run.recovery)} {_long_step(run)}{steps} in {run.end_ms / 1e3:.1f} s{_skipped(run)}."
     steps = f"{committed} of {num_steps} steps were committed"
+    if epoch := epoch_at(run.job, committed, run.num_samples):
+        steps += f", in epoch {epoch} of {run.job.epochs}"
     if outcome == "interrupted":
         return f"Interrupted: {steps}."
     if not outcome and not num_steps:

@@ -51,6 +51,22 @@ def test_what_users_are_told_at_once_is_told_once(tmp_path: Path, capsys: pytest
     assert [line for line in capsys.readouterr().err.splitlines() if line in ("one", "two")] == ["one", "two"]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "samples", "line"),
+    [
+        (5, 384, "epoch 2/5  step 15/60  loss 0.5000"),
+        (5, 480, "epoch 2/5  step 15/60  loss 0.5000"),  # one whole pass is over
+        (0, 480, "step 15/60  epoch 1.00  loss 0.5000"),
+        (0, 0, "step 15/60  loss 0.5000"),
+    ],
+)
+def test_the_epoch_stands_beside_the_step(tmp_path: Path, epochs: int, samples: int, line: str) -> None:
+    job = Job(stages=1, steps=60, epochs=epochs)
+    with LivePicture(job, tmp_path / "events.jsonl") as picture:
+        state = RunState(job, losses=[0.5] * 15, samples=samples)
+        assert drawn(picture, RunView(state, views(job, {})), 100, 30)[0].startswith(line)
+
+
 def views(job: Job, states: dict[int, str], **of_one: Any) -> tuple[WorkerView, ...]:
     """Returns one worker per stage; `states` are those of workers that do not run, `of_one` holds for worker 1."""
     return tuple(

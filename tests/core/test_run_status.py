@@ -138,6 +138,16 @@ TRAINED = [
 ]
 
 
+def test_a_job_with_epochs_tells_the_epoch_of_the_data() -> None:
+    job, *others = TRAINED
+    cut = event("partition", starts=[0, 1], layers=["a", "b"], samples=80)
+    found = status_of_history("mine", made_history([{**job, "epochs": 4}, cut, *others]))
+    assert (found.data_epoch, found.data_epochs) == (2, 4)
+    live = live_status(RunStatus("mine", "running", 1, 2, 9), found)
+    assert "step 3 of 9 (epoch 2 of 4 of the data)" in headline(live, live=True)
+    assert status_of_history("mine", made_history([job, cut, *others])).data_epoch == 0
+
+
 def test_events_are_followed_to_the_last() -> None:
     assert status_of_history("mine", made_history([])) == RunStatus("mine", "starting")
     begun = status_of_history("mine", made_history(STARTED))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from engine.core.checkpoints.keeping import Keeping, keeping_of
 from engine.core.config.job import Job
 from engine.core.config.offered import ANYTHING
 from engine.core.errors import BambooError, UserError
-from engine.core.samples.ledger import passes
+from engine.core.faults.kill_text import kill_scenario
+from engine.core.samples.ledger import epoch_at, passes
 from engine.files.jobs.job_file import merge
 from engine.files.jobs.job_layers import Layer, document_layer, flag_layer
+from engine.files.scenarios.scenario_file import load_document
+from engine.files.scenarios.scenario_schema import job_schema
 from engine.files.strict_yaml import read_text
 from engine.harness import job_checks
 from engine.models.sources.count_samples import answer_about
+from engine.runtime.faults.registry import kinds
 
-COUNTING = replace(ANYTHING, steps_of=lambda job: 7 * job.epochs)
+COUNTING = replace(ANYTHING, samples_of=lambda job: 7 * 32)  # a step of the default job has 32 samples
 
 
 def file(text: str) -> Layer:
@@ -47,7 +53,8 @@ def test_the_last_layer_that_has_epochs_or_steps_counts(layers: list[Layer], ste
 
 def test_the_steps_come_from_the_epochs() -> None:
     assert merge([file("epochs: 3")], COUNTING).origins["steps"] == "job.yaml:1:9"
-    assert merge([file("epochs: 3")], ANYTHING).job.steps == Job().steps  # this command opens no data
+    not_counted = merge([file("epochs: 3")], ANYTHING).job
+    assert (not_counted.steps, not_counted.has_steps) == (0, False)
 
 
 def test_one_layer_has_epochs_or_steps() -> None:
@@ -55,15 +62,81 @@ def test_one_layer_has_epochs_or_steps() -> None:
         merge([file("epochs: 3\nsteps: 9")], COUNTING)
 
 
-def test_every_sample_is_trained_as_often_as_there_are_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_checks, "_num_samples", lambda of_data, folder: 50)
+def test_every_sample_is_trained_as_often_as_there_are_epochs() -> None:
+    sizes = "pipelines: 2\nmicrobatches: 3\nmicrobatch_size: 2\n"
     for epochs in range(1, 9):
-        job = Job(pipelines=2, microbatches=3, microbatch_size=2, epochs=epochs)
-        steps = job_checks.steps_of_epochs(job)
-        assert passes(job, steps, 50) >= epochs > passes(job, steps - 1, 50)
-    monkeypatch.setattr(job_checks, "_num_samples", lambda of_data, folder: 0)
-    with pytest.raises(UserError, match="expected a finite training set"):
-        job_checks.steps_of_epochs(job)
+        job = merge([file(f"{sizes}epochs: {epochs}")], replace(ANYTHING, samples_of=lambda job: 50)).job
+        assert passes(job, job.steps, 50) >= epochs > passes(job, job.steps - 1, 50)
+        assert epoch_at(job, job.steps, 50) == epochs
+    assert [epoch_at(job, step, 50) for step in (0, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
+    assert epoch_at(job, 3, 0) == epoch_at(Job(), 3, 50) == 0
+    with pytest.raises(UserError, match="epochs: expected a finite training set"):
+        merge([file("epochs: 3")], replace(ANYTHING, samples_of=lambda job: 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("validate_every: 1epoch\ncheckpoint_every: 2 epochs", (7, "14")),
+        ("validate_every: 0.5epochs\ncheckpoint_every: 0.001epochs", (4, "1")),
+        ("epochs: 3\nvalidate_every: 3epochs", (21, "end")),
+        ("epochs: 3\nvalidate_every: '9'\ncheckpoint_every: 10m", None),
+        ("validate_every: epoch", None),
+        ("validate_every: 0epochs", None),
+        ("validate_every: 1.2345epochs", None),
+        ("checkpoint_every: 0 epochs", None),
+        ("steps: 1epoch", None),
+    ],
+)
+def test_validations_and_checkpoints_may_be_epochs_apart(text: str, every: tuple[int, str] | None) -> None:
+    if every is None:
+        with pytest.raises(UserError):
+            merge([file(text)], COUNTING)
+        return
+    found = merge([file(text)], COUNTING)
+    assert (found.job.validate_every, found.job.checkpoint_every) == every
+    assert "epoch)" in found.origins["validate_every"].replace("epochs", "epoch")
+    schema = job_schema()["properties"]
+    for line in text.splitlines():
+        name, value = line.split(": ")
+        assert name == "epochs" or re.fullmatch(schema[name]["pattern"], value)
+
+
+def test_epochs_of_a_flag_count_and_those_of_data_without_an_end_are_refused() -> None:
+    flags = flag_layer({"validate_every": "2epochs", "checkpoint_every": "1epoch"})
+    assert merge([file("validate_every: 5"), flags], COUNTING).job.validate_every == 14
+    steps = merge([file("validate_every: 2epochs"), flag_layer({"validate_every": "5"})], ANYTHING)
+    assert steps.job.validate_every == 5
+    kept = merge([flags], ANYTHING).job.checkpoint_every  # not counted: the rules do not know its steps
+    assert keeping_of(kept) == Keeping(in_epochs=True)
+    with pytest.raises(UserError, match="validate_every: expected a finite training set"):
+        merge([flags], replace(ANYTHING, samples_of=lambda job: 0))
+
+
+def test_no_fault_is_checked_against_steps_that_are_not_known() -> None:
+    file_text = "version: 1\nname: mine\nabout: Some faults.\njob: {epochs: 9, stages: 2, checkpoint_every: 1epoch}\n"
+    at = "faults:\n- {id: one, do: kill, at: {step: 5000, stage: 0, action: CHECKPOINT}}\n"
+    drawn = "- {id: some, do: kill, target: {role: random}, every: {mtbf: 5 steps, count: 3}}\n"
+    loaded = load_document(Path("mine.yaml"), read_text(file_text + at + drawn, "mine.yaml"), kinds())
+    assert [each.id for each in loaded.faults] == ["one"]
+    counting = replace(ANYTHING, samples_of=lambda job: 320)
+    with pytest.raises(UserError, match=r"at\.step: expected a step from 0 to 89, found 5000"):
+        load_document(Path("mine.yaml"), read_text(file_text + at, "mine.yaml"), kinds(), offered=counting)
+    kill_scenario(["5000:1"], merge([file("epochs: 3")]).job)
+
+
+def test_a_dry_run_counts_what_needs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(of_data: str, folder: str) -> int:
+        if "gone.bin" in of_data:
+            raise UserError([])
+        return 50
+
+    monkeypatch.setattr(job_checks, "_num_samples", counted)
+    found = [
+        job_checks.samples_without_code(Job(data=data, collate=collate))
+        for data, collate in (("tokens.bin", ""), ("mine:data", ""), ("tokens.bin", "mine:padded"), ("gone.bin", ""))
+    ]
+    assert found == [50, None, None, None]
 
 
 def test_a_program_of_its_own_counts_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +144,7 @@ def test_a_program_of_its_own_counts_the_samples(tmp_path: Path, monkeypatch: py
     (tmp_path / "counted.py").write_text("print('loud')\ndef data():\n    return [(0.0, 1.0)] * 9\n")
     monkeypatch.chdir(tmp_path)
     job = Job(model="m:f", data="counted:data", epochs=2, microbatches=1, microbatch_size=4)
-    assert job_checks.steps_of_epochs(job) == 5
+    assert job_checks.samples_of(job) == 9
 
 
 def test_data_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,4 +153,4 @@ def test_data_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(job_checks, "ask", lambda module, question: answer_about(Job(**question)))
     for name, words in (("bad", "in the factory broken_data:bad: ZeroDivisionError"), ("gone", "a factory in broken_")):
         with pytest.raises(BambooError, match=words):
-            job_checks.steps_of_epochs(Job(model="m:f", data=f"broken_data:{name}", epochs=2))
+            job_checks.samples_of(Job(model="m:f", data=f"broken_data:{name}", epochs=2))

@@ -9,7 +9,8 @@ import pytest
 
 from engine.core.checkpoints.keeping import keeping_of
 from engine.core.config.size import parse_size
-from engine.core.duration import parse_duration
+from engine.core.duration import parse_duration, parse_epochs
+from engine.files.jobs.job_value import IN_EPOCHS
 from engine.files.scenarios.scenario_schema import job_schema
 
 NUMBERS = (
@@ -33,11 +34,16 @@ NUMBERS = (
     *("0.000000001", "0.1234567", "1.500000", "1.0000", "end", "END", "None"),
 )
 UNITS = ("", "us", "ms", "s", "m", "h", "S", " s", "d", "B", "kB", "MB", "GB", "TB", "KB", "b")
+EPOCHS = ("epoch", " epochs", "epochss")
 TEXTS = [
-    f"{left}{number}{unit}{right}" for number in NUMBERS for unit in UNITS for left, right in (("", ""), (" ", "\n"))
+    f"{left}{number}{unit}{right}"
+    for number in NUMBERS
+    for unit in UNITS + EPOCHS
+    for left, right in (("", ""), (" ", "\n"))
 ]
 READERS: dict[str, Callable[[str], object]] = {
     "checkpoint_every": keeping_of,
+    "validate_every": parse_epochs,
     "events_max": parse_size,
     "hang_after": parse_duration,
 }
@@ -50,4 +56,4 @@ def test_schema_and_code_take_the_same_texts(field: str) -> None:
     taken = {text for text in TEXTS if READERS[field](text) is not None}
     assert told == taken
     assert len(told) > 10
-    assert schema["type"] == (["string", "integer"] if field == "checkpoint_every" else "string")
+    assert schema["type"] == "string" or field in IN_EPOCHS

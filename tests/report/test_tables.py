@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from engine.core.samples.ledger import samples_per_step
 from engine.report.headline import command, headline
 from engine.report.load import RunTables, joined
 from engine.report.pages.charts import charts
@@ -326,6 +327,8 @@ def test_a_recovery_that_is_going_on_is_under_way() -> None:
     assert list(run.recovery["outcome"]) == ["under way"]
     assert run.recovery["pause_ms"].isna().all()
     assert headline(run) == ("open", "The end of this run is not recorded: 5 of 10 steps were committed.")
+    by_epochs = replace(run, job=replace(run.job, epochs=2), num_samples=samples_per_step(run.job) * 5)
+    assert headline(by_epochs)[1].endswith("5 of 10 steps were committed, in epoch 2 of 2.")
 
 
 def test_the_exposure_ends_when_the_new_shadow_is_whole(run: RunTables) -> None:

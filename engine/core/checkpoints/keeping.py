@@ -12,21 +12,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from engine.core.duration import DURATION, parse_duration
+from engine.core.duration import DURATION, EPOCHS, parse_duration, parse_epochs
 from engine.core.ownership import Ownership, Slot
 
 Kept = TypeVar("Kept")
-KEEPING_FORM = "a number of steps such as 100, a duration such as 10m, 'end', or 0 for none"
-KEEPING_PATTERN = rf"^\s*(?:end|[0-9]+|(?![0.]+[a-z]){DURATION})\s*$"  # the same, for the schemas of files
+KEEPING_FORM = "a number of steps such as 100, of epochs as 1epoch, a duration such as 10m, 'end', or 0 for none"
+KEEPING_PATTERN = rf"^\s*(?:end|[0-9]+|{EPOCHS}|(?![0.]+[a-z]){DURATION})\s*$"  # the same, for the schemas of files
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Which commits are kept: each `every_steps`, each `every_ns`, the last one; a 0 stands for none of its kind."""
+    """Which commits are kept: each `every_steps`, each `every_ns`, the last one; a 0 stands for none of its kind.
+
+    Epochs that are not counted yet are `in_epochs`: their commits are not known.
+    """
 
     every_steps: int = 0
     every_ns: int = 0
     last: bool = True
+    in_epochs: bool = False
 
     @property
     def needs_time(self) -> bool:
@@ -48,6 +52,8 @@ def keeping_of(text: str) -> Keeping | None:
         return Keeping()
     if text.isascii() and text.isdigit():
         return Keeping(every_steps=int(text), last=int(text) > 0)
+    if parse_epochs(text):
+        return Keeping(in_epochs=True)
     every_ns = parse_duration(text)
     return Keeping(every_ns=every_ns) if every_ns else None
 

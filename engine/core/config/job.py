@@ -121,7 +121,7 @@ class Job:
         "the check before training, which refuses layers whose bits depend on more than weights, buffers and inputs",
     )
     audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
-    validate_every: int = _field(20, "validation pass every N steps; 0 = off")
+    validate_every: int = _field(20, "validation pass every N steps, or every so many epochs (1epoch); 0 = off")
     validation_microbatches: int = _field(
         8, "microbatches of each evaluation set in a validation pass; 0 = every sample once"
     )
@@ -141,7 +141,8 @@ class Job:
     silent_after: str = _field("5s", "a worker is put out that is stopped, or answers nothing, for this time")
     checkpoint_every: str = _field(
         "end",
-        "keep the state as a checkpoint: every N steps (100), every span of time (10m), end: the last; 0 = off",
+        "keep the state as a checkpoint: every N steps (100), epochs (1epoch) or span of time (10m), end: the last; "
+        "0 = off",
     )
     keep: int = _field(3, "newest checkpoints of a run that stay; older ones are deleted")
     checkpoints: str = _field("", "folder or URL (s3://...) of the checkpoints; in the run's folder by default")
@@ -174,6 +175,11 @@ class Job:
     def has_program(self) -> bool:
         """Whether its schedule is known: the name of a generator that was not called stands for no schedule."""
         return not FACTORY.fullmatch(self.schedule)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the number of its steps is known; it is 0 for epochs of data that were not counted."""
+        return self.steps > 0
 
     @property
     def slots(self) -> int:

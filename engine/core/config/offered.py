@@ -17,15 +17,15 @@ class Offered:
     such as ``model_args.width``. `acts_on` has the fields of `ACTING` that the command acts on: it imports the code
     that they name, or writes to the folder. Unless it acts on the schedule, a generator is not called: `Job.schedule`
     keeps its name, and no rule about the program is checked. A value of these fields from a file that the command line
-    does not name as a job is refused, unless the user `trusts_files`. `steps_of`
-    opens the data of a job with epochs, and returns its steps; None in a command that opens no data.
+    does not name as a job is refused, unless the user `trusts_files`. `samples_of`
+    counts the training samples of a job with epochs: 0 for data without an end, None if they are not counted.
     """
 
     problems: Callable[[Job], Iterable[Problem]]
     arguments: Callable[[Job], Iterable[str]]
     acts_on: tuple[str, ...] = ACTING
     trusts_files: bool = False
-    steps_of: Callable[[Job], int] | None = None
+    samples_of: Callable[[Job], int | None] | None = None
 
     @property
     def calls_code(self) -> bool:

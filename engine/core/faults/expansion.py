@@ -28,8 +28,8 @@ _ALWAYS = ops_at(Stands.FORWARD, Stands.BACKWARD, Stands.REPLICA)
 def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     """Returns the concrete faults of a scenario that breaks no rule (`scenario_rules.py`), in its order.
 
-    Without a program, as its generator was not called, it leaves out the faults of ``every``: they strike at its
-    actions.
+    Without a program, as its generator was not called, or a number of steps, it leaves out the faults of ``every``:
+    they strike at its actions.
 
     Raises:
         UserError: with each fault that has too few slots for its victims, or no moment within the job.
@@ -39,7 +39,7 @@ def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     taken = {each.trigger for each in scenario.faults if isinstance(each.trigger, At)}
     for number, wanted in enumerate(scenario.faults):
         dice = _Dice(seed, wanted.id)
-        if isinstance(wanted.trigger, Every) and not scenario.job.has_program:
+        if isinstance(wanted.trigger, Every) and not (scenario.job.has_program and scenario.job.has_steps):
             continue
         try:
             faults += _expanded(wanted, scenario.job, dice, taken, f"faults.{number}")

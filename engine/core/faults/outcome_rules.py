@@ -111,7 +111,10 @@ def _why_kept(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
 def _keeps_before_the_end(job: Job) -> bool:
     """Returns whether the state may be kept after a step that is not the last one."""
     keeping = keeping_of(job.checkpoint_every)
-    return keeping is not None and (keeping.needs_time or 0 < keeping.every_steps < job.steps)
+    if keeping is None:
+        return False
+    is_due = 0 < keeping.every_steps and (keeping.every_steps < job.steps or not job.has_steps)
+    return keeping.needs_time or keeping.in_epochs or is_due
 
 
 def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]) -> str:

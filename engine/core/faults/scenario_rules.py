@@ -64,7 +64,7 @@ def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) 
     for number, wanted in found.faults.items():
         impossible = never_striking(found, found.job, wanted, ending)
         problems += [replace(each, field=f"faults.{number}.{each.field}") for each in impossible]
-    whole = found.whole and found.job.has_program and not problems
+    whole = found.whole and found.job.has_program and found.job.has_steps and not problems
     problems += impossible_expectations(expect, found.job, found.faults if whole else None, ending)
     return problems
 
@@ -125,7 +125,8 @@ def own_actions(program: Program, ownership: Ownership, slot: Slot) -> tuple[Act
 
 def _limits(place: str, at: At, job: Job) -> list[Problem]:
     action = at.action
-    limits = {"step": (at.step, job.steps), "pipeline": (action.pipeline, job.pipelines)}
+    limits = {"step": (at.step, job.steps)} if job.has_steps else {}
+    limits["pipeline"] = (action.pipeline, job.pipelines)
     limits["stage"] = (action.stage, job.slots)
     if action.op not in STAGE_OPS:
         limits["microbatch"] = (action.microbatch, job.microbatches)
@@ -217,7 +218,8 @@ def _why_never(op: Op, stage: int, job: Job) -> str:
 def _checkpoint(place: str, job: Job, step: int) -> list[Problem]:
     """A stage is written for a checkpoint behind the steps that the job keeps; those by time are not known before."""
     keeping = keeping_of(job.checkpoint_every)
-    if keeping is None or keeping.needs_time or keeping.is_kept(step, step == job.steps - 1):
+    is_last = step == job.steps - 1 or not job.has_steps
+    if keeping is None or keeping.needs_time or keeping.in_epochs or keeping.is_kept(step, is_last):
         return []
     return [Problem(place, "a step that is kept", str(step), f"checkpoint_every is {job.checkpoint_every!r}")]
 

@@ -9,11 +9,12 @@ from typing import get_args
 from engine.core.history.gaps import gaps
 from engine.core.history.process_records import FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import EpochRecord, StaysRecord
+from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.core.history.worker_ends import WorkerEnd, worker_ends
 from engine.core.membership.run_status import CANNOT_LEAVE, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
+from engine.core.samples.ledger import epoch_at
 
 _TOLD = (EpochRecord, StaysRecord, FailedRecord, CheckRecord, ComparisonRecord, NotComparedRecord)
 _ENDS = get_args(WorkerEnd)  # states of a worker whose process has ended
@@ -26,6 +27,7 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
     epoch = history.epochs[-1].epoch if history.epochs else 0
     started = sorted(history.of(StartedRecord), key=lambda each: each.of)
     ends = worker_ends(history)
+    cut = history.first(PartitionRecord)
     workers = tuple(_worker(each, history, ends.get(each.of)) for each in started)
     return RunStatus(
         run_id,
@@ -39,6 +41,8 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         gaps=gaps(history),
         injectable=history.is_injectable,
         noun=history.job.slot_noun,
+        data_epoch=epoch_at(history.job, history.committed + 1, cut.samples if cut else 0),
+        data_epochs=history.job.epochs,
     )
 
 
@@ -85,8 +89,8 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
 def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     """Returns the status in the store of a run, completed from its records.
 
-    These have the workers that have ended, the last action of each worker, the loss, the gaps in the records, and
-    whether the run takes faults.
+    These have the workers that have ended, the last action of each worker, the loss, the epoch of the data, the gaps in
+    the records, and whether the run takes faults.
     """
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
     for each in recorded.workers:
@@ -94,7 +98,8 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
         state = each.state if each.state in _ENDS else found.state
         workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
     in_order = tuple(workers[each] for each in sorted(workers))
-    return replace(stored, workers=in_order, loss=recorded.loss, gaps=recorded.gaps, injectable=recorded.injectable)
+    names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs")
+    return replace(stored, workers=in_order, **{name: getattr(recorded, name) for name in names})
 
 
 def without_word(status: RunStatus) -> RunStatus:

@@ -40,7 +40,8 @@ class RunStatus:
 
     `loss` is that of the last committed step, from the events; None before the first. `unwritten_s`: the time since
     the launcher last wrote to its store, which it does each second. `gaps` are the missing parts of the events.
-    `injectable`: it takes the faults of `bamboo inject --run`.
+    `injectable`: it takes the faults of `bamboo inject --run`. `data_epoch` is the pass over the data, from 1 on, of
+    `data_epochs`; both are 0 for a job without epochs.
     """
 
     run_id: str
@@ -55,6 +56,8 @@ class RunStatus:
     gaps: tuple[str, ...] = ()
     injectable: bool = True
     noun: str = "stage"  # for a slot of a pipeline
+    data_epoch: int = 0
+    data_epochs: int = 0
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:

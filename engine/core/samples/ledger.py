@@ -33,6 +33,11 @@ def passes(job: Job, num_steps: int, num_samples: int) -> float:
     return num_steps * samples_per_step(job) / num_samples
 
 
+def epoch_at(job: Job, num_steps: int, num_samples: int) -> int:
+    """Returns the epoch of the job, from 1 on, in which training is after a number of steps; 0 if it has none."""
+    return min(job.epochs, num_steps * samples_per_step(job) // num_samples + 1) if num_samples else 0
+
+
 def first_position(job: Job, step: int, pipeline: int, microbatch: int) -> int:
     """Returns the place of the first sample of a microbatch in the row of all samples of a run."""
     return ((step * job.pipelines + pipeline) * job.microbatches + microbatch) * job.microbatch_size

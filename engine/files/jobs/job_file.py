@@ -18,6 +18,7 @@ from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import MASK, Problem, UserError, is_secret
+from engine.files.jobs.counted_epochs import in_steps, spans_of
 from engine.files.jobs.file_kind import init_of, with_its_faults
 from engine.files.jobs.job_layers import (
     PROJECT_FILE,
@@ -74,7 +75,8 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
         UserError: with every problem of every layer.
     """
     given = {each.path: each for layer in layers for each in layer.given}
-    job = _job(given.values())
+    spans = spans_of(given.values())
+    job = _job(each for each in given.values() if each.name not in spans)
     problems = [problem for layer in layers for problem in layer.problems]
     problems += [_masked(each) for each in given.values() if each.value == MASK and is_secret(each.path[-1])]
     foreign = foreign_values(given.values())
@@ -97,33 +99,11 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     problems += refused
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
-    counted, origins = with_steps(job, layers, offered), _origins(job, given)
+    counted, origins = in_steps(job, layers, spans, offered), _origins(job, given)
     if counted.epochs and counted.steps != job.steps:
         origins["steps"] = origins["epochs"]
+    origins |= {name: f"{origins[name]} ({text})" for name, text in spans.items()}
     return Resolved(counted, origins, foreign=foreign)
-
-
-def with_steps(job: Job, layers: Sequence[Layer], offered: Offered) -> Job:
-    """Returns the job with the steps of its epochs; `steps` of a later layer counts instead of epochs.
-
-    The record of a run has both, and its steps stay. Raises UserError if another layer has both.
-    """
-    at = {name: _last_with(name, layers) for name in ("epochs", "steps")}
-    if not job.epochs or at["steps"] > at["epochs"]:
-        return replace(job, epochs=0)
-    layer = layers[at["epochs"]]
-    if at["steps"] < at["epochs"]:
-        return job if offered.steps_of is None else replace(job, steps=offered.steps_of(job))
-    if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.given}:  # no record
-        (given,) = [each for each in layer.given if each.name == "epochs"]
-        raise UserError([given.problem("epochs or steps", repr(job.epochs), "they say the same")])
-    return job
-
-
-def _last_with(name: str, layers: Sequence[Layer]) -> int:
-    return max(
-        (index for index, layer in enumerate(layers) if any(each.name == name for each in layer.given)), default=-1
-    )
 
 
 def _masked(given: Given) -> Problem:

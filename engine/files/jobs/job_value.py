@@ -1,7 +1,7 @@
 """One value given for a field of the job: its place, and the check of its type.
 
 A field has its type in `engine.core.config.job.Job`. A whole number is converted to a number, and for
-`checkpoint_every` to text; no other value is.
+`checkpoint_every` to text; no other value is. A field in `IN_EPOCHS` may have a text such as ``1epoch``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.core.config.job import Job
+from engine.core.duration import parse_epochs
 from engine.core.errors import Problem, nearest
 from engine.core.scalar import Args, Scalar
 from engine.files.yaml_scalar import plain_value
@@ -18,6 +19,8 @@ OptionPath = tuple[str, ...]
 
 FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
 A_FIELD = "a field of the job"
+IN_EPOCHS = ("validate_every", "checkpoint_every")
+STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"
 ARGS_FIELDS = tuple(name for name, kind in FIELD_TYPES.items() if kind == Args)
 
 _EXPECTED: dict[Any, str] = {
@@ -80,11 +83,16 @@ def check(given: Given) -> Given | Problem:
     kind: Any = Scalar if len(given.path) == 2 else FIELD_TYPES[given.name]
     if given.name == "checkpoint_every" and type(given.value) is int:  # a number of steps is one of its forms
         given = replace(given, value=str(given.value))
+    is_text = given.name in IN_EPOCHS and isinstance(given.value, str)
+    if is_text and parse_epochs(given.value):
+        return given
     strict = ConfigDict(strict=True, allow_inf_nan=False)
     try:
         return replace(given, value=TypeAdapter(kind, config=strict).validate_python(given.value))
     except ValidationError:
         expected = _EXPECTED.get(kind) or f"one of {', '.join(get_args(kind))}"
+        if is_text and not isinstance(plain_value(given.value), int):
+            return given.problem(STEPS_FORM, shown(given.value))
         return given.problem(expected, shown(given.value), _advice(given, kind))
 
 

@@ -12,7 +12,7 @@ from engine.core.checks.recovery_times import PHASES as TIMED_PHASES
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.param_groups import MATCH
 from engine.core.config.size import SIZE_PATTERN
-from engine.core.duration import DURATION_FORM, DURATION_PATTERN, parse_duration
+from engine.core.duration import DURATION_FORM, DURATION_PATTERN, EPOCHS_PATTERN, parse_duration
 from engine.core.faults.fault import PHASES, ROLES, WHENS
 from engine.core.faults.fault_kind import MOST_CHARACTERS, MOST_COUNT, MOST_NUMBER, FaultKind, Parameter
 from engine.core.faults.scenario import NOTICES, OUTCOMES
@@ -161,6 +161,7 @@ def job_schema() -> dict[str, Any]:
 
 
 _TEXTS: Mapping[str, dict[str, Any]] = {
+    "validate_every": {"type": ["integer", "string"], "pattern": EPOCHS_PATTERN, "minimum": 0},
     "checkpoint_every": {"type": ["string", "integer"], "pattern": KEEPING_PATTERN, "minimum": 0},
     "events_max": {"type": "string", "pattern": SIZE_PATTERN},
     "hang_after": {"type": "string", "pattern": DURATION_PATTERN},

@@ -85,7 +85,8 @@ def _checks(run: RunTables) -> str:
 def _tiles(run: RunTables) -> list[Tile]:
     stalls, steps = stalls_of(run.recovery), run.steps
     passed = passes(run.job, steps["step"].nunique(), run.num_samples) if run.num_samples else 0
-    of = f"of {run.job.steps}" + (f", {passed:.3g} epochs" if run.num_samples else "")
+    epochs = f"{passed:.3g} of {run.job.epochs} epochs" if run.job.epochs else f"{passed:.3g} epochs"
+    of = f"of {run.job.steps}" + (f", {epochs}" if run.num_samples else "")
     tiles = [("steps committed", f"{steps['step'].nunique()}", of)]
     outcomes = run.recovery["outcome"][~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(outcomes):
