@@ -66,7 +66,8 @@ class Model:
     does each of the `metrics`, by name. With `check_pure`, each layer is tried before training. `shared_buffers` has
     the uses of each buffer that several layers have copies of, as (layer index, buffer name): no forward may change it.
     With `is_cut_by_sample`, dimension 0 of all that the loss takes is the sample, and the loss of the first samples is
-    that of their rows.
+    that of their rows. In evaluation the loss takes the first `num_loss_outputs` outputs and metrics take the others;
+    with 0, both take all.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -77,6 +78,7 @@ class Model:
     shared_buffers: tuple[tuple[tuple[int, str], ...], ...] = ()
     metrics: Mapping[str, Loss] = field(default_factory=dict)
     is_cut_by_sample: bool = True
+    num_loss_outputs: int = 0
 
     def __post_init__(self) -> None:
         """Makes specs of layers that are none; raises TypeError for a field of another type."""

@@ -41,7 +41,7 @@ METRICS: Mapping[str, Loss] = {"accuracy": accuracy}
 
 def loss_of(model: Model, outputs: Tensors, targets: Tensors) -> Tensor:
     """Returns the loss of a microbatch; an exception in it names the loss, and what the loss was called with."""
-    return _called(_LOSS, model.loss, outputs, targets)
+    return _called(_LOSS, model.loss, outputs[: model.num_loss_outputs or None], targets)
 
 
 def metrics_of(model: Model, outputs: Tensors, targets: Tensors) -> dict[str, float]:
@@ -49,6 +49,7 @@ def metrics_of(model: Model, outputs: Tensors, targets: Tensors) -> dict[str, fl
 
     The accuracy is a metric of each model with the default loss, if that is a cross-entropy.
     """
+    outputs = outputs[model.num_loss_outputs :]
     has_classes = model.loss is default_loss and not targets[0].is_floating_point()
     usual = model.metric or (accuracy if has_classes else None)
     metrics = model.metrics if usual is None else {_name_of(usual): usual, **model.metrics}

@@ -31,15 +31,15 @@ _SIZES = {  # that a built-in model is made with
 def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
     """Returns the model of `job` for data with these facts, with no layer built; raises UserError if it cannot.
 
-    An ordinary module is called with the first microbatch of `data`.
+    An ordinary module is called with its example inputs, else with the first microbatch of `data`.
     """
     _refuse(model_problems(job))
     form = facts.form
 
-    def ordinary(module: nn.Module) -> Model:
+    def ordinary(module: nn.Module, given: object) -> Model:
         nonlocal form
         form = None  # it is in the record
-        made: Model = _ORDINARY(job, required(data, "an ordinary module is called with data"), module)
+        made: Model = _ORDINARY(job, required(data, "an ordinary module is called with data"), module, given)
         return made
 
     made = _builtin_model(job, facts) if job.model in MODELS else user_model(job, ordinary)

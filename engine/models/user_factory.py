@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
@@ -30,17 +30,23 @@ from engine.models.memory_rules import refuse_what_cannot_be_kept, shared_buffer
 from engine.models.user_code import running
 
 
-def user_model(job: Job, ordinary: Callable[[nn.Module], Model] | None = None) -> Model:
+def user_model(job: Job, ordinary: Callable[[nn.Module, object], Model] | None = None) -> Model:
     """Returns the model of the factory `job.model`, called with `job.model_args`; raises UserError.
 
     The factory returns an nn.Sequential, a list or tuple of modules and callables, a Model, or another module, which
-    `ordinary` makes a model of. The name may also be that of such an object. A list of layers gets the default loss,
-    and inputs in the `form` of the data. A parameter that several layers share becomes a tie.
+    `ordinary` makes a model of; example inputs may stand beside it. The name may also be that of such an object. A list
+    of layers gets the default loss, and inputs in the `form` of the data. A parameter that several layers share becomes
+    a tie.
     """
     with torch.random.fork_rng(devices=[]):
         made = made_by("model", job.model, job.model_args, random_key(job.seed, "model"))
+    made, given = _parted(made)
     if ordinary and isinstance(made, nn.Module) and not isinstance(made, (nn.Sequential, nn.ModuleList)):
-        return _completed(ordinary(made))
+        return _completed(ordinary(made, given))
+    if given is not None:
+        expected = "a module whose forward is recorded, beside example inputs"
+        hint = "its layers are known: return it alone"
+        raise wrong_factory("model", job.model, expected, f"it returned {type(made).__name__} with inputs; {hint}")
     if job.split:
         found = f"{job.split!r} for {job.model}, which is a list of layers already"
         raise UserError([Problem("split", "no value", found, "each layer of a list stays whole")])
@@ -48,6 +54,15 @@ def user_model(job: Job, ordinary: Callable[[nn.Module], Model] | None = None) -
     if not model.layers:
         raise wrong_factory("model", job.model, "a factory that returns at least one layer")
     return _completed(model)
+
+
+def _parted(made: object) -> tuple[object, object]:
+    """Returns what a factory made, and the example inputs beside it or None: a tensor, a tuple or a mapping."""
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], (nn.Module, Model)):
+        module, given = made
+        if isinstance(given, (Tensor, tuple, list, Mapping)) and not callable(given):
+            return module, given
+    return made, None
 
 
 def _model_of(factory_name: str, made: object) -> Model:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.config.job import Job
+from engine.core.config.metric_names import PERPLEXITY, named_metrics
 from engine.core.errors import Problem, UserError
 from engine.models.data import Data
 from engine.models.layers import LayerSpec, Model, ModuleCopy, Tensors
 from engine.models.losses import default_loss
 from engine.models.memory_rules import refuse_what_cannot_be_kept
 from engine.models.traced.cuts import Cut, choose_cuts, names_of, place_of
+from engine.models.traced.given_inputs import with_given
 from engine.models.traced.piece import Piece
 from engine.models.traced.pieces import PlannedPiece, Splitter
 from engine.models.traced.recorded import Example, recorded
@@ -23,6 +25,11 @@ from engine.models.traced.rows import is_by_sample
 from engine.models.traced.source_text import PieceProgram, Writer
 
 _SAME_BORDERS = "a forward whose pieces hand on the same tensors in training and in evaluation"
+_OUTPUT_TOO = "a forward that returns an output beside its loss"
+_HOW_OUTPUT = (
+    "return (loss, output), or a dict or a dataclass with loss and logits; or take no labels: the output then goes to "
+    "the default loss"
+)
 _OTHER_SPLIT = "split the module where its tensors are the same in both"
 
 
@@ -41,11 +48,17 @@ class OutputLoss:
             raise program.blamed(error) from None
 
 
-def ordinary_model(job: Job, data: Data, module: nn.Module) -> Model:
-    """Returns the model whose layers are pieces of `module`; raises UserError if it cannot be recorded or cut."""
+def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None) -> Model:
+    """Returns the model whose layers are pieces of `module`; raises UserError if it cannot be recorded or cut.
+
+    It is recorded with the inputs that were `given`, else with the first microbatch.
+    """
     refuse_what_cannot_be_kept({0: module})
     autocast = None if job.dtype == "float32" else getattr(torch, job.dtype)
-    example = Example(data.microbatch(0, 0, 0, job.microbatch_size), data.facts.form, autocast)
+    batch, has_metrics = data.microbatch(0, 0, 0, job.microbatch_size), _has_metrics(job)
+    example = Example(batch, data.facts.form, autocast, has_metrics)
+    if given is not None:
+        example = with_given(module, example, given)
     leaves: frozenset[str] = frozenset()
     while True:
         try:
@@ -73,7 +86,18 @@ def ordinary_model(job: Job, data: Data, module: nn.Module) -> Model:
         Writer(tail, trace.base).program()[0] for tail, trace in zip((tails[0], tails[1]), traces, strict=True)
     )
     by_sample = is_by_sample(tails[1], traces[1], job.microbatch_size)
-    return Model(tuple(layers), OutputLoss(training, evaluation), is_cut_by_sample=by_sample)
+    loss = OutputLoss(training, evaluation)
+    if not has_metrics or (by_sample and not traces[1].measured):  # there the loss reads the output alone
+        return Model(tuple(layers), loss, is_cut_by_sample=by_sample)
+    if not splitters[1].measures():
+        found = "one that depends on the targets" if traces[1].measured else "the loss alone"
+        raise UserError([Problem("metrics", _OUTPUT_TOO, found, _HOW_OUTPUT)])
+    return Model(tuple(layers), loss, is_cut_by_sample=by_sample, num_loss_outputs=splitters[1].num_outputs)
+
+
+def _has_metrics(job: Job) -> bool:
+    """Returns whether a metric reads outputs; the perplexity is made of the loss."""
+    return any(each != PERPLEXITY for each in named_metrics(job).values())
 
 
 def _planned(cuts: Sequence[Cut], trace: Trace, splitter: Splitter) -> list[PlannedPiece]:
@@ -93,7 +117,8 @@ def _refuse_other_borders(cuts: Sequence[Cut], traces: list[Trace], planned: lis
             told.append(", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in shapes))
         if told[0] != told[1]:
             found = f"{told[0]} in training, {told[1]} in evaluation, at the {'end' if cut.is_end else 'begin'} of"
-            problems.append(Problem("model", _SAME_BORDERS, f"{found} {cut.path}", _OTHER_SPLIT))
+            hint = f"{_OTHER_SPLIT}; metrics also need the output beside the loss there" * bool(traces[1].measured)
+            problems.append(Problem("model", _SAME_BORDERS, f"{found} {cut.path}", hint or _OTHER_SPLIT))
     if problems:
         raise UserError(problems)
 

@@ -83,7 +83,7 @@ class Splitter:
         for first, last in pairwise(edges):
             is_first, is_last = first == 0, last == edges[-1]
             entering = self.trace.inputs if is_first else self.crossing(first)
-            leaving: tuple[TensorSource, ...] = self._outputs() if is_last else self.crossing(last)
+            leaving: tuple[TensorSource, ...] = self._leaving() if is_last else self.crossing(last)
             own = [n for n in self._own if first <= self._place(n) < last]
             planned.append(self._piece(own, entering, leaving))
         return planned
@@ -122,6 +122,19 @@ class Splitter:
                 left += operations[number].sources()
         return needed
 
+    def measures(self) -> bool:
+        """Returns whether there are outputs for metrics, none of which depends on the targets."""
+        of_loss = {value for n in self._of_loss for value in self.trace.operations[n].values()}
+        return bool(self.trace.measured) and not {*self.trace.measured} & {*of_loss, *self.trace.targets}
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of values that the loss reads, or of the outputs."""
+        return len(self._outputs())
+
+    def _leaving(self) -> tuple[TensorSource, ...]:
+        return (*self._outputs(), *(self.trace.measured if self.measures() else ()))
+
     def _outputs(self) -> tuple[TensorSource, ...]:
         """Returns what leaves the last piece: the outputs, or the values that the loss reads."""
         if not self.trace.is_loss:
@@ -149,7 +162,7 @@ class Splitter:
             for source in operations[number].sources():
                 if isinstance(source, TracedValue):
                     last[source] = max(last.get(source, 0), self._place(number))
-        last |= {source: end for source in self._outputs() if isinstance(source, TracedValue)}
+        last |= {source: end for source in self._leaving() if isinstance(source, TracedValue)}
         return {value: at for value, at in last.items() if self._maker.get(value) not in self._constant}
 
     def _refuse_weights_in_loss(self) -> None:

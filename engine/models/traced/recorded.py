@@ -32,18 +32,24 @@ _WITHOUT_LOSS = "return the loss as a scalar tensor, or as `loss` of a dict or a
 
 
 class Example(NamedTuple):
-    """How to call a module: with a microbatch, whose inputs have a form, and under autocast to a type, if any."""
+    """How to call a module: with a microbatch, whose inputs have a form, and under autocast to a type, if any.
+
+    With `has_metrics` a forward that returns the loss is to return outputs beside it.
+    """
 
     batch: Batch
     form: object
     autocast: torch.dtype | None
+    has_metrics: bool = False
 
 
-class _Call(NamedTuple):
+class ForwardCall(NamedTuple):
+    """A call of the forward, and the tensors in it: the inputs of the microbatch, and the targets that it takes."""
+
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: Tensors
-    targets: Tensors  # those that the forward takes
+    targets: Tensors
 
 
 def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_training: bool) -> Trace:
@@ -54,7 +60,7 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     copied = ModuleCopy("the model", module)()
     if not is_training:
         copied.eval()
-    call = _bound(copied, example)
+    call = bound(copied, example)
     before = {place.name: tensor for place, tensor in places_of(copied)}
     attributes = attributes_of(copied)
     with _as_in_a_stage(example, is_training):
@@ -66,6 +72,8 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     trace.is_loss = bool(call.targets)
     chosen = _chosen(result, trace.is_loss)
     trace.outputs = tuple(recorder.source(each) for each in chosen)
+    if trace.is_loss and example.has_metrics and not is_training:
+        trace.measured = tuple(recorder.source(each) for each in _beside_loss(result))
     now = {place.name: tensor for place, tensor in places_of(copied)}
     trace.changed = frozenset(
         place.name
@@ -76,7 +84,7 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     found = attributes_of(copied)
     if changed := difference(attributes, found, called):
         _restore_buffers(module, copied, before)
-        again = _bound(copied, example)
+        again = bound(copied, example)
         with _as_in_a_stage(example, is_training), running("the second forward of the model", copied):
             outputs = _chosen(copied(*again.args, **again.kwargs), trace.is_loss)
         changing = difference(found, attributes_of(copied), called)
@@ -93,7 +101,8 @@ def _restore_buffers(module: nn.Module, copied: nn.Module, before: Mapping[str, 
                 copied.get_submodule(place.holder)._buffers[place.key] = before[place.name].copy_(value)
 
 
-def _bound(module: nn.Module, example: Example) -> _Call:
+def bound(module: nn.Module, example: Example) -> ForwardCall:
+    """Returns the call of the forward with copies of the tensors of a microbatch."""
     form, inputs = example.form, tuple(each.clone() for each in example.batch.inputs)
     parameters = inspect.signature(module.forward).parameters.values()
     if isinstance(form, Columns):
@@ -105,7 +114,7 @@ def _bound(module: nn.Module, example: Example) -> _Call:
         taken = {*at[: len(args)], *kwargs}
         names = [each.name for each in parameters if each.name in TARGETS and each.name not in taken]
     targets = tuple(each.clone() for each in example.batch.targets[: len(names)])
-    return _Call(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
+    return ForwardCall(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
 
 
 def _is_target(name: str, form: Columns) -> bool:
@@ -151,6 +160,18 @@ def _loss_in(result: Any) -> Tensors:
     told = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
     expected = "a forward that takes targets and returns the loss"
     raise UserError([Problem("model", expected, f"{told} as the loss of {type(result).__name__}", _WITHOUT_LOSS)])
+
+
+def _beside_loss(result: Any) -> Tensors:
+    """Returns the outputs beside a loss: `logits`, else all others; of a tuple the second part."""
+    if isinstance(result, Tensor):
+        return ()
+    if isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
+        return flatten(result[1])[1] if len(result) > 1 else ()
+    parts = dict(result) if isinstance(result, Mapping) else parts_of(result) or vars(result)
+    logits = parts.get("logits", getattr(result, "logits", None))
+    others = {name: each for name, each in parts.items() if name != "loss"}
+    return (logits,) if isinstance(logits, Tensor) else flatten(others)[1]
 
 
 def _outputs_in(result: Any) -> Tensors:

@@ -134,6 +134,7 @@ class Trace:
     calls: list[ModuleCall] = field(default_factory=list)
     outputs: tuple[TensorSource, ...] = ()
     is_loss: bool = False  # the output is the loss
+    measured: tuple[TensorSource, ...] = ()  # beside the loss, for the metrics
     shapes: dict[TracedValue, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
     memory: dict[TracedValue | NamedState, int] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()  # buffers

@@ -230,7 +230,7 @@ class Stage:
             if targets is not None:
                 loss_of(self.model, outputs, targets)
             for each in validation:
-                self.evaluate_loss(outputs, each)
+                self.evaluate_loss(self.evaluate(inputs) if self.model.num_loss_outputs else outputs, each)
         self.border = border_of(outputs)
         if len(outputs) > MAX_TENSORS:
             raise self._wrong(max(self.layers), f"at most {MAX_TENSORS} tensors leave a stage, found {len(outputs)}")
