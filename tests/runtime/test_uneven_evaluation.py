@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,14 @@ from torch.nn import functional
 
 from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.messages import Evaluation
 from engine.core.ownership import Grid, one_slot_each
+from engine.core.samples.evaluation import EvaluationPart
+from engine.models.layers import Model, Tensors, as_tensors
 from engine.models.model_loader import build_model
 from engine.models.sources.evaluations import evaluation
 from engine.models.sources.open_data import open_data
+from engine.models.sources.sample_rows import Measured
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.worker.validation import Validation, unmeasured
 from tests.runtime.small_jobs import borders_of
@@ -65,7 +70,7 @@ def samples() -> dict[str, Any]:
     return {"train": rows, "short": rows[:11]}
 
 
-def job_of(module: type[nn.Module], data: Any, **changed: Any) -> Job:
+def job_of(module: Any, data: Any, **changed: Any) -> Job:
     given = {"microbatches": 1, "microbatch_size": 4, "stages": 1, "validate_every": 1, **changed}
     return Job(model=f"{HERE}:{module.__name__}", data=f"{HERE}:{data.__name__}", **given)
 
@@ -98,8 +103,8 @@ def test_the_last_samples_count_only_where_the_loss_pairs_rows(module: Any, data
         torch.testing.assert_close(found, expected)
 
 
-def test_a_pass_counts_the_samples_that_it_measures() -> None:
-    job = job_of(ByToken, sequences)
+def measured(job: Job) -> tuple[Evaluation, ...]:
+    """Returns the results of a validation pass of a job with one worker."""
     data = open_data(job)
     model = build_model(job, data.facts, data)
     replicas = Replicas(job, model, (0,), [(0, 0)])
@@ -107,8 +112,166 @@ def test_a_pass_counts_the_samples_that_it_measures() -> None:
     control = SimpleNamespace(at=(0, 0, False), check=lambda: None)
     context: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
     plane: Any = SimpleNamespace(aside=None)
-    ended = Validation(context, plane, one_slot_each(Grid(1, job.microbatches))).run()
-    assert [(each.name, each.samples) for each in ended.sets or ()] == [("short", 8)]
+    return Validation(context, plane, one_slot_each(Grid(1, job.microbatches))).run().sets or ()
+
+
+def test_a_pass_counts_the_samples_that_it_measures() -> None:
+    assert [(each.name, each.samples) for each in measured(job_of(ByToken, sequences))] == [("short", 8)]
+
+
+def _over_time(outputs: Tensors, targets: Tensors) -> Tensor:
+    """Returns the loss of outputs [time, sample, class]; it pairs rows also of a part, but others."""
+    return functional.cross_entropy(
+        outputs[0].transpose(0, 1).reshape(-1, 4)[: targets[0].numel()], targets[0].flatten()
+    )
+
+
+def timewise() -> Model:
+    """Its outputs have as many rows as a microbatch, but a row is a time: there are 4 of both."""
+    layers: Any = (nn.Embedding(32, 8), nn.Linear(8, 4), lambda each: each.transpose(0, 1))
+    return Model(layers, _over_time)
+
+
+class Timewise(Network):
+    """An ordinary module with such outputs, and the default loss."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(tokens).transpose(0, 1)
+
+
+class Constant(Network):
+    """Its second output has the same rows for all samples."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.logits(tokens).mean(dim=1), torch.arange(4.0)
+
+
+class Sampled(Network):
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.logits(tokens)
+        return made.mean(dim=1), made.sum(dim=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("made", "data", "found"),
+    [
+        (
+            timewise,
+            sequences,
+            r"outputs\[0\] float32 \[4, 4, 4\], whose row 3 is not that of the same sample elsewhere",
+        ),
+        (Timewise, sequences, r"outputs\[0\] float32 \[4, 4, 4\], whose row 3"),
+        (Constant, samples, r"outputs\[1\] float32 \[4\], whose row 3"),
+        (Sampled, samples, ""),
+    ],
+)
+def test_rows_that_are_no_samples_are_not_cut(made: Any, data: Any, found: str) -> None:
+    job = job_of(made, data)
+    if not found:
+        assert [(each.name, each.samples) for each in measured(job)] == [("short", 11)]
+        return
+    where = "in the last microbatch of the evaluation set short, of 3 samples"
+    with pytest.raises(UserError, match=rf"one row per sample, found {found}.*, {where} .*--validation-microbatches 2"):
+        measured(job)
+    assert [each.samples for each in measured(job_of(made, data, validation_microbatches=2))] == [8]
+    with pytest.raises(UserError, match=r"of 11 samples \(a smaller microbatch_size\)"):
+        Measured((torch.arange(12.0),), ()).first(
+            EvaluationPart("short", 0, 11), Measured((torch.arange(12.0),), ()), is_narrow=False
+        )
+
+
+def test_a_set_smaller_than_a_microbatch_is_measured_once() -> None:
+    found = measured(job_of(Sampled, samples, microbatch_size=16))
+    assert [(each.name, each.samples) for each in found] == [("short", 11)]
+
+
+class Both(Network):
+    """Returns the loss beside outputs that do not depend on the labels."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        hidden = self.inward(tokens)
+        logits = self.out(hidden).mean(dim=1)
+        return {"loss": functional.cross_entropy(logits * 2, labels), "logits": logits, "hidden": hidden}
+
+
+class AsTuple(Both):
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        found = Both.forward(self, tokens, labels)
+        return found["loss"], found["logits"]
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+class AsDataclass(AsTuple):
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        return Output(*super().forward(tokens, labels))
+
+
+class Hidden(Network):
+    """Returns the loss alone, which more than the output decides."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.logits(tokens).mean(dim=1)
+        return functional.cross_entropy(logits, labels) + logits.square().mean()
+
+
+class Whole(Hidden):
+    """Its loss is known for whole microbatches only."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        return super().forward(tokens, labels), self.logits(tokens).mean(dim=1)
+
+
+class Leaking(Network):
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(tokens).mean(dim=1)
+        return functional.cross_entropy(logits, labels), logits * (labels[:, None] >= 0)
+
+
+def shape(outputs: Tensors, targets: Tensors) -> float:
+    (logits,), (labels,) = outputs, targets
+    return logits.shape[1] + labels.shape[0] / 100
+
+
+METRICS = f"accuracy,shape={HERE}:shape"
+
+
+@pytest.mark.parametrize("made", [Both, AsTuple, AsDataclass, BySample, Whole])
+def test_metrics_measure_the_output_beside_a_loss(made: type[nn.Module]) -> None:
+    job = job_of(made, samples, metrics=METRICS, split="" if made is Whole else "inward,out")
+    (found,) = measured(job)
+    (plain,) = measured(replace(job, metrics=""))
+    assert (found.samples, found.loss, plain.metrics) == (plain.samples, plain.loss, {})
+    assert found.metrics["shape"] == pytest.approx(4.04 if made is Whole else (8 * 4.04 + 3 * 4.03) / 11)
+    assert 0 <= found.metrics["accuracy"] <= 1
+    data = open_data(job)
+    with_metrics, without = (build_model(each, data.facts, data) for each in (job, replace(job, metrics="")))
+    batch = data.microbatch(0, 0, 0, 4)
+    counts = []
+    for model in (with_metrics, without):  # training sees the outputs of the loss only
+        outputs = batch.inputs
+        for layer in model.layers:
+            outputs = as_tensors(layer.build()(*outputs), "a layer")
+        counts.append(len(outputs))
+    assert counts == [2, 2] if made is Whole else [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("made", "found"), [(Hidden, "the loss alone"), (Leaking, "one that depends on the targets"), (ByToken, "the loss")]
+)
+def test_metrics_without_an_output_are_refused_with_the_ways_out(made: type[nn.Module], found: str) -> None:
+    job = job_of(made, sequences if made is ByToken else samples, metrics=METRICS)
+    data = open_data(job)
+    words = (
+        rf"metrics: expected a forward that returns an output beside its loss, found {found}.*return \(loss, output\)"
+    )
+    with pytest.raises(UserError, match=words):
+        build_model(job, data.facts, data)
+    build_model(replace(job, metrics="perplexity"), data.facts, data)
 
 
 def test_a_set_of_which_nothing_would_be_measured_is_refused() -> None:

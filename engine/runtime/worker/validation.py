@@ -23,8 +23,8 @@ from engine.core.samples.evaluation import EvaluationPart, left_out, parts_of
 from engine.core.worker.inputs import PassEnded
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
-from engine.models.losses import shapes_of
 from engine.models.sources.evaluations import evaluation, evaluation_sets
+from engine.models.sources.sample_rows import Measured
 from engine.runtime.transport.transfer_key import validation_key
 from engine.runtime.transport.transfers import Receiver, receives_of
 from engine.runtime.transport.transport import Transport
@@ -50,6 +50,7 @@ class Validation:
         only_whole = not context.replicas.model.is_cut_by_sample
         self.parts = parts_of(context.job, evaluation_sets(context.data), only_whole=only_whole)
         self.is_at_end = ownership.owner(0, ownership.grid.stages - 1) == context.worker
+        self._begin = Measured((), ())  # of the set that is being measured
         self.grid = replace(ownership.grid, microbatches=len(self.parts))
         alone = replace(ownership, grid=self.grid)
         program = build_validation(alone)
@@ -105,16 +106,11 @@ class Validation:
             inputs, targets = batch.inputs if action.stage == 0 else inputs, batch.targets
         outputs = stage.evaluate(inputs)
         if stage.is_last:
+            measured = Measured(outputs, targets)
+            if part.number == 0:
+                self._begin = measured
             if part.rows < size:
-                outputs, targets = _first(part, size, outputs), _first(part, size, targets)
-            results.append((part, *stage.evaluate_loss(outputs, targets)))
+                measured = measured.first(part, self._begin, is_narrow=context.job.dtype != "float32")
+            results.append((part, *stage.evaluate_loss(*measured)))
         else:
             made[action.stage, action.microbatch] = outputs
-
-
-def _first(part: EvaluationPart, size: int, tensors: Tensors) -> Tensors:
-    """Returns the rows of the samples that count."""
-    if any(not each.dim() or each.shape[0] != size for each in tensors):
-        where = f"the last microbatch of the evaluation set {part.name}, of {part.rows} samples"
-        raise TypeError(f"{where}: expected outputs and targets with one row per sample, found {shapes_of(tensors)}")
-    return tuple(each[: part.rows] for each in tensors)
