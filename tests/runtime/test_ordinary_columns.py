@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.core.checks.trajectory import trajectory_hash
 from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.models.data import Data
@@ -17,6 +17,7 @@ from engine.models.layers import Model
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
 from engine.models.traced.ordinary import OutputLoss
+from tests.e2e.plain_loop import train as train_plainly
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads
 
@@ -65,7 +66,7 @@ def rows() -> list[dict[str, Any]]:
     return [{"labels": at % 3, "pixels": each, "mask": (each > 0).float()} for at, each in enumerate(drawn)]
 
 
-def job_of(module: type[nn.Module], **changed: Any) -> Job:
+def job_of(module: Any, **changed: Any) -> Job:
     given = {"microbatches": 2, "steps": 2, "validate_every": 0, "split": "inward,out", **changed}
     return Job(model=f"{HERE}:{module.__name__}", data=f"{HERE}:rows", **given)
 
@@ -98,11 +99,33 @@ def test_a_lacking_column_is_named() -> None:
         built(job_of(Lacking))
 
 
-def test_stages_and_a_death_change_nothing() -> None:
-    found = set()
-    for stages, kills in ((1, ()), (2, ()), (2, ("1:1",))):
-        job = job_of(Masked, stages=stages)
-        ending = run_in_threads(job, parse_kills(kills, job))
+def _by_name(pixels: Tensor, mask: Tensor) -> Tensor:
+    return pixels * mask
+
+
+def layers() -> list[Any]:
+    return [_by_name, nn.Linear(8, 16), nn.Linear(16, 3)]
+
+
+@pytest.mark.parametrize(("made", "pipelines"), [(Masked, 1), (Masked, 2), (layers, 2)])
+def test_stages_pipelines_and_a_death_give_the_bits_of_a_plain_loop(made: Any, pipelines: int) -> None:
+    split = {} if made is Masked else {"split": ""}
+    job = job_of(made, pipelines=pipelines, validate_every=1, **split)
+    expected = train_plainly(job)
+    for stages, kills in ((1, ()), (2, (f"1:1@{pipelines - 1}",))):
+        cut = replace(job, stages=stages)
+        ending = run_in_threads(cut, parse_kills(kills, cut))
         assert ending.error is None, ending.error
-        found.add(trajectory_hash(ending.view.run_state.rows))
-    assert len(found) == 1
+        assert [row.texts() for row in ending.view.run_state.rows] == expected
+
+
+def test_pipelines_share_out_the_samples_of_a_pass() -> None:
+    _, data = built(job_of(Masked, pipelines=2))
+    found = [
+        tuple(pixels.tolist())
+        for step in range(2)
+        for pipeline in range(2)
+        for microbatch in range(2)
+        for pixels in data.microbatch(step, pipeline, microbatch, 4).inputs[1]
+    ]
+    assert sorted(found) == sorted(tuple(each["pixels"].tolist()) for each in rows())
