@@ -36,6 +36,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.analysis": _PLANS | {"engine.core.checkpoints"},
     "engine.core.samples": _PLANS,
     "engine.core.recovery": _GROUND | {"engine.core.program"},
+    "engine.core.elastic": _GROUND | {"engine.core.program"},
     "engine.core.worker": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.core.recovery"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership", "engine.core.samples"},

@@ -1,0 +1,99 @@
+"""Runs: the consecutive slots of a pipeline that one worker owns, and the time of a step that goes through them.
+
+A worker has one run in each pipeline at most. The time is that of the list scheduler with runs in place of slots: a
+forward of a run waits until no more microbatches are in flight behind it than runs follow, itself included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from engine.core.elastic.measured import Measured
+from engine.core.ownership import Grid
+from engine.core.program.list_scheduler import starts
+
+_STEADY = 16  # microbatches; any further one takes as long as the slowest worker
+
+
+class Run(NamedTuple):
+    """The slots of stages `first` to ``end - 1`` of a pipeline, which `worker` owns."""
+
+    pipeline: int
+    first: int
+    end: int
+    worker: int
+
+
+def runs_of(owners: Sequence[int], grid: Grid) -> tuple[tuple[Run, ...], ...]:
+    """Returns the runs of each pipeline, in the order of its stages."""
+    return tuple(
+        tuple(_runs(owners[pipeline * grid.stages : (pipeline + 1) * grid.stages], pipeline))
+        for pipeline in range(grid.pipelines)
+    )
+
+
+def are_whole(runs: Sequence[Sequence[Run]]) -> bool:
+    """Returns whether no worker has two runs in a pipeline."""
+    return all(len({each.worker for each in line}) == len(line) for line in runs)
+
+
+def load_of(runs: Sequence[Sequence[Run]], grid: Grid, measured: Measured) -> dict[int, float]:
+    """Returns the time that each owner computes for one microbatch of each of its pipelines, by worker."""
+    forward, backward = measured.forwards(grid), measured.backwards(grid)
+    loads: dict[int, float] = {}
+    for _, first, end, worker in (each for line in runs for each in line):
+        work = forward[end] - forward[first] + backward[end] - backward[first]
+        loads[worker] = loads.get(worker, 0.0) + work / measured.speed_of(worker)
+    return loads
+
+
+def step_time(owners: Sequence[int], grid: Grid, measured: Measured) -> float:
+    """Returns the time of a step, in seconds or units, without transfers."""
+    runs = runs_of(owners, grid)
+    steady = max(_STEADY, 2 * max(map(len, runs)))
+    further = max(0, grid.microbatches - steady)
+    return _dry(runs, min(grid.microbatches, steady), grid, measured) + further * max(
+        load_of(runs, grid, measured).values()
+    )
+
+
+def _runs(owners: Sequence[int], pipeline: int) -> list[Run]:
+    found, first = [], 0
+    for worker, group in groupby(owners):
+        end = first + len(list(group))
+        found.append(Run(pipeline, first, end, worker))
+        first = end
+    return found
+
+
+def _dry(runs: Sequence[Sequence[Run]], microbatches: int, grid: Grid, measured: Measured) -> float:
+    """Returns the time of some microbatches. The number of a task is its priority."""
+    order = sorted((each for line in runs for each in line), key=lambda run: (-run.first, run.pipeline))
+    number = {run: each for each, run in enumerate(order)}
+    width, forwards = len(order), len(order) * microbatches
+    needs: list[list[int]] = [[] for _ in range(2 * forwards)]
+    for line in runs:
+        for at, run in enumerate(line):
+            window = len(line) - at
+            for microbatch in range(microbatches):
+                forward = microbatch * width + number[run]
+                backward = forwards + forward
+                needs[backward].append(forward)
+                if at > 0:
+                    needs[forward].append(microbatch * width + number[line[at - 1]])
+                if window > 1:
+                    needs[backward].append(forwards + microbatch * width + number[line[at + 1]])
+                if microbatch > 0:
+                    needs[forward].append(forward - width)
+                    needs[backward].append(backward - width)
+                if microbatch >= window:
+                    needs[forward].append(backward - window * width)
+    costs = [
+        (sums[run.end] - sums[run.first]) / measured.speed_of(run.worker)
+        for sums in (measured.forwards(grid), measured.backwards(grid))
+        for _ in range(microbatches)
+        for run in order
+    ]
+    return starts([run.worker for run in order] * (2 * microbatches), costs, needs)[1]

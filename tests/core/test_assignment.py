@@ -1,0 +1,262 @@
+"""The policy of owners: the shortest step that pays for its moves, runs that are whole, and memory that suffices."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import combinations, pairwise, permutations
+
+import pytest
+
+from engine.core.elastic import assignment, candidates
+from engine.core.elastic.assignment import Assignment, assign
+from engine.core.elastic.measured import Measured
+from engine.core.elastic.runs import are_whole, runs_of, step_time
+from engine.core.ownership import Grid, Ownership, Slot, with_shadows
+from engine.core.program.dry_run import dry_run
+from engine.core.program.list_scheduler import merged_compute
+from engine.core.program.transfer_pass import with_transfers
+
+MB = 10**6
+
+
+def dealt(grid: Grid, num_workers: int) -> Ownership:
+    """Returns the ownership in which workers have runs of one length, in the order of their numbers."""
+    length = len(grid.slots()) // num_workers
+    return Ownership(grid, tuple(place // length for place in range(len(grid.slots()))))
+
+
+def makespan(owners: tuple[int, ...], grid: Grid) -> float:
+    """Returns the time of a step by a dry run of the program, in units."""
+    ownership = Ownership(grid, owners)
+    return dry_run(with_transfers(merged_compute(ownership), ownership), ownership).makespan
+
+
+def broken(grid: Grid, workers: list[int], measured: Measured, found: Assignment) -> list[str]:
+    """Returns the rules that an assignment breaks."""
+    problems = [f"worker {each} may not own" for each in {*found.owners} - {*workers}]
+    problems += [] if are_whole(runs_of(found.owners, grid)) else ["a worker has two runs in a pipeline"]
+    for worker in measured.memory:
+        places = [place for place, owner in enumerate(found.owners) if owner == worker]
+        if sum(measured.owned_bytes[place % grid.stages] for place in places) > measured.memory[worker]:
+            problems.append(f"worker {worker} has too little memory")
+    return problems
+
+
+def drawn_case(seed: int) -> tuple[Ownership, list[int], Measured]:
+    """Returns an ownership, the workers that may own after deaths and joins, and facts about them."""
+    rng = random.Random(seed)  # noqa: S311
+    pipelines, per_pipeline, blocks = rng.choice([1, 1, 2, 3]), rng.randint(1, 4), rng.randint(1, 4)
+    grid = Grid(per_pipeline * blocks, rng.choice([2, 8]), pipelines)
+    num_workers = pipelines * per_pipeline
+    workers = rng.sample(range(num_workers + 2), rng.randint(max(1, num_workers - 2), num_workers + 1))
+    forward = tuple(rng.uniform(0.5, 2) for _ in range(grid.stages))
+    needs = tuple(rng.randint(1, 3) * MB for _ in range(grid.stages))
+    share = sum(needs) * pipelines / len(workers)
+    measured = Measured(
+        forward_s=forward if seed % 2 else (),
+        backward_s=tuple(2 * each for each in forward) if seed % 2 else (),
+        speed={worker: rng.choice([0.5, 1.0, 1.0]) for worker in workers},
+        replica_bytes=needs,
+        owned_bytes=needs,
+        memory={worker: int(share * rng.uniform(0.4, 1.6)) + MB for worker in workers if rng.random() < 0.5},
+        host_of={worker: f"host-{worker % 2}" for worker in workers},
+    )
+    return dealt(grid, num_workers), workers, measured
+
+
+def offences(seeds: range) -> Iterator[str]:
+    for seed in seeds:
+        ownership, workers, measured = drawn_case(seed)
+        found = assign(ownership, workers, measured)
+        if "left out of account" not in found.why:
+            yield from broken(ownership.grid, workers, measured, found)
+        if assign(ownership, workers[::-1], measured).owners != found.owners:
+            yield "the order of the workers counts"
+
+
+def test_no_rule_is_broken() -> None:
+    assert list(offences(range(30))) == []
+
+
+def test_a_policy_that_reads_the_order_of_its_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (assignment, candidates):
+        monkeypatch.setattr(module, "sorted", lambda each, key=None: list(each), raising=False)
+    assert "the order of the workers counts" in offences(range(40))
+
+
+def test_a_policy_that_splits_runs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order = candidates.in_order
+    monkeypatch.setattr(assignment, "in_order", lambda *given: [*(order := in_order(*given)), order[0]])
+    assert "a worker has two runs in a pipeline" in offences(range(40))
+
+
+def test_a_policy_that_ignores_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Measured, "needed_bytes", lambda *_: 0)
+    assert any("too little memory" in each for each in offences(range(40)))
+
+
+def test_the_answer_is_the_same_in_every_process() -> None:
+    code = """
+from engine.core.elastic.assignment import assign
+from engine.core.elastic.measured import Measured
+from engine.core.ownership import Grid, Ownership
+owners = tuple(place // 3 for place in range(24))
+hosts = {worker: f"host-{worker % 3}" for worker in range(9)}
+print(assign(Ownership(Grid(12, 8, 2), owners), {0, 1, 8, 3, 5, 6, 7}, Measured(host_of=hosts, speed={3: 0.5})))
+"""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        )
+        for seed in ("1", "2")
+    ]
+    assert runs[0].stdout == runs[1].stdout != b""
+
+
+def test_a_leaver_in_the_middle_goes_to_both_neighbours() -> None:
+    grid = Grid(12, 8)
+    found = assign(dealt(grid, 3), [0, 2])
+    assert found.owners == (*[0] * 6, *[2] * 6)
+    assert found.why == "4 slots of 12 move: a step takes 162 units instead of 120; worker 1 owns none any more"
+    assert makespan(found.owners, grid) == 162
+
+
+@pytest.mark.parametrize("num_workers", range(3, 9))
+def test_one_worker_less_costs_little_more_than_its_share(num_workers: int) -> None:
+    grid = Grid(4 * num_workers, 4 * num_workers)
+    ownership = dealt(grid, num_workers)
+    most = 1.10 * num_workers / (num_workers - 1) * makespan(ownership.owners, grid)
+    for lost in {0, num_workers // 2, num_workers - 1}:
+        found = assign(ownership, [worker for worker in range(num_workers) if worker != lost])
+        assert makespan(found.owners, grid) <= most
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_pipelines_shrink_and_grow(seed: int) -> None:
+    """Of 2 x 4 workers over twelve layers some go and others come; each number of them has its longest step."""
+    grid, rng = Grid(12, 8, 2), random.Random(seed)  # noqa: S311
+    ownership, members = dealt(grid, 8), list(range(8))
+    for number, size in enumerate((7, 6, 5, 4, 5, 6, 7, 8)):
+        if size < len(members):
+            members.remove(rng.choice(members))
+        else:
+            members.append(8 + number)
+        ownership = Ownership(grid, assign(ownership, members).owners)
+        assert makespan(ownership.owners, grid) <= {8: 99, 7: 118, 6: 120, 5: 138, 4: 162}[size]
+        assert {*ownership.owners} <= {*members}
+
+
+def test_a_joiner_takes_a_full_share() -> None:
+    grid = Grid(32, 32)
+    ownership = Ownership(grid, assign(dealt(grid, 8), [0, 1, 2, 4, 5, 6, 7]).owners)
+    found = assign(ownership, [0, 1, 2, 4, 5, 6, 7, 8])
+    assert found.owners.count(8) == 4
+    assert found.why.endswith("; worker 8 is a new owner")
+    assert makespan(found.owners, grid) == makespan(dealt(grid, 8).owners, grid)
+
+
+def best_of_all(num_workers: int, grid: Grid, measured: Measured) -> float:
+    """Returns the shortest step over all orders of workers and all cuts, of one pipeline."""
+    return min(
+        step_time(
+            tuple(worker for worker, (a, b) in zip(order, pairwise(ends), strict=True) for _ in range(a, b)),
+            grid,
+            measured,
+        )
+        for used in range(1, num_workers + 1)
+        for order in permutations(range(num_workers), used)
+        for ends in ((0, *inner, grid.stages) for inner in combinations(range(1, grid.stages), used - 1))
+    )
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_slow_worker_leaves_an_assignment_near_the_best(seed: int) -> None:
+    rng = random.Random(seed)  # noqa: S311
+    num_workers, blocks = rng.choice([(2, 2), (2, 4), (3, 1), (3, 2), (3, 3)])
+    grid = Grid(num_workers * blocks, num_workers * rng.choice([2, 4]))
+    forward = tuple(rng.uniform(0.5, 2) for _ in range(grid.stages))
+    slow = {rng.randrange(num_workers): 0.5}
+    measured = Measured(forward, tuple(2 * each for each in forward), speed=slow, pause_s=0.0, bytes_per_s=1e12)
+    found = assign(dealt(grid, num_workers), range(num_workers), measured)
+    assert step_time(found.owners, grid, measured) <= 1.10 * best_of_all(num_workers, grid, measured)
+
+
+def test_the_estimate_is_near_the_dry_run_of_the_program() -> None:
+    for seed in range(0, 40, 2):
+        ownership, workers, _ = drawn_case(seed)
+        owners = assign(ownership, workers).owners
+        measured = step_time(owners, ownership.grid, Measured())
+        assert measured == pytest.approx(makespan(owners, ownership.grid), rel=0.15)
+
+
+def seconds(grid: Grid, each_s: float, **facts: object) -> Measured:
+    stages = grid.stages
+    return Measured((each_s,) * stages, (2 * each_s,) * stages, replica_bytes=(100 * MB,) * stages, **facts)  # type: ignore[arg-type]
+
+
+def test_slots_move_only_if_a_hundred_steps_pay_for_it() -> None:
+    grid, slow = Grid(8, 8), {1: 0.5}
+    ownership = dealt(grid, 2)
+    moves = assign(ownership, [0, 1], seconds(grid, 0.01, speed=slow))
+    assert moves.owners.count(1) < 4
+    assert ", 200 MB are copied: " in moves.why or ", 100 MB are copied: " in moves.why
+    assert ", which pays in 1 step" in moves.why
+    stays = assign(ownership, [0, 1], seconds(grid, 0.01, speed=slow, bytes_per_s=1e6))
+    assert stays.owners == ownership.owners
+    assert "would not pay for the move in 100 steps" in stays.why
+    assert stays.gain == 0
+
+
+def test_replicas_that_are_there_draw_the_slots() -> None:
+    """One neighbour has whole replicas of all the leaver's slots: it takes more than its share if the net is slow."""
+    grid = Grid(12, 8)
+    whole: dict[int, list[Slot]] = {0: [(0, stage) for stage in range(4, 8)]}
+    fast = assign(dealt(grid, 3), [0, 2], seconds(grid, 0.001), whole)
+    slow = assign(dealt(grid, 3), [0, 2], seconds(grid, 0.001, bytes_per_s=1e6), whole)
+    assert fast.owners == (*[0] * 6, *[2] * 6)
+    assert slow.owners == (*[0] * 8, *[2] * 4)
+
+
+def test_nothing_moves_without_a_reason() -> None:
+    for grid, num_workers in ((Grid(12, 8), 3), (Grid(12, 8, 2), 8), (Grid(7, 8), 7)):
+        ownership = dealt(grid, num_workers)
+        found = assign(ownership, range(num_workers))
+        assert found.owners == ownership.owners
+        assert found.why.startswith("nothing moves: a step takes ")
+
+
+def test_a_worker_with_too_little_memory_for_one_slot_gets_none() -> None:
+    grid = Grid(12, 8)
+    measured = Measured(owned_bytes=(30 * MB,) * 12, memory={3: 20 * MB})
+    found = assign(dealt(grid, 3), range(4), measured)
+    assert 3 not in found.owners
+    assert found.why.endswith("worker 3 gets no slot: one takes 30 MB, and it has 20 MB")
+
+
+def test_memory_that_suffices_for_no_cut_is_told_and_the_job_goes_on() -> None:
+    grid = Grid(12, 8)
+    measured = Measured(owned_bytes=(30 * MB,) * 12, memory=dict.fromkeys(range(3), 100 * MB))
+    found = assign(dealt(grid, 3), [0, 1], measured)
+    assert broken(grid, [0, 1], Measured(), found) == []
+    assert "the memory of all workers together does not suffice" in found.why
+
+
+def test_holders_of_replicas_stay_shadows_and_no_worker_shadows_itself() -> None:
+    grid = Grid(12, 8)
+    ownership = with_shadows(dealt(grid, 3), "eager", 1, range(3))
+    found = assign(ownership, [0, 2], redundancy="eager", level=1)
+    assert all(len(line) == 1 and owner not in line for owner, line in zip(found.owners, found.shadows, strict=True))
+    assert all(worker in (0, 2) for line in found.shadows for worker in line)
+    assert assign(ownership, [0, 2]).shadows == ()
+
+
+def test_a_joiner_stands_beside_workers_of_its_host() -> None:
+    grid = Grid(8, 8)
+    hosts = {0: "a", 1: "b", 2: "a"}
+    found = assign(dealt(grid, 2), range(3), Measured(host_of=hosts))
+    order = list(dict.fromkeys(found.owners))
+    assert order.index(2) in (order.index(0) - 1, order.index(0) + 1)

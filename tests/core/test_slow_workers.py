@@ -1,0 +1,138 @@
+"""Slow workers, and how often slots move for them: a slow one, a busy machine, a speed that flaps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.core.elastic import slow_workers
+from engine.core.elastic.assignment import assign
+from engine.core.elastic.measured import Measured
+from engine.core.elastic.rebalancing import QUIET_STEPS, Rebalancing, after_assignment, is_due
+from engine.core.elastic.runs import load_of, runs_of, step_time
+from engine.core.elastic.slow_workers import Compute, PaceChange, Paces, after_step, members_only, speeds
+from engine.core.ownership import Grid, Ownership
+
+GRID = Grid(16, 16)
+WORKERS = (0, 1, 2, 3)
+BEGIN_STEP = 60
+Factor = Callable[[int, int], float]  # takes a worker and a step; returns by how much its work takes longer
+
+
+class Training:
+    """A run of four workers with four blocks each, whose coordinator watches paces and asks the policy."""
+
+    def __init__(self, factor: Factor, seed: int = 0, noise: float = 0.03):
+        self.factor, self.noise, self.dice = factor, noise, random.Random(seed)  # noqa: S311
+        self.paces: Paces = {}
+        self.ownership = Ownership(GRID, tuple(place // 4 for place in range(16)))
+        self.state = Rebalancing(WORKERS)
+        self.changes: list[PaceChange] = []
+        self.moves: list[int] = []
+
+    def step(self, step: int) -> None:
+        loads = load_of(runs_of(self.ownership.owners, GRID), GRID, Measured())
+        computed = {
+            worker: Compute(0.01 * work * self.factor(worker, step) * self.dice.lognormvariate(0, self.noise), work)
+            for worker, work in loads.items()
+        }
+        self.paces, changes = after_step(self.paces, step, computed)
+        self.changes += changes
+        if is_due(self.state, step, WORKERS, speeds(self.paces)):
+            measured = Measured((0.01,) * 16, (0.02,) * 16, speeds(self.paces), replica_bytes=(10**7,) * 16)
+            wanted = assign(self.ownership, WORKERS, measured)
+            self.state = after_assignment(self.state, step, WORKERS, speeds(self.paces), self.ownership.owners, wanted)
+            if wanted.owners != self.ownership.owners:
+                self.moves.append(step)
+                self.ownership = Ownership(GRID, wanted.owners)
+
+    def run(self, steps: int) -> Training:
+        for step in range(steps):
+            self.step(step)
+        return self
+
+
+def slow_from(begin: int, end: int, times: float = 2.0, worker: int = 2) -> Factor:
+    return lambda each, step: times if each == worker and begin <= step < end else 1.0
+
+
+def test_a_slow_worker_is_told_after_five_steps_relieved_after_eight_and_trusted_again() -> None:
+    run = Training(slow_from(BEGIN_STEP, 200)).run(400)
+    assert [(each.step, each.worker) for each in run.changes] == [(BEGIN_STEP + 4, 2), (200 + 19, 2)]
+    assert run.changes[0].slowness == pytest.approx(2, abs=0.1)
+    assert run.changes[0].why.startswith("worker 2 is slow: it takes ")
+    assert run.changes[0].why.endswith(" for a unit of work, for 5 steps in a row")
+    assert run.changes[1].slowness == 1
+    assert "as fast as usual again" in run.changes[1].why
+    assert run.moves == [BEGIN_STEP + 7, 200 + 19]
+    assert [run.ownership.owners.count(worker) for worker in WORKERS] == [4, 4, 4, 4]
+
+
+def test_the_relief_is_near_the_best_and_the_worker_stays() -> None:
+    run = Training(slow_from(BEGIN_STEP, 200)).run(BEGIN_STEP + 10)
+    measured = Measured(speed={2: 0.5})
+    owned = [run.ownership.owners.count(worker) for worker in WORKERS]
+    assert 1 <= owned[2] <= 2
+    ideal = sum(measured.costs(GRID)) / 3.5  # the work of a microbatch over the speed of all
+    assert step_time(run.ownership.owners, GRID, measured) <= 1.10 * (ideal * GRID.microbatches + 3 * ideal)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_thousand_steps_on_a_busy_machine_move_nothing(seed: int) -> None:
+    """Each step has noise, now and then one worker is hit for some steps, and the machine is slow for long times."""
+    dice, hit, busy = random.Random(100 + seed), [0] * 4, [0]  # noqa: S311
+
+    def factor(worker: int, _: int) -> float:
+        if worker == 0:
+            busy[0] = dice.randint(5, 60) if busy[0] == 0 and dice.random() < 0.01 else max(0, busy[0] - 1)
+        hit[worker] = dice.randint(1, 4) if hit[worker] == 0 and dice.random() < 0.005 else max(0, hit[worker] - 1)
+        return (2.0 if busy[0] else 1.0) * (2.5 if hit[worker] else 1.0)
+
+    run = Training(factor, seed, noise=0.25).run(1000)
+    assert run.moves == []
+    assert len(run.changes) <= 4  # for a moment
+
+
+@pytest.mark.parametrize("period", [4, 6, 8, 12, 30, 45])
+def test_a_speed_that_flaps_makes_one_move_in_fifty_steps(period: int) -> None:
+    run = Training(
+        lambda worker, step: 2.0 if worker == 1 and step >= 20 and step % (2 * period) < period else 1.0
+    ).run(500)
+    assert all(later - move >= QUIET_STEPS for move, later in zip(run.moves, run.moves[1:], strict=False))
+    assert len(run.moves) <= 1 or period > slow_workers.WELL_STEPS - 6
+
+
+def test_a_worker_that_becomes_slower_still_is_told_again_and_so_is_one_that_becomes_less_slow() -> None:
+    factors = {0: 1.0, 60: 2.0, 120: 4.0, 180: 2.0}
+    run = Training(lambda worker, step: factors[max(each for each in factors if each <= step)] if worker == 0 else 1.0)
+    run.run(240)
+    assert [round(each.slowness) for each in run.changes] == [2, 4, 2]
+    assert "worker 0 is less slow: " in run.changes[-1].why
+
+
+def test_a_machine_that_is_slow_for_all_makes_no_worker_slow() -> None:
+    assert Training(lambda _, step: 3.0 if step >= 100 else 1.0).run(200).changes == []
+
+
+def test_the_pace_goes_by_work_so_that_more_slots_are_not_slow() -> None:
+    paces: Paces = {}
+    for step in range(60):
+        work = 1.0 if step < 30 else 3.0
+        paces, changes = after_step(paces, step, {0: Compute(0.1 * work, work), 1: Compute(0.1, 1.0), 2: Compute(0, 0)})
+        assert changes == ()
+    assert [*members_only(paces, [1, 2])] == [1]
+
+
+def test_a_change_of_workers_is_due_at_once_and_is_no_move_of_own_will() -> None:
+    state = Rebalancing((0, 1), moved=100)
+    assert not is_due(state, 120, [1, 0], {1: 0.5})
+    assert not is_due(state, 150, [1, 0], {})
+    assert is_due(state, 150, [0, 1], {1: 0.5})
+    assert is_due(state, 120, [0, 1, 2], {})
+    present = (0, 1, 1)
+    wanted = assign(Ownership(Grid(3, 4), present), [0, 1, 2])
+    assert wanted.owners != present
+    assert after_assignment(state, 120, [0, 1, 2], {}, present, wanted) == Rebalancing((0, 1, 2), (), 100)
+    assert after_assignment(state, 160, [0, 1], {1: 0.5}, present, wanted) == Rebalancing((0, 1), ((1, 0.5),), 160)
