@@ -22,7 +22,7 @@ _TOLERANCE = 1 + 1e-9  # sums of the same seconds in another order differ by les
 _MOST_HALVINGS = 64
 
 
-class Cut(NamedTuple):
+class SlotCut(NamedTuple):
     """The owners of all slots by place, and the price of all moves to them."""
 
     owners: Owners
@@ -66,7 +66,7 @@ class Cutter:
                 low = following
         return high
 
-    def longest_first(self, slowest: float) -> Cut:
+    def longest_first(self, slowest: float) -> SlotCut:
         """Returns the cut whose pieces are as long as they can be, with no worker above `slowest`."""
         ends, begin = [], 0
         for worker in self.workers:
@@ -74,15 +74,15 @@ class Cutter:
             ends.append(begin)
         return self._cut(ends)
 
-    def least_price(self, slowest: float) -> Cut:
+    def least_price(self, slowest: float) -> SlotCut:
         """Returns the cut of the least price, then the most even one, with no worker above `slowest`."""
         return self._best([self._moved(worker) for worker in self.workers], slowest)
 
-    def most_even(self, slowest: float) -> Cut:
+    def most_even(self, slowest: float) -> SlotCut:
         """Returns the most even cut with no worker above `slowest`."""
         return self._best([[0] * (self.length + 1)] * len(self.workers), slowest)
 
-    def _best(self, moved_to: Sequence[Sequence[int]], slowest: float) -> Cut:
+    def _best(self, moved_to: Sequence[Sequence[int]], slowest: float) -> SlotCut:
         """Returns the cut with the least sum of `moved_to`, which has for each worker its sums, then the most even."""
         least = self._least_begins(slowest)
         best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}
@@ -129,10 +129,10 @@ class Cutter:
     def _moved(self, worker: int) -> list[int]:
         return list(accumulate((self.price(worker, place) for place in range(self.length)), initial=0))
 
-    def _cut(self, ends: Sequence[int]) -> Cut:
+    def _cut(self, ends: Sequence[int]) -> SlotCut:
         begins = [0, *ends[:-1]]
         pieces = list(zip(self.workers, begins, ends, strict=True))
-        return Cut(
+        return SlotCut(
             tuple(worker for worker, begin, end in pieces for _ in range(begin, end)),
             sum(self.price(worker, place) for worker, begin, end in pieces for place in range(begin, end)),
         )

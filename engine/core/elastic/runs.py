@@ -17,7 +17,7 @@ from engine.core.program.list_scheduler import starts
 _STEADY = 16  # microbatches; any further one takes as long as the slowest worker
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """The slots of stages `first` to ``end - 1`` of a pipeline, which `worker` owns."""
 
     pipeline: int
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     worker: int
 
 
-def runs_of(owners: Sequence[int], grid: Grid) -> tuple[tuple[Run, ...], ...]:
+def runs_of(owners: Sequence[int], grid: Grid) -> tuple[tuple[SlotRun, ...], ...]:
     """Returns the runs of each pipeline, in the order of its stages."""
     return tuple(
         tuple(_runs(owners[pipeline * grid.stages : (pipeline + 1) * grid.stages], pipeline))
@@ -34,12 +34,12 @@ def runs_of(owners: Sequence[int], grid: Grid) -> tuple[tuple[Run, ...], ...]:
     )
 
 
-def are_whole(runs: Sequence[Sequence[Run]]) -> bool:
+def are_whole(runs: Sequence[Sequence[SlotRun]]) -> bool:
     """Returns whether no worker has two runs in a pipeline."""
     return all(len({each.worker for each in line}) == len(line) for line in runs)
 
 
-def load_of(runs: Sequence[Sequence[Run]], grid: Grid, measured: Measured) -> dict[int, float]:
+def load_of(runs: Sequence[Sequence[SlotRun]], grid: Grid, measured: Measured) -> dict[int, float]:
     """Returns the time that each owner computes for one microbatch of each of its pipelines, by worker."""
     forward, backward = measured.forwards(grid), measured.backwards(grid)
     loads: dict[int, float] = {}
@@ -59,16 +59,16 @@ def step_time(owners: Sequence[int], grid: Grid, measured: Measured) -> float:
     )
 
 
-def _runs(owners: Sequence[int], pipeline: int) -> list[Run]:
+def _runs(owners: Sequence[int], pipeline: int) -> list[SlotRun]:
     found, first = [], 0
     for worker, group in groupby(owners):
         end = first + len(list(group))
-        found.append(Run(pipeline, first, end, worker))
+        found.append(SlotRun(pipeline, first, end, worker))
         first = end
     return found
 
 
-def _dry(runs: Sequence[Sequence[Run]], microbatches: int, grid: Grid, measured: Measured) -> float:
+def _dry(runs: Sequence[Sequence[SlotRun]], microbatches: int, grid: Grid, measured: Measured) -> float:
     """Returns the time of some microbatches. The number of a task is its priority."""
     order = sorted((each for line in runs for each in line), key=lambda run: (-run.first, run.pipeline))
     number = {run: each for each, run in enumerate(order)}
