@@ -89,6 +89,7 @@ class PlanMessage(ToWorker):
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
     inventories: tuple[tuple[int, str], ...]  # worker and text
+    wanted: tuple[int, ...] = ()  # the wanted owner of each slot, which becomes a shadow; empty if no slot is to move
 
 
 @message

@@ -117,32 +117,47 @@ def with_shadows(
     level: int,
     members: Collection[int],
     leaving: Collection[int] = (),
+    wanted: tuple[int, ...] = (),
 ) -> Ownership:
-    """Returns the ownership with new shadows up to the number that the policy wants; present shadows stay.
+    """Returns the ownership with new shadows up to the number that the policy wants; surplus ones are dropped.
 
-    `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no owner in another pipeline holds
-    the stage. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The least loaded such
-    worker is chosen; of several, the owner of the nearest preceding stage (cyclic), then owners in other pipelines. A
-    leaving worker stays a shadow until it has left.
+    `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no other worker holds the stage in
+    another pipeline. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The `wanted`
+    owner of a slot becomes a shadow first, beside those that the slot has. Else the least loaded such worker is chosen;
+    of several, the owner of the nearest preceding stage (cyclic), then owners in other pipelines. A leaving worker
+    stays a shadow until it has left.
     """
-    if redundancy == "none":
+    if redundancy == "none" and not wanted and not any(ownership.shadows):
         return ownership
-    shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
-    for slot in ownership.grid.slots():
+    slots = ownership.grid.slots()
+    shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
+    due = {
+        slot: worker
+        for slot, owner, worker in zip(slots, ownership.owners, wanted or ownership.owners, strict=True)
+        if worker != owner and worker in members and worker not in leaving
+    }
+
+    def count(slot: Slot) -> int:
+        if redundancy != "reroute":
+            return 0 if redundancy == "none" else level
+        others = (shadows[d, slot[1]] for d in range(ownership.grid.pipelines) if d != slot[0])
+        holders = {*ownership.owners_of(slot[1]), *(worker for line in others for worker in line)}
+        return int(holders <= {ownership.owner(*slot), *leaving})
+
+    for slot in slots:
         staying = tuple(each for each in shadows[slot] if each not in leaving)
-        wanted = level
-        if redundancy == "reroute":
-            holders = {each for each in ownership.owners_of(slot[1]) if each not in leaving}
-            holders |= {each for d in range(ownership.grid.pipelines) for each in shadows[d, slot[1]]} - {*leaving}
-            wanted = len(staying) + (len(holders - {ownership.owner(*slot)}) == 0)
-        shadows[slot] = staying
-        while len(shadows[slot]) < wanted:
+        shadows[slot] = staying if due else staying[: count(slot)]
+    for slot in slots:
+        if slot in due:
+            shadows[slot] = tuple(dict.fromkeys((*shadows[slot], due[slot])))
+        while len(shadows[slot]) < count(slot):
             found = _least_loaded(ownership, shadows, slot, members, leaving)
             if found is None:
                 break
             shadows[slot] = (*shadows[slot], found)
+    for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
-    return replace(ownership, shadows=tuple(shadows[slot] for slot in ownership.grid.slots()))
+    return replace(ownership, shadows=tuple(shadows[slot] for slot in slots))
 
 
 # In units of a forward: an owner runs a forward (1) and a backward (2), a shadow at most a forward.

@@ -15,6 +15,7 @@ from engine.core.membership.events import (
     StepCommitted,
     TakenOver,
     Tick,
+    Wanted,
 )
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.membership.protocol import step
@@ -148,5 +149,6 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
         Tick(40, {worker: Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)}),
         TakenOver(40),
         Restarted(40),
+        Wanted(40, (1, *state.owners[1:]), "a test"),
     )
     return next(event for event in events if kind_of(event) is kind)

@@ -93,6 +93,19 @@ def test_a_shadow_that_lives_stays() -> None:
     assert shadows_of(ownership, level=2) == ((1, 2), (0, 2), (0, 1))
 
 
+def test_a_wanted_owner_is_a_shadow_first_and_the_surplus_goes_when_its_slot_has_moved() -> None:
+    ring = Ownership(Grid(3, 1), (0, 1, 2), ((2,), (0,), (1,)))
+    healing = with_shadows(ring, "lazy", 1, range(3), (), (1, 1, 2))
+    assert healing.shadows == ((2, 1), (0,), (1,))
+    moved = Ownership(Grid(3, 1), (1, 1, 2), ((2, 0), (0,), (1,)))
+    assert with_shadows(moved, "lazy", 1, range(3)).shadows == ((2,), (0,), (1,))
+    alone = Ownership(Grid(3, 1), (0, 1, 2))
+    assert with_shadows(alone, "lazy", 1, range(3), (), (1, 2, 0)).shadows == ((1,), (2,), (0,))
+    healing = with_shadows(alone, "none", 0, range(3), (), (1, 1, 7))
+    assert healing.shadows == ((1,), (), ()), "worker 7 is no member"
+    assert with_shadows(Ownership(Grid(3, 1), (1, 1, 2), ((0,), (), ())), "none", 0, range(3)).shadows == ((), (), ())
+
+
 def test_who_is_leaving_gets_no_new_shadow_role() -> None:
     for leaver in range(4):
         placed = shadows_of(fresh(4), leaving=(leaver,))
@@ -151,12 +164,20 @@ def any_ownership(draw: st.DrawFn) -> Ownership:
     return Ownership(grid, owners, shadows)
 
 
-@given(any_ownership(), st.sampled_from(("lazy", "eager", "reroute")), st.integers(1, 2), st.sets(st.integers(0, 14)))
+@given(
+    any_ownership(),
+    st.sampled_from(("lazy", "eager", "reroute")),
+    st.integers(1, 2),
+    st.sets(st.integers(0, 14)),
+    st.tuples(*[st.integers(0, 5)] * 15),
+)
 def test_every_placement_is_of_others_and_as_large_as_it_can_be(
-    ownership: Ownership, redundancy: Redundancy, level: int, leaving: set[int]
+    ownership: Ownership, redundancy: Redundancy, level: int, leaving: set[int], wanted: tuple[int, ...]
 ) -> None:
     members = sorted({*ownership.workers(), *range(3)})
-    placed = with_shadows(ownership, redundancy, level, members, sorted(leaving))
+    wanted = wanted[: len(ownership.owners)]
+    placed = with_shadows(ownership, redundancy, level, members, sorted(leaving), wanted)
+    assert with_shadows(placed, redundancy, level, members, sorted(leaving), wanted) == placed
     assert (placed.grid, placed.owners) == (ownership.grid, ownership.owners)
     staying = {each for each in members if each not in leaving}
     for slot in ownership.grid.slots():
@@ -164,11 +185,17 @@ def test_every_placement_is_of_others_and_as_large_as_it_can_be(
         before = ownership.shadows_of(*slot)
         assert owner not in line
         assert len({*line}) == len(line)
-        assert {each for each in before if each not in leaving} <= {*line} <= staying | {*before}
+        assert {*before}.intersection(leaving) <= {*line} <= staying | {*before}
         others = {each for d in range(ownership.grid.pipelines) for each in placed.replicas(d, slot[1])}
         held = {*line} if redundancy != "reroute" else others - {owner}
-        wanted = level if redundancy != "reroute" else 1
-        assert len(held & staying) >= min(wanted, len(staying - {owner}))
+        count = level if redundancy != "reroute" else 1
+        assert len(held & staying) >= min(count, len(staying - {owner}))
+        whole = {each for d in range(ownership.grid.pipelines) for each in ownership.replicas(d, slot[1])}
+        safe = whole & staying - {owner} if redundancy == "reroute" else {*before} & staying
+        kept = (whole if redundancy == "reroute" else {*before}) & held & staying
+        assert len(kept) >= min(count, len(safe)), "a shadow was dropped before another one is whole"
+        wants = wanted[ownership.grid.place(slot)]
+        assert wants in (owner, *line) or wants not in staying
 
 
 _PRINTS_PLACEMENTS = """

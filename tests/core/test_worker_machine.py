@@ -546,7 +546,7 @@ def test_a_prepared_epoch_begins_with_one_message() -> None:
 def test_a_worker_that_learns_of_a_prepared_epoch_before_its_commit_catches_up_first() -> None:
     state = fed(voted(3, audit_every=1), PlanPrepared(7, plan(2, 3)))
     state, outputs = step(state, Told(hand_over()))
-    assert outputs == (MarkPhase("fence"), CatchUp(commit(3, "epoch")))
+    assert outputs == (MarkPhase("fence"), Drop(((0, 0), (0, 1))), CatchUp(commit(3, "epoch")))
     state, outputs = step(state, StepTaken(commit(3, "epoch")))
     assert outputs == (Audit(3, HELD), CountHeld())
     assert step(state, Counted(HOLDS, (0, 1)))[1][-1] == Run("plan")

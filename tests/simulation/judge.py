@@ -39,6 +39,7 @@ _STARTS = 4  # of a job whose workers die before the first step
 _OF_THE_CLOCK = frozenset({"zombie", "pause", "suspect"})
 
 
+MOVED = "slot moves to its wanted owner"
 DARK = "end of a dark edge is given up"
 
 
@@ -58,6 +59,7 @@ class Judge:
         self.stopped = False
         self.epochs: dict[int, EpochMessage] = {}
         self.made: dict[int, tuple[int, set[int]]] = {}
+        self.owners: dict[tuple[int, Slot], int] = {}  # of each slot in each epoch, as they voted
 
     def guilty(self, worker: Executor, fault: Fault) -> None:
         """Notes a fault of a worker, for which it may be excluded."""
@@ -131,6 +133,10 @@ class Judge:
         """Checks a vote that has counted."""
         if vote.epoch != state.epoch or worker not in state.members:
             raise Violation(f"a vote of worker {worker} in epoch {vote.epoch} counts in epoch {state.epoch}")
+        for each in vote.slots:
+            at = (vote.epoch, (each.pipeline, each.stage))
+            if each.layers and self.owners.setdefault(at, worker) != worker:
+                raise Violation(f"workers {self.owners[at]} and {worker} own slot {at[1]} in epoch {vote.epoch}")
 
     def _committed(self, outcome: Outcome, ownership: Ownership) -> None:
         """Checks the outcome of a full ballot."""
@@ -140,6 +146,11 @@ class Judge:
         if (outcome.loss, outcome.clip_factor) != (self.reference.losses[number], self.reference.clips[number]):
             raise Violation(f"the loss or the clip factor of step {number} differs")
         self.outcomes.append(outcome)
+        for slot in ownership.grid.slots():
+            for worker in map(self.world.workers.__getitem__, ownership.replicas(*slot)):
+                replica = worker.replicas.get(slot)
+                if worker.alive and (replica is None or replica.version != number or replica.logged is None):
+                    raise Violation(f"step {number} is committed, and worker {worker.number} is not ready in {slot}")
         self.ownership = ownership
         self.holders = self._holders(ownership)
 
@@ -179,6 +190,7 @@ class Judge:
             raise Violation(f"members changed without an epoch: {new.reason}")
         if new.epoch == old.epoch:
             return
+        self._check_owners(old, new)
         for out in new.verdict:
             if out.cause is Cause.LEFT:
                 is_known = out.worker in self.noticed and not self._is_missed(out.worker, old)
@@ -195,6 +207,18 @@ class Judge:
             raise Violation(f"a dark edge was not seen: {new.reason}")
         if is_tick and not self.clock_may_rule:
             raise Violation(f"the clock had to rule: {new.reason}")
+
+    def _check_owners(self, old: State, new: State) -> None:
+        """Checks that a slot leaves a member at a step boundary only, for a worker with a whole replica."""
+        for slot, before, after in zip(self.grid.slots(), old.owners, new.owners, strict=True):
+            if before == after or before not in new.members:
+                continue
+            if not new.planned:
+                raise Violation(f"slot {slot} leaves worker {before} in an open step: {new.reason}")
+            if after not in self.holders[slot[1]]:
+                raise Violation(f"worker {after} inherits slot {slot} without a whole replica: {new.reason}")
+            if before not in old.leaving:
+                self.world.turns.add(MOVED)
 
     def _check_given_up(self, worker: int, old: State) -> None:
         """Checks that the worker can be replaced, and lies on the most dark edges of all that can be."""
@@ -240,7 +264,10 @@ class Judge:
         for owner, slot in zip(old.owners, self.grid.slots(), strict=True):
             holders = self.ownership.replicas(*slot)
             if owner == worker or (
-                worker in holders and staying - {owner} and staying.isdisjoint({*holders} - {owner})
+                old.options.redundant
+                and worker in holders
+                and staying - {owner}
+                and staying.isdisjoint({*holders} - {owner})
             ):
                 return True
         return False

@@ -38,9 +38,10 @@ def next_program(
     log_every: int,
     members: tuple[int, ...],
     leaving: tuple[int, ...],
+    wanted: tuple[int, ...],
 ) -> tuple[Ownership, bool, dict[int, Compiled]]:
     """Returns the ownership after a step of a recovery, whether it heals, and each worker's share of its program."""
-    healed = with_shadows(ownership, redundancy, level, members, leaving)
+    healed = with_shadows(ownership, redundancy, level, members, leaving, wanted)
     new = [
         (worker, slot)
         for slot in ownership.grid.slots()

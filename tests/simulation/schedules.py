@@ -14,7 +14,7 @@ from random import Random
 
 from engine.core.ownership import Redundancy
 from tests.simulation.beginning import MOMENTS as MOMENTS_OF_START
-from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, POINTS, Case, Fault
+from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, MOVE, POINTS, Case, Fault
 from tests.simulation.run import run
 
 _AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
@@ -129,6 +129,18 @@ def leavings(count: int) -> Iterator[Case]:
         if rng.random() < 0.3:
             faults.append(Fault(leaver, "stepped", 1, "stop"))
         yield Case(stages, 2, steps=4, seed=number, spread=rng.choice((3, 10)), faults=(notice, *faults))
+
+
+def moving_case(number: int) -> Case:
+    """Returns the random case of a number in which slots move, up to two other faults strike, and coordinators die."""
+    rng = Random(number)  # noqa: S311
+    case = replace(random_case(number), steps=rng.choice((4, 5, 6)))
+    early = (rng.choice(("moment", *_AT_A_BOUNDARY)), rng.choice((1, 2, 3)))
+    late = ("moment", rng.randint(1, 10 * case.microbatches * case.steps))
+    moves = [Fault(rng.randrange(case.num_workers), *at, MOVE, rng.randrange(1000)) for at in (early, late)]
+    if rng.random() < 0.3:
+        moves.append(replace(moves[-1], at=moves[-1].at + 1))  # the same again
+    return replace(case, faults=(*moves, *case.faults[: rng.choice((0, 1, 1, 2))]))
 
 
 def grid_cases(steps: int = 2) -> Iterator[Case]:

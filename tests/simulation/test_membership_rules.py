@@ -17,11 +17,14 @@ from engine.core.membership import state as membership_state
 from engine.core.membership.state import Phase, State
 from engine.core.membership.transitions import Rule
 from engine.core.message_codec import Message
+from engine.core.worker import recovery_rules
+from engine.core.worker.state import WorkerState
+from engine.core.worker.step_rules import Stepped
 from tests.core.membership_cases import kind_of
 from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, Case, Fault
 from tests.simulation.planting import SMALL, caught, kills, troubled
 from tests.simulation.run import run
-from tests.simulation.schedules import leavings, random_case, take_overs
+from tests.simulation.schedules import leavings, moving_case, random_case, take_overs
 
 Patch = pytest.MonkeyPatch
 Bug = Callable[[Patch], None]
@@ -81,6 +84,41 @@ def a_suspicion_is_a_verdict(patch: Patch) -> None:
 def a_verdict_makes_no_epoch(patch: Patch) -> None:
     real = verdicts.new_epoch
     patch.setattr(transitions, "new_epoch", lambda state, *rest: real(state, *rest)._replace(epoch=state.epoch))
+
+
+def moving() -> Iterator[Case]:
+    return map(moving_case, range(600))
+
+
+@planted(moving, "in an open step")
+def a_slot_moves_in_an_open_step(patch: Patch) -> None:
+    real = verdicts.heirs
+    patch.setattr(verdicts, "heirs", lambda state, dead, hand_over=False: real(state, dead, True))
+
+
+@planted(moving, "without a whole replica|no whole replica|cannot adopt")
+def a_half_healed_replica_inherits(patch: Patch) -> None:
+    real = verdicts.handed_over
+
+    def hasty(state: State, now_ns: int) -> State:
+        wanted = state.wanted_moves
+        lines = [
+            (*line, *({wanted[slot]} - {*line} if slot in wanted else ())) for slot, line in enumerate(state.shadows)
+        ]
+        return real(state._replace(shadows=tuple(lines)), now_ns)
+
+    patch.setattr(transitions, "handed_over", hasty)
+
+
+@planted(moving, "stuck|clock had to rule|has no replica of|is not ready")
+def workers_do_not_know_the_wanted_owners(patch: Patch) -> None:
+    real = recovery_rules._follows
+
+    def deaf(state: WorkerState, *rest: Any) -> Stepped:
+        new, outputs = real(state, *rest)
+        return new._replace(wanted=()), outputs
+
+    patch.setattr(recovery_rules, "_follows", deaf)
 
 
 @planted(left, "did not report its inventory")

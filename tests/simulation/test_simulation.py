@@ -20,7 +20,8 @@ from engine.core.program.build import build_program
 from engine.core.program.routes import routes_of
 from engine.core.value import Value
 from tests.simulation import compiled, plans
-from tests.simulation.case import KINDS, Case, Fault, from_text
+from tests.simulation.case import KINDS, MOVE, Case, Fault, from_text
+from tests.simulation.judge import MOVED
 from tests.simulation.planting import all_well
 from tests.simulation.run import History, run, run_on
 from tests.simulation.schedules import (
@@ -28,6 +29,7 @@ from tests.simulation.schedules import (
     first_step,
     grid_cases,
     hand_overs,
+    moving_case,
     pair_cases,
     random_case,
     single_kills,
@@ -37,7 +39,7 @@ from tests.simulation.schedules import (
 )
 from tests.simulation.shrink import shrunk
 from tests.simulation.test_links import SCHEDULES as LINK_FAULTS
-from tests.simulation.world import first_ownership
+from tests.simulation.world import World, first_ownership
 
 pytestmark = pytest.mark.timeout(300)  # some 10 s of the processor each, at most
 
@@ -67,6 +69,7 @@ SELDOM = {
 CHUNK = 1000
 STREAMED = (Case(3, 4, steps=2, log_every=1), Case(2, 5, 2, steps=2, log_every=2))
 PARTS = 4
+MOVES = 50
 TAKE_OVERS, HAND_OVERS, STARTUP_DEATHS = 550, 510, 260  # at least, in each part
 
 
@@ -132,6 +135,30 @@ def test_a_worker_leaves_and_another_dies(part: int) -> None:
         longer = replace(case, steps=3, log_every=nth % 2 if case.redundancy in ("lazy", "eager") else 0)
         handed += count_of(HANDED, all_well(hand_overs(longer, 53, nth)))
     assert handed >= HAND_OVERS
+
+
+def test_slots_move_among_deaths_notices_and_take_overs() -> None:
+    histories = all_well(moving_case(number) for number in range(MOVES))
+    assert count_of(MOVED, histories) > MOVES * 0.3
+    assert count_of(HANDED, histories) > MOVES * 0.3
+    assert count_of(TAKEN, histories) > MOVES * 0.1
+
+
+@pytest.mark.soak
+def test_slots_move_in_many_histories() -> None:
+    all_well(moving_case(number) for number in range(MOVES, 25_000))
+
+
+@pytest.mark.parametrize("redundancy", ["none", "lazy", "eager", "reroute"])
+def test_slots_go_where_they_are_wanted(redundancy: Redundancy) -> None:
+    """They move back as well, and whichever wish comes last counts, also if it comes again."""
+    for length in range(5):
+        wishes = [Fault(1, "moment", at, MOVE, each) for at, each in ((20, length + 1), (60, length), (61, length))]
+        case = Case(3, 2, 2, redundancy, steps=9, spread=length % 3, seed=length, faults=tuple(wishes))
+        world = World(case)
+        world.run()
+        assert (world.membership.phase, world.membership.wanted) == (Phase.FINISHED, ())
+        assert world.membership.owners == world.wished, case.text()
 
 
 @pytest.mark.parametrize("part", range(PARTS))

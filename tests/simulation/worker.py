@@ -259,7 +259,7 @@ class Worker(Joining):
         """Plans the next step in the planner thread."""
         case = self.case
         how = (case.schedule, output.ownership, case.redundancy, case.level, case.log_every)
-        self.next_step = (self.planned_at(), next_program(*how, output.members, output.leaving))
+        self.next_step = (self.planned_at(), next_program(*how, output.members, output.leaving, output.wanted))
         return None
 
     def take_next_step(self, output: outputs.TakeNextStep) -> Answer:

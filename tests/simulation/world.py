@@ -20,14 +20,14 @@ from engine.core.checkpoints.manifest import LayerHash
 from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.state import begin
-from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver
+from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
 from engine.core.membership.state import Options, Phase, State
 from engine.core.membership.state import begin as first_membership
 from engine.core.message_codec import ToAgent, ToWorker
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.recovery.vote import VoteMessage
 from engine.core.schedules.registry import SCHEDULES
-from tests.simulation.case import LINK_KINDS, Case, Fault, Violation
+from tests.simulation.case import LINK_KINDS, MOVE, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.coordinator import Coordinator, job_of, taken_over
 from tests.simulation.executor import Executor
@@ -92,6 +92,7 @@ class World:
         self.seen: dict[tuple[int, str], int] = {}
         self.struck: list[Fault] = []
         self.starts = 0
+        self.wished: tuple[int, ...] = ()  # the owners that were wanted last
         self.is_restarting = False
         self.written = begin(self.job, first_state(self.ownership, case.steps), 0)  # in the store
         self.coordinator = Coordinator(self, self.written)
@@ -365,6 +366,16 @@ class World:
             self.coordinator.take(Notice, None, length)
         elif fault.kind == "notice":
             self.coordinator.take(Notice, worker.number, length)
+        elif fault.kind == MOVE:
+            self.wished = self.wanted(fault.length)
+            self.coordinator.take(Wanted, self.wished, "a test")
+
+    def wanted(self, number: int) -> tuple[int, ...]:
+        """Returns the wanted owners of a number: any workers, dead ones too; of some numbers, those of the start."""
+        rng, now = Random(number), self.membership.owners  # noqa: S311
+        if number % 5 == 0:
+            return self.ownership.owners
+        return tuple(rng.choice((owner, rng.randrange(len(self.workers)))) for owner in now)
 
     def evict(self, worker: Executor) -> None:
         """Kills an excluded worker for the agent; it cannot reach a worker whose lease has expired."""

@@ -50,7 +50,7 @@ class Recovery:
     stall: Stall | None = None  # None if no step was left
     adopted: frozenset[Slot] = frozenset()
     after_end: bool = False  # no step was left
-    planned: bool = False  # the last epoch was made for a worker's notice
+    planned: bool = False  # the last epoch was made at a step boundary, without a failure
     is_from_checkpoint: bool = False  # no worker held the state of a stage
     noun: str = "stage"  # for a slot of a pipeline
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver
+from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
 from engine.core.membership.evidence import Sight
 
 
@@ -53,4 +53,6 @@ class Resumed(NamedTuple):
     shadows: tuple[tuple[int, ...], ...]
 
 
-CoordinatorInput = Heard[Any] | Ended | Passed | Stopping | Notice | LeaseExpired | TakenOver | Restarted | Resumed
+CoordinatorInput = (
+    Heard[Any] | Ended | Passed | Stopping | Notice | Wanted | LeaseExpired | TakenOver | Restarted | Resumed
+)

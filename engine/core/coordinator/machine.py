@@ -30,7 +30,17 @@ from engine.core.coordinator.preparation import noticed
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.run_records import NoticeRecord, StaysRecord
 from engine.core.membership import protocol
-from engine.core.membership.events import Answer, ExitSeen, Heard, LeaseExpired, Notice, Restarted, TakenOver, Tick
+from engine.core.membership.events import (
+    Answer,
+    ExitSeen,
+    Heard,
+    LeaseExpired,
+    Notice,
+    Restarted,
+    TakenOver,
+    Tick,
+    Wanted,
+)
 from engine.core.membership.state import begin as begin_membership
 from engine.core.membership.verdicts import unable_to_leave
 from engine.core.message_codec import Message
@@ -129,6 +139,7 @@ _TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]]
     Passed: _passes,
     Stopping: _stops,
     Notice: _is_noticed,
+    Wanted: decide,
     LeaseExpired: decide,
     TakenOver: _takes_over,
     Restarted: _is_restarted,

@@ -58,7 +58,8 @@ def decide(state: CoordinatorState, *events: Event) -> Decided:
         membership, found = step(membership, event)
         due += found
     new, outputs = _carry_out(state._replace(membership=membership), due)
-    if new.ballot is None or not membership.leaving or membership.decided() == state.membership.decided():
+    may_move = membership.leaving or membership.wanted
+    if new.ballot is None or not may_move or membership.decided() == state.membership.decided():
         return new, outputs
     preparation, order = looked(new.preparation, membership, new.ballot.ownership, events[-1].now_ns)
     if order is None:
@@ -136,7 +137,8 @@ def _send_plan(state: CoordinatorState, effect: effects.PublishPlanInput) -> Dec
     if effect.epoch <= state.planned:
         return state, ()
     document = effect.document
-    new = state._replace(planned=effect.epoch, leaving=document.leaving, owners=document.owners)
+    leaving, wanted = document.leaving, document.wanted
+    new = state._replace(planned=effect.epoch, leaving=leaving, wanted=wanted, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
     if document.owners != state.owners:  # an heir became known by its inventory
         heirs = HeirsRecord(epoch=effect.epoch, owners=document.owners, shadows=document.shadows)
@@ -194,7 +196,7 @@ def _healing(state: CoordinatorState) -> CoordinatorState:
     """Returns the state with the ballot of the next step and the wanted shadows; workers compute the same ownership."""
     last, job = required(state.ballot, "a ballot is open in training"), state.job
     policy = (job.redundancy, job.redundancy_level)
-    ownership = _with_shadows(last.ownership, *policy, state.membership.members, state.leaving)
+    ownership = _with_shadows(last.ownership, *policy, state.membership.members, state.leaving, state.wanted)
     return state._replace(ballot=open_ballot(last.epoch, last.step + 1, ownership, state.job.clip_norm))
 
 

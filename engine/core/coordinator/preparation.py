@@ -1,4 +1,4 @@
-"""The preparation of an epoch that begins with a commit: a hand-over, or the exit after one.
+"""The preparation of an epoch that begins with a commit: slots move, or a worker leaves after a hand-over.
 
     coordinator                         workers
     PrepareMessage(plan) ------------>  make the plan while they train
@@ -8,13 +8,14 @@
 Rules: the protocol is pure, so its table can be applied to events that have not happened yet. The inventories follow
 from the commit: every replica has voted for it and is therefore whole at the boundary, and no worker has begun the next
 step. If another event comes first, the prepared epoch is not used. An answer counts only for the plan that the commit
-then needs. No worker waits for an answer: if one is missing, the leaving worker stays for one more step, provided that
-its grace is long enough, and for one step only. Another coordinator prepares anew.
+then needs. No worker waits for an answer: if one is missing, the epoch comes one step later, provided that the grace of
+each leaving worker is long enough, and one step only. Another coordinator prepares anew.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from engine.core.coordinator.state import Preparation
 from engine.core.errors import InvariantError
@@ -71,7 +72,7 @@ def at_commit(
         answers = {each: PlannedMessage(document.epoch, digests[each], ()) for each in document.members}
         return new, (*prepared.events, *(Heard(commit.now_ns, each, answer) for each, answer in answers.items()))
     leaves_at_ns = commit.now_ns + _STEPS_TO_LEAVE * (commit.now_ns - preparation.begun_ns)
-    has_time = leaves_at_ns < min(preparation.deadlines_ns.get(worker, 0) for worker in state.leaving)
+    has_time = leaves_at_ns < min((preparation.deadlines_ns.get(worker, 0) for worker in state.leaving), default=inf)
     if preparation.waited_in < state.epoch and has_time:
         return new._replace(waited_in=state.epoch), (replace(commit, waits=True),)
     return new, (commit,)
@@ -87,7 +88,7 @@ class PreparedEpoch:
 
 def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEpoch | None:
     """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
-    if state.phase is not Phase.RUNNING or not state.leaving:
+    if state.phase is not Phase.RUNNING or not (state.leaving or state.wanted):
         return None
     commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows)
     new, effects = step(state, commit)

@@ -45,7 +45,7 @@ class Preparation(NamedTuple):
     document: PlanMessage | None = None  # the latest plan
     digests: Mapping[int, str] = {}  # the answers, by worker
     deadlines_ns: Mapping[int, int] = {}  # the end of the grace of each worker that has given notice
-    waited_in: int = 0  # the latest epoch in which a worker stayed for one more step
+    waited_in: int = 0  # the latest epoch that went on for one more step
 
 
 class CoordinatorState(NamedTuple):
@@ -66,6 +66,7 @@ class CoordinatorState(NamedTuple):
     epoch: EpochMessage | None = None  # the last one that was sent
     planned: int = 0  # the last epoch whose plan was sent
     leaving: tuple[int, ...] = ()  # in the last plan
+    wanted: tuple[int, ...] = ()  # in the last plan
     told: CommitMessage | None = None  # the last one that was sent
     owners: tuple[int, ...] = ()  # as last recorded
     places: Mapping[int, Place] = {}

@@ -94,6 +94,8 @@ def read_step(first: StepMessage, rest: Iterator[Message]) -> Any:
             values = [*known, Place(*at)]
         case "Tell", [workers]:
             values = [tuple(workers)]
+        case "Wanted", [now_ns, owners, why]:
+            values = [now_ns, tuple(owners), why]
         case "Resumed", [*known, owners, shadows]:
             values = [*known, tuple(owners), tuple(map(tuple, shadows))]
     if first.name in _BEHIND:

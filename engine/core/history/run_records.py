@@ -59,7 +59,7 @@ class ActionRecord(Record):
 class EpochRecord(StampedRecord):
     """An epoch begins: its members, the verdict on excluded workers, and the owner and the shadows of each slot.
 
-    `planned`: it was made at a step boundary because of a worker's notice.
+    `planned`: it was made at a step boundary, for a worker's notice or for other owners that are wanted.
     """
 
     epoch: int

@@ -117,5 +117,6 @@ def plan_document(state: State) -> PlanMessage:
         state.leaving_at_start,
         state.owners,
         state.shadows,
+        wanted=state.wanted_at_start,
         inventories=tuple(sorted(state.inventories.items())),
     )

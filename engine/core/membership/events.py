@@ -76,6 +76,14 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted(Event):
+    """From now on these owners of all slots are wanted, because of `why`, in words; empty: the present ones."""
+
+    owners: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick(Event):
     """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers."""
 

@@ -22,6 +22,7 @@ from engine.core.membership.events import (
     StepCommitted,
     TakenOver,
     Tick,
+    Wanted,
 )
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.transitions import (
@@ -44,6 +45,7 @@ from engine.core.membership.transitions import (
     suspects,
     takes_over,
     takes_over_at_end,
+    wants,
 )
 from engine.core.message_codec import Message
 from engine.core.messages import (
@@ -85,6 +87,7 @@ _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     PlannedMessage:   (_UNASKED,       _ENDING,      _LATE,          agrees,         _LATE,          _OVER),
     StepCommitted:    (_UNTRAINED,     _ENDING,      commits,        _FROZEN,        _LATE,          _OVER),
     Notice:           (leaves_early,   leaves_early, leaves,         leaves,         _OVER,          _OVER),
+    Wanted:           (wants,          _ENDING,      wants,          wants,          _OVER,          _OVER),
     FinishedMessage:  (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
     Tick:             (looks_at_clock, _ENDING,      looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
     TakenOver:        (_UNLOST,        _UNLOST,      takes_over,     takes_over,     takes_over_at_end, _OVER),

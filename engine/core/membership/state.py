@@ -121,7 +121,7 @@ class State(NamedTuple):
     committed: int = -1  # the last committed step, -1 before step 0
     verdict: Verdict = ()  # the workers that are out with this epoch
     reason: str = "the job begins"  # of this epoch, or of the halt
-    planned: bool = False  # this epoch was made at a step boundary because of a notice: no worker has failed
+    planned: bool = False  # this epoch was made at a step boundary for a notice or a move: no worker has failed
     out: Mapping[int, Exclusion] = {}  # the workers that were ever out
     exited: tuple[int, ...] = ()  # workers whose exit was seen or is certain; other workers that are out are evicted
     nodes: Mapping[int, str] = {}  # of the workers that have joined
@@ -131,6 +131,9 @@ class State(NamedTuple):
     done: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()  # workers that have given notice
     leaving_at_start: tuple[int, ...] = ()  # workers that had given notice when this epoch was made
+    wanted: tuple[int, ...] = ()  # the wanted owner of each slot; empty: the present ones
+    wanted_why: str = ""
+    wanted_at_start: tuple[int, ...] = ()  # as it was when this epoch was made
     look: tuple[Edge, ...] = ()  # the failed transfers of this epoch; a look is open if there is one
     repeats: Mapping[str, int] = {}  # by symptom: empty verdicts since the last commit
     restarts: int = 0  # of the workers, so far
@@ -149,6 +152,16 @@ class State(NamedTuple):
     def is_over(self) -> bool:
         """Whether every step is committed, so that only the work after the last one can be lost."""
         return self.committed >= self.last_step
+
+    @property
+    def wanted_moves(self) -> dict[int, int]:
+        """The wanted owner of each slot that another worker owns; an owner that is out or leaving is not wanted."""
+        slots = enumerate(zip(self.owners, self.wanted, strict=True)) if self.wanted else ()
+        return {
+            slot: worker
+            for slot, (owner, worker) in slots
+            if worker != owner and worker in self.members and worker not in self.leaving
+        }
 
     @property
     def patience(self) -> Options:

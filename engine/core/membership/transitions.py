@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core import messages
-from engine.core.errors import ExitCode
+from engine.core.errors import ExitCode, ensure
 from engine.core.exclusion import Cause, excluded, in_words
 from engine.core.membership import events
 from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
@@ -21,11 +21,10 @@ from engine.core.membership.standstill import steps_after
 from engine.core.membership.state import GATHERING, Phase, State, begin
 from engine.core.membership.verdicts import (
     all_inventoried,
-    free_to_leave,
+    begins_epoch,
     gone_dark,
     halted,
     handed_over,
-    leavers,
     may_restart,
     new_epoch,
     nobody_died,
@@ -164,7 +163,7 @@ def agrees(state: State, event: Heard[messages.PlannedMessage]) -> State:
 
 @rule(Phase.RECONFIGURING, Phase.DRAINING)
 def commits(state: State, event: events.StepCommitted) -> State:
-    """Commits a step; at this boundary the job may end, and leaving workers may hand over or depart."""
+    """Commits a step; at this boundary the job may end, slots may move, and leaving workers may depart."""
     if event.step != state.committed + 1:
         return state
     new = state._replace(
@@ -179,8 +178,7 @@ def commits(state: State, event: events.StepCommitted) -> State:
         return new._replace(phase=Phase.DRAINING)
     if event.waits:
         return new
-    moving = leavers(state)  # as announced before this commit
-    return handed_over(new, event.now_ns, moving) if moving or free_to_leave(new) else new
+    return handed_over(new, event.now_ns) if begins_epoch(new) else new
 
 
 @rule()
@@ -192,6 +190,14 @@ def leaves(state: State, event: events.Notice) -> State:
     if event.worker not in state.members or event.worker in state.leaving:
         return state
     return state._replace(leaving=(*state.leaving, event.worker))
+
+
+@rule()
+def wants(state: State, event: events.Wanted) -> State:
+    """Records the wanted owners; the slots move at step boundaries, as soon as these hold whole replicas."""
+    ensure(len(event.owners) in (0, len(state.owners)), f"{len(event.owners)} owners for {len(state.owners)} slots")
+    new = state._replace(wanted=event.owners, wanted_why=event.why)
+    return new if new.wanted_moves else new._replace(wanted=(), wanted_why="")
 
 
 @rule(Phase.HALTED)

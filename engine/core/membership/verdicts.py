@@ -2,9 +2,11 @@
 
 Rules: each verdict, even an empty one, makes a new epoch, which begins without inventories. The heir of a slot is the
 first of these workers that is a member: a shadow that stays, a worker that holds the stage in another pipeline and
-stays, a shadow or such a worker that is leaving. Slots of dead workers move at once, those of a hand-over at a step
-boundary. A shadow that was healed in the open step becomes known by its inventory and then counts as well. A slot is
-therefore lost only after all inventories have come, or at once if the job has no shadows.
+stays, a shadow or such a worker that is leaving. Slots of dead workers move at once; those of leaving workers, and
+those with another wanted owner, at a step boundary, to a worker with a whole replica. Wanted owners without one become
+shadows in the next step that heals; then all of them take over at once. A shadow that was healed in the open step
+becomes known by its inventory and then counts as well. A slot is therefore lost only after all inventories have come,
+or at once if the job has no shadows.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ class Heirs(NamedTuple):
 
 
 def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs:
-    """Returns the heirs of all slots without the `dead` workers and, with `hand_over`, without leaving ones."""
+    """Returns the heirs of all slots without the `dead` workers; with `hand_over`, moves slots that are to move."""
     owners, shadows, lost = [], [], []
+    wanted = state.wanted_moves if hand_over else {}
+    is_ready = all(_holds(state, slot, worker) for slot, worker in wanted.items())
     for slot, owner in enumerate(state.owners):
         live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
         heir, is_gone = owner, owner in dead or owner not in state.members
-        if is_gone or (hand_over and owner in state.leaving):
+        leaves = hand_over and owner in state.leaving
+        if is_gone or leaves or (is_ready and slot in wanted):
             line = [*live, *(worker for worker in holders_in_other_pipelines(state, slot) if worker not in dead)]
             staying = [worker for worker in line if worker not in state.leaving]
-            heir = next(iter(staying + line if is_gone else staying), owner)
+            first = [worker for worker in line if worker == wanted.get(slot)]
+            heir = next(iter(first + staying * (is_gone or leaves) + line * is_gone), owner)
             if not is_gone:
                 live.append(owner)  # as a shadow, until it leaves
         if is_gone and heir == owner:
@@ -43,6 +49,10 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
         owners.append(heir)
         shadows.append(tuple(worker for worker in live if worker != heir))
     return Heirs(tuple(owners), tuple(shadows), tuple(lost))
+
+
+def _holds(state: State, slot: int, worker: int) -> bool:
+    return worker in state.shadows[slot] or worker in holders_in_other_pipelines(state, slot)
 
 
 def holders_in_other_pipelines(state: State, slot: int) -> list[int]:
@@ -79,6 +89,8 @@ def new_epoch(
         look=(),
         moved_ns=now_ns,
     )
+    wanted = new.wanted if new.wanted_moves else ()
+    new = new._replace(wanted=wanted, wanted_why=new.wanted_why if wanted else "", wanted_at_start=wanted)
     may_hold = state.options.redundant and new.members and not state.is_over  # a member may have an unknown replica
     return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
 
@@ -130,22 +142,48 @@ def _replaceable(state: State, suspects: Iterable[int]) -> int | None:
     return next((worker for worker in suspects if heirs(state, (worker,)).lost == lost), None)
 
 
-def handed_over(state: State, now_ns: int, moving: tuple[int, ...]) -> State:
-    """Returns the next epoch at a step boundary: `moving` hand over, and leaving workers without duty are out."""
-    gone = [excluded(worker, Cause.LEFT, f"has left after step {state.committed}") for worker in free_to_leave(state)]
-    told = [f"{numbered('worker', moving, ' and ')} handed over after step {state.committed}"] if moving else []
+def handed_over(state: State, now_ns: int) -> State:
+    """Returns the next epoch at a step boundary: slots move, and leaving workers without duty are out."""
+    after, moved = f"after step {state.committed}", _moved(state)
+    gone = [excluded(worker, Cause.LEFT, f"has left {after}") for worker in free_to_leave(state)]
+    moving = leavers(state)
+    told = [f"{numbered('worker', moving, ' and ')} handed over {after}"] if moving else []
+    told += _moves_in_words(state, moved)
     told += [in_words(gone)] if gone else []
     state = state._replace(exited=(*state.exited, *(each.worker for each in gone)))
     return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING)
 
 
-def leavers(state: State) -> tuple[int, ...]:
-    """Returns the leaving workers with slots that heirs can take over at the next step boundary."""
-    if not state.leaving:
-        return ()
+def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
+    """Returns in words the slots that move to wanted owners after the last commit, and those that are to move later."""
+    told = []
+    for has_come, words in ((True, f"move after step {state.committed}"), (False, "are to move")):
+        stages: dict[int, set[int]] = {}
+        for slot, worker in state.wanted_moves.items():
+            if (slot in moved) is has_come:
+                stages.setdefault(worker, set()).add(slot % state.options.stages)
+        each = [f"{numbered('stage', sorted(found))} to worker {worker}" for worker, found in sorted(stages.items())]
+        told += [f"stages {words} ({state.wanted_why}): {'; '.join(each)}"] if each else []
+    return told
+
+
+def begins_epoch(state: State) -> bool:
+    """Returns whether an epoch begins with the last commit: slots move, workers leave, or new owners are wanted."""
+    if not state.leaving and not state.wanted:
+        return False
+    is_news = state.wanted != state.wanted_at_start and state.wanted_moves  # members learn of it with an epoch
+    return bool(is_news or _moved(state) or free_to_leave(state))
+
+
+def _moved(state: State) -> dict[int, int]:
+    """Returns the slots that move at this step boundary, each with its owner so far."""
     after = heirs(state, (), hand_over=True).owners
-    moving = {before for before, heir in zip(state.owners, after, strict=True) if before != heir}
-    return tuple(sorted(moving))
+    return {slot: owner for slot, owner in enumerate(state.owners) if owner != after[slot]}
+
+
+def leavers(state: State) -> tuple[int, ...]:
+    """Returns the leaving workers with slots that heirs can take over at this step boundary."""
+    return tuple(sorted({owner for owner in _moved(state).values() if owner in state.leaving}))
 
 
 def unable_to_leave(state: State) -> dict[int, tuple[int, ...]]:

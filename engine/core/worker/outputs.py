@@ -87,13 +87,15 @@ class LoadPlan(Output):
 class PlanNextStep(Output):
     """Begins to make the program of the step after a step of a recovery, in the planner thread.
 
-    `ownership` is that of `step`, which is about to begin; the next step adds shadows among the members that stay.
+    `ownership` is that of `step`, which is about to begin; the next step adds shadows among the members that stay, and
+    the `wanted` owners.
     """
 
     step: int
     ownership: Ownership
     members: tuple[int, ...]
     leaving: tuple[int, ...]
+    wanted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

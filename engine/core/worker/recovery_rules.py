@@ -47,10 +47,13 @@ def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
         code = ExitCode.LEFT_WITH_NOTICE if state.has_given_notice else ExitCode.FENCED
         return state._replace(mode=Mode.OUT, epoch=epoch.epoch), (End(code),)
     new = state._replace(mode=Mode.FROZEN, epoch=epoch.epoch, told=epoch, plan=None, go=None)
+    fenced: tuple[Output, ...] = (MarkPhase("fence"),)
+    if epoch.commit is not None and epoch.commit.step >= state.step:
+        fenced = (*fenced, Drop(state.held))  # a replica without a part in the step cannot catch up
     if epoch.gather:
-        return new, (MarkPhase("fence"), CountHeld())
+        return new, (*fenced, CountHeld())
     if epoch.digest is not None:
-        return _takes_prepared(new, epoch)
+        return _takes_prepared(new, epoch, fenced)
     new = new._replace(mode=Mode.PLANNED)
     return (new, ()) if epoch.go is None else goes(new, epoch.go)
 
@@ -60,13 +63,13 @@ def gives_up_joining(state: WorkerState, epoch: messages.EpochMessage) -> Steppe
     return state._replace(mode=Mode.OUT, epoch=epoch.epoch), (End(ExitCode.NOT_RECOVERED),)
 
 
-def _takes_prepared(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
+def _takes_prepared(state: WorkerState, epoch: messages.EpochMessage, before: tuple[Output, ...]) -> Stepped:
     plan = next((each for each in state.prepared if each.told.epoch == epoch.epoch), None)
     digest = None if plan is None else plan.plan.digest
     if plan is None or digest != epoch.digest:
         found = f"worker {state.worker} has prepared {digest}"
         raise InvariantError(f"epoch {epoch.epoch} has plan {epoch.digest}, {found}")
-    return _follows(state._replace(plan=plan), epoch.commit, (MarkPhase("fence"),))
+    return _follows(state._replace(plan=plan), epoch.commit, before)
 
 
 def is_counted(state: WorkerState, counted: inputs.Counted) -> Stepped:
@@ -112,6 +115,7 @@ def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: 
         held=ownership.held_by(state.worker),
         members=told.members,
         leaving=told.leaving,
+        wanted=told.wanted,
     )
     if commit is not None and commit.step >= state.step:
         here = f"worker {state.worker} is at {state.step}"
@@ -178,7 +182,7 @@ def _goes_now(state: WorkerState) -> Stepped:
     new = state._replace(program="usual" if state.plan is None else "plan", opens=False, is_over=state.go.end)
     outputs: tuple[Output, ...] = (Enter(new.ownership),)
     if new.plan is not None and not new.is_over:
-        outputs = (*outputs, PlanNextStep(new.step, new.ownership, new.members, new.leaving))
+        outputs = (*outputs, PlanNextStep(new.step, new.ownership, new.members, new.leaving, new.wanted))
     if state.go.keep:
         new, outputs = keeps(new, outputs)
     if state.go.validate:

@@ -40,6 +40,7 @@ class WorkerState(NamedTuple):
     held: tuple[Slot, ...] = ()  # the slots that it owns and shadows in the open step
     members: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()  # members that had given notice when the epoch was made
+    wanted: tuple[int, ...] = ()  # the owners of all slots that were wanted then; empty if none moves
     told: EpochMessage | None = None  # the message of the epoch
     plan: EpochPlan | None = None  # of the epoch
     go: GoMessage | None = None  # of the epoch

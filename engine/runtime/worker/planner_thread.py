@@ -26,6 +26,7 @@ from engine.core.program.build import build_program
 from engine.core.recovery.plan import EpochPlan
 from engine.core.worker.epoch_plan import plan_epoch
 from engine.core.worker.inputs import PlanPrepared
+from engine.core.worker.outputs import PlanNextStep
 from engine.runtime.ipc.control import Control
 from engine.runtime.process.host_lock import HostLock
 from engine.runtime.transport.worker_program import WorkerProgram, worker_program
@@ -93,12 +94,13 @@ class PlannerThread:
             kept = self._protocol.state.prepared
             self._prepared = [each for each in self._prepared if any(each[0] is other for other in kept)]
 
-    def plan_next_step(self, step: int, before: Ownership, members: tuple[int, ...], leaving: tuple[int, ...]) -> None:
-        """Starts to plan the step after `step`, which is about to begin with the ownership `before`."""
+    def plan_next_step(self, given: PlanNextStep) -> None:
+        """Starts to plan the step after the one that is about to begin."""
+        before = given.ownership
 
         def plan() -> NextStep:
-            with self._turn_in(step):
-                ownership = shadowed(self._context.job, before, members, leaving)
+            with self._turn_in(given.step):
+                ownership = shadowed(self._context.job, before, given.members, given.leaving, given.wanted)
                 new = frozenset(
                     (worker, slot)
                     for slot in before.grid.slots()

@@ -143,7 +143,7 @@ class Training:
         self._made_ready = self._planner.worker_program(output.plan)
 
     def _plan_next_step(self, output: outputs.PlanNextStep) -> None:
-        self._planner.plan_next_step(output.step, output.ownership, output.members, output.leaving)
+        self._planner.plan_next_step(output)
 
     def _take_next_step(self, output: outputs.TakeNextStep) -> inputs.Input:
         next_step = self._planner.next_step()
