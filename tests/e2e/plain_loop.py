@@ -84,11 +84,12 @@ class PlainLoop:
         loss /= self.job.pipelines
         gradients = self._tied(self._reduced())
         for use, parameter in self.trained.items():
-            parameter.grad = gradients[use]
+            parameter.grad = gradients.get(use)
         self.scaler.unscale_(self.optimizer)
         factor = self._clip_factor(gradients)
         for use, parameter in self.trained.items():
-            parameter.grad = gradients[use] if factor == 1.0 else gradients[use] * factor
+            if parameter.grad is not None:
+                parameter.grad = gradients[use] if factor == 1.0 else gradients[use] * factor
         for group, rate_factor in zip(self.optimizer.param_groups, self.factors, strict=True):
             group["lr"] = self._learning_rate(step) * rate_factor
         self.scaler.step(self.optimizer)
@@ -138,13 +139,13 @@ class PlainLoop:
         return (Evaluation("validation", len(losses) * self.job.microbatch_size, fmean(losses), means),)
 
     def _reduced(self) -> dict[tuple[int, str], Tensor]:
-        """Returns the mean gradient over pipelines, added in pipeline order; an unused parameter has zeros."""
+        """Returns the mean gradient over pipelines, added in pipeline order; none for an unused parameter."""
         order = list(reversed(self.pipelines)) if self.mistake.pipelines_backwards else self.pipelines
         reduced: dict[tuple[int, str], Tensor] = {}
         for layers in order:
             for use, parameter in _trained(layers).items():
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                reduced[use] = reduced[use] + gradient if use in reduced else gradient
+                if parameter.grad is not None:
+                    reduced[use] = reduced[use] + parameter.grad if use in reduced else parameter.grad
         return {use: gradient / self.job.pipelines for use, gradient in reduced.items()}
 
     def _tied(self, gradients: dict[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
@@ -152,7 +153,9 @@ class PlainLoop:
         total = {use: gradient for use, gradient in gradients.items() if use not in self.first_use}
         if not self.mistake.tie_keeps_first_use_only:
             for use in sorted(self.first_use):
-                total[self.first_use[use]] = total[self.first_use[use]] + gradients[use]
+                if use in gradients:
+                    first = self.first_use[use]
+                    total[first] = total[first] + gradients[use] if first in total else gradients[use]
         return total
 
     def _clip_factor(self, gradients: dict[tuple[int, str], Tensor]) -> float:

@@ -88,8 +88,9 @@ def check_rest(resumed: Ending, whole: Ending, origin: Resumption) -> None:
     assert first_difference(resumed.view.run_state.rows, rest) is None
 
 
-def test_whole_stages_are_resumed_in_shards(runs: Runs, tmp_path: Path) -> None:
-    job = Job(**SMALL, model="mlp", pipelines=2, stages=1, optimizer="sgd", optimizer_args={"momentum": 0.9})
+def test_whole_stages_are_resumed_in_shards_also_where_gradients_are_missing(runs: Runs, tmp_path: Path) -> None:
+    optimizer: dict[str, Any] = {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9, "weight_decay": 0.5}}
+    job = Job(**SMALL, **optimizer, model="tests.runtime.unused_models:routed", pipelines=2, stages=1)
     whole, origins = run_and_keep(replace(job, fsdp=0, stages=3), tmp_path)
     resumed, _ = runs.run(job, origin=origins[0])
     check_rest(resumed, whole, origins[0])

@@ -77,11 +77,11 @@ def plain_loop(job: Job, *, unties: bool = True) -> State:
             for microbatch in range(job.microbatches):
                 batch = data.microbatch(step, pipeline, microbatch, job.microbatch_size)
                 (_loss(replica, batch.inputs[0], batch.targets[0]) / job.microbatches).backward()
-        gradients = {name: _summed([replica[name].grad for replica in uses]) / job.pipelines for name in uses[0]}
+        gradients = {name: _mean([replica[name].grad for replica in uses]) for name in uses[0]}
         for name, each in uses[0].items():
             if name not in names:  # a further use
                 first = next(other for other in names if uses[0][other].data_ptr() == each.data_ptr())
-                gradients[first] = gradients[first] + gradients[name]
+                gradients[first] = _summed([gradients[first], gradients[name]])
         for name, each in zip(names, trained, strict=True):
             each.grad = gradients[name]
         optimizer.step()
@@ -100,13 +100,17 @@ def _untied(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters())
 
 
-def _summed(gradients: list[Tensor | None]) -> Tensor:
+def _summed(gradients: list[Tensor | None]) -> Tensor | None:
     total: Tensor | None = None
     for each in gradients:
-        assert each is not None
-        total = each if total is None else total + each
-    assert total is not None
+        if each is not None:
+            total = each if total is None else total + each
     return total
+
+
+def _mean(gradients: list[Tensor | None]) -> Tensor | None:
+    total = _summed(gradients)
+    return None if total is None else total / len(gradients)
 
 
 def _loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

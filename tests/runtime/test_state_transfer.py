@@ -57,9 +57,8 @@ def trained(job: Job, num_steps: int) -> Replicas:
     for step in range(num_steps + 1):
         for buffer in stage.buffers():
             overwrite(buffer, changed(buffer, 1))
-        for named in stage.gradients().values():
-            for gradient in named.values():
-                gradient.copy_(torch.randn(gradient.shape, generator=generator))
+        for parameter in stage.trained():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if step < num_steps:
             buffers = tuple(
                 tuple(changed(buffer, 10 * each) for buffer in stage.buffers()) for each in range(job.pipelines)

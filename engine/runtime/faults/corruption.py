@@ -18,13 +18,16 @@ _BIT = Parameter("bit", "count", "which bit of the number, 0 the lowest", 0)
 @fault_kind("nan", "A number in a gradient or an activation becomes NaN.", "worker", at_once, _INTO)
 def nan(context: WorkerFaultContext) -> None:
     """Puts a NaN into the present gradient accumulator, or into the next output of the stage."""
+    from engine.runtime.stage.segment import gradient_of
+
     stage = context.stage
     if stage is None:
         return
     if context.parameters["into"] == "gradient":
-        layer, named = next((layer, named) for layer, named in stage.gradients().items() if named)
-        name, gradient = next(iter(named.items()))
-        gradient[(0,) * gradient.dim()] = float("nan")
+        layer, named = next((layer, named) for layer, named in stage.weights.items() if named)
+        name, parameter = next(iter(named.items()))
+        parameter.grad = gradient_of(parameter)
+        parameter.grad[(0,) * parameter.dim()] = float("nan")
         context.tell(f"the gradient of {name} of {stage.where(layer)} has a NaN")
         return
     last = max(stage.layers)

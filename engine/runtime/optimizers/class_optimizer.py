@@ -125,14 +125,17 @@ class ClassOptimizer:
             state[name] = state[name] or {key: each.clone() for key, each in self._first[name].items()}
 
     def step(self, gradients: Mapping[str, Tensor], rates: Mapping[str, float], state: dict[str, Named]) -> None:
-        """Takes a step from `gradients`, which the optimizer may overwrite, and replaces the entries of `state`."""
+        """Takes a step from `gradients`, which the optimizer may overwrite, and replaces the entries of `state`.
+
+        A parameter without a gradient has None, as torch's optimizers expect it.
+        """
         accumulators = {name: parameter.grad for name, parameter in self._named.items()}
         self.made.state.clear()
         self.fill(state)
         for name, parameter in self._named.items():
             self._lend(name, state[name])
             self._groups[name]["lr"] = rates[name]
-            parameter.grad = gradients[name]
+            parameter.grad = gradients.get(name)
         try:
             with running(f"the optimizer {self._name}", type(self.made).step):
                 self.made.step()

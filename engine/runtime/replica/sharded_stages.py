@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.core.errors import ensure
 from engine.core.ownership import Ownership
@@ -46,9 +47,8 @@ class ShardedStages:
                 stage = replicas.stages[slot]
                 layers: list[Any] = [layer for layer in stage.layers.values() if any(True for _ in layer.parameters())]
                 for layer in layers:
-                    fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-                    layer.set_requires_gradient_sync(False)
-                    layer.set_reshard_after_backward(False)
+                    with _without_new_hooks(layer):
+                        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
                     layer.unshard()
                 stage.weights = {index: dict(trainable(layer)) for index, layer in stage.layers.items()}
                 stage.forget_step()
@@ -95,3 +95,18 @@ class ShardedStages:
         yield
         for _, stage in self._slots:
             self.reshard(stage)
+
+
+@contextlib.contextmanager
+def _without_new_hooks(layer: nn.Module) -> Iterator[None]:
+    """Takes away the hooks that the block registers around the forward of a layer.
+
+    Those of `fully_shard` gather the weights, which the engine does itself. They also give zeros to an input without a
+    gradient: earlier layers would be trained that are not trained without shards.
+    """
+    hooks: tuple[dict[int, Any], ...] = (layer._forward_pre_hooks, layer._forward_hooks)
+    before = [set(each) for each in hooks]
+    yield
+    for each, known in zip(hooks, before, strict=True):
+        for key in each.keys() - known:
+            del each[key]

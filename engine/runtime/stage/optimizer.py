@@ -23,6 +23,7 @@ from engine.models.arguments import check_builtin_args
 from engine.models.layers import Model
 from engine.runtime.optimizers.class_optimizer import ClassOptimizer, Named, OptimizerClass
 from engine.runtime.optimizers.layer_groups import groups_by_layer
+from engine.runtime.stage.segment import is_missing
 from engine.runtime.stage.tensor_shards import as_shard_of
 
 LOSS_SCALE = "(loss scale)"  # in the place of a parameter's name
@@ -60,18 +61,22 @@ class LayerOptimizer:
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
         """Updates each trained parameter from `gradients[name] * factor`; the gradients are not changed.
 
-        A factor of 0 skips the step. The scale of the loss is updated after each step.
+        A parameter whose gradient is missing stays as it is, with its state, as in torch. A factor of 0 skips the step.
+        The scale of the loss is updated after each step.
         """
         if self._scaling is not None:
             self.state[LOSS_SCALE] = _as_tensors(self._scaling.after(self._scale(), is_skipped=factor == 0))
             if factor == 0:
                 return
+        given = {name: gradients[name] for name, _ in trainable(self.layer) if not is_missing(gradients[name])}
         if self._chosen.own is not None:
-            self._step_by_class(self._chosen.own, learning_rate, gradients, factor)
+            self._step_by_class(self._chosen.own, learning_rate, given, factor)
             return
         with torch.no_grad():
             for name, parameter in trainable(self.layer):
-                gradient = as_shard_of(parameter, gradients[name])
+                if name not in given:
+                    continue
+                gradient = as_shard_of(parameter, given[name])
                 gradient = gradient if factor == 1.0 else gradient * factor
                 rule = self._chosen.rules[self._pattern(name)]
                 rule(parameter, gradient, self.state[name], self._rate(name, learning_rate))
@@ -84,7 +89,7 @@ class LayerOptimizer:
             return
         with torch.no_grad():
             # A product is a copy: the optimizer may write to its gradients, which other replicas share.
-            given = {name: as_shard_of(parameter, gradients[name]) * factor for name, parameter in named}
+            given = {n: as_shard_of(each, gradients[n]) * factor for n, each in named if n in gradients}
         self._instance(own).step(given, {name: self._rate(name, learning_rate) for name, _ in named}, self.state)
 
     @property

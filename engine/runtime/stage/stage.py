@@ -29,7 +29,7 @@ from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.stage.loss_share import LossShare
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.stage.residual import Checkpoint, Pending, Residual, groups_of
-from engine.runtime.stage.segment import Segment, cut_off
+from engine.runtime.stage.segment import Segment, cut_off, gradient_of
 from engine.runtime.transport.tensor_spec import Border, border_of, difference, laid_out_as
 
 
@@ -77,8 +77,8 @@ class Stage:
         return tuple(kept.tensors())
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
-        """Returns the accumulated gradients by layer and name; zeros for a parameter that no loss depends on."""
-        return {index: {name: _gradient(p) for name, p in named.items()} for index, named in self.weights.items()}
+        """Returns the accumulated gradients by layer and name; minus zeros for a parameter without one."""
+        return {index: {name: gradient_of(p) for name, p in named.items()} for index, named in self.weights.items()}
 
     def forget_step(self) -> None:
         """Drops the residuals, gradients, losses and counters of the open step."""
@@ -292,9 +292,3 @@ class Stage:
 
     def _modules(self, group: Iterable[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
