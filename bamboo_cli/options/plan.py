@@ -50,7 +50,7 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
             "shadows": _shadows(ownership),
             "lazy": [f"{stage}@{pipeline}" for pipeline, stage in _left_lazy(job, ownership)],
         }
-        echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
+        _print_json(plan, job, faults)
         return
     echo(f"{name_of(job.schedule)}: {_sizes(job)}")
     for line in grid_lines(run, shutil.get_terminal_size((120, 24)).columns, ownership):
@@ -67,13 +67,18 @@ def print_plan(job: Job, as_json: bool, faults: Sequence[Fault] = ()) -> None:
     _print_faults(faults, job)
 
 
+def _print_json(plan: dict[str, Any], job: Job, faults: Sequence[Fault]) -> None:
+    plan |= {"faults": faults_as_plain(faults, job)} if faults else {}
+    echo(json.dumps(plan if job.has_steps else plan | {"not_counted": job.data}))
+
+
 def _print_without_program(job: Job, as_json: bool, faults: Sequence[Fault]) -> None:
     ownership = known_ownership(job)
     if as_json:
         unknown = dict.fromkeys(("actions", "makespan", "bubble", "bubbles", "peak_stash", "over_none"))
         plan = {"schedule": job.schedule, "not_called": job.schedule, **unknown, "redundancy": job.redundancy}
         plan |= {"shadows": None if ownership is None else _shadows(ownership)}
-        echo(json.dumps(plan | ({"faults": faults_as_plain(faults, job)} if faults else {})))
+        _print_json(plan, job, faults)
         return
     echo(f"{job.schedule}: {_sizes(job)}")
     echo(f"{NOT_CALLED}: its actions, the bubble and the stash are not known")

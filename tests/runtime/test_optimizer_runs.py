@@ -44,9 +44,8 @@ SHARP: dict[str, dict[str, Any]] = {
     "adamw in groups": GPT | {"param_groups": "bias|norm: weight_decay=0; token: lr=0.5"},
 }
 HALF: dict[str, Any] = {"dtype": "float16", "scaler_args": {"init_scale": 2.0**18, "growth_interval": 2}, "steps": 14}
-SHARP["float16, with steps that are skipped"] = MLP | HALF | {"optimizer": "adam"}
 SHARP["float16, with losses that are not finite"] = (
-    MLP | HALF | {"model": f"{USER}:overflowing", "model_args": {}, "steps": 5}
+    MLP | HALF | {"model": f"{USER}:overflowing", "model_args": {}, "optimizer": "adam", "steps": 5}
 )
 WIDE: dict[str, dict[str, Any]] = {
     **{name: MLP | {"optimizer": name} for name in OPTIMIZERS if name not in ("muon",)},
@@ -56,6 +55,7 @@ WIDE: dict[str, dict[str, Any]] = {
         if name not in ("muon",)
     },
     **{f"float16, {name}": MLP | HALF | {"optimizer": name} for name in ("adamw", "sgd", "rmsprop", "adagrad")},
+    "float16, with steps that are skipped": MLP | HALF | {"optimizer": "adam"},
     "float16 in two pipelines": MLP | HALF | {"pipelines": 2, "log_every": 1},
     "float16, odd factors": MLP
     | HALF
