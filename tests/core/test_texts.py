@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.texts import counted, numbered
+from engine.core.texts import counted, numbered, spans
 
 
 def test_a_large_number_has_all_its_digits() -> None:
@@ -15,3 +15,10 @@ def test_a_large_number_has_all_its_digits() -> None:
 def test_things_have_their_numbers() -> None:
     assert numbered("worker", [1]) == "worker 1"
     assert numbered("worker", (1, 2), " and ") == "workers 1 and 2"
+
+
+def test_three_neighbours_are_a_span() -> None:
+    assert spans([]) == []
+    assert spans([4]) == ["4"]
+    assert spans([0, 1, 3, 4, 5, 7]) == ["0", "1", "3-5", "7"]
+    assert spans([2, 1, 0, 1, 2]) == ["2", "1", "0-2"]

@@ -72,7 +72,7 @@ class _Strike:
 
 def place_of(stage: int, job: Job) -> Place:
     """Returns the place of a stage in its pipeline."""
-    return "first" if stage == 0 else "last" if stage == job.stages - 1 else "middle"
+    return "first" if stage == 0 else "last" if stage == job.slots - 1 else "middle"
 
 
 class Forecast:

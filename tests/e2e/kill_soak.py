@@ -28,10 +28,11 @@ from tests.e2e.test_schedule_kills import job_of as scheduled_job
 
 _BETWEEN_LINES_S = 10.0
 _LATEST_NS = 20_000_000  # the latest second death after the first, or after a phase of its recovery
-# The settings of the tests, and one under every schedule.
-_JOBS: dict[str, Job] = {name: job_of(name) for name in SETTINGS} | {
-    f"schedule-{name}": replace(scheduled_job(name, number), steps=18) for number, name in enumerate(SCHEDULES)
-}
+_BLOCKS = ("mlp-eager", "mlp-lazy-2", "gpt-lazy", "resnet18-eager", "gpt-lazy-x2", "mlp-reroute-x2", "kinds-none-x2")
+# The settings of the tests, one under every schedule, and some with two blocks in each stage.
+_JOBS: dict[str, Job] = {name: job_of(name) for name in SETTINGS}
+_JOBS |= {f"schedule-{name}": replace(scheduled_job(name, number), steps=18) for number, name in enumerate(SCHEDULES)}
+_JOBS |= {f"blocks-{name}": replace(_JOBS[name], stages=3, blocks=2) for name in _BLOCKS}
 
 
 def main() -> int:
