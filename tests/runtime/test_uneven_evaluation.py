@@ -20,7 +20,7 @@ from engine.models.layers import Model, Tensors, as_tensors
 from engine.models.model_loader import build_model
 from engine.models.sources.evaluations import evaluation
 from engine.models.sources.open_data import open_data
-from engine.models.sources.sample_rows import Measured
+from engine.models.sources.sample_rows import EvaluatedBatch
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.worker.validation import Validation, unmeasured
 from tests.runtime.small_jobs import borders_of
@@ -175,8 +175,8 @@ def test_rows_that_are_no_samples_are_not_cut(made: Any, data: Any, found: str) 
         measured(job)
     assert [each.samples for each in measured(job_of(made, data, validation_microbatches=2))] == [8]
     with pytest.raises(UserError, match=r"of 11 samples \(a smaller microbatch_size\)"):
-        Measured((torch.arange(12.0),), ()).first(
-            EvaluationPart("short", 0, 11), Measured((torch.arange(12.0),), ()), is_narrow=False
+        EvaluatedBatch((torch.arange(12.0),), ()).first(
+            EvaluationPart("short", 0, 11), EvaluatedBatch((torch.arange(12.0),), ()), is_narrow=False
         )
 
 

@@ -20,13 +20,13 @@ _NEAR, _NEAR_NARROW = 1e-2, 5e-2  # of the largest; a kernel may round the rows 
 _EXPECTED = "outputs and targets with one row per sample"
 
 
-class Measured(NamedTuple):
+class EvaluatedBatch(NamedTuple):
     """The outputs and targets of an evaluation microbatch."""
 
     outputs: Tensors
     targets: Tensors
 
-    def first(self, part: EvaluationPart, begin: Measured, *, is_narrow: bool) -> Measured:
+    def first(self, part: EvaluationPart, begin: EvaluatedBatch, *, is_narrow: bool) -> EvaluatedBatch:
         """Returns the rows of the samples of a part that count; `begin` is the first microbatch of its set.
 
         Raises UserError for tensors whose rows are no samples.
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
             for number, (each, of_begin) in enumerate(zip(ours, theirs, strict=True)):
                 if why := _why_no_samples(each, of_begin, part.rows, near if name == "outputs" else 0.0):
                     raise _refusal(part, f"{name}[{number}] {shapes_of((each,))}, {why}")
-        return Measured(*(tuple(each[: part.rows] for each in tensors) for tensors in self))
+        return EvaluatedBatch(*(tuple(each[: part.rows] for each in tensors) for tensors in self))
 
 
 def _why_no_samples(last: Tensor, begin: Tensor, rows: int, near: float) -> str:

@@ -24,7 +24,7 @@ from engine.core.worker.inputs import PassEnded
 from engine.models.data import Data
 from engine.models.layers import Model, Tensors
 from engine.models.sources.evaluations import evaluation, evaluation_sets
-from engine.models.sources.sample_rows import Measured
+from engine.models.sources.sample_rows import EvaluatedBatch
 from engine.runtime.transport.transfer_key import validation_key
 from engine.runtime.transport.transfers import Receiver, receives_of
 from engine.runtime.transport.transport import Transport
@@ -50,7 +50,7 @@ class Validation:
         only_whole = not context.replicas.model.is_cut_by_sample
         self.parts = parts_of(context.job, evaluation_sets(context.data), only_whole=only_whole)
         self.is_at_end = ownership.owner(0, ownership.grid.stages - 1) == context.worker
-        self._begin = Measured((), ())  # of the set that is being measured
+        self._begin = EvaluatedBatch((), ())  # of the set that is being measured
         self.grid = replace(ownership.grid, microbatches=len(self.parts))
         alone = replace(ownership, grid=self.grid)
         program = build_validation(alone)
@@ -106,7 +106,7 @@ class Validation:
             inputs, targets = batch.inputs if action.stage == 0 else inputs, batch.targets
         outputs = stage.evaluate(inputs)
         if stage.is_last:
-            measured = Measured(outputs, targets)
+            measured = EvaluatedBatch(outputs, targets)
             if part.number == 0:
                 self._begin = measured
             if part.rows < size:
