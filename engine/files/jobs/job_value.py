@@ -6,6 +6,7 @@ A field has its type in `engine.core.config.job.Job`. A whole number is converte
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -74,7 +75,7 @@ def holds_text(path: OptionPath) -> bool:
 def check(given: Given) -> Given | Problem:
     """Returns `given` with its value converted to the type of its field, or the problem with it."""
     # pydantic takes 40 ms to import, and help texts and unreadable files do not need it.
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     if not is_known(given.path):
         if given.path[0] in ARGS_FIELDS:
@@ -86,14 +87,20 @@ def check(given: Given) -> Given | Problem:
     is_text = given.name in IN_EPOCHS and isinstance(given.value, str)
     if is_text and parse_epochs(given.value):
         return given
-    strict = ConfigDict(strict=True, allow_inf_nan=False)
     try:
-        return replace(given, value=TypeAdapter(kind, config=strict).validate_python(given.value))
+        return replace(given, value=_adapter(kind).validate_python(given.value))
     except ValidationError:
         expected = _EXPECTED.get(kind) or f"one of {', '.join(get_args(kind))}"
         if is_text and not isinstance(plain_value(given.value), int):
             return given.problem(STEPS_FORM, shown(given.value))
         return given.problem(expected, shown(given.value), _advice(given, kind))
+
+
+@functools.cache  # a matrix has thousands of values of few types
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def shown(value: Any) -> str:
