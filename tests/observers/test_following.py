@@ -160,7 +160,6 @@ def test_mlflow_gets_the_job_the_figures_of_each_step_and_the_end(
 
 
 def test_tensorboard_writes_what_its_own_reader_finds(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     followed(made_logger("tensorboard"), tmp_path)
