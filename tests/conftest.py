@@ -16,8 +16,11 @@ hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("bamboo", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("bamboo")
 
+gc.disable()  # until all tests are collected, which takes a quarter less: most of what that makes stays
+
 
 def pytest_collection_finish() -> None:
     """Spares what is loaded by now, such as torch, from collections: tests of pure code take a third less."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+    gc.enable()
