@@ -1,7 +1,7 @@
 """``python -m tests.core.soak_formulas``: the dry run of every schedule, and of runs of blocks, meets its formulas.
 
-It takes the whole grid. The tests have a rule of their own do all of that grid, in less time, and compare the dry run
-with it on a part.
+It takes the whole grid. The tests have a rule of their own do a part of it, in less time, and compare the dry run with
+it on less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verification of schedules: no false alarm on ten thousand valid programs, and every kind of corruption is named."""
+"""Verification of schedules: no false alarm on thousands of valid programs, and every kind of corruption is named."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def drawn_step(
     return build_program(name, ownership, redundancy, log_every=order.choice((0, 0, 1, 2))), ownership
 
 
-@pytest.mark.timeout(300)  # 20 s on an idle machine
-def test_no_false_alarm() -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [2000, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_no_false_alarm(count: int) -> None:
     order = seeded(1)
-    for _ in range(10_000):
+    for _ in range(count):
         program, ownership = drawn_step(order)
         assert verify(program, ownership) == ()
 

@@ -19,12 +19,14 @@ Launch = Callable[..., Launcher]
 
 SMALL = ("run", "--model", "mlp", "--stages", "3", "--microbatches", "4", "--steps", "6", "--validate-every", "0")
 # Stages that sleep: the run lasts for seconds and computes little.
-TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "40")
+TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "14")
 
 
 def test_a_kill_is_recovered_from_and_the_weights_are_compared(launch: Launch) -> None:
+    """A twin is run once, and a difference to it fails the run."""
     launcher = launch(*SMALL, "--kill", "2:1", "--json")
     done = launcher.wait()
+    assert "running the fault-free twin" in done.stderr
     said = json.loads(done.stdout)
     assert (done.code, said["exit_code"], said["outcome"], said["steps"]) == (0, 0, "finished", 6)
     assert said["faults"] == [{"fault": "2:1", "fired": True}]
@@ -41,20 +43,20 @@ def test_a_kill_is_recovered_from_and_the_weights_are_compared(launch: Launch) -
     facts = json.loads((launcher.run_folder / "run.json").read_text())
     assert facts["result"] | {"next": None} == said
     assert launcher.leftovers() == []
+    a_difference_fails(launch, launcher.folder / "results")
 
 
-def test_a_twin_is_run_once_and_a_difference_to_it_fails_the_run(launch: Launch, tmp_path: Path) -> None:
-    results = ("--results", str(tmp_path / "shared"))
-    first = launch(*SMALL, *results, "--kill", "2:1").wait()
-    assert (first.code, "running the fault-free twin" in first.stderr) == (0, True)
-    second = launch(*SMALL, *results, "--kill", "3:2:F:0", "--redundancy", "eager").wait()
+def a_difference_fails(launch: Launch, results: Path) -> None:
+    """Runs the job with another kill and policy, of the same twin; then again, with a twin that differs in one hash."""
+    again = (*SMALL, "--results", str(results))
+    second = launch(*again, "--kill", "3:2:F:0", "--redundancy", "eager").wait()
     assert (second.code, "running the fault-free twin" in second.stderr) == (0, False)
-    (kept,) = (tmp_path / "shared" / "twins").iterdir()
-    rows = kept_twin(tmp_path / "shared", kept.stem)
+    (kept,) = (results / "twins").iterdir()
+    rows = kept_twin(results, kept.stem)
     assert rows is not None
     step, layer = rows[-1].step, rows[-1].layer
-    keep_twin(tmp_path / "shared", kept.stem, [*rows[:-1], replace(rows[-1], state=rows[-1].state[::-1])])
-    third = launch(*SMALL, *results, "--kill", "2:1", "--json").wait()
+    keep_twin(results, kept.stem, [*rows[:-1], replace(rows[-1], state=rows[-1].state[::-1])])
+    third = launch(*again, "--kill", "2:1", "--json").wait()
     said = json.loads(third.stdout)
     assert (third.code, said["exit_code"], said["outcome"]) == (1, 1, "failed")
     assert (
@@ -103,7 +105,7 @@ def test_a_lost_stage_ends_with_one_screen(launch: Launch) -> None:
 
 
 def test_on_a_terminal_the_dead_are_red_and_their_heirs_named(tmp_path: Path) -> None:
-    text = on_a_terminal(tmp_path, *SMALL, *TIMED, "--kill", "10:1", "--no-twin")
+    text = on_a_terminal(tmp_path, *SMALL, *TIMED, "--kill", "4:1", "--no-twin")
     assert re.search(r"\x1b\[1;31m1 \(now worker [02]\)", text)
     assert re.search(r"\x1b\[1;31mdead", text)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)

@@ -25,7 +25,7 @@ Launch = Callable[..., Launcher]
 
 SMALL = ("run", "--model", "mlp", "--stages", "2", "--microbatches", "3", "--steps", "4", "--validate-every", "2")
 # Stages that sleep: the run lasts for seconds and computes little.
-TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "40")
+TIMED = ("--model", "timed", "--set", "model_args.forward_ms=10", "--steps", "12")
 # Loaded by Python first: it refuses new processes, and imports of torch and pandas.
 TRIPWIRE = """
 import sys
@@ -49,6 +49,7 @@ def _wired(tmp_path: Path) -> dict[str, str]:
 
 
 def test_json_is_one_object_on_stdout_and_the_files_say_the_same(launch: Launch) -> None:
+    """The events tell what each worker did in the order of its program."""
     launcher = launch(*SMALL, "--json")
     done = launcher.wait()
     assert done.code == 0
@@ -71,37 +72,10 @@ def test_json_is_one_object_on_stdout_and_the_files_say_the_same(launch: Launch)
     assert "finished: 4 steps" in done.stderr
     again = launch("run", str(folder / "run.json"), "--json", BAMBOO_STEPS="9").wait()
     assert json.loads(again.stdout)["trajectory"] == said["trajectory"]
+    did_as_programmed(launcher)
 
 
-def test_without_json_the_last_lines_are_the_summary_and_the_folder(launch: Launch) -> None:
-    launcher = launch(*SMALL)
-    done = launcher.wait()
-    summary, folder = done.stdout.splitlines()
-    assert summary.startswith("finished: 4 steps in ")
-    assert (launcher.folder / folder / "trajectory.csv").is_file()
-    assert "\x1b" not in done.stdout + done.stderr
-
-
-def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) -> None:
-    launcher = launch(*SMALL, "--seed", "7", "--name", "small", "--results", "elsewhere/runs")
-    assert launcher.wait().code == 0
-    latest = launcher.folder / "elsewhere" / "runs" / "latest"
-    folder = latest.resolve()
-    assert re.fullmatch(r"\d{8}-\d{6}-small-[0-9a-f]{4}", folder.name)
-    assert latest.readlink() == Path(folder.name)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    files = ["checkpoints", "events.jsonl", "logs", "run.json", "steps", "trajectory.csv"]
-    assert sorted(each.name for each in folder.iterdir()) == files
-    assert {"worker-0.log", "worker-1.log"} <= {each.name for each in (folder / "logs").iterdir()}
-    facts = json.loads((folder / "run.json").read_text())
-    assert (facts["job"]["seed"], facts["job"]["threads"], facts["job"]["model"]) == (7, 1, "mlp")
-    assert facts["origins"]["seed"] == "--seed"
-    assert {"git_commit", "isa", "torch", "python"} <= facts["host"].keys()
-
-
-def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: Launch) -> None:
-    launcher = launch(*SMALL)
-    assert launcher.wait().code == 0
+def did_as_programmed(launcher: Launcher) -> None:
     program, _ = initial_program(Job(stages=2, microbatches=3))
     actions = launcher.events("action")
     for worker in (0, 1):
@@ -113,6 +87,28 @@ def test_events_tell_what_each_worker_did_in_the_order_of_its_program(launch: La
         assert len({event["pid"] for event in mine}) == 1
     assert [event["step"] for event in launcher.events("commit")] == [0, 1, 2, 3]
     assert [event["step"] for event in launcher.events("validation")] == [1, 3]
+
+
+def test_the_run_folder_holds_what_it_takes_to_repeat_the_run(launch: Launch) -> None:
+    """Without --json the last lines are the summary and the folder."""
+    launcher = launch(*SMALL, "--seed", "7", "--name", "small", "--results", "elsewhere/runs")
+    done = launcher.wait()
+    summary, told = done.stdout.splitlines()
+    assert summary.startswith("finished: 4 steps in ")
+    assert "\x1b" not in done.stdout + done.stderr
+    latest = launcher.folder / "elsewhere" / "runs" / "latest"
+    folder = latest.resolve()
+    assert (done.code, launcher.folder / told) == (0, folder)
+    assert re.fullmatch(r"\d{8}-\d{6}-small-[0-9a-f]{4}", folder.name)
+    assert latest.readlink() == Path(folder.name)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = ["checkpoints", "events.jsonl", "logs", "run.json", "steps", "trajectory.csv"]
+    assert sorted(each.name for each in folder.iterdir()) == files
+    assert {"worker-0.log", "worker-1.log"} <= {each.name for each in (folder / "logs").iterdir()}
+    facts = json.loads((folder / "run.json").read_text())
+    assert (facts["job"]["seed"], facts["job"]["threads"], facts["job"]["model"]) == (7, 1, "mlp")
+    assert facts["origins"]["seed"] == "--seed"
+    assert {"git_commit", "isa", "torch", "python"} <= facts["host"].keys()
 
 
 def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
