@@ -13,7 +13,7 @@ import pytest
 
 from engine.core.elastic import assignment, candidates
 from engine.core.elastic.assignment import Assignment, assign
-from engine.core.elastic.measured import Measured
+from engine.core.elastic.measured import MeasuredFacts
 from engine.core.elastic.runs import are_whole, runs_of, step_time
 from engine.core.ownership import Grid, Ownership, Slot, with_shadows
 from engine.core.program.dry_run import dry_run
@@ -35,7 +35,7 @@ def makespan(owners: tuple[int, ...], grid: Grid) -> float:
     return dry_run(with_transfers(merged_compute(ownership), ownership), ownership).makespan
 
 
-def broken(grid: Grid, workers: list[int], measured: Measured, found: Assignment) -> list[str]:
+def broken(grid: Grid, workers: list[int], measured: MeasuredFacts, found: Assignment) -> list[str]:
     """Returns the rules that an assignment breaks."""
     problems = [f"worker {each} may not own" for each in {*found.owners} - {*workers}]
     problems += [] if are_whole(runs_of(found.owners, grid)) else ["a worker has two runs in a pipeline"]
@@ -46,7 +46,7 @@ def broken(grid: Grid, workers: list[int], measured: Measured, found: Assignment
     return problems
 
 
-def drawn_case(seed: int) -> tuple[Ownership, list[int], Measured]:
+def drawn_case(seed: int) -> tuple[Ownership, list[int], MeasuredFacts]:
     """Returns an ownership, the workers that may own after deaths and joins, and facts about them."""
     rng = random.Random(seed)  # noqa: S311
     pipelines, per_pipeline, blocks = rng.choice([1, 1, 2, 3]), rng.randint(1, 4), rng.randint(1, 4)
@@ -56,7 +56,7 @@ def drawn_case(seed: int) -> tuple[Ownership, list[int], Measured]:
     forward = tuple(rng.uniform(0.5, 2) for _ in range(grid.stages))
     needs = tuple(rng.randint(1, 3) * MB for _ in range(grid.stages))
     share = sum(needs) * pipelines / len(workers)
-    measured = Measured(
+    measured = MeasuredFacts(
         forward_s=forward if seed % 2 else (),
         backward_s=tuple(2 * each for each in forward) if seed % 2 else (),
         speed={worker: rng.choice([0.5, 1.0, 1.0]) for worker in workers},
@@ -95,18 +95,18 @@ def test_a_policy_that_splits_runs_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_policy_that_ignores_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Measured, "needed_bytes", lambda *_: 0)
+    monkeypatch.setattr(MeasuredFacts, "needed_bytes", lambda *_: 0)
     assert any("too little memory" in each for each in offences(range(40)))
 
 
 def test_the_answer_is_the_same_in_every_process() -> None:
     code = """
 from engine.core.elastic.assignment import assign
-from engine.core.elastic.measured import Measured
+from engine.core.elastic.measured import MeasuredFacts
 from engine.core.ownership import Grid, Ownership
 owners = tuple(place // 3 for place in range(24))
 hosts = {worker: f"host-{worker % 3}" for worker in range(9)}
-print(assign(Ownership(Grid(12, 8, 2), owners), {0, 1, 8, 3, 5, 6, 7}, Measured(host_of=hosts, speed={3: 0.5})))
+print(assign(Ownership(Grid(12, 8, 2), owners), {0, 1, 8, 3, 5, 6, 7}, MeasuredFacts(host_of=hosts, speed={3: 0.5})))
 """
     runs = [
         subprocess.run(
@@ -159,7 +159,7 @@ def test_a_joiner_takes_a_full_share() -> None:
     assert makespan(found.owners, grid) == makespan(dealt(grid, 8).owners, grid)
 
 
-def best_of_all(num_workers: int, grid: Grid, measured: Measured) -> float:
+def best_of_all(num_workers: int, grid: Grid, measured: MeasuredFacts) -> float:
     """Returns the shortest step over all orders of workers and all cuts, of one pipeline."""
     return min(
         step_time(
@@ -180,7 +180,7 @@ def test_a_slow_worker_leaves_an_assignment_near_the_best(seed: int) -> None:
     grid = Grid(num_workers * blocks, num_workers * rng.choice([2, 4]))
     forward = tuple(rng.uniform(0.5, 2) for _ in range(grid.stages))
     slow = {rng.randrange(num_workers): 0.5}
-    measured = Measured(forward, tuple(2 * each for each in forward), speed=slow, pause_s=0.0, bytes_per_s=1e12)
+    measured = MeasuredFacts(forward, tuple(2 * each for each in forward), speed=slow, pause_s=0.0, bytes_per_s=1e12)
     found = assign(dealt(grid, num_workers), range(num_workers), measured)
     assert step_time(found.owners, grid, measured) <= 1.10 * best_of_all(num_workers, grid, measured)
 
@@ -189,13 +189,13 @@ def test_the_estimate_is_near_the_dry_run_of_the_program() -> None:
     for seed in range(0, 40, 2):
         ownership, workers, _ = drawn_case(seed)
         owners = assign(ownership, workers).owners
-        measured = step_time(owners, ownership.grid, Measured())
-        assert measured == pytest.approx(makespan(owners, ownership.grid), rel=0.15)
+        measured = step_time(owners, ownership.grid, MeasuredFacts())
+        assert measured == pytest.approx(makespan(owners, ownership.grid), rel=0.12)
 
 
-def seconds(grid: Grid, each_s: float, **facts: object) -> Measured:
+def seconds(grid: Grid, each_s: float, **facts: object) -> MeasuredFacts:
     stages = grid.stages
-    return Measured((each_s,) * stages, (2 * each_s,) * stages, replica_bytes=(100 * MB,) * stages, **facts)  # type: ignore[arg-type]
+    return MeasuredFacts((each_s,) * stages, (2 * each_s,) * stages, replica_bytes=(100 * MB,) * stages, **facts)  # type: ignore[arg-type]
 
 
 def test_slots_move_only_if_a_hundred_steps_pay_for_it() -> None:
@@ -231,7 +231,7 @@ def test_nothing_moves_without_a_reason() -> None:
 
 def test_a_worker_with_too_little_memory_for_one_slot_gets_none() -> None:
     grid = Grid(12, 8)
-    measured = Measured(owned_bytes=(30 * MB,) * 12, memory={3: 20 * MB})
+    measured = MeasuredFacts(owned_bytes=(30 * MB,) * 12, memory={3: 20 * MB})
     found = assign(dealt(grid, 3), range(4), measured)
     assert 3 not in found.owners
     assert found.why.endswith("worker 3 gets no slot: one takes 30 MB, and it has 20 MB")
@@ -239,9 +239,9 @@ def test_a_worker_with_too_little_memory_for_one_slot_gets_none() -> None:
 
 def test_memory_that_suffices_for_no_cut_is_told_and_the_job_goes_on() -> None:
     grid = Grid(12, 8)
-    measured = Measured(owned_bytes=(30 * MB,) * 12, memory=dict.fromkeys(range(3), 100 * MB))
+    measured = MeasuredFacts(owned_bytes=(30 * MB,) * 12, memory=dict.fromkeys(range(3), 100 * MB))
     found = assign(dealt(grid, 3), [0, 1], measured)
-    assert broken(grid, [0, 1], Measured(), found) == []
+    assert broken(grid, [0, 1], MeasuredFacts(), found) == []
     assert "the memory of all workers together does not suffice" in found.why
 
 
@@ -257,6 +257,6 @@ def test_holders_of_replicas_stay_shadows_and_no_worker_shadows_itself() -> None
 def test_a_joiner_stands_beside_workers_of_its_host() -> None:
     grid = Grid(8, 8)
     hosts = {0: "a", 1: "b", 2: "a"}
-    found = assign(dealt(grid, 2), range(3), Measured(host_of=hosts))
+    found = assign(dealt(grid, 2), range(3), MeasuredFacts(host_of=hosts))
     order = list(dict.fromkeys(found.owners))
     assert order.index(2) in (order.index(0) - 1, order.index(0) + 1)

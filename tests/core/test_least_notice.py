@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.core.elastic.assignment import assign
 from engine.core.elastic.least_notice import LeastNotice, copied_to_next_owners, least_notice
-from engine.core.elastic.measured import Measured
+from engine.core.elastic.measured import MeasuredFacts
 from engine.core.ownership import Grid, Ownership
 
 OWNERSHIP = Ownership(Grid(12, 8), tuple(place // 4 for place in range(12)))
@@ -12,7 +12,7 @@ OWNERSHIP = Ownership(Grid(12, 8), tuple(place // 4 for place in range(12)))
 
 def test_slots_without_replicas_are_copied_to_both_neighbours() -> None:
     owners = assign(OWNERSHIP, [0, 2]).owners
-    measured = Measured(replica_bytes=(10,) * 12)
+    measured = MeasuredFacts(replica_bytes=(10,) * 12)
     assert copied_to_next_owners(OWNERSHIP, 1, owners, {}, measured) == 40
     whole = {0: [(0, 4), (0, 5), (0, 6)], 2: [(0, 7)]}  # the slot 6 goes to worker 2, which does not hold it
     assert copied_to_next_owners(OWNERSHIP, 1, owners, whole, measured) == 10

@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.elastic import slow_workers
 from engine.core.elastic.assignment import assign
-from engine.core.elastic.measured import Measured
+from engine.core.elastic.measured import MeasuredFacts
 from engine.core.elastic.rebalancing import QUIET_STEPS, Rebalancing, after_assignment, is_due
 from engine.core.elastic.runs import load_of, runs_of, step_time
 from engine.core.elastic.slow_workers import Compute, PaceChange, Paces, after_step, members_only, speeds
@@ -33,7 +33,7 @@ class Training:
         self.moves: list[int] = []
 
     def step(self, step: int) -> None:
-        loads = load_of(runs_of(self.ownership.owners, GRID), GRID, Measured())
+        loads = load_of(runs_of(self.ownership.owners, GRID), GRID, MeasuredFacts())
         computed = {
             worker: Compute(0.01 * work * self.factor(worker, step) * self.dice.lognormvariate(0, self.noise), work)
             for worker, work in loads.items()
@@ -41,7 +41,7 @@ class Training:
         self.paces, changes = after_step(self.paces, step, computed)
         self.changes += changes
         if is_due(self.state, step, WORKERS, speeds(self.paces)):
-            measured = Measured((0.01,) * 16, (0.02,) * 16, speeds(self.paces), replica_bytes=(10**7,) * 16)
+            measured = MeasuredFacts((0.01,) * 16, (0.02,) * 16, speeds(self.paces), replica_bytes=(10**7,) * 16)
             wanted = assign(self.ownership, WORKERS, measured)
             self.state = after_assignment(self.state, step, WORKERS, speeds(self.paces), self.ownership.owners, wanted)
             if wanted.owners != self.ownership.owners:
@@ -72,7 +72,7 @@ def test_a_slow_worker_is_told_after_five_steps_relieved_after_eight_and_trusted
 
 def test_the_relief_is_near_the_best_and_the_worker_stays() -> None:
     run = Training(slow_from(BEGIN_STEP, 200)).run(BEGIN_STEP + 10)
-    measured = Measured(speed={2: 0.5})
+    measured = MeasuredFacts(speed={2: 0.5})
     owned = [run.ownership.owners.count(worker) for worker in WORKERS]
     assert 1 <= owned[2] <= 2
     ideal = sum(measured.costs(GRID)) / 3.5  # the work of a microbatch over the speed of all

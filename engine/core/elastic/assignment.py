@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from engine.core.elastic.candidates import cuts, host_borders, in_order, neighbours
+from engine.core.elastic.candidates import are_alike, cuts, host_borders, in_order, neighbours
 from engine.core.elastic.cuts import Owners
-from engine.core.elastic.measured import Measured
+from engine.core.elastic.measured import MeasuredFacts
 from engine.core.elastic.runs import are_whole, load_of, runs_of, step_time
 from engine.core.errors import ensure, required
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, with_shadows
@@ -58,7 +58,7 @@ class _Options:
     """The owners that were tried, each once, with their prices."""
 
     def __init__(
-        self, ownership: Ownership, measured: Measured, whole: Mapping[int, Collection[Slot]], num_workers: int
+        self, ownership: Ownership, measured: MeasuredFacts, whole: Mapping[int, Collection[Slot]], num_workers: int
     ):
         self.present, self.grid, self.measured = ownership.owners, ownership.grid, measured
         self.num_workers = num_workers
@@ -117,7 +117,7 @@ class _Options:
 def assign(
     ownership: Ownership,
     workers: Collection[int],
-    measured: Measured | None = None,
+    measured: MeasuredFacts | None = None,
     whole: Mapping[int, Collection[Slot]] | None = None,
     redundancy: Redundancy = "none",
     level: int = 0,
@@ -128,7 +128,7 @@ def assign(
     holds a whole replica, beside those that it owns. Raises InvariantError if `workers` is empty.
     """
     ensure(len(workers) > 0, "a member may own slots")
-    known, grid = measured or Measured(), ownership.grid
+    known, grid = measured or MeasuredFacts(), ownership.grid
     able, words = _able(sorted(workers), known, grid)
     options = _Options(ownership, known, whole or {}, len(able))
     found = _best(options, able)
@@ -145,7 +145,7 @@ def assign(
     return Assignment(found.owners, "; ".join(words), shadows, 1 - found.time / before)
 
 
-def _able(workers: list[int], measured: Measured, grid: Grid) -> tuple[list[int], list[str]]:
+def _able(workers: list[int], measured: MeasuredFacts, grid: Grid) -> tuple[list[int], list[str]]:
     """Returns the workers whose memory suffices for one slot, and words about the others; all if there is none."""
     least = min(map(measured.needed_bytes, range(grid.stages)))
     able = [worker for worker in workers if measured.memory.get(worker, least) >= least]
@@ -171,10 +171,7 @@ def _best(options: _Options, able: list[int]) -> _Option | None:
         return None
     starts, others = ([options.option(owners) for owners in each] for each in found)
     good = [*starts, *others]
-    speeds = [measured.speed_of(worker) for worker in able]
-    are_alike = min(speeds) == max(speeds)
-    # Of one pipeline and alike workers the least slowest one makes the shortest step.
-    if not are_alike or (grid.pipelines > 1 and not options.is_even(min(good).owners, len(able))):
+    if not are_alike(able, measured) or (grid.pipelines > 1 and not options.is_even(min(good).owners, len(able))):
         start = min(starts, key=lambda each: (-len({*each.owners}), each))
         good.append(_climbed(options, start, able))
     limit = min(good).price * (1 + _NEAR)

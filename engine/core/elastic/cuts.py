@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from engine.core.elastic.measured import Measured
+from engine.core.elastic.measured import MeasuredFacts
 from engine.core.ownership import Grid
 
 Owners = tuple[int, ...]  # by place
@@ -35,7 +35,7 @@ class Cutter:
     With `walls` no piece goes on from one pipeline to the next, so that no worker has two runs.
     """
 
-    def __init__(self, workers: Sequence[int], grid: Grid, measured: Measured, price: Price, walls: bool = False):
+    def __init__(self, workers: Sequence[int], grid: Grid, measured: MeasuredFacts, price: Price, walls: bool = False):
         self.workers, self.measured, self.price = workers, measured, price
         stages = [stage for _, stage in grid.slots()]
         costs = measured.costs(grid)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from engine.core.elastic.measured import Measured
+from engine.core.elastic.measured import MeasuredFacts
 from engine.core.ownership import Ownership, Slot
 
 
@@ -29,7 +29,7 @@ def copied_to_next_owners(
     leaver: int,
     owners: tuple[int, ...],
     whole: Mapping[int, Collection[Slot]],
-    measured: Measured,
+    measured: MeasuredFacts,
 ) -> int:
     """Returns the bytes of the leaver's slots of which the next owners hold no whole replica."""
     grid = ownership.grid

@@ -12,7 +12,7 @@ _UNIT_FORWARD, _UNIT_BACKWARD = 1.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredFacts:
     """The facts that are known; without seconds each stage costs one unit forward and two backward.
 
     Tuples have one entry per stage, because the slots of a stage are alike in all pipelines. Empty means unknown.

@@ -1,18 +1,17 @@
 """Runs: the consecutive slots of a pipeline that one worker owns, and the time of a step that goes through them.
 
-A worker has one run in each pipeline at most. The time is that of the list scheduler with runs in place of slots: a
-forward of a run waits until no more microbatches are in flight behind it than runs follow, itself included.
+A worker has one run in each pipeline at most. The time is that of the list scheduler with runs in place of slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from engine.core.elastic.measured import Measured
-from engine.core.ownership import Grid
-from engine.core.program.list_scheduler import starts
+from engine.core.elastic.measured import MeasuredFacts
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.program.list_scheduler import in_flight, starts
 
 _STEADY = 16  # microbatches; any further one takes as long as the slowest worker
 
@@ -39,7 +38,7 @@ def are_whole(runs: Sequence[Sequence[SlotRun]]) -> bool:
     return all(len({each.worker for each in line}) == len(line) for line in runs)
 
 
-def load_of(runs: Sequence[Sequence[SlotRun]], grid: Grid, measured: Measured) -> dict[int, float]:
+def load_of(runs: Sequence[Sequence[SlotRun]], grid: Grid, measured: MeasuredFacts) -> dict[int, float]:
     """Returns the time that each owner computes for one microbatch of each of its pipelines, by worker."""
     forward, backward = measured.forwards(grid), measured.backwards(grid)
     loads: dict[int, float] = {}
@@ -49,14 +48,14 @@ def load_of(runs: Sequence[Sequence[SlotRun]], grid: Grid, measured: Measured) -
     return loads
 
 
-def step_time(owners: Sequence[int], grid: Grid, measured: Measured) -> float:
+def step_time(owners: Sequence[int], grid: Grid, measured: MeasuredFacts) -> float:
     """Returns the time of a step, in seconds or units, without transfers."""
     runs = runs_of(owners, grid)
     steady = max(_STEADY, 2 * max(map(len, runs)))
     further = max(0, grid.microbatches - steady)
-    return _dry(runs, min(grid.microbatches, steady), grid, measured) + further * max(
-        load_of(runs, grid, measured).values()
-    )
+    windows = in_flight(Ownership(grid, tuple(owners)))
+    time = _dry(runs, windows, min(grid.microbatches, steady), grid, measured)
+    return time + further * max(load_of(runs, grid, measured).values())
 
 
 def _runs(owners: Sequence[int], pipeline: int) -> list[SlotRun]:
@@ -68,7 +67,13 @@ def _runs(owners: Sequence[int], pipeline: int) -> list[SlotRun]:
     return found
 
 
-def _dry(runs: Sequence[Sequence[SlotRun]], microbatches: int, grid: Grid, measured: Measured) -> float:
+def _dry(
+    runs: Sequence[Sequence[SlotRun]],
+    windows: Mapping[Slot, int],
+    microbatches: int,
+    grid: Grid,
+    measured: MeasuredFacts,
+) -> float:
     """Returns the time of some microbatches. The number of a task is its priority."""
     order = sorted((each for line in runs for each in line), key=lambda run: (-run.first, run.pipeline))
     number = {run: each for each, run in enumerate(order)}
@@ -76,14 +81,14 @@ def _dry(runs: Sequence[Sequence[SlotRun]], microbatches: int, grid: Grid, measu
     needs: list[list[int]] = [[] for _ in range(2 * forwards)]
     for line in runs:
         for at, run in enumerate(line):
-            window = len(line) - at
+            window = windows[run.pipeline, run.first]
             for microbatch in range(microbatches):
                 forward = microbatch * width + number[run]
                 backward = forwards + forward
                 needs[backward].append(forward)
                 if at > 0:
                     needs[forward].append(microbatch * width + number[line[at - 1]])
-                if window > 1:
+                if at + 1 < len(line):
                     needs[backward].append(forwards + microbatch * width + number[line[at + 1]])
                 if microbatch > 0:
                     needs[forward].append(forward - width)
