@@ -52,6 +52,10 @@ _BENCHMARKS = {
         "redundancy.redundancy_cases",
         "Time of a step and peak memory with lazy and eager redundancy, against none and theory.",
     ),
+    "blocks": (
+        "blocks.blocks_cases",
+        "Time of a step and pause after a SIGKILL with four blocks per worker, against one.",
+    ),
     "buffers": (
         "buffers.buffer_cases",
         "Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer.",

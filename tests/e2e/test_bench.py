@@ -94,6 +94,15 @@ def test_redundancy_in_memory(launch: Launch) -> None:
 
 
 @pytest.mark.soak
+def test_blocks(launch: Launch) -> None:
+    step, pause, *phases = rows_of(launch, "blocks")
+    assert (step["goal"], step["n"]) == (1.02, 1)
+    assert 0.5 < step["ratio"] < 2
+    assert pause["goal"] == pytest.approx(pause["peer"] + 25, rel=1e-4)
+    assert [row["metric"].split()[0] for row in phases] == ["inventory", "plan", "replay"]
+
+
+@pytest.mark.soak
 def test_buffers(launch: Launch) -> None:
     rows = rows_of(launch, "buffers", "--case", "changed 4 KiB")
     assert [row["metric"] for row in rows] == [
