@@ -14,7 +14,7 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.recovery.vote import SlotVote
 from tests.simulation.actions import inputs_of, perform
 from tests.simulation.case import Violation
-from tests.simulation.compiled import COMPUTE, POINT_OF, RECEIVE, TAKE_STREAM, Compiled, parts_of
+from tests.simulation.compiled import COMPUTE, POINT_OF, RECEIVE, TAKE_LOG, TAKE_STREAM, Compiled, parts_of
 from tests.simulation.replica import Replica
 
 if TYPE_CHECKING:
@@ -230,6 +230,8 @@ class Executor:
             elif code == TAKE_STREAM and action[1] not in streams:
                 streams.add(action[1])
                 found[action[3]] = action[4]
+            elif code == TAKE_LOG and self.actions[self.cursor][0] == TAKE_LOG:
+                found[action[2]] = action[3]
             elif place == 0:
                 found |= inputs_of(action, self.number)
         return found

@@ -19,7 +19,7 @@ from engine.core.config.loss_scaling import inverse_of
 from engine.models.layers import Tensors
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
-from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
+from engine.runtime.transport.bulk_transfer import post_bulk, receive_bulk, send_bulk
 from engine.runtime.transport.tensor_spec import TensorSpec, laid_out_as
 from engine.runtime.transport.transfer_key import ProgramKey
 from engine.runtime.transport.transport import Channel
@@ -82,18 +82,36 @@ def send_entry(channel: Channel[ProgramKey], targets: Iterable[int], key: Progra
     send_bulk(channel, targets, key, list(entry.tensors()))
 
 
-def take_entry(channel: Channel[ProgramKey], source: int, key: ProgramKey, stage: Stage) -> LogEntry:
+def post_entry(channel: Channel[ProgramKey], source: int, key: ProgramKey, stage: Stage) -> bool:
+    """Posts the receive of a log entry ahead of `take_entry`; returns whether the entry is one message."""
+    return post_bulk(channel, source, key, [spec for part in _specs_of(stage) for spec in part])
+
+
+def take_entry(
+    channel: Channel[ProgramKey], source: int, key: ProgramKey, stage: Stage, is_posted: bool = False
+) -> LogEntry:
     """Waits for the log entry of the slot that `stage` is a replica of, and returns it."""
     pipelines = stage.job.pipelines
+    gradients, buffers, losses = specs = _specs_of(stage)
+    arrived = iter(receive_bulk(channel, source, key, [spec for part in specs for spec in part], is_posted))
+    return LogEntry(
+        laid_out(stage, [next(arrived) for _ in gradients]),
+        _in_parts(tuple(next(arrived) for _ in buffers), pipelines),
+        _in_parts(tuple(next(arrived) for _ in losses), pipelines) if losses else (),
+    )
+
+
+def _specs_of(stage: Stage) -> tuple[list[TensorSpec], list[TensorSpec], list[TensorSpec]]:
+    """Returns the specs of the gradients in a log entry, and of the buffers and losses of all pipelines."""
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
     losses = [TensorSpec((stage.job.microbatches,), torch.float64, False)] if stage.is_last else []
-    arrived = iter(receive_bulk(channel, source, key, gradients + buffers * pipelines + losses * pipelines))
-    return LogEntry(
-        laid_out(stage, [next(arrived) for _ in gradients]),
-        tuple(tuple(next(arrived) for _ in buffers) for _ in range(pipelines)),
-        tuple(tuple(next(arrived) for _ in losses) for _ in range(pipelines)) if losses else (),
-    )
+    return gradients, buffers * stage.job.pipelines, losses * stage.job.pipelines
+
+
+def _in_parts(tensors: Tensors, num_parts: int) -> tuple[Tensors, ...]:
+    size = len(tensors) // num_parts
+    return tuple(tensors[size * part : size * (part + 1)] for part in range(num_parts))
 
 
 def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: float) -> None:

@@ -5,12 +5,13 @@ Small tensors are copied into common chunks. A large tensor is sent in slices of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.runtime.transport.tensor_spec import TensorSpec, bytes_of
+from engine.runtime.transport.tensor_spec import Border, TensorSpec, bytes_of
 from engine.runtime.transport.transport import AnyKey, Channel
 
 _LARGE = 1 << 20  # bytes from which a tensor has chunks of its own
@@ -46,19 +47,33 @@ def send_bulk(channel: Channel[AnyKey], targets: Iterable[int], key: AnyKey, ten
             channel.send(target, key, (chunk,))
 
 
-def receive_bulk(channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Waits for a bulk transfer from `source`; returns its tensors, contiguous."""
+def post_bulk(channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec]) -> bool:
+    """Posts the first receive of a bulk transfer ahead of `receive_bulk`; returns whether it is the only one."""
+    chunks = chunks_of([math.prod(spec.shape) * spec.dtype.itemsize for spec in specs])
+    if chunks:
+        channel.post(source, key, _border_of(chunks[0]))
+    return len(chunks) < 2
+
+
+def receive_bulk(
+    channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec], is_posted: bool = False
+) -> list[Tensor]:
+    """Waits for a bulk transfer from `source`, which `post_bulk` may have posted; returns its tensors, contiguous."""
     tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
     payload = [bytes_of(tensor) for tensor in tensors]
-    for chunk in chunks_of([len(each) for each in payload]):
-        size = sum(end - start for _, start, end in chunk)
-        channel.post(source, key, (TensorSpec((size,), torch.uint8, False),))
+    for number, chunk in enumerate(chunks_of([len(each) for each in payload])):
+        if number or not is_posted:
+            channel.post(source, key, _border_of(chunk))
         (arrived,) = channel.take(source, key)
         at = 0
         for index, start, end in chunk:
             payload[index][start:end] = arrived[at : at + end - start]
             at += end - start
     return tensors
+
+
+def _border_of(chunk: Sequence[ByteRange]) -> Border:
+    return (TensorSpec((sum(end - start for _, start, end in chunk),), torch.uint8, False),)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

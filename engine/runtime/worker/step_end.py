@@ -6,7 +6,7 @@ after a failure drops the earlier entries of its slots, because some replicas ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from engine.runtime.replica.gradient_log import (
     LogEntry,
     laid_out,
     losses_of,
+    post_entry,
     send_entry,
     take_entry,
     take_step,
@@ -50,6 +51,7 @@ class StepEnd:
         self._reduced: dict[Slot, LogEntry] = {}
         self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
         self._votes: dict[Slot, SlotVote] = {}  # until the last replica here is ready
+        self._posted: set[Slot] | None = None  # log entries whose receives were posted ahead, from the first LOG on
         self._uses = uses_of(context.replicas.model.ties, context.starts)
 
     def enter(self, plane: Transport, ownership: Ownership, routes: Routes) -> None:
@@ -59,12 +61,15 @@ class StepEnd:
         self._routes = routes
         self._reduced, self._tied, self._votes = {}, {}, {}
         self._elsewhere = sorted(self._tied_elsewhere(), key=_by_stage)
+        self._coming = sorted((stage, pipeline) for kind, pipeline, stage, _ in routes.sources if kind is Kind.LOGGED)
+        self._posted = None
         self._num_posted = 0
         self.bytes_healed = 0
 
     def clear(self) -> None:
         """Drops the reduced gradients and log entries of the open step."""
         self.logged, self._reduced, self._tied, self._votes = {}, {}, {}, {}
+        self._posted = None
         self._num_posted = 0
 
     def _targets(self, kind: Kind, slot: Slot) -> tuple[int, ...]:
@@ -162,12 +167,29 @@ class StepEnd:
         slot = (action.pipeline, action.stage)
         key = self._key(ProgramPurpose.LOG, slot)
         if not self._owns(slot):
-            source = self._source(Kind.LOGGED, slot)
-            self.logged[slot] = take_entry(self._plane.in_order, source, key, self.replicas.stages[slot])
+            posted = self._post_logs()
+            source, replica = self._source(Kind.LOGGED, slot), self.replicas.stages[slot]
+            self.logged[slot] = take_entry(self._plane.in_order, source, key, replica, slot in posted)
             return
         entry = self.logged.get(slot) or self._with_tied_sums(slot)
         send_entry(self._plane.in_order, self._targets(Kind.LOGGED, slot), key, entry)
         self.logged[slot] = entry
+        self._post_logs()  # others may wait for what was sent, so this comes second
+
+    def _post_logs(self) -> Collection[Slot]:
+        """Posts the receives of the entries that owners send, in their order, up to one of several messages.
+
+        The entries of many slots then arrive together; else each one would begin when the one before it is taken.
+        """
+        if self._posted is None:
+            self._posted = set()
+            for stage, pipeline in self._coming:
+                slot = (pipeline, stage)
+                self._posted.add(slot)
+                source, key = self._source(Kind.LOGGED, slot), self._key(ProgramPurpose.LOG, slot)
+                if not post_entry(self._plane.in_order, source, key, self.replicas.stages[slot]):
+                    break
+        return self._posted
 
     def _with_tied_sums(self, slot: Slot) -> LogEntry:
         pipeline, stage = slot

@@ -1,0 +1,53 @@
+"""Bulk transfers whose first receive was posted ahead: each receive is posted once, and the same bits arrive."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from engine.runtime.transport.bulk_transfer import post_bulk, receive_bulk, send_bulk
+from engine.runtime.transport.tensor_spec import TensorSpec
+
+MIB = 1 << 20
+
+
+class Line:
+    """A channel to itself that refuses a message whose receive was not posted, or posted in another size."""
+
+    def __init__(self) -> None:
+        self.sent: deque[tuple[Any, ...]] = deque()
+        self.posted: deque[tuple[Any, ...]] = deque()
+
+    def send(self, target: int, key: Any, tensors: Any) -> None:
+        self.sent.append((key, tensors))
+
+    def post(self, source: int, key: Any, border: Any) -> None:
+        self.posted.append((key, tuple(spec.shape for spec in border)))
+
+    def take(self, source: int, key: Any) -> Any:
+        posted, (sent, tensors) = self.posted.popleft(), self.sent.popleft()
+        assert posted == (key, tuple(tuple(each.shape) for each in tensors))
+        assert sent == key
+        return tensors
+
+
+@pytest.mark.parametrize("is_posted", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "is_one"), [((3, 0, 5), True), ((3, MIB), False), ((40 * MIB,), False), ((0,), True)]
+)
+def test_a_receive_that_was_posted_ahead_is_not_posted_again(
+    is_posted: bool, sizes: tuple[int, ...], is_one: bool
+) -> None:
+    line: Any = Line()
+    tensors = [torch.arange(size, dtype=torch.int32).to(torch.uint8) for size in sizes]
+    specs = [TensorSpec.of(each) for each in tensors]
+    if is_posted:
+        assert post_bulk(line, 0, "key", specs) is is_one
+    send_bulk(line, (0,), "key", tensors)
+    got = receive_bulk(line, 0, "key", specs, is_posted)
+    assert all(torch.equal(*pair) for pair in zip(got, tensors, strict=True))
+    assert not line.sent
+    assert not line.posted
