@@ -92,6 +92,20 @@ def test_a_death_changes_no_bit(redundancy: str, kills: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "kills",
+    [
+        {1: (1, "2B1", "after")},
+        {0: (1, "0COMMIT", "after")},
+        {1: (1, "3F2", "before"), 2: (1, "4B1", "before")},
+    ],
+    ids=str,
+)
+def test_a_death_inside_of_a_run_of_slots_changes_no_bit(kills: Any) -> None:
+    """Worker 0 has slots 0 and 1, worker 1 has 2 and 3: the outputs between them are dropped after their use."""
+    check_survival(NORMED | {"stages": 5, "workers": 3, "redundancy": "eager", "redundancy_level": 2}, kills)
+
+
+@pytest.mark.parametrize(
     "kills", [{1: (1, "1B1", "after")}, {2: (2, "2LOG", "before")}, {0: (1, "0COMMIT", "after")}], ids=str
 )
 @pytest.mark.parametrize("checkpoint", [0, 2])
