@@ -19,7 +19,7 @@ from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dry_run import dry_run
-from engine.core.program.redundant_forward_pass import redundant_slots
+from engine.core.program.redundant_forward_pass import lazy_slots
 from engine.core.schedules.csv_text import name_of
 
 NOT_COUNTED = "the samples are not counted in a dry run: the number of steps is not known"
@@ -108,12 +108,9 @@ def faults_as_plain(faults: Sequence[Fault], job: Job) -> list[dict[str, Any]]:
     return [to_plain(fault) | {"text": text} for fault, text in zip(faults, describe(faults, job), strict=True)]
 
 
-def _left_lazy(job: Job, ownership: Ownership) -> list[Slot]:
+def _left_lazy(job: Job, ownership: Ownership) -> tuple[Slot, ...]:
     """Returns the shadowed slots whose forwards no shadow runs, as it has not their input."""
-    if job.redundancy != "eager":
-        return []
-    found = redundant_slots(ownership)
-    return [slot for slot in ownership.grid.slots() if ownership.shadows_of(*slot) and slot not in found]
+    return lazy_slots(ownership) if job.redundancy == "eager" else ()
 
 
 def _redundancy_line(job: Job, ownership: Ownership) -> str:

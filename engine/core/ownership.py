@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -78,6 +78,15 @@ class Ownership:
         """Returns the slots that `worker` owns, then the slots that it shadows."""
         return (*self.slots_of(worker), *self.shadowed_by(worker))
 
+    def run_of(self, pipeline: int, stage: int) -> range:
+        """Returns the run of a slot: the consecutive stages around it that its owner owns."""
+        owner, first, end = self.owner(pipeline, stage), stage, stage + 1
+        while first and self.owner(pipeline, first - 1) == owner:
+            first -= 1
+        while end < self.grid.stages and self.owner(pipeline, end) == owner:
+            end += 1
+        return range(first, end)
+
     def pipelines_of(self, worker: int, stage: int) -> tuple[int, ...]:
         """Returns the pipelines in which `worker` owns `stage`."""
         return tuple(each for each in range(self.grid.pipelines) if self.owner(each, stage) == worker)
@@ -118,14 +127,20 @@ def with_shadows(
     members: Collection[int],
     leaving: Collection[int] = (),
     wanted: tuple[int, ...] = (),
+    host_of: Mapping[int, str] | None = None,
 ) -> Ownership:
     """Returns the ownership with new shadows up to the number that the policy wants; surplus ones are dropped.
 
     `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no other worker holds the stage in
     another pipeline. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The `wanted`
-    owner of a slot becomes a shadow first, beside those that the slot has. Else the least loaded such worker is chosen;
-    of several, the owner of the nearest preceding stage (cyclic), then owners in other pipelines. A leaving worker
-    stays a shadow until it has left.
+    owner of a slot becomes a shadow first, beside those that the slot has. A leaving worker stays a shadow until it has
+    left.
+
+    Where `host_of` names the hosts of workers, a worker on a host without a replica of the slot comes first. Of a run
+    of several blocks, the owner of the run before shadows the first half, and that of the run behind, or another
+    worker, the second half (cyclic). So two workers share the blocks of one that dies, and runs stay whole. Any other
+    slot gets the least loaded worker; of several, the owner of the nearest preceding stage (cyclic), then owners in
+    other pipelines.
     """
     if redundancy == "none" and not wanted and not any(ownership.shadows):
         return ownership
@@ -151,10 +166,10 @@ def with_shadows(
         if slot in due:
             shadows[slot] = tuple(dict.fromkeys((*shadows[slot], due[slot])))
         while len(shadows[slot]) < count(slot):
-            found = _least_loaded(ownership, shadows, slot, members, leaving)
-            if found is None:
+            able = _able(ownership, shadows[slot], slot, members, leaving, host_of or {})
+            if not able:
                 break
-            shadows[slot] = (*shadows[slot], found)
+            shadows[slot] = (*shadows[slot], _best(able, ownership, shadows, slot))
     for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
     return replace(ownership, shadows=tuple(shadows[slot] for slot in slots))
@@ -164,25 +179,42 @@ def with_shadows(
 _LOAD_OF_OWNING = 3
 
 
-def _least_loaded(
+def _able(
     ownership: Ownership,
-    shadows: dict[Slot, tuple[int, ...]],
+    present: tuple[int, ...],
     slot: Slot,
     members: Collection[int],
     leaving: Collection[int],
-) -> int | None:
-    """Returns the next shadow of a slot, or None if no member qualifies."""
-    grid, (pipeline, stage) = ownership.grid, slot
-    pipelines = [(pipeline + more) % grid.pipelines for more in range(grid.pipelines)]
-    preceding = [
-        ownership.owner(each, (stage - back) % grid.stages) for each in pipelines for back in range(1, grid.stages + 1)
-    ]
-    taken = {ownership.owner(*slot), *shadows[slot], *leaving}
-    candidates = [
-        each for each in dict.fromkeys((*preceding, *sorted(members))) if each in members and each not in taken
-    ]
+    host_of: Mapping[int, str],
+) -> list[int]:
+    """Returns the workers that may become the next shadow of a slot, in order; on new hosts alone if there are any."""
+    replicas = (ownership.owner(*slot), *present)
+    able = [each for each in sorted(members) if each not in replicas and each not in leaving]
+    hosts = {host_of.get(each) for each in replicas}
+    return [each for each in able if host_of.get(each) not in hosts] or able
+
+
+def _best(able: Collection[int], ownership: Ownership, shadows: Mapping[Slot, tuple[int, ...]], slot: Slot) -> int:
+    """Returns the best of the workers that may become the next shadow of a slot."""
+    run, stage = ownership.run_of(*slot), slot[1]
+    found = _from(slot, -1, able, ownership)
+    if len(run) > 1 and ownership.grid.blocks > 1:
+        behind = [each for each in _from(slot, 1, able, ownership) if each != found[0]] or found
+        from_first, to_last = stage - run[0], run[-1] - stage
+        found = [*found[: from_first <= to_last], *behind[: from_first >= to_last]]  # both beside a slot in the middle
 
     def load(worker: int) -> int:
         return _LOAD_OF_OWNING * ownership.owners.count(worker) + sum(worker in line for line in shadows.values())
 
-    return min(candidates, key=load, default=None)
+    return min(found, key=load)
+
+
+def _from(slot: Slot, step: int, able: Collection[int], ownership: Ownership) -> list[int]:
+    """Returns `able` by the way from a slot to the next slot of each: in its pipeline, then in others, cyclic."""
+    grid, (pipeline, stage) = ownership.grid, slot
+    owners = [
+        ownership.owner((pipeline + more) % grid.pipelines, (stage + step * way) % grid.stages)
+        for more in range(grid.pipelines)
+        for way in range(1, grid.stages + 1)
+    ]
+    return [each for each in dict.fromkeys((*owners, *able)) if each in able]

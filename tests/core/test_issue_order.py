@@ -123,6 +123,23 @@ def test_plans_and_heals_run_without_tags(schedule: str, stages_per_worker: int,
     assert number
 
 
+@pytest.mark.parametrize(("blocks", "redundancy"), [(2, "lazy"), (2, "eager"), (4, "eager")])
+def test_two_neighbours_finish_the_step_of_a_worker_with_a_run_of_blocks(blocks: int, redundancy: Redundancy) -> None:
+    """Kills at every nth place of three workers; every third step is healed."""
+    job = Job(Grid(3 * blocks, 4, blocks=blocks), redundancy=redundancy, log_every=2, machine_type=OrderedMachine)
+    shares = {}
+    for number, failure in enumerate(distinct_kills(job, 4 * blocks, first=blocks)):
+        (victim,) = {*range(3)} - {*failure.machine.bodies}
+        shares[victim] = failure.given.ownership.owners
+        finish(failure, job, heals=number % 3 == 0)
+    half, end = blocks // 2, blocks + blocks // 2
+    assert shares == {
+        0: (2,) * half + (1,) * end + (2,) * blocks,
+        1: (0,) * end + (2,) * end,
+        2: (0,) * blocks + (1,) * end + (0,) * half,
+    }
+
+
 @pytest.mark.parametrize("machine_type", [OrderedMachine, EagerMachine])
 def test_random_histories_run_without_tags(machine_type: type[OrderedMachine]) -> None:
     num_failures = 0

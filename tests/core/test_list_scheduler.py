@@ -115,7 +115,7 @@ def test_two_neighbours_share_the_blocks_of_one_that_leaves() -> None:
     assert length_of(in_runs(8, 8, 4)) == 192, "one neighbour alone"
 
 
-def test_the_window_is_in_runs_and_one_more_where_a_run_is_longer_than_another() -> None:
+def test_the_window_is_in_runs_and_one_more_where_a_run_is_twice_as_long_as_another() -> None:
     def windows(*owners: int) -> list[int]:
         return list(in_flight(Ownership(Grid(len(owners), 8), owners)).values())
 
@@ -124,6 +124,7 @@ def test_the_window_is_in_runs_and_one_more_where_a_run_is_longer_than_another()
         "as with one slot each: its neighbour keeps what the dead one would have"
     )
     assert windows(0, 0, 0, 0, 1, 1) == [3, 3, 2, 2, 1, 1]
+    assert windows(0, 0, 0, 1, 1) == [2, 2, 2, 1, 1]
     assert windows(0, 1, 1, 1, 1, 0) == [4, 3, 3, 3, 2, 1]
 
 

@@ -83,6 +83,66 @@ def test_after_a_merge_another_worker_shadows_and_the_least_loaded_one() -> None
     assert shadows_of(Ownership(Grid(4, 1), (0, 0, 2, 3))) == ((3,), (2,), (3,), (2,))
 
 
+def in_runs(*lengths: int) -> Ownership:
+    """Returns the ownership in which worker n owns the nth run, of that many blocks."""
+    owners = tuple(worker for worker, length in enumerate(lengths) for _ in range(length))
+    return Ownership(Grid(len(owners), 4, blocks=max(lengths)), owners)
+
+
+def without(gone: int, ownership: Ownership) -> tuple[int, ...]:
+    """Returns the owners after a worker has died."""
+    first = [line[0] for line in ownership.shadows]
+    return tuple(heir if owner == gone else owner for owner, heir in zip(ownership.owners, first, strict=True))
+
+
+def test_the_owners_of_the_runs_beside_a_run_shadow_half_of_it_each() -> None:
+    ownership = with_shadows(in_runs(4, 4, 4), "lazy", 1, range(3))
+    halves = [(2,), (2,), (1,), (1,)], [(0,), (0,), (2,), (2,)], [(1,), (1,), (0,), (0,)]
+    assert ownership.shadows == tuple(line for half in halves for line in half)
+    assert without(1, ownership) == (0,) * 6 + (2,) * 6
+    assert without(0, ownership) == (2, 2) + (1,) * 6 + (2,) * 4, "the first and the last run are neighbours"
+    assert ownership.run_of(0, 5) == range(4, 8)
+
+
+def test_the_middle_slot_of_a_run_goes_to_the_less_loaded_side() -> None:
+    assert shadows_of(in_runs(3, 3, 1)) == ((2,), (2,), (1,), (0,), (2,), (2,), (1,))
+    assert shadows_of(in_runs(2, 2, 2), level=2)[:2] == ((2, 1), (1, 2))
+
+
+def test_a_run_without_a_run_beside_it_is_shadowed_by_other_pipelines_or_workers() -> None:
+    whole, twice = Grid(2, 1, pipelines=2, blocks=2), Grid(4, 1, pipelines=2, blocks=2)
+    assert shadows_of(Ownership(whole, (0, 0, 1, 1))) == ((1,), (1,), (0,), (0,))
+    assert shadows_of(Ownership(twice, (0, 0, 1, 1, 2, 2, 3, 3)))[:4] == ((1,), (3,), (0,), (2,))
+    assert with_shadows(in_runs(3), "lazy", 1, (0, 7)).shadows == ((7,), (7,), (7,))
+
+
+def test_half_of_a_run_whose_neighbour_leaves_goes_to_the_next_run_on_that_side() -> None:
+    assert shadows_of(in_runs(2, 2, 2, 2), leaving=(1,))[4:6] == ((0,), (3,))
+
+
+@pytest.mark.parametrize(("workers", "per_host", "blocks"), [(8, 2, 1), (8, 4, 1), (12, 3, 1), (6, 2, 4), (8, 2, 3)])
+def test_no_slot_has_all_its_replicas_on_one_host_while_there_are_others(
+    workers: int, per_host: int, blocks: int
+) -> None:
+    """Hosts are lost one by one; the next one after new shadows are whole."""
+    host_of = {worker: f"host-{worker // per_host}" for worker in range(workers)}
+    for first in range(workers // per_host):
+        ownership, members = in_runs(*[blocks] * workers), {*host_of}
+        for lost in range(first, first + workers // per_host - 1):
+            ownership = with_shadows(ownership, "lazy", 1, members, host_of=host_of)
+            members -= {each for each in members if host_of[each] == f"host-{lost % (workers // per_host)}"}
+            heirs = [[each for each in ownership.replicas(*slot) if each in members] for slot in ownership.grid.slots()]
+            assert all(heirs)
+            owners = tuple(line[0] for line in heirs)
+            shadows = tuple(tuple(line[1:]) for line in heirs)
+            ownership = Ownership(ownership.grid, owners, shadows)
+
+
+def test_where_all_workers_are_on_one_host_hosts_do_not_count() -> None:
+    one = dict.fromkeys(range(4), "host")
+    assert with_shadows(fresh(4), "lazy", 1, range(4), host_of=one) == with_shadows(fresh(4), "lazy", 1, range(4))
+
+
 def test_two_that_own_everything_shadow_each_other() -> None:
     assert shadows_of(Ownership(Grid(4, 1), (0, 0, 0, 1))) == ((1,), (1,), (1,), (0,))
 

@@ -11,8 +11,14 @@ from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.program.build import build_program, on_owners
 from engine.core.program.dry_run import Cost, dry_run, unit_costs
 from engine.core.program.list_scheduler import merged_compute
-from engine.core.program.redundant_forward_pass import overhead_floor, redundant_slots, with_redundant_forwards
+from engine.core.program.redundant_forward_pass import (
+    lazy_slots,
+    overhead_floor,
+    redundant_slots,
+    with_redundant_forwards,
+)
 from engine.core.program.transfer_pass import with_transfers
+from engine.core.program.verify import verify
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain, program_of
 
@@ -153,6 +159,16 @@ def test_only_the_first_shadow_with_the_input_at_hand_takes_part() -> None:
     assert redundant_slots(ownership, healing={(2, (0, 0))}) == {(0, 1): 0}
     program = with_redundant_forwards(compute_of("1f1b", ownership), ownership, healing={(2, (0, 0)), (0, (0, 1))})
     assert program == compute_of("1f1b", ownership)
+
+
+def test_the_first_half_of_a_run_is_run_again_and_the_second_half_stays_lazy() -> None:
+    ownership = shadowed(Grid(12, 4, blocks=4), (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2))
+    again = {(0, 0): 2, (0, 1): 2, (0, 4): 0, (0, 5): 0, (0, 8): 1, (0, 9): 1}
+    assert redundant_slots(ownership) == again, "the input of the second slot is the output of the first, run again"
+    assert lazy_slots(ownership) == tuple(slot for slot in ownership.grid.slots() if slot not in again)
+    assert lazy_slots(ownership, healing={(0, (0, 4))})[2:4] == ((0, 4), (0, 5))
+    program = build_program("1f1b", ownership, "eager", log_every=1)
+    assert verify(program, ownership) == ()
 
 
 def test_the_preceding_stage_of_another_pipeline_does_not_have_the_input() -> None:

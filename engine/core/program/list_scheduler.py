@@ -3,8 +3,9 @@
 The forwards of a slot run in microbatch order, and so do its backwards. A forward of microbatch m waits for the
 backward of m - w, so a slot keeps the residuals of w microbatches. This cannot deadlock: a microbatch waits for itself
 and for earlier ones only. The window w counts runs, from the slot to the end of its pipeline; a run is the consecutive
-slots of one owner. So equal runs take the time of 1F1B with one slot each, and keep as much. A run that is longer than
-another one would wait while the pipeline fills, so its window is one more, if as many runs of the shortest length fit.
+slots of one owner. So equal runs take the time of 1F1B with one slot each, and keep as much. A run that is twice as
+long as another one would wait while the pipeline fills. So there windows are one more, up to the number of shortest
+runs that the slots to the end would make.
 
 A free worker takes its best ready task: forwards first, then by microbatch, then later stages first. With that limit,
 forwards first *is* 1F1B on a worker with one slot:
@@ -78,10 +79,11 @@ def in_flight(ownership: Ownership) -> dict[Slot, int]:
     for pipeline in range(ownership.grid.pipelines):
         owners = ownership.owners[pipeline * stages : (pipeline + 1) * stages]
         lengths = [len(tuple(run)) for _, run in groupby(owners)]
-        first = 0
+        shortest, first = min(lengths), 0
+        more = max(lengths) >= 2 * shortest
         for number, length in enumerate(lengths):
             for stage in range(first, first + length):
-                found[pipeline, stage] = min(len(lengths) - number + 1, -(-(stages - stage) // min(lengths)))
+                found[pipeline, stage] = min(len(lengths) - number + more, -(-(stages - stage) // shortest))
             first += length
     return found
 

@@ -1,9 +1,9 @@
 """The pass that adds redundant forwards: the first shadow of a slot runs the slot's forwards while it would wait.
 
-Only a shadow that has the input takes part: it owns the preceding stage of the same pipeline, or the slot is of stage
-0, whose input is data. So the pass adds no transfer. A worker's own actions keep their order and come first. A
-redundant forward that is ready fills a gap, lowest microbatch first; without a gap it stands behind the last backward.
-The gaps are those of a run with the given costs. Worker 0 shadows stage 1:
+Only a shadow that has the input takes part: it owns the preceding stage of the same pipeline or runs the forwards of
+that stage again too, or the slot is of stage 0, whose input is data. So the pass adds no transfer. A worker's own
+actions keep their order and come first. A redundant forward that is ready fills a gap, lowest microbatch first; without
+a gap it stands behind the last backward. The gaps are those of a run with the given costs. Worker 0 shadows stage 1:
 
     worker 0   0F0 0F1 1F0 1F1 0B0      0B1
     worker 1       1F0 1B0     1F1 1B1
@@ -25,7 +25,7 @@ from engine.core.action import FORWARD_OPS, Action, Op
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import makes, needs
 from engine.core.program.list_scheduler import COSTS, starts
-from engine.core.value import Kind
+from engine.core.value import Held, Kind
 
 _Task = tuple[int, Action]  # (worker, action)
 
@@ -79,14 +79,21 @@ def _sooner(
 
 def redundant_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> dict[Slot, int]:
     """Returns the slots whose forwards are run twice, each with the shadow that runs them again."""
-    found = {}
+    found: dict[Slot, int] = {}
     for pipeline, stage in ownership.grid.slots():
         first = ownership.shadows_of(pipeline, stage)[:1]
         for shadow in first:
-            at_hand = stage == 0 or ownership.owner(pipeline, stage - 1) == shadow
+            before = (pipeline, stage - 1)
+            at_hand = stage == 0 or ownership.owner(*before) == shadow or found.get(before) == shadow
             if at_hand and (shadow, (pipeline, stage)) not in healing:
                 found[pipeline, stage] = shadow
     return found
+
+
+def lazy_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> tuple[Slot, ...]:
+    """Returns the slots with a shadow whose forwards are run once under `eager` too: their input is not at hand."""
+    twice = redundant_slots(ownership, healing)
+    return tuple(slot for slot in ownership.grid.slots() if ownership.shadows_of(*slot) and slot not in twice)
 
 
 def overhead_floor(num_stages: int, num_microbatches: int, forward: float, backward: float) -> float:
@@ -107,8 +114,8 @@ def _redundant(ownership: Ownership, healing: Collection[tuple[int, Slot]]) -> I
 def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) -> list[list[int]]:
     """Returns for each task the numbers of the tasks that must end before it starts.
 
-    The first `num_own` tasks are the owners', in order on each worker. Only their outputs are used by other tasks. The
-    other tasks are redundant, in order for each slot.
+    The first `num_own` tasks are the owners', in order on each worker. The other tasks are redundant, in order for each
+    slot. Their outputs are used by redundant tasks of the same worker alone.
     """
     maker = {
         value: number
@@ -116,10 +123,14 @@ def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) ->
         for _, value in makes(action, worker, ownership)
         if value.kind is not Kind.COUNTED  # each replica has its own counter, and the order sees to it
     }
+    again: dict[Held, int] = {}
     last: dict[int | Slot, int] = {}
     found: list[list[int]] = []
     for number, (worker, action) in enumerate(tasks):
-        found.append([maker[value] for _, value in needs(action, worker, ownership) if value in maker])
+        needed = needs(action, worker, ownership)
+        found.append([again.get((place, value), maker[value]) for place, value in needed if value in maker])
+        if number >= num_own:
+            again.update(dict.fromkeys(makes(action, worker, ownership), number))
         line = worker if number < num_own else (action.pipeline, action.stage)
         if line in last:
             found[number].append(last[line])
