@@ -146,6 +146,13 @@ class Constant(Network):
         return self.logits(tokens).mean(dim=1), torch.arange(4.0)
 
 
+class Doubled(Network):
+    """Its second output has two equal rows for each sample."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.logits(tokens).mean(dim=1), torch.ones(8)
+
+
 class Sampled(Network):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         made = self.logits(tokens)
@@ -162,6 +169,7 @@ class Sampled(Network):
         ),
         (Timewise, sequences, r"outputs\[0\] float32 \[4, 4, 4\], whose row 3"),
         (Constant, samples, r"outputs\[1\] float32 \[4\], whose row 3"),
+        (Doubled, samples, r"outputs\[1\] float32 \[8\], which has not 4 rows"),
         (Sampled, samples, ""),
     ],
 )
@@ -176,7 +184,7 @@ def test_rows_that_are_no_samples_are_not_cut(made: Any, data: Any, found: str) 
     assert [each.samples for each in measured(job_of(made, data, validation_microbatches=2))] == [8]
     with pytest.raises(UserError, match=r"of 11 samples \(a smaller microbatch_size\)"):
         EvaluatedBatch((torch.arange(12.0),), ()).first(
-            EvaluationPart("short", 0, 11), EvaluatedBatch((torch.arange(12.0),), ()), is_narrow=False
+            EvaluationPart("short", 0, 11), 12, EvaluatedBatch((torch.arange(12.0),), ()), is_narrow=False
         )
 
 

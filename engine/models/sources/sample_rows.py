@@ -26,24 +26,24 @@ class EvaluatedBatch(NamedTuple):
     outputs: Tensors
     targets: Tensors
 
-    def first(self, part: EvaluationPart, begin: EvaluatedBatch, *, is_narrow: bool) -> EvaluatedBatch:
-        """Returns the rows of the samples of a part that count; `begin` is the first microbatch of its set.
+    def first(self, part: EvaluationPart, size: int, begin: EvaluatedBatch, *, is_narrow: bool) -> EvaluatedBatch:
+        """Returns the rows of the samples of a part that count, of `size`; `begin` is the first microbatch of its set.
 
         Raises UserError for tensors whose rows are no samples.
         """
         for name, ours, theirs in zip(self._fields, self, begin, strict=True):
             near = _NEAR_NARROW if is_narrow else _NEAR
             for number, (each, of_begin) in enumerate(zip(ours, theirs, strict=True)):
-                if why := _why_no_samples(each, of_begin, part.rows, near if name == "outputs" else 0.0):
+                if why := _why_no_samples(each, of_begin, size, part.rows, near if name == "outputs" else 0.0):
                     raise _refusal(part, f"{name}[{number}] {shapes_of((each,))}, {why}")
         return EvaluatedBatch(*(tuple(each[: part.rows] for each in tensors) for tensors in self))
 
 
-def _why_no_samples(last: Tensor, begin: Tensor, rows: int, near: float) -> str:
+def _why_no_samples(last: Tensor, begin: Tensor, size: int, rows: int, near: float) -> str:
     """Returns why dimension 0 is not the sample, in words; empty if it is."""
-    if not last.dim() or last.shape != begin.shape or last.shape[0] <= rows:
-        return "which have another number of rows"
-    again, before = last[rows:], begin[: last.shape[0] - rows]
+    if not last.dim() or last.shape != begin.shape or last.shape[0] != size:
+        return f"which has not {size} rows"
+    again, before = last[rows:], begin[: size - rows]
     return "" if _are_near(again, before, near) else f"whose row {rows} is not that of the same sample elsewhere"
 
 

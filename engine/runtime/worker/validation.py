@@ -110,7 +110,7 @@ class Validation:
             if part.number == 0:
                 self._begin = measured
             if part.rows < size:
-                measured = measured.first(part, self._begin, is_narrow=context.job.dtype != "float32")
+                measured = measured.first(part, size, self._begin, is_narrow=context.job.dtype != "float32")
             results.append((part, *stage.evaluate_loss(*measured)))
         else:
             made[action.stage, action.microbatch] = outputs
