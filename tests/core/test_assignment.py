@@ -260,3 +260,9 @@ def test_a_joiner_stands_beside_workers_of_its_host() -> None:
     found = assign(dealt(grid, 2), range(3), MeasuredFacts(host_of=hosts))
     order = list(dict.fromkeys(found.owners))
     assert order.index(2) in (order.index(0) - 1, order.index(0) + 1)
+
+
+def test_new_shadows_stand_on_another_host() -> None:
+    hosts = {0: "a", 1: "a", 2: "b"}
+    found = assign(dealt(Grid(12, 8), 3), range(3), MeasuredFacts(host_of=hosts), redundancy="eager", level=1)
+    assert all(hosts[owner] != hosts[line[0]] for owner, line in zip(found.owners, found.shadows, strict=True))

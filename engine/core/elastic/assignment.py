@@ -140,7 +140,8 @@ def assign(
     if stays is not None and (found.price >= stays.price or found.time > (1 - _LEAST_GAIN) * stays.time):
         found = stays
     words = [*_move_words(options, found, stays), *words]
-    shadows = _shadows(ownership, found.owners, able, redundancy, level)
+    wanted = _kept_shadows(ownership, found.owners, able, redundancy, level)
+    shadows = with_shadows(wanted, redundancy, level, able, host_of=known.host_of).shadows
     before = options.option(ownership.owners).time
     return Assignment(found.owners, "; ".join(words), shadows, 1 - found.time / before)
 
@@ -191,16 +192,15 @@ def _climbed(options: _Options, best: _Option, workers: list[int]) -> _Option:
     return best
 
 
-def _shadows(
+def _kept_shadows(
     ownership: Ownership, owners: Owners, able: Collection[int], redundancy: Redundancy, level: int
-) -> _Shadows:
-    """Returns the shadows of the wanted owners; workers that hold a replica stay shadows up to the wanted number."""
+) -> Ownership:
+    """Returns the wanted owners with the shadows that hold a replica already, up to the wanted number."""
     lines = []
     for slot, owner in zip(ownership.grid.slots(), owners, strict=True):
         holders = [each for each in ownership.replicas(*slot) if each != owner and each in able]
         lines.append(tuple(holders[:level]))
-    wanted = replace(ownership, owners=owners, shadows=tuple(lines) if redundancy != "none" else ())
-    return with_shadows(wanted, redundancy, level, able).shadows
+    return replace(ownership, owners=owners, shadows=tuple(lines) if redundancy != "none" else ())
 
 
 def _move_words(options: _Options, found: _Option, stays: _Option | None) -> list[str]:
