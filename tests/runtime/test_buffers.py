@@ -208,7 +208,7 @@ def test_a_buffer_that_cannot_be_kept_is_refused_by_name(build: object, expected
 
 
 def test_a_buffer_of_several_layers_is_refused_if_one_changes_it() -> None:
-    with pytest.raises(UserError, match="'seen' of layer 0, which layer 5 has too"):
+    with pytest.raises(UserError, match=r"'seen' of layer 0, which layer 5 has too \(read it in"):
         probed(lambda: Sees("in place", torch.zeros(1)))
     probed(lambda: Sees("", torch.zeros(1)), lambda: Sees("", KEPT), lambda: viewed(""))
 

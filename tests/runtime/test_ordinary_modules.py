@@ -26,6 +26,7 @@ from engine.models.user_code import exception_of
 from engine.runtime.stage.build_layer import build_layer
 
 MODULES = "tests.e2e.ordinary_modules"
+TABLE = np.arange(32, dtype=np.float32)
 
 
 class Base(nn.Module):
@@ -63,7 +64,8 @@ class Modes(Base):
 class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.one: nn.Module = nn.Linear(32, 32)
+        self.two = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.one(x) if x.sum() > 0 else self.two(x)
@@ -75,6 +77,18 @@ class Routed(Base):
     def __init__(self) -> None:
         super().__init__()
         self.router = Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.router(self.a(x)))
+
+
+class Skipping(Base):
+    """Has a submodule that returns its input, in some microbatches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+        self.router.one = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.router(self.a(x)))
@@ -338,12 +352,67 @@ class Recalls(Base):
         return self.b(self.a(x) + self.last)
 
 
+class CountsElsewhere(Base):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.count += 1  # here
+        return self.b(x * self.count) / self.count
+
+
+class ArrayInForward(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) + torch.from_numpy(TABLE))  # here
+
+
+class ArrayAsTensor(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) + torch.tensor(TABLE))  # here
+
+
+class Logs(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        print(x.mean().item())  # here
+        return self.b(x)
+
+
+class Asserts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        assert x.isfinite().all()  # here
+        return self.b(x)
+
+
+class DropsLayers(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._dropped(x) if self.training else self.a(x)
+        return self.b(x)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:  # noqa: S311  # here
+            return x
+        return self.a(x)
+
+
 REFUSED: dict[type[nn.Module], str] = {
     Branch: r"`if x.sum\(\) > 0:  # here`: __bool__ gives Python a value .*torch.where.*submodule.*list of layers",
     ToNumpy: r"`return .*  # here`: numpy gives Python a value",
     Hooked: r"`hidden.register_hook\(.*  # here`: register_hook is called with a function",
-    DrawsFromPython: "the forward draws from Python's random",
-    DrawsFromNumpy: "the forward draws from numpy's generator",
+    DrawsFromPython: "in forward: `return .*`: the forward draws from Python's random .*torch's default generator",
+    DrawsFromNumpy: "in forward: `return .*`: the forward draws from numpy's generator",
+    DropsLayers: r"in _dropped: `if random.random\(\) < 0.5:  .*# here`: .*a dropped layer is `y = layer.x.`",
+    CountsElsewhere: r"the buffer 'count', which the forward changes, .*`self.count \+= 1  # here`: in layer 0 and .*"
+    r"`return .*`: in layer 1 \(read it where it is changed, as in `count = self.count.clone\(\)`",
+    ArrayInForward: "`return .*  # here`: it makes a tensor of an array .*register it as a buffer",
+    ArrayAsTensor: "`return .*  # here`: it makes a tensor of a ndarray .*register it as a buffer",
+    Logs: r"`print.*  # here`: item gives Python a value \(leave it out if it is for a log",
+    Asserts: r"`assert .*  # here`: __bool__ gives Python a value \(leave the assertion out",
     HiddenParameter: r"`return .*  # here`: a tensor with gradients that is no parameter",
     OverwritesConstant: r"`self.count \+= 1  # here`: it overwrites a tensor that is no buffer",
     EarlyLabels: r"`return .*  # here`: 'b.weight' meets a value that depends on the targets .*give the targets as an",
@@ -365,6 +434,16 @@ def test_what_cannot_be_recorded_is_refused_with_its_line(made: type[nn.Module])
     if "# here" in REFUSED[made]:
         assert re.search(r"test_ordinary_modules.py:\d+, in \w+: ", str(caught.value))
     assert torch.autograd.Function.__dict__["apply"].__func__.__module__ == "torch.autograd.function"
+
+
+def test_a_submodule_may_return_its_input_in_some_microbatches() -> None:
+    job, model, batch = built(f"{__name__}:Skipping")
+    layers, module = [build_layer(job, model, index) for index in range(len(model.layers))], whole(job, Skipping)
+    inputs = [batch.inputs[0], -batch.inputs[0], -2 * batch.inputs[0]]
+    hidden = module.get_submodule("a")
+    assert len({bool(hidden(each).sum() > 0) for each in inputs}) == 2
+    for each in inputs:
+        assert torch.equal(through(layers, (each,))[0], module(each))
 
 
 def test_an_exception_in_a_piece_shows_the_line_of_the_module() -> None:

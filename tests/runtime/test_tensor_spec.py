@@ -33,5 +33,11 @@ def test_every_tensor_that_differs_is_named() -> None:
     )
 
 
+def test_a_gradient_that_alone_differs_is_named() -> None:
+    assert difference(border_of((torch.zeros(2, requires_grad=True),)), (torch.zeros(2),)) == (
+        "[2] torch.float32 without a gradient instead of [2] torch.float32 with a gradient"
+    )
+
+
 def test_another_number_of_tensors_is_named() -> None:
     assert difference(border_of((torch.zeros(2), torch.zeros(3))), (torch.zeros(2),)) == "1 tensors instead of 2"

@@ -19,8 +19,8 @@ from engine.models.traced.given_inputs import with_given
 from engine.models.traced.piece import Piece
 from engine.models.traced.pieces import PlannedPiece, Splitter
 from engine.models.traced.recorded import Example, recorded
-from engine.models.traced.recording import LeafCall, NamedState, Trace, places_of
-from engine.models.traced.refusal import UnrecordableError, refused
+from engine.models.traced.recording import CodeLine, LeafCall, NamedState, Trace, places_of
+from engine.models.traced.refusal import UnrecordableError, refused, told
 from engine.models.traced.rows import is_by_sample
 from engine.models.traced.source_text import PieceProgram, Writer
 
@@ -29,6 +29,11 @@ _OUTPUT_TOO = "a forward that returns an output beside its loss"
 _HOW_OUTPUT = (
     "return (loss, output), or a dict or a dataclass with loss and logits; or take no labels: the output then goes to "
     "the default loss"
+)
+_OWN_BUFFERS = "a forward that changes only buffers of one layer"
+_ONE_LAYER = (
+    "read it where it is changed, as in `count = self.count.clone()`, and use that tensor later; or choose "
+    "a --split that leaves both lines in one layer"
 )
 _OTHER_SPLIT = "split the module where its tensors are the same in both"
 
@@ -75,6 +80,7 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     cuts = choose_cuts(job.split, module, traces[0], splitters[0])
     planned = [_planned(cuts, trace, splitter) for trace, splitter in zip(traces, splitters, strict=True)]
     _refuse_other_borders(cuts, traces, planned)
+    _refuse_buffers_of_two_layers(traces[0], planned[0])
     layers = [
         LayerSpec(name, kind, ModuleCopy(name, piece))
         for (name, kind), piece in zip(names_of(cuts, traces[0]), _pieces(module, traces, planned), strict=True)
@@ -121,6 +127,30 @@ def _refuse_other_borders(cuts: Sequence[Cut], traces: list[Trace], planned: lis
             problems.append(Problem("model", _SAME_BORDERS, f"{found} {cut.path}", hint or _OTHER_SPLIT))
     if problems:
         raise UserError(problems)
+
+
+def _refuse_buffers_of_two_layers(trace: Trace, pieces: list[PlannedPiece]) -> None:
+    """Raises UserError for buffers that a forward changes and that two pieces use: each would have its own copy."""
+    problems = []
+    for name in sorted(trace.changed):
+        lines = [_line_with(NamedState(name, is_buffer=True), trace, piece) for piece in pieces]
+        using = [f"{told(line)}in layer {number}" for number, line in enumerate(lines) if line is not None]
+        if len(using) > 1:
+            found = f"the buffer {name!r}, which the forward changes, {' and '.join(using)}"
+            problems.append(Problem("model", _OWN_BUFFERS, found, _ONE_LAYER))
+    if problems:
+        raise UserError(problems)
+
+
+def _line_with(buffer: NamedState, trace: Trace, piece: PlannedPiece) -> CodeLine | None:
+    """Returns a line of a piece that changes a buffer, else one that reads it; None if there is none."""
+    memory = trace.memory[buffer]
+    lines = {
+        memory in each.written: each.line
+        for each in reversed(piece.operations)
+        if any(isinstance(source, NamedState) and trace.memory.get(source) == memory for source in each.sources())
+    }
+    return lines.get(True, lines.get(False))
 
 
 def _pieces(module: nn.Module, traces: list[Trace], planned: list[list[PlannedPiece]]) -> list[Piece]:

@@ -12,6 +12,7 @@ import inspect
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,8 @@ from engine.models.pytree import flatten, parts_of, unflatten
 from engine.models.traced.attributes import attributes_of, carried, difference, text_of
 from engine.models.traced.recorder import CallRecorder
 from engine.models.traced.recording import CodeLine, LeafCall, Trace, places_of
-from engine.models.traced.refusal import UnrecordableError
-from engine.models.user_code import running
+from engine.models.traced.refusal import DRAW, UnrecordableError
+from engine.models.user_code import is_own, running
 
 TARGETS = ("labels", "label", "targets", "target")
 _WITHOUT_LOSS = "return the loss as a scalar tensor, or as `loss` of a dict or a dataclass; or take no labels"
@@ -63,10 +64,14 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     call = bound(copied, example)
     before = {place.name: tensor for place, tensor in places_of(copied)}
     attributes = attributes_of(copied)
+    positions = _positions()
     with _as_in_a_stage(example, is_training):
         recorder = CallRecorder(copied, call.inputs, call.targets, leaves)
         with running("the forward of the model", copied):
             result = recorder.run(lambda made: made(*call.args, **call.kwargs))
+        for name, position in _positions().items():
+            if positions[name] != position:
+                raise UnrecordableError(f"the forward draws from {name}", DRAW, _line_of_draw(copied, call), "")
     recorder.note_buffers(before)
     trace = recorder.trace
     trace.is_loss = bool(call.targets)
@@ -123,16 +128,34 @@ def _is_target(name: str, form: Columns) -> bool:
 
 @contextlib.contextmanager
 def _as_in_a_stage(example: Example, is_training: bool) -> Iterator[None]:
-    """Sets the modes of torch; raises UnrecordableError for a draw from Python's or numpy's generator."""
+    """Sets the modes and the default generator of torch, equal on all workers; sets the generator back at the end."""
     is_autocast = example.autocast is not None
     autocast = torch.autocast("cpu", dtype=example.autocast or torch.bfloat16, enabled=is_autocast)
-    before = _positions()
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(is_training), autocast:
+        torch.default_generator.manual_seed(0)
         yield
-    for name, position in _positions().items():
-        if before.get(name, position) != position:
-            hint = "draw from torch's default generator: the draw is then made in each forward"
-            raise UnrecordableError(f"the forward draws from {name}", hint, CodeLine(), "")
+
+
+def _line_of_draw(module: nn.Module, call: ForwardCall) -> CodeLine:
+    """Returns the user's line after which a generator stands elsewhere; an empty one if another forward has none."""
+    before, lines, found = _positions(), [CodeLine()], list[CodeLine]()
+
+    def watch(frame: FrameType, event: str, result: Any) -> Any:
+        if not is_own(frame.f_code.co_filename):
+            return None
+        if not found and _positions() != before:
+            found.append(lines[-1])
+        lines.append(CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        return watch
+
+    tracing = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        with contextlib.suppress(Exception):
+            module(*call.args, **call.kwargs)
+    finally:
+        sys.settrace(tracing)
+    return found[0] if found else CodeLine()
 
 
 def _positions() -> dict[str, object]:

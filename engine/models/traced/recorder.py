@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from engine.models.layers import Tensors
-from engine.models.pytree import flatten
+from engine.models.pytree import flatten, unflatten
 from engine.models.traced.guard import DispatchGuard, recorded_functions
 from engine.models.traced.recording import (
     BufferWrite,
@@ -39,7 +39,7 @@ from engine.models.traced.recording import (
     places_of,
     tensors_in,
 )
-from engine.models.traced.refusal import UnrecordableError, own_line
+from engine.models.traced.refusal import REGISTER, SUBMODULE, UnrecordableError, own_line, way_out
 from engine.models.traced.work import work_of
 
 _FACTS = frozenset(
@@ -52,11 +52,6 @@ _FACTS = frozenset(
 )
 _MODES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})  # each operation knows its context
 _PLAIN = (numbers.Number, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type)
-_BRANCH = (
-    "the way of the forward may not depend on values: compute both ways and choose with torch.where, put the line into "
-    "a submodule, which then runs as it is, or return an nn.Sequential, a list of layers or a Model"
-)
-_SUBMODULE = "put the line into a submodule, which then runs as it is, or return a list of layers or a Model"
 
 
 class CallRecorder(TorchFunctionMode):
@@ -112,8 +107,10 @@ class CallRecorder(TorchFunctionMode):
 
     def sees(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Takes notice of an operation below the recorded functions."""
+        if not self._is_inside and function is torch.ops.aten.lift_fresh.default:
+            raise self.refusal("it makes a tensor of an array", REGISTER)
         if not self._is_inside:
-            raise self.refusal(f"{function} runs where torch shows no function to a TorchFunctionMode", _SUBMODULE)
+            raise self.refusal(f"{function} runs where torch shows no function to a TorchFunctionMode", SUBMODULE)
         self._draws |= torch.Tag.nondeterministic_seeded in function.tags
         self._work += work_of(function, args, result)
 
@@ -175,8 +172,9 @@ class CallRecorder(TorchFunctionMode):
         """Returns the result of a call without tensors, which must be a fact about tensors or depend on none."""
         name = _name(target)
         if name not in _FACTS and (result is None or any(self._depends(each) for each in operation.sources())):
-            words = f"{name} gives Python a value" if result is not None else f"{name} changes a tensor unseen"
-            raise self.refusal(words, _BRANCH if result is not None else _SUBMODULE)
+            if result is None:
+                raise self.refusal(f"{name} changes a tensor unseen", SUBMODULE)
+            raise self.refusal(f"{name} gives Python a value", way_out(name, own_line()))
         return result
 
     def _refuse_write(self, source: TensorSource) -> None:
@@ -184,6 +182,9 @@ class CallRecorder(TorchFunctionMode):
             raise self.refusal("it overwrites a tensor that is no buffer", "register it as a buffer")
         if isinstance(source, NamedState) and not source.is_buffer:
             raise self.refusal(f"it overwrites the parameter {source.name!r}", "only the optimizer changes a parameter")
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._names or id(tensor) in self._values
 
     def _depends(self, source: TensorSource) -> bool:
         return isinstance(source, NamedState) or source in self._of_data
@@ -209,7 +210,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _results(self, result: Any, is_of_data: bool) -> Any:
         if isinstance(result, Tensor):
-            if id(result) in self._names or id(result) in self._values:
+            if self._is_known(result):
                 return None  # an operation in place returns its argument
             value = self._made(result)
             if is_of_data:
@@ -219,7 +220,7 @@ class CallRecorder(TorchFunctionMode):
             return tuple(self._results(each, is_of_data) for each in result)
         if result is None:
             return None
-        raise self.refusal(f"it returns a {type(result).__name__} beside tensors", _SUBMODULE)
+        raise self.refusal(f"it returns a {type(result).__name__} beside tensors", SUBMODULE)
 
     def _plain(self, value: Any, target: Any) -> Any:
         """Returns an argument with sources in place of tensors; refuses types that may hide tensors or code."""
@@ -235,7 +236,9 @@ class CallRecorder(TorchFunctionMode):
             return {key: self._plain(each, target) for key, each in value.items()}
         if type(value) is slice:
             return slice(*(self._plain(each, target) for each in (value.start, value.stop, value.step)))
-        raise self.refusal(f"{_name(target)} is called with a {type(value).__name__}", _SUBMODULE)
+        if target in (torch.tensor, torch.as_tensor, torch.asarray):
+            raise self.refusal(f"it makes a tensor of a {type(value).__name__}", REGISTER)
+        raise self.refusal(f"{_name(target)} is called with a {type(value).__name__}", SUBMODULE)
 
     def _call_leaf(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Records a call of a whole submodule; its result has the form that the submodule gave it."""
@@ -244,8 +247,12 @@ class CallRecorder(TorchFunctionMode):
         whole: list[Any] = []
 
         def run(*args: Any, **kwargs: Any) -> Tensors:
-            whole.append(forward(*args, **kwargs))
-            return flatten(whole[0])[1]
+            result = forward(*args, **kwargs)
+            form, tensors = flatten(result)
+            # It may return a tensor that it was called with, and another one in the next microbatch.
+            own = tuple(each.view_as(each) if self._is_known(each) else each for each in tensors)
+            whole.append(unflatten(form, own) if any(map(self._is_known, tensors)) else result)
+            return own
 
         self.record(LeafCall(path), run, args, kwargs)
         return whole[0]

@@ -20,8 +20,13 @@ from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.tensor_spec import bytes_of
 
 BufferForm = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
+_Found = tuple[str, str]  # what breaks a rule, and the way out
 _KEPT_FORM = "each layer to have all its buffers when it is built, and to keep their shapes, types and shared memory"
 _OWN_MEMORY = "a forward to change only buffers, and only those of its own layer"
+_BY_NAME = "change it as an attribute of its module, as in `self.count += 1`"
+_REGISTER = "register it with register_buffer too, or give it a memory of its own with `.clone()`"
+_HAND_ON = "read it in the layer that changes it, and hand the value on as an output or a skip connection"
+_OF_THE_LAYER = "make it in the constructor of the layer"
 
 
 def form_of(snapshot: BufferSnapshot) -> BufferForm:
@@ -61,7 +66,7 @@ def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
         *_held_by_others(layers, own, changed, model),
     ]
     if problems:
-        raise UserError([Problem("model", _OWN_MEMORY, found) for found in problems])
+        raise UserError([Problem("model", _OWN_MEMORY, found, hint) for found, hint in problems])
 
 
 def _changed(own: BufferSnapshot, after: BufferSnapshot) -> set[int]:
@@ -85,26 +90,29 @@ def _uses(layers: Mapping[int, nn.Module], snapshot: BufferSnapshot) -> Iterator
         yield from ((index, f"{path}{name}", at) for name, at in named.items() if at is not None)
 
 
-def _written_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, marks: list[str]) -> Iterator[str]:
+def _written_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, marks: list[str]) -> Iterator[_Found]:
     """Yields buffers that a forward has changed although it was lent copies."""
     wrong = {number for number, piece in enumerate(own.memory) if hash_tensors([("", piece)]) != marks[number]}
     for index, name, at in _uses(layers, own):
         if own.places[at].piece in wrong:
-            yield f"{name!r} of layer {index}, changed in another way than by its name"
+            yield f"{name!r} of layer {index}, changed in another way than by its name", _BY_NAME
 
 
-def _held_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int]) -> Iterator[str]:
+def _held_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int]) -> Iterator[_Found]:
     """Yields attributes that are not buffers but share the memory of a buffer that has changed."""
     pieces = {own.memory[own.places[at].piece].untyped_storage().data_ptr() for at in changed}
     for (index, path), module in zip(_modules_of(layers), modules_of(layers.values()), strict=True):
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.numel() and value.untyped_storage().data_ptr() in pieces:
-                yield f"{path}{name!r} of layer {index}, which is not registered as the buffer that it lies in"
+                yield (
+                    f"{path}{name!r} of layer {index}, which is not registered as the buffer that it lies in",
+                    _REGISTER,
+                )
 
 
 def _held_by_others(
     layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int], model: Model
-) -> Iterator[str]:
+) -> Iterator[_Found]:
     """Yields changed buffers that another layer shares, or that the builder of this layer would return again."""
     declared = {use: uses for uses in model.shared_buffers for use in uses}
     of_changed = [(index, name, own.places[at].piece) for index, name, at in _uses(layers, own) if at in changed]
@@ -116,6 +124,6 @@ def _held_by_others(
     for index, name, piece in of_changed:
         if (index, name) in declared:
             others = sorted({other for other, _ in declared[index, name]} - {index})
-            yield f"{name!r} of layer {index}, which layer {' and '.join(map(str, others))} has too"
+            yield f"{name!r} of layer {index}, which layer {' and '.join(map(str, others))} has too", _HAND_ON
         elif own.memory[piece].untyped_storage().data_ptr() in addresses:
-            yield f"{name!r} of layer {index}, whose builder returns it again"
+            yield f"{name!r} of layer {index}, whose builder returns it again", _OF_THE_LAYER

@@ -28,6 +28,13 @@ class TensorSpec:
         same_form = tensor.shape == self.shape and tensor.dtype == self.dtype
         return same_form and tensor.requires_grad == self.needs_grad
 
+    def told(self, beside: TensorSpec) -> str:
+        """Returns the spec in words, with its gradient where that alone tells it from the spec beside it."""
+        words = f"{list(self.shape)} {self.dtype}"
+        if (self.shape, self.dtype) != (beside.shape, beside.dtype):
+            return words
+        return f"{words} {'with' if self.needs_grad else 'without'} a gradient"
+
     def as_gradient(self) -> TensorSpec:
         """Returns the spec of the gradient of such a tensor."""
         return replace(self, needs_grad=False)
@@ -65,7 +72,7 @@ def difference(expected: Border, tensors: Tensors) -> str:
         return ""
     found = border_of(tensors)
     wrong = " and ".join(
-        f"{list(one.shape)} {one.dtype} instead of {list(other.shape)} {other.dtype}"
+        f"{one.told(other)} instead of {other.told(one)}"
         for one, other in zip(found, expected, strict=False)
         if one != other
     )
