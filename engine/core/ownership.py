@@ -133,14 +133,11 @@ def with_shadows(
 
     `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no other worker holds the stage in
     another pipeline. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The `wanted`
-    owner of a slot becomes a shadow first, beside those that the slot has. A leaving worker stays a shadow until it has
-    left.
-
-    Where `host_of` names the hosts of workers, a worker on a host without a replica of the slot comes first. Of a run
-    of several blocks, the owner of the run before shadows the first half, and that of the run behind, or another
-    worker, the second half (cyclic). So two workers share the blocks of one that dies, and runs stay whole. Any other
-    slot gets the least loaded worker; of several, the owner of the nearest preceding stage (cyclic), then owners in
-    other pipelines.
+    owner of a slot becomes a shadow first, beside those that it has. A leaving worker stays a shadow until it has left.
+    Where `host_of` names hosts, a worker on a host without a replica of the slot comes first. Of a run of several
+    blocks, the owner of the run before shadows the first half, and that of the run behind (cyclic), or another worker,
+    the second half. So two workers share the blocks of one that dies. Any other slot gets the least loaded worker; of
+    several, the owner of the nearest preceding stage (cyclic), then those of other pipelines.
     """
     if redundancy == "none" and not wanted and not any(ownership.shadows):
         return ownership
