@@ -36,9 +36,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.analysis": _PLANS | {"engine.core.checkpoints"},
     "engine.core.samples": _PLANS,
     "engine.core.recovery": _GROUND | {"engine.core.program"},
-    "engine.core.elastic": _GROUND | {"engine.core.program"},
     "engine.core.worker": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.core.recovery"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
+    "engine.core.elastic": _GROUND | {"engine.core.config", "engine.core.membership", "engine.core.program"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership", "engine.core.samples"},
     "engine.core.store": _GROUND,
     "engine.core.faults": _PLANS | {"engine.core.checkpoints", "engine.core.history", "engine.core.membership"},
@@ -91,7 +91,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
     | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints", "engine.files.jobs"}
     | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
-    | {"engine.runtime.faults"},
+    | {"engine.core.elastic", "engine.runtime.faults"},
     "engine.bench": _HOST
     | _PLANS
     | _ARRAYS

@@ -143,11 +143,7 @@ def with_shadows(
         return ownership
     slots = ownership.grid.slots()
     shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
-    due = {
-        slot: worker
-        for slot, owner, worker in zip(slots, ownership.owners, wanted or ownership.owners, strict=True)
-        if worker != owner and worker in members and worker not in leaving
-    }
+    due = _due(ownership, members, leaving, wanted)
 
     def count(slot: Slot) -> int:
         if redundancy != "reroute":
@@ -170,6 +166,19 @@ def with_shadows(
     for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
     return replace(ownership, shadows=tuple(shadows[slot] for slot in slots))
+
+
+def _due(
+    ownership: Ownership, members: Collection[int], leaving: Collection[int], wanted: tuple[int, ...]
+) -> dict[Slot, int]:
+    """Returns the wanted owner of each slot that another worker owns."""
+    return {
+        slot: worker
+        for slot, owner, worker in zip(
+            ownership.grid.slots(), ownership.owners, wanted or ownership.owners, strict=True
+        )
+        if worker != owner and worker in members and worker not in leaving
+    }
 
 
 # In units of a forward: an owner runs a forward (1) and a backward (2), a shadow at most a forward.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,15 @@ def test_slots_move_to_any_worker_and_merged_ones_to_both_neighbours(tmp_path: P
     assert epochs == wanted
     missing = (0, 2, 4, 5, 6, 8, 9, 11)
     assert 0 < healed(history)[0] <= 1.05 * least(history, missing) + _HEADER * len(missing)
+
+
+@pytest.mark.soak
+def test_an_elastic_job_shares_out_the_blocks_of_a_dead_worker(tmp_path: Path) -> None:
+    job = replace(JOB, stages=4, blocks=3, workers=0, elastic=True, steps=100)
+    still, _ = run(replace(job, elastic=False), tmp_path / "still", {})
+    ending, history = run(job, tmp_path / "elastic", {}, kills=("2:4",))
+    assert trajectory_hash(ending.view.run_state.rows) == trajectory_hash(still.view.run_state.rows)
+    last = [*history.of(EpochRecord)][-1]
+    assert last.planned
+    assert sorted(Counter(last.owners).values()) == [4, 4, 4]
+    assert len([*groupby(last.owners)]) == 3, "each worker has one run of blocks"

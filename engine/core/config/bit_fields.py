@@ -23,6 +23,7 @@ _AS_RUN: Final = _OfRun()
 NEUTRAL: Mapping[str, Any] = {
     "stages": _AS_RUN,
     "blocks": _AS_RUN,
+    "elastic": False,
     "stages_per_worker": _AS_RUN,
     "workers": _AS_RUN,
     "placement": _AS_RUN,

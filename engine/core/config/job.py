@@ -57,6 +57,10 @@ class Job:
         1,
         "blocks of each stage: each is owned, shadowed and taken over by itself; kills and scenarios then name blocks",
     )
+    elastic: bool = _field(
+        False,
+        "share out slots anew, by moves at step boundaries, when a worker has been lost or leaves; use it with blocks",
+    )
     pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
     microbatch_size: int = _field(4, "samples in one microbatch")

@@ -76,7 +76,7 @@ def check_job(job: Job) -> list[Problem]:
         expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
         problems.append(Problem("microbatches", expected, str(num_actions)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*_check_blocks(job), *update_problems(job), *scaling_problems(job)]
+    problems += [*_check_blocks(job), *_check_elastic(job), *update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
     if job.split.isdecimal() and int(job.split) == 0:
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
@@ -114,6 +114,12 @@ def _check_blocks(job: Job) -> list[Problem]:
         fitting = " and ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
         found.append((f"1 with schedule {job.schedule}", f"{order}; {fitting} take blocks"))
     return [Problem("blocks", expected, repr(job.blocks), hint) for expected, hint in found]
+
+
+def _check_elastic(job: Job) -> list[Problem]:
+    if not (job.elastic and job.fsdp):
+        return []
+    return [Problem("elastic", "false with fsdp", "true", "a shard is no replica, so no other worker can own it")]
 
 
 def _check_code(job: Job) -> list[Problem]:

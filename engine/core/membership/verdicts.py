@@ -162,8 +162,11 @@ def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
         for slot, worker in state.wanted_moves.items():
             if (slot in moved) is has_come:
                 stages.setdefault(worker, set()).add(slot % state.options.stages)
-        each = [f"{numbered('stage', sorted(found))} to worker {worker}" for worker, found in sorted(stages.items())]
-        told += [f"stages {words} ({state.wanted_why}): {'; '.join(each)}"] if each else []
+        each = [
+            f"{numbered(state.options.noun, sorted(found))} to worker {worker}"
+            for worker, found in sorted(stages.items())
+        ]
+        told += [f"{state.options.noun}s {words} ({state.wanted_why}): {'; '.join(each)}"] if each else []
     return told
 
 

@@ -16,6 +16,8 @@ from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.config.update_rules import preloads
 from engine.core.coordinator.inputs import Resumed
 from engine.core.coordinator.state import CoordinatorState, first_state
+from engine.core.elastic.rebalancing import Rebalancing
+from engine.core.elastic.wishes import wish
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
 from engine.core.faults.fault import Fault
 from engine.core.history.process_records import (
@@ -95,7 +97,7 @@ def run_session(
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
-                look = partial(_ticking, watch, requests)
+                look = partial(_ticking, job, watch, requests)
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
@@ -184,14 +186,20 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
 
 
 def _ticking(
-    watch: Callable[[RunView], None], requests: FaultRequests, board: ProgressBoard
+    job: Job, watch: Callable[[RunView], None], requests: FaultRequests, board: ProgressBoard
 ) -> Callable[[Agent], None]:
     """Returns the work of every tick of an agent."""
+    asked = Rebalancing(())
 
     def tick(agent: Agent) -> None:
+        nonlocal asked
         watch(_view(agent, board))
         requests.look(agent.injector)
         agent.checkpoints.record()
+        if job.elastic and not agent.is_stopping:
+            asked, wanted = wish(asked, job, agent.node.state, now_ns())
+            if wanted is not None:
+                agent.decide(wanted)
 
     return tick
 

@@ -1,0 +1,46 @@
+"""An elastic job asks the policy once for each set of members, and only while it trains."""
+
+from __future__ import annotations
+
+from engine.core.config.job import Job
+from engine.core.elastic.rebalancing import Rebalancing
+from engine.core.elastic.wishes import wish
+from engine.core.membership.events import Notice, Wanted
+from engine.core.membership.state import Options, Phase, State, begin
+from tests.core.membership_cases import told
+
+JOB = Job(stages=3, blocks=4, elastic=True)
+THIRDS = (0,) * 4 + (1,) * 4 + (2,) * 4
+ASKED = Rebalancing((0, 1, 2))
+
+
+def trains(owners: tuple[int, ...] = THIRDS, shadows: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 12) -> State:
+    """Returns a job of twelve blocks that trains."""
+    lines = tuple(tuple(each for each in line if each != owner) for owner, line in zip(owners, shadows, strict=True))
+    return begin(Options(stages=12, redundant=True), owners, lines, 99, 0)._replace(phase=Phase.RUNNING)
+
+
+def test_the_first_owners_stay_and_are_asked_about_once() -> None:
+    asked, wanted = wish(Rebalancing(()), JOB, trains(), 7)
+    assert (asked, wanted) == (ASKED, None)
+    assert wish(asked, JOB, trains(), 8) == (ASKED, None)
+
+
+def test_merged_blocks_are_shared_out_by_the_workers_that_are_left() -> None:
+    merged = trains((0,) * 4 + (0,) * 4 + (2,) * 4, ((0, 2),) * 12)
+    asked, wanted = wish(ASKED, JOB, merged, 7)
+    assert asked.workers == (0, 2)
+    assert wanted is not None and wanted.owners == (0,) * 6 + (2,) * 6
+    new = told(merged, wanted)
+    assert (new.wanted, new.wanted_why) == (wanted.owners, wanted.why)
+    assert wish(asked, JOB, new, 8) == (asked, None)
+
+
+def test_a_leaver_is_not_wanted() -> None:
+    leaving = told(trains(), Notice(5, 1, 60_000_000_000))
+    _, wanted = wish(ASKED, JOB, leaving, 7)
+    assert isinstance(wanted, Wanted) and wanted.owners == (0,) * 6 + (2,) * 6
+
+
+def test_nothing_is_wanted_in_a_recovery() -> None:
+    assert wish(ASKED, JOB, trains()._replace(phase=Phase.FAILING_OVER, members=(0, 2)), 7) == (ASKED, None)
