@@ -300,9 +300,9 @@ def test_digest_tells_plans_apart() -> None:
     )
 
 
-def _half_way(stages: int, microbatches: int) -> PlanInput:
+def _half_way(stages: int, microbatches: int, blocks: int = 1) -> PlanInput:
     """Returns what a plan is made from when a worker in the middle dies half-way through a step."""
-    machine, order = Job(Grid(stages, microbatches)).machine(), seeded(0)
+    machine, order = Job(Grid(stages * blocks, microbatches, blocks=blocks)).machine(), seeded(0)
     machine.run(order, sum(map(len, machine.program.values())) // 2)
     failure = fail(machine, [stages // 2], order)
     assert failure is not None
@@ -341,3 +341,10 @@ def test_plan_for_sixty_four_workers_takes_less_than_a_second() -> None:
     finally:
         gc.enable()
     assert min(taken) < 1.0
+
+
+def test_a_plan_for_many_blocks_is_little_work() -> None:
+    """32 blocks on 8 workers: some 20 ms of a processor, but time is noise, so calls are counted."""
+    calls, num_actions = _calls_to_plan(_half_way(8, 32, blocks=4))
+    assert num_actions > 1500
+    assert calls < 150_000
