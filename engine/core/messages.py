@@ -168,7 +168,7 @@ class HeartbeatMessage(ToAgent):
 
 @message
 class AuditMessage(ToAgent):
-    """The hashes of some layers of a replica after a step: state, buffers, marks of the tensors of each up to it."""
+    """The hashes of layers of a worker in a pipeline after a step: state, buffers, marks of the tensors up to each."""
 
     step: int
     pipeline: int

@@ -197,16 +197,18 @@ class Training:
         """Sends the agent the hash of every layer of the whole replicas, and of sharded ones, which meet for it."""
         replicas = self.context.replicas
         complete = replicas.stages if self.context.shards is not None else replicas.whole()
+        rows: dict[int, list[Any]] = {}  # by pipeline: many slots need no message each
         for pipeline, index in (slot for slot in output.slots if slot in complete):
             if self.context.shards is not None:
                 self.context.shards.meet(index)
             stage = replicas.stages[pipeline, index]
-            rows = []
             for layer, module in stage.layers.items():
                 state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
                 buffers, of_buffers = marked_hash(module.named_buffers())
-                rows.append((layer, state, buffers, _short(of_state), _short(of_buffers)))
-            for part in in_messages(rows):
+                row = (layer, state, buffers, _short(of_state), _short(of_buffers))
+                rows.setdefault(pipeline, []).append(row)
+        for pipeline, of_pipeline in rows.items():
+            for part in in_messages(of_pipeline):
                 self.context.control.send(messages.AuditMessage(output.step, pipeline, part))
 
     def _keep(self, output: outputs.Keep) -> None:
