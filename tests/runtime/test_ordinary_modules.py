@@ -64,8 +64,7 @@ class Modes(Base):
 class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one: nn.Module = nn.Linear(32, 32)
-        self.two = nn.Linear(32, 32)
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.one(x) if x.sum() > 0 else self.two(x)
@@ -82,16 +81,25 @@ class Routed(Base):
         return self.b(self.router(self.a(x)))
 
 
+class Skip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, sign: int) -> Tensor:
+        return x if sign * x.sum() > 0 else self.linear(x)
+
+
 class Skipping(Base):
-    """Has a submodule that returns its input, in some microbatches only."""
+    """Has two submodules of which one returns its input, in each microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router()
-        self.router.one = nn.Identity()
+        self.one, self.two = Skip(), Skip()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.router(self.a(x)))
+        x = self.a(x)
+        return self.b(self.one(x, 1) * self.two(x, -1))
 
 
 class Recurrent(nn.Module):
