@@ -51,7 +51,7 @@ class StepEnd:
         self._reduced: dict[Slot, LogEntry] = {}
         self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
         self._votes: dict[Slot, SlotVote] = {}  # until the last replica here is ready
-        self._posted: set[Slot] | None = None  # log entries whose receives were posted ahead, from the first LOG on
+        self._posted: set[Slot] | None = None  # log entries whose receives were posted ahead
         self._uses = uses_of(context.replicas.model.ties, context.starts)
 
     def enter(self, plane: Transport, ownership: Ownership, routes: Routes) -> None:
@@ -174,12 +174,12 @@ class StepEnd:
         entry = self.logged.get(slot) or self._with_tied_sums(slot)
         send_entry(self._plane.in_order, self._targets(Kind.LOGGED, slot), key, entry)
         self.logged[slot] = entry
-        self._post_logs()  # others may wait for what was sent, so this comes second
 
     def _post_logs(self) -> Collection[Slot]:
         """Posts the receives of the entries that owners send, in their order, up to one of several messages.
 
-        The entries of many slots then arrive together; else each one would begin when the one before it is taken.
+        The entries of many slots then arrive together; else each one would begin when the one before it is taken. It
+        takes time, so it comes behind the last entry that is sent: others may wait for that one.
         """
         if self._posted is None:
             self._posted = set()
