@@ -155,6 +155,11 @@ class ReadyMessage(ToAgent):
 
 
 @message
+class WaitingMessage(ToAgent):
+    """The worker has code and data, and waits to become a member."""
+
+
+@message
 class HeartbeatMessage(ToAgent):
     """The answer to a ping: the open step, the actions begun in it, and whether the last of them is running."""
 

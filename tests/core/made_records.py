@@ -32,6 +32,7 @@ from engine.core.history.process_records import (
     StoreRecord,
     TrainingEndedRecord,
     UnprovenRecord,
+    WaitingRecord,
 )
 from engine.core.history.record import VERSION, Record, kind_of
 from engine.core.history.record_lines import _NEEDED, decoded, encoded
@@ -135,6 +136,7 @@ SAMPLES: tuple[Record, ...] = (
     RestartRecord(**AGENT, number=1, reason="x"),
     ResumedRecord(**AGENT, step=4, place="results/x/checkpoints", file="manifest-0.json", run="x", lost=2),
     KnownRecord(worker=1, pid=8, at_ns=12, of=0),
+    WaitingRecord(**AGENT, of=4, lost="exited with code 1"),
     KilledRecord(**AGENT, of=0, why="x"),
     LeftBehindRecord(**AGENT, of=0, child=8),
     LostRecord(worker=0, pid=8, at_ns=12, records=2, why="No space left on device"),

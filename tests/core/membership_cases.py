@@ -29,6 +29,7 @@ from engine.core.messages import (
     PlannedMessage,
     ReadyMessage,
     SuspicionMessage,
+    WaitingMessage,
 )
 
 S = 1_000_000_000
@@ -137,6 +138,7 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
     worker, epoch = (state.members or (0,))[0], state.epoch
     events: tuple[Event, ...] = (
         says_ready(40, worker, "node-0"),
+        Heard(40, 7, WaitingMessage(), "node-0"),
         beats(40, worker, epoch, 1, 1, True),
         suspects(40, worker, epoch, None),
         ExitSeen(40, worker, -9),

@@ -23,6 +23,7 @@ from engine.core.messages import (
     SuspicionMessage,
     ValidatedMessage,
     ValidationMessage,
+    WaitingMessage,
 )
 from engine.core.ownership import Grid, Ownership
 from engine.core.process_messages import ByeMessage, NoticeMessage, StopMessage
@@ -47,6 +48,7 @@ from engine.core.worker.machine import KINDS, TABLE, step
 from engine.core.worker.outputs import (
     Adopt,
     Audit,
+    BeginAt,
     CatchUp,
     CloseGroup,
     CountHeld,
@@ -114,6 +116,10 @@ def joined(validate_every: int = 0, audit_every: int = 0) -> WorkerState:
     return fed(WorkerState(), Built(0, WHOLE, validate_every, audit_every))
 
 
+def waiting() -> WorkerState:
+    return fed(WorkerState(), Built(2, WHOLE, 0, 0, waits=True))
+
+
 def running(number: int = 0, **periods: int) -> WorkerState:
     """Returns a worker in epoch 1 that runs step `number`."""
     return fed(joined(**periods), Told(first_epoch()))._replace(step=number)
@@ -142,6 +148,7 @@ def recovering(number: int = 3) -> WorkerState:
 def in_mode(mode: Mode) -> WorkerState:
     return {
         Mode.JOINING: WorkerState(),
+        Mode.WAITING: waiting(),
         Mode.BOUNDARY: joined()._replace(step=3),
         Mode.FROZEN: fed(running(3), Told(epoch(2, commit=commit(2)))),
         Mode.PLANNED: planned(),
@@ -177,25 +184,25 @@ SAMPLES: dict[type, Input] = {
 }
 # One letter for each mode, in their order: x is impossible, . changes nothing, r has a rule.
 CELLS = {
-    "EpochMessage": "rrrrrrrrr.",
-    "StopMessage": "rrrrrrrrr.",
-    "NoticeGiven": "rrrrrrrrr.",
-    "Built": "rxxxxxxxx.",
-    "PrepareMessage": "xrrrrrrrr.",
-    "PlanPrepared": "xrrrrrrrr.",
-    "GroupFormed": "xrrrrrrrr.",
-    "PlanMessage": "x.r.x.....",
-    "GoMessage": "x.xrx.....",
-    "CommitMessage": "xr.rxrr.r.",
-    "ValidatedMessage": "x..rx.r...",
-    "ByeMessage": "x...x...r.",
-    "TransferFailed": "xrrrrrr.r.",
-    "Counted": "xxrxxxxxx.",
-    "PlanMade": "xxrxxxxxx.",
-    "StepTaken": "xxrxxrxxx.",
-    "NextStepMade": "xxxxxrxxx.",
-    "ProgramEnded": "xxxxrxxxx.",
-    "PassEnded": "xxxxxxrxx.",
+    "EpochMessage": "rrrrrrrrrr.",
+    "StopMessage": "rrrrrrrrrr.",
+    "NoticeGiven": "rrrrrrrrrr.",
+    "Built": "rxxxxxxxxx.",
+    "PrepareMessage": "xxrrrrrrrr.",
+    "PlanPrepared": "xxrrrrrrrr.",
+    "GroupFormed": "xxrrrrrrrr.",
+    "PlanMessage": "xx.r.x.....",
+    "GoMessage": "xx.xrx.....",
+    "CommitMessage": "xxr.rxrr.r.",
+    "ValidatedMessage": "xx...x.r...",
+    "ByeMessage": "xr...x...r.",
+    "TransferFailed": "xxrrrrrr.r.",
+    "Counted": "xxxrxxxxxx.",
+    "PlanMade": "xxxrxxxxxx.",
+    "StepTaken": "xxxrxxrxxx.",
+    "NextStepMade": "xxxxxxrxxx.",
+    "ProgramEnded": "xxxxxrxxxx.",
+    "PassEnded": "xxxxxxxrxx.",
 }
 
 
@@ -227,6 +234,15 @@ def test_a_cell_is_a_rule_or_changes_nothing_or_says_why_it_cannot_be(mode: Mode
 
 
 # Usual steps
+
+
+def test_a_waiting_worker_enters_the_first_epoch_that_has_it_as_a_member_in_its_open_step() -> None:
+    state, outputs = step(WorkerState(), Built(2, WHOLE, 0, 0, waits=True))
+    assert outputs == (Say(WaitingMessage()),)
+    assert step(state, Told(epoch(2, commit=commit(4)))) == (state, ())
+    new, outputs = step(state, Told(epoch(3, commit=commit(5), members=(0, 1, 2))))
+    assert (new.mode, new.step, outputs) == (Mode.FROZEN, 6, (MarkPhase("fence"), BeginAt(6), CountHeld()))
+    assert step(state, Told(epoch(2, members=(0, 1, 2))))[0].step == 0
 
 
 def test_a_worker_says_that_it_is_ready_and_runs_its_program_in_the_first_epoch() -> None:
@@ -437,7 +453,7 @@ def test_a_plan_is_never_accepted_while_a_program_runs() -> None:
         step(running(3), Told(document(1, 2)))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in Mode if mode not in (Mode.JOINING, Mode.OUT)])
+@pytest.mark.parametrize("mode", [mode for mode in Mode if mode not in (Mode.JOINING, Mode.WAITING, Mode.OUT)])
 def test_a_newer_epoch_ends_every_wait_even_if_one_is_skipped_and_an_old_one_changes_nothing(mode: Mode) -> None:
     state, outputs = step(in_mode(mode), Told(epoch(9)))
     assert (state.mode, state.epoch, outputs) == (Mode.FROZEN, 9, (MarkPhase("fence"), CountHeld()))
@@ -454,11 +470,11 @@ def test_a_group_of_an_older_epoch_is_not_taken_for_that_of_the_present_one() ->
     assert step(state, GroupFormed(3))[1][-1] == Run("plan")
 
 
-def test_a_validation_that_ends_before_a_worker_without_a_part_sees_its_group_is_left_out_there() -> None:
-    state = fed(planned(), Told(GoMessage(False, True)), Told(ValidatedMessage(2)))
-    _, outputs = step(state, GroupFormed(2))
-    assert Run in {type(output) for output in outputs}
-    assert Validate not in {type(output) for output in outputs}
+def test_a_worker_whose_group_is_not_formed_takes_only_what_interrupts() -> None:
+    """The others commit a step without a worker that has no part in it, before it knows of its group."""
+    state = fed(planned(), Told(GO))
+    assert (planned().awaits_group, state.awaits_group) == (False, True)
+    assert not fed(state, GroupFormed(2)).awaits_group
 
 
 def test_a_group_that_cannot_be_formed_is_reported_when_training_begins() -> None:

@@ -82,6 +82,7 @@ class Case:
     spread: int = 0
     faults: tuple[Fault, ...] = ()
     deaths: tuple[int, ...] = ()  # of coordinators, each at one of its moments
+    waiting: int = 0  # workers, with the numbers behind those of the first members
 
     @property
     def num_workers(self) -> int:

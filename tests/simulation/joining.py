@@ -39,7 +39,9 @@ class Joining(Executor):
             what()
 
     def _cut(self) -> None:
-        if self.number == self.ownership.owners[0]:
+        if self.number not in self.world.members:
+            self.joined()
+        elif self.number == self.ownership.owners[0]:
             self.world.say(self.number, messages.CutMessage(tuple(range(self.case.stages)), ()))
 
     def joins(self, message: ToWorker) -> None:

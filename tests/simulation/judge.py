@@ -57,6 +57,8 @@ class Judge:
         self.ownership = world.ownership  # of the last commit
         self.holders = self._holders(world.ownership)
         self.stopped = False
+        self.ready: set[int] = set()  # the waiting workers of this start, so far
+        self.ended: set[int] = set()  # those that were no members when they were lost, or are out
         self.epochs: dict[int, EpochMessage] = {}
         self.made: dict[int, tuple[int, set[int]]] = {}
         self.owners: dict[tuple[int, Slot], int] = {}  # of each slot in each epoch, as they voted
@@ -186,12 +188,15 @@ class Judge:
 
     def _check_verdict(self, old: State, new: State, is_tick: bool) -> None:
         """Checks that members change with an epoch only, and each for its own reason."""
-        if new.members != old.members and new.epoch <= old.epoch:
+        if new.members != old.members and new.epoch <= old.epoch and old.phase is not Phase.RESTARTING:
             raise Violation(f"members changed without an epoch: {new.reason}")
+        self._check_waiting(old, new)
         if new.epoch == old.epoch:
             return
         self._check_owners(old, new)
         for out in new.verdict:
+            if out.worker not in old.members:
+                raise Violation(f"worker {out.worker} is no member, and its loss makes an epoch")
             if out.cause is Cause.LEFT:
                 is_known = out.worker in self.noticed and not self._is_missed(out.worker, old)
             else:
@@ -207,6 +212,22 @@ class Judge:
             raise Violation(f"a dark edge was not seen: {new.reason}")
         if is_tick and not self.clock_may_rule:
             raise Violation(f"the clock had to rule: {new.reason}")
+
+    def _check_waiting(self, old: State, new: State) -> None:
+        """Checks that a number has one life, and that each verdict takes in all that wait."""
+        if new.phase is Phase.RESTARTING:  # all numbers get other processes
+            self.ready, self.ended = set(), set()
+            return
+        self.ended.update(new.lost, new.out)
+        if again := [worker for worker in {*new.waiting} - {*old.waiting} if worker in {*self.ready, *self.ended}]:
+            raise Violation(f"number {again[0]} is used twice")
+        self.ready.update(new.waiting)
+        if {*new.members} - {*old.members, *old.waiting}:
+            raise Violation(f"{new.members} became members, and {old.waiting} waited")
+        if new.epoch > old.epoch > 0 and new.phase is Phase.FAILING_OVER and new.waiting and not old.is_over:
+            raise Violation(f"{new.waiting} wait on in epoch {new.epoch}")
+        if new.phase is Phase.FORMING and new.nodes.keys() >= {*new.members}:
+            raise Violation("every member has joined, and training does not begin")
 
     def _check_owners(self, old: State, new: State) -> None:
         """Checks that a slot leaves a member at a step boundary only, for a worker with a whole replica."""
@@ -304,5 +325,8 @@ class Judge:
                     raise Violation(f"worker {number} has finished in step {worker.step}")
                 if worker.alive and not self._must_bear(state):
                     raise Violation(f"worker {number} has not been told that all have finished")
+            for number in state.waiting if has_all else ():
+                if self.world.workers[number].alive and not self.world.workers[number].paused:
+                    raise Violation(f"worker {number}, which waits, has not been told that all have finished")
         elif state.phase is not Phase.HALTED:
             raise Violation(f"over while {state.phase}")

@@ -124,7 +124,7 @@ class Links:
     def strike(self, worker: Executor, fault: Fault) -> None:
         """Begins a fault of the links of a worker: of that to the next worker, or of all."""
         self.faults = self.faults or FaultyLinks()
-        others = [each for each in self.world.members if each != worker.number]
+        others = [each for each in self.world.numbers if each != worker.number]
         peers = others if fault.kind == "network" else [(worker.number + 1) % len(self.world.workers)]
         if fault.hinders:
             self.struck |= {worker.number, *(peers if fault.kind != "network" else ())}

@@ -143,6 +143,24 @@ def moving_case(number: int) -> Case:
     return replace(case, faults=(*moves, *case.faults[: rng.choice((0, 1, 1, 2))]))
 
 
+def waiting_case(number: int) -> Case:
+    """Returns the random case of a number in which up to three workers wait, and some of them die or stop.
+
+    A waiting worker is struck while it waits, when a verdict takes it in, or when it is half healed.
+    """
+    rng = Random(number)  # noqa: S311
+    case = moving_case(number) if rng.random() < 0.3 else random_case(number)
+    case = replace(case, steps=rng.choice((3, 4, 5)), waiting=rng.choice((1, 1, 2, 3)))
+    faults = list(case.faults)
+    for worker in range(case.num_workers, case.num_workers + case.waiting):
+        if rng.random() < 0.6:
+            point = rng.choice(("welcome", "waiting", *_AT_A_BOUNDARY, "HEAL", "HEAL"))
+            kind = rng.choice(("kill", "kill", "kill", "zombie", "pause", "notice"))
+            longest = {"kill": 0, "zombie": 60_000, "pause": 25_000_000, "notice": _GRACE_US}[kind]
+            faults.append(Fault(worker, point, rng.choice((1, 1, 2)), kind, rng.randint(0, longest)))
+    return replace(case, faults=tuple(faults))
+
+
 def grid_cases(steps: int = 2) -> Iterator[Case]:
     """Yields the fault-free case of every enumerated shape, small ones first."""
     shapes = sorted(product((1, 2), (2, 3, 4, 6), (2, 4, 8)), key=lambda shape: shape[0] * shape[1] * shape[2])

@@ -108,7 +108,7 @@ class Worker(Joining):
             self.runs = False
             if isinstance(self.work, outputs.Validate):
                 self.world.turns.add("validation is interrupted")
-        elif not mail.waiting or (self.answers and not mail.is_urgent):
+        elif not mail.waiting or ((self.answers or self.state.awaits_group) and not mail.is_urgent):
             if not self.answers:
                 return False
             self.feed(self.answers.pop(0))
@@ -185,8 +185,18 @@ class Worker(Joining):
         """Lists what it holds."""
         take_arrived(self)
         self.holds = inventory_of(self)
+        if self.number not in self.world.members:
+            self.world.turns.add("waiting worker becomes a member")
         self.world.judge.inventoried(self, self.holds)
         return inputs.Counted(self.holds, self.ownership.grid.places(read(self.holds).whole))
+
+    def begin_at(self, output: outputs.BeginAt) -> Answer:
+        """Goes on to this step."""
+        if self.replicas:
+            raise Violation(f"worker {self.number} skips step {self.step}, and holds {[*self.replicas]}")
+        self.step = output.step
+        self.values, self.lasting = {}, set()
+        return None
 
     def leave_group(self, output: outputs.LeaveGroup) -> Answer:
         """Leaves its group; its peers may see a broken link before they know of the epoch."""
@@ -217,7 +227,10 @@ class Worker(Joining):
 
     def joined(self) -> None:
         """Tells the machine that this worker has joined."""
-        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, 0))
+        waits = self.number not in self.world.members
+        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, 0, waits=waits))
+        if waits:
+            self.come_to("waiting")
 
     def make_plan(self, output: outputs.MakePlan) -> Answer:
         """Makes a plan, which takes a while."""
@@ -408,6 +421,7 @@ _SAID = {messages.InventoryMessage: "inventoried", messages.PlannedMessage: "pla
 _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
     outputs.Say: Worker.say,
     outputs.MarkPhase: Worker.mark,
+    outputs.BeginAt: Worker.begin_at,
     outputs.CountHeld: Worker.count,
     outputs.LeaveGroup: Worker.leave_group,
     outputs.CloseGroup: Worker.nothing,

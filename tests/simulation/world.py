@@ -36,6 +36,7 @@ from tests.simulation.links import MS, TICK, Links
 from tests.simulation.worker import Worker
 
 _COSTS = (MS, MS, 2 * MS, 2 * MS, MS)
+_LOADS_AT_MOST = 60 * MS  # a waiting worker may be ready before the first epoch, or in any step
 _LONGEST = 400_000 * MS  # virtual time: several times every deadline of the protocol
 _MOST_EVENTS = 400_000
 MOST_RESTARTS = 3
@@ -85,6 +86,7 @@ class World:
         )
         self.grid = grid
         self.members = self.ownership.workers()
+        self.numbers = tuple(range(len(self.members) + case.waiting))
         self.workers: list[Worker] = []
         self.links = Links(self)
         self.takes(case)
@@ -110,9 +112,9 @@ class World:
         self.exit_lag = MS // 10 if case.seed % 2 else MS
         self.loses = case.seed // 2 % 2
         self.links.counts = any(fault.kind in LINK_KINDS for fault in case.faults)
-        self.faults: list[list[Fault]] = [[] for _ in self.members]
+        self.faults: list[list[Fault]] = [[] for _ in self.numbers]
         for fault in case.faults:
-            if fault.worker < len(self.members):
+            if fault.worker < len(self.numbers):
                 self.faults[fault.worker].append(fault)
         for worker in self.workers:
             worker.case = case
@@ -124,14 +126,18 @@ class World:
         self.told_early: list[tuple[int, ToAgent]] = []  # the messages that the host agent tells the next coordinator
         self.unheard: list[tuple[int, ToAgent]] = []  # the messages that have come since a coordinator died
         self.ended: dict[int, int] = {}  # the exit code of each worker whose end the host agent has seen
-        self.workers = [Worker(self, number) for number in self.members]
+        self.workers = [Worker(self, number) for number in self.numbers]
+        self.said_ready: set[int] = set()  # the waiting workers that have said so
         self.passes: dict[tuple[int, int], set[int]] = {}  # the owners that have ended a validation pass
         self.heard_at = [0] * len(self.workers)
         self.said_at = [0] * len(self.workers)
         self.links.groups.clear()
         for worker in self.workers:
             self._watch(worker)
-            self.push(self.delay(), worker.start)
+            if worker.number in self.members:
+                self.push(self.delay(), worker.start)
+            else:
+                self.push(self.delay() + int(self.pick() * _LOADS_AT_MOST), worker.start)
 
     def restart(self) -> None:
         """Ends all workers, and starts them again; the messages of the ended ones come no more."""
@@ -248,6 +254,8 @@ class World:
         self.coordinator.take(TakenOver)
         for number, code in self.ended.items():
             self.coordinator.take(inputs.Ended, number, code)
+        for number in sorted(self.said_ready):
+            self.coordinator.take(Heard, number, messages.WaitingMessage(), _NODES[number])
         unheard, self.unheard = self.unheard, []
         for number, message in unheard:
             self._hear(number, message, self.starts)
@@ -278,7 +286,9 @@ class World:
         if isinstance(message, KeptMessage):
             self._part_came(number, message)
             return
-        if self.membership.phase is Phase.FORMING:
+        if isinstance(message, messages.WaitingMessage):
+            self.said_ready.add(number)
+        if self.membership.phase in (Phase.FORMING, Phase.RESTARTING):
             self.told_early.append((number, message))
         elif not self.coordinator.alive and not self.loses:
             self.unheard.append((number, message))
@@ -399,6 +409,8 @@ class World:
         self.note(_ENDED, number)
         self.ended[number] = code
         self.coordinator.take(inputs.Ended, number, code)
+        if number in self.said_ready and self.case.seed % 2:  # its word comes again, and late
+            self.coordinator.take(Heard, number, messages.WaitingMessage(), _NODES[number])
 
     def _lose_node(self, number: int) -> None:
         self.coordinator.take(LeaseExpired, _NODES[number])
@@ -427,6 +439,7 @@ _WORDS: dict[type[ToAgent], int] = {
     VoteMessage: -14,
     messages.PreparedMessage: -15,
     messages.ReadyMessage: -16,
+    messages.WaitingMessage: -18,
     messages.ValidationMessage: -17,
 }
 _REPLAYED = frozenset({"F", "f", "B", "I", "W", "HEAL", "REDUCE_GRAD", "LOG", "COMMIT"})

@@ -135,6 +135,7 @@ RULES: dict[type[Message], MessageRule] = {
     messages.CutMessage: _on_cut,
     messages.BorderMessage: _relay,
     messages.ReadyMessage: _decide,
+    messages.WaitingMessage: _decide,
     messages.HeartbeatMessage: _decide,
     messages.ValidationMessage: _on_validation,
     messages.FinishedMessage: _on_finished,

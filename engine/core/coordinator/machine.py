@@ -43,7 +43,7 @@ from engine.core.membership.events import (
 )
 from engine.core.membership.state import begin as begin_membership
 from engine.core.membership.verdicts import unable_to_leave
-from engine.core.message_codec import Message
+from engine.core.message_codec import LastWords, Message
 from engine.core.texts import numbered
 
 
@@ -72,6 +72,8 @@ def _hears(state: CoordinatorState, heard: Heard[Message]) -> Decided:
     rule = RULES.get(type(heard.message))
     if rule is None or heard.worker in state.membership.out:
         return state, ()
+    if isinstance(heard.message, LastWords) and heard.worker not in state.membership.members:
+        return state, ()  # of a waiting worker: the end of its process is noted
     return rule(state, heard, heard.message)
 
 

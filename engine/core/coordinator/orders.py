@@ -29,12 +29,12 @@ from engine.core.coordinator.preparation import looked
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import ensure, required
 from engine.core.exclusion import Verdict, in_words
-from engine.core.history.process_records import CutShortRecord, RestartRecord
+from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership import effects
 from engine.core.membership.events import Event
 from engine.core.membership.protocol import step
-from engine.core.membership.state import GATHERING, Phase
+from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import with_shadows
 from engine.core.process_messages import ByeMessage
@@ -58,6 +58,7 @@ def decide(state: CoordinatorState, *events: Event) -> Decided:
         membership, found = step(membership, event)
         due += found
     new, outputs = _carry_out(state._replace(membership=membership), due)
+    outputs = (*outputs, *_waiting(state.membership, membership))
     may_move = membership.leaving or membership.wanted
     if new.ballot is None or not may_move or membership.decided() == state.membership.decided():
         return new, outputs
@@ -66,6 +67,17 @@ def decide(state: CoordinatorState, *events: Event) -> Decided:
         return new, outputs
     new = new._replace(preparation=preparation)
     return new, (*outputs, tell_all(new, order))
+
+
+def _waiting(old: State, new: State) -> Iterable[CoordinatorOutput]:
+    """Yields the records and the lines on workers that now wait, and on those that were lost while they waited."""
+    for worker in new.waiting if new.waiting is not old.waiting else ():
+        if worker not in old.waiting:
+            yield Write(WaitingRecord(of=worker, lost=""))
+    for out in new.lost.values() if new.lost is not old.lost else ():
+        if out.worker not in old.lost:
+            yield Write(WaitingRecord(of=out.worker, lost=out.why))
+            yield Note(f"worker {out.worker}, which was no member yet, {out.why}")
 
 
 def _carry_out(state: CoordinatorState, due: Iterable[effects.Effect]) -> Decided:
@@ -227,7 +239,8 @@ def _restart(state: CoordinatorState, effect: effects.OrderRestart) -> Decided:
 
 def _finish(state: CoordinatorState, effect: effects.Finish) -> Decided:
     """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
-    bye = () if effect.cut_short else (tell_all(state, ByeMessage()),)
+    waiting = Tell(state.membership.waiting, ByeMessage())
+    bye = () if effect.cut_short else (tell_all(state, ByeMessage()), *([waiting] if waiting.workers else []))
     if state.is_released:
         return state, bye
     why: Outputs = ()

@@ -135,6 +135,14 @@ class KnownRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingRecord(StampedRecord):
+    """Worker `of` waits to become a member; or `lost` says, in words that follow "worker N", how it was lost."""
+
+    of: int
+    lost: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KilledRecord(StampedRecord):
     """The agent kills worker `of` for the reason `why`."""
 

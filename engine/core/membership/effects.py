@@ -92,7 +92,7 @@ def pending_effects(state: State) -> tuple[Effect, ...]:
         found.append(AnnounceCommit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
     if epoch and phase is not Phase.FORMING:  # after a restart
         found.append(PublishEpoch(epoch))
-    found += (Evict(epoch, worker) for worker in state.out if worker not in state.exited)
+    found += (Evict(epoch, worker) for worker in (*state.out, *state.lost) if worker not in state.exited)
     if phase in GATHERING:
         found += _gathering(state)
     elif phase is not Phase.FORMING:

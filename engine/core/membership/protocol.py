@@ -45,6 +45,7 @@ from engine.core.membership.transitions import (
     suspects,
     takes_over,
     takes_over_at_end,
+    waits,
     wants,
 )
 from engine.core.message_codec import Message
@@ -55,6 +56,7 @@ from engine.core.messages import (
     PlannedMessage,
     ReadyMessage,
     SuspicionMessage,
+    WaitingMessage,
 )
 
 _UNASKED = Impossible("no worker is asked for an answer before the first epoch")
@@ -79,6 +81,7 @@ _COLUMNS = (
 _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     #                  forming         restarting    running         gathering       draining        over
     ReadyMessage:     (joins_first,    _ENDING,      joins,          joins,          joins,          _OVER),
+    WaitingMessage:   (waits,          _ENDING,      waits,          waits,          waits,          _OVER),
     HeartbeatMessage: (is_heard,       _ENDING,      is_heard,       is_heard,       is_heard,       _OVER),
     SuspicionMessage: (suspects,       _ENDING,      suspects,       suspects,       suspects,       _OVER),
     ExitSeen:         (ends_early,     _ENDING,      ends_early,     ends,           ends,           _OVER),
@@ -122,7 +125,10 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     about: Event | Message = event
     if isinstance(event, Heard):
         about = event.message
-        if event.worker not in state.members or (isinstance(about, Answer) and about.epoch < state.epoch):
+        waits = isinstance(about, WaitingMessage)
+        waits = waits or (event.worker in state.waiting and isinstance(about, HeartbeatMessage))
+        is_past = isinstance(about, Answer) and about.epoch < state.epoch
+        if (event.worker not in state.members and not waits) or is_past:
             return state, (Fence(state.epoch, event.worker),)
     if isinstance(about, Answer | StepCommitted) and about.epoch != state.epoch:
         return state, ()  # late if the epoch is lower; if it is higher, this coordinator has been replaced

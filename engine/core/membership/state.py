@@ -51,6 +51,7 @@ class Options:
     answer_ns: int = 10 * _S  # until every member has reported its inventory, and again until it has made the plan
     stall_ns: int = 60 * _S  # with all workers waiting: after it, a message must have been lost
     silence_ns: int = 5 * _S  # without a heartbeat
+    waiting_ns: int = 15 * _S  # the same, of a waiting worker, which is asked seldom
     hang_ns: int = _S  # inside one action without running, at least; adaptive above that:
     hang_factor: int = 10  # times the slowest action of the worker in this step and the one before
     running_factor: int = 5  # times as long for a worker that runs: inside one action, or silent
@@ -136,6 +137,8 @@ class State(NamedTuple):
     wanted_at_start: tuple[int, ...] = ()  # as it was when this epoch was made
     look: tuple[Edge, ...] = ()  # the failed transfers of this epoch; a look is open if there is one
     repeats: Mapping[str, int] = {}  # by symptom: empty verdicts since the last commit
+    waiting: tuple[int, ...] = ()  # workers that are ready, and no members
+    lost: Mapping[int, Exclusion] = {}  # the workers that were lost before they became members
     restarts: int = 0  # of the workers, so far
     exit_code: int = 0
     lost_stages: tuple[int, ...] = ()
@@ -206,14 +209,17 @@ def resume(text: str, now_ns: int) -> State:
         fields = json.loads(text)
         options = Options(**fields.pop("options"))
         phase, verdict = Phase(fields.pop("phase")), verdict_of(fields)
-        out = {int(worker): exclusion_of(entry) for worker, entry in fields["out"].items()}
+        out, lost = (
+            {int(worker): exclusion_of(entry) for worker, entry in fields[name].items()} for name in ("out", "lost")
+        )
         look = tuple(Edge(*edge) for edge in fields["look"])
         known = {name: _frozen(value) for name, value in fields.items()} | {
             "verdict": verdict,
             "out": out,
+            "lost": lost,
             "look": look,
         }
-        joined = [worker for worker in known["members"] if worker in known["nodes"]]
+        joined = [worker for worker in (*known["members"], *known["waiting"]) if worker in known["nodes"]]
         known |= {"options": options, "phase": phase, **_just_now(joined, now_ns)}
         return State(**{name: known.pop(name) for name in State._fields}, **known)  # each field, and no other
     except (AttributeError, KeyError, TypeError, ValueError) as error:

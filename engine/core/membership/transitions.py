@@ -31,6 +31,7 @@ from engine.core.membership.verdicts import (
     restarting,
     state_lost,
 )
+from engine.core.membership.waiting import is_unknown, loses, loses_silent
 from engine.core.texts import numbered
 
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
@@ -62,9 +63,20 @@ def joins(state: State, event: Heard[messages.ReadyMessage]) -> State:
 def joins_first(state: State, event: Heard[messages.ReadyMessage]) -> State:
     """Starts the first epoch when the last worker joins."""
     new = joins.decide(state, event)
-    if len(new.nodes) < len(new.members):
+    if any(worker not in new.nodes for worker in new.members):
         return new
     return new._replace(phase=Phase.RUNNING, epoch=state.epoch + 1, reason="every worker has joined")
+
+
+@rule()
+def waits(state: State, event: Heard[messages.WaitingMessage]) -> State:
+    """Records that a worker waits to become a member; it may have become one, or be lost, when this is read again."""
+    if event.worker in (*state.members, *state.waiting):
+        return alive(state, event.worker, event.now_ns)
+    if not is_unknown(state, event.worker):
+        return state
+    new = alive(state, event.worker, event.now_ns)
+    return new._replace(waiting=(*state.waiting, event.worker), nodes={**state.nodes, event.worker: event.node})
 
 
 @rule()
@@ -89,12 +101,14 @@ def ends(state: State, event: events.ExitSeen) -> State:
     if event.worker in state.exited:
         return state
     new = state._replace(exited=(*state.exited, event.worker))
-    if event.worker not in state.members or event.worker in state.done:
+    if event.worker in state.done:
         return new
     code = event.code
     how = f"was ended by {_SIGNALS.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
     cause = Cause.RAISED if event.raised else Cause.DEATH
     out = excluded(event.worker, cause, event.raised or how, last_seen(state, event.worker))
+    if event.worker not in state.members:
+        return loses(new, [] if event.worker in (*state.out, *state.lost) else [out])
     return new_epoch(new, event.now_ns, [out])
 
 
@@ -126,7 +140,9 @@ def loses_node(state: State, event: events.LeaseExpired) -> State:
     out = [
         excluded(worker, Cause.NODE_LOST, how, last_seen(state, worker)) for worker in there if worker not in state.done
     ]
-    new = state._replace(exited=tuple(dict.fromkeys((*state.exited, *there))))
+    waiting = [worker for worker in state.waiting if state.nodes.get(worker) == event.node]
+    new = state._replace(exited=tuple(dict.fromkeys((*state.exited, *there, *waiting))))
+    new = loses(new, [excluded(worker, Cause.NODE_LOST, how) for worker in waiting])
     return new_epoch(new, event.now_ns, out) if out else new
 
 
@@ -187,6 +203,8 @@ def leaves(state: State, event: events.Notice) -> State:
     if event.worker is None:
         running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
         return state._replace(last_step=min(state.last_step, running))
+    if event.worker in state.waiting or is_unknown(state, event.worker):
+        return loses(state, [excluded(event.worker, Cause.LEFT, "has left while it waited")])
     if event.worker not in state.members or event.worker in state.leaving:
         return state
     return state._replace(leaving=(*state.leaving, event.worker))
@@ -221,7 +239,7 @@ def is_done(state: State, event: Heard[messages.FinishedMessage]) -> State:
 def looks_at_clock(state: State, event: events.Tick) -> State:
     """Excludes silent, hanging and late workers; after a look without a death, or a stall, makes an empty verdict."""
     now_ns, options = event.now_ns, state.options
-    state = ticked(sighted(state, event.sights, now_ns), now_ns)
+    state = loses_silent(ticked(sighted(state, event.sights, now_ns), now_ns), now_ns)
     if dead := unresponsive(state, now_ns):
         return new_epoch(state, now_ns, dead)
     if state.look and now_ns - state.looked_ns >= options.look_ns:

@@ -66,7 +66,10 @@ def holders_in_other_pipelines(state: State, slot: int) -> list[int]:
 def new_epoch(
     state: State, now_ns: int, failed: Iterable[Exclusion], reason: str = "", phase: Phase = Phase.FAILING_OVER
 ) -> State:
-    """Returns the next epoch, without the workers that `failed` or left; ends the job if a slot is lost."""
+    """Returns the next epoch, without the workers that `failed` or left; ends the job if a slot is lost.
+
+    Waiting workers become members, if a group is formed.
+    """
     gone = [worker for worker in state.members if worker in state.exited]
     out = {worker: excluded(worker, Cause.FINISHED, "had finished and left") for worker in gone}
     out |= {each.worker: each for each in failed}
@@ -89,10 +92,26 @@ def new_epoch(
         look=(),
         moved_ns=now_ns,
     )
+    new = _with_waiting(state, new, now_ns)
     wanted = new.wanted if new.wanted_moves else ()
     new = new._replace(wanted=wanted, wanted_why=new.wanted_why if wanted else "", wanted_at_start=wanted)
     may_hold = state.options.redundant and new.members and not state.is_over  # a member may have an unknown replica
     return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
+
+
+def _with_waiting(before: State, new: State, now_ns: int) -> State:
+    """Returns a new epoch with the waiting workers as members, if it forms a group and training goes on in it."""
+    is_training = before.phase is not Phase.FORMING and new.phase is Phase.FAILING_OVER and not before.is_over
+    if not is_training or not new.waiting or not new.members:
+        return new
+    sightings = {worker: new.sightings[worker].begun_again(now_ns) for worker in new.waiting}
+    joins = f"{numbered('worker', new.waiting, ' and ')} no longer {'waits' if len(new.waiting) == 1 else 'wait'}"
+    return new._replace(
+        members=tuple(sorted((*new.members, *new.waiting))),
+        waiting=(),
+        reason=f"{new.reason}; {joins}",
+        sightings={**new.sightings, **sightings},
+    )
 
 
 def all_inventoried(state: State) -> State:

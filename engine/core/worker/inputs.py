@@ -37,7 +37,7 @@ class Built(Input):
     """The worker has joined: its stages are built, and the first group is formed.
 
     `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with.
-    `is_sharded`: with FSDP.
+    `is_sharded`: with FSDP. `waits`: it owns nothing, and has joined no group; a verdict makes it a member.
     """
 
     worker: int
@@ -46,6 +46,7 @@ class Built(Input):
     audit_every: int
     step: int = 0
     is_sharded: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

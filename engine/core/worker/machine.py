@@ -3,6 +3,7 @@
     BOUNDARY --epoch--> FROZEN --plan--> PLANNED --go--> RUNNING --> VOTED --commit--> RUNNING ... --> DONE
        ^                  any mode --newer epoch--> FROZEN        VALIDATING: between two steps
        '--commit that begins an epoch--          any mode --failed transfer--> SUSPECTING --newer epoch--> FROZEN
+    WAITING --epoch that has it as a member--> FROZEN
 
 Rules: the rule for an input is `TABLE[mode, type of input]`, of a message `TABLE[mode, type of message]`. A newer epoch
 ends every wait; what the worker then holds decides, not what it was about to do.
@@ -34,9 +35,9 @@ from engine.core.worker.recovery_rules import (
     is_formed,
     is_planned,
     is_prepared,
+    is_taken_in,
     plans,
     prepares,
-    skips_pass,
 )
 from engine.core.worker.state import Mode, WorkerState
 from engine.core.worker.step_rules import (
@@ -68,6 +69,7 @@ _LATE = changes_nothing  # it repeats a message that has been obeyed
 _FIXED = changes_nothing  # an inventory freezes its worker: not even a commit is accepted
 _DEAF = changes_nothing  # a worker that suspects waits for the next epoch
 _OUT = changes_nothing
+_NO_MEMBER = Impossible("an epoch makes a waiting worker a member before anything else is told to it")
 
 # before the worker has joined, and after it
 _ALWAYS: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible, WorkerRule | Impossible]] = {
@@ -79,18 +81,24 @@ _ALWAYS: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible,
     inputs.PlanPrepared: (_UNJOINED, is_prepared),
     inputs.GroupFormed: (_UNJOINED, is_formed),
 }
-_TRAINING = (*Mode,)[1:-1]
+_TRAINING = (*Mode,)[2:-1]
 # fmt: off
 _SOMETIMES: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible, ...]] = {
     #                         boundary  frozen      planned   running   voted       validating    suspecting  done
     PlanMessage:             (_LATE,    plans,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
     GoMessage:               (_LATE,    _UNPLANNED, goes,     _AT_WORK, _LATE,      _LATE,        _DEAF,      _LATE),
     CommitMessage:           (is_known, _FIXED,     is_known, _AT_WORK, takes_step, is_known,     _DEAF,      is_known),
-    ValidatedMessage:        (_LATE,    _LATE,     skips_pass, _AT_WORK, _LATE,      is_validated, _DEAF,      _LATE),
+    ValidatedMessage:        (_LATE,    _LATE,      _LATE,    _AT_WORK, _LATE,      is_validated, _DEAF,      _LATE),
     ByeMessage:              (_LATE,    _LATE,      _LATE,    _AT_WORK, _LATE,      _LATE,        _DEAF,      leaves),
     inputs.TransferFailed:   (suspects, suspects,   suspects, suspects, suspects,   suspects,     _DEAF,      suspects),
 }
 # fmt: on
+_WHILE_WAITING: dict[type[Message] | type[inputs.Input], WorkerRule] = {
+    EpochMessage: is_taken_in,
+    StopMessage: stops,
+    ByeMessage: stops,
+    inputs.NoticeGiven: gives_notice,
+}
 _ANSWERS: dict[type[inputs.Input], dict[Mode, WorkerRule]] = {
     inputs.Counted: {Mode.FROZEN: is_counted},
     inputs.PlanMade: {Mode.FROZEN: is_planned},
@@ -108,6 +116,8 @@ TABLE: dict[tuple[Mode, type[Message] | type[inputs.Input]], WorkerRule | Imposs
     **{(mode, kind): after for kind, (_, after) in _ALWAYS.items() for mode in _TRAINING},
     **{(mode, kind): cell for kind, row in _SOMETIMES.items() for mode, cell in zip(_TRAINING, row, strict=True)},
     **{(mode, kind): rule for kind, row in _ANSWERS.items() for mode, rule in row.items()},
+    **{(Mode.WAITING, kind): _NO_MEMBER for kind in KINDS},
+    **{(Mode.WAITING, kind): rule for kind, rule in _WHILE_WAITING.items()},
     **{(Mode.OUT, kind): _OUT for kind in KINDS},
 }
 

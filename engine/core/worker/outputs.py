@@ -41,6 +41,13 @@ class MarkPhase(Output):
 
 
 @dataclass(frozen=True, slots=True)
+class BeginAt(Output):
+    """Goes on to an open step: this worker held no replica, so that steps were committed without it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class CountHeld(Output):
     """Takes in the streams that have arrived, and lists all that this worker holds: `Counted`."""
 

@@ -12,13 +12,12 @@ inventory is sent, and a worker with another inventory stops.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from engine.core import messages
 from engine.core.errors import ExitCode, InvariantError, ensure, required
 from engine.core.worker import inputs
 from engine.core.worker.outputs import (
     Adopt,
+    BeginAt,
     CatchUp,
     CountHeld,
     Drop,
@@ -48,14 +47,23 @@ def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
         return state._replace(mode=Mode.OUT, epoch=epoch.epoch), (End(code),)
     new = state._replace(mode=Mode.FROZEN, epoch=epoch.epoch, told=epoch, plan=None, go=None)
     fenced: tuple[Output, ...] = (MarkPhase("fence"),)
-    if epoch.commit is not None and epoch.commit.step >= state.step:
+    missed = epoch.commit is not None and epoch.commit.step >= state.step
+    if missed and state.held:
         fenced = (*fenced, Drop(state.held))  # a replica without a part in the step cannot catch up
+    elif epoch.commit is not None and missed:  # the others do not wait for a worker without replicas
+        new = new._replace(step=epoch.commit.step + 1, kept=())
+        fenced = (*fenced, BeginAt(new.step))
     if epoch.gather:
         return new, (*fenced, CountHeld())
     if epoch.digest is not None:
         return _takes_prepared(new, epoch, fenced)
     new = new._replace(mode=Mode.PLANNED)
     return (new, ()) if epoch.go is None else goes(new, epoch.go)
+
+
+def is_taken_in(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
+    """Enters an epoch that has this waiting worker as a member; any other changes nothing."""
+    return enters(state, epoch) if state.worker in epoch.members else (state, ())
 
 
 def gives_up_joining(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
@@ -165,13 +173,6 @@ def goes(state: WorkerState, go: messages.GoMessage) -> Stepped:
     if state.go is not None:
         return state, ()
     return _goes_now(state._replace(go=go))
-
-
-def skips_pass(state: WorkerState, told: messages.ValidatedMessage) -> Stepped:
-    """Leaves out a pass that has ended while the group was noticed here: this worker has no part in it."""
-    if state.go is None or told.step != state.step - 1:
-        return state, ()
-    return state._replace(go=replace(state.go, validate=False)), ()
 
 
 def _goes_now(state: WorkerState) -> Stepped:

@@ -18,6 +18,7 @@ class Mode(StrEnum):
     __hash__ = str.__hash__  # Enum's hash is written in Python, and the table is read for every input
 
     JOINING = "joining"
+    WAITING = "waiting"  # waits for an epoch that has it as a member
     BOUNDARY = "at a boundary"  # waits for an epoch
     FROZEN = "frozen"  # counts its inventory, waits for the plan, makes it
     PLANNED = "planned"  # waits for the start, and for its group
@@ -55,3 +56,11 @@ class WorkerState(NamedTuple):
     audit_every: int = 0
     is_sharded: bool = False
     kept: tuple[Slot, ...] = ()  # the slots whose state after the last step it has begun to write
+
+    @property
+    def awaits_group(self) -> bool:
+        """Whether training goes on in the epoch, and its group is not formed: only what interrupts is taken.
+
+        The others do not wait for a worker without a part in the step, so that commits may have come already.
+        """
+        return self.mode is Mode.PLANNED and self.go is not None and self.forming > 0

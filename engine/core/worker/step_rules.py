@@ -44,9 +44,9 @@ def changes_nothing(state: WorkerState, given: Any) -> Stepped:
 
 
 def joins(state: WorkerState, built: inputs.Built) -> Stepped:
-    """Tells the agent that this worker has joined."""
+    """Tells the agent that this worker has joined, or that it waits."""
     new = state._replace(
-        mode=Mode.BOUNDARY,
+        mode=Mode.WAITING if built.waits else Mode.BOUNDARY,
         worker=built.worker,
         step=built.step,
         ownership=built.ownership,
@@ -56,7 +56,7 @@ def joins(state: WorkerState, built: inputs.Built) -> Stepped:
         audit_every=built.audit_every,
         is_sharded=built.is_sharded,
     )
-    return new, (Say(messages.ReadyMessage()),)
+    return new, (Say(messages.WaitingMessage() if built.waits else messages.ReadyMessage()),)
 
 
 def gives_notice(state: WorkerState, given: inputs.NoticeGiven) -> Stepped:

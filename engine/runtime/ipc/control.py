@@ -187,11 +187,14 @@ class Control:
         self._news.get()
         self._waits_since_ns = 0
 
-    def hear(self, look: Callable[[], Found | None] = lambda: None) -> ToWorker | Found:
-        """Waits for the first message of the inbox, or for what `look` finds, and returns it."""
+    def hear(self, look: Callable[[], Found | None] = lambda: None, *, urgent: bool = False) -> ToWorker | Found:
+        """Waits for the first message of the inbox, or for what `look` finds, and returns it.
+
+        With `urgent`, only a message that interrupts is taken.
+        """
         while True:
             self._suffer()
-            if self.inbox.waiting:
+            if self._is_urgent or (self.inbox.waiting and not urgent):
                 with self._lock:
                     message, inbox = taken(self.inbox)
                     self._keep(inbox)

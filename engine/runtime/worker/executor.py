@@ -158,6 +158,11 @@ class Executor:
         self.step += 1
         self._index = 0
 
+    def begin_at(self, step: int) -> None:
+        """Goes on to another open step; no replica is here."""
+        self.forget_step()
+        self.step, self._index = step, 0
+
     def forget_step(self) -> None:
         """Drops all values of the open step; weights and buffers stay."""
         for stage in self.context.replicas.stages.values():

@@ -58,6 +58,7 @@ class Training:
         return {
             outputs.Say: lambda say: self.context.control.send(say.message),
             outputs.MarkPhase: self._mark,
+            outputs.BeginAt: lambda begin: self._executor.begin_at(begin.step),
             outputs.CountHeld: self._count,
             outputs.LeaveGroup: self._leave_group,
             outputs.CloseGroup: lambda close: self._plane.close(),
@@ -90,7 +91,7 @@ class Training:
             given = self._carry_out(found)
 
     def _heard(self) -> inputs.Input:
-        heard = self.context.control.hear(self._group_news)
+        heard = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)
         return heard if isinstance(heard, inputs.Input) else inputs.Told(heard)
 
     def _carry_out(self, found: Iterable[outputs.Output]) -> inputs.Input | None:
