@@ -86,6 +86,7 @@ def untold(fits: Callable[[Asked], bool], count: int = 1, *strikes: Strike, **fi
 MOMENTS: dict[str, Moment] = {
     "a death before training is not told": untold(is_input("Ended", Phase.RESTARTING), 1, *EARLY),
     "all workers are to begin again": Moment(is_input("Restarted", Phase.RESTARTING), strikes=EARLY),
+    "the new beginning is not told": untold(is_input("Restarted", Phase.FORMING), 1, *EARLY),
     "a commit after a new beginning": untold(tells(messages.CommitMessage), 2, *EARLY),
     "the model is cut": Moment(hears(messages.CutMessage)),
     "a border is not told": untold(tells(messages.BorderMessage), 2),

@@ -112,8 +112,10 @@ class StandbyCoordinator:
         Raises CoordinatorUnavailableError if none is left, and the errors of the machine.
         """
         found: list[CoordinatorOutput] = []
-        if isinstance(given, inputs.Stopping | Restarted):
+        if isinstance(given, inputs.Stopping | Restarted | inputs.Resumed):
             self._is_stopping = isinstance(given, inputs.Stopping)
+        if isinstance(given, Restarted | inputs.Resumed):  # all that was known is of other processes
+            self._known = [each for each in self._known if isinstance(each, Notice) and each.worker is None]
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 if attempt:
@@ -184,9 +186,6 @@ class StandbyCoordinator:
         return found
 
     def _keep(self, given: CoordinatorInput) -> None:
-        if isinstance(given, Restarted | inputs.Resumed):  # of other processes
-            self._is_stopping = False
-            self._known = [each for each in self._known if isinstance(each, Notice) and each.worker is None]
         is_join = isinstance(given, Heard) and isinstance(given.message, ReadyMessage)
         if is_join or isinstance(given, inputs.Ended | Notice):
             self._known.append(given)

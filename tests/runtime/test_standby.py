@@ -1,0 +1,57 @@
+"""All workers begin again while a coordinator dies: the next one hears of it, and of nothing from before."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from engine.core.config.job import Job
+from engine.core.coordinator.inputs import CoordinatorInput, Ended, Resumed, Stopping
+from engine.core.coordinator.state import first_state
+from engine.core.coordinator.wire import StepMessage
+from engine.core.membership.events import Heard, LeaseExpired, Restarted
+from engine.core.message_codec import Message
+from engine.core.messages import ReadyMessage
+from engine.core.ownership import Grid, fresh
+from engine.runtime.agent.standby import CoordinatorGoneError, StandbyCoordinator
+
+JOINS = tuple(Heard(1, worker, ReadyMessage(), "node-0") for worker in range(2))
+LIFE: tuple[CoordinatorInput, ...] = (*JOINS, Ended(2, 1, -9), Stopping(3), Ended(4, 0, -9))
+
+
+class Dying(StandbyCoordinator):
+    """The first coordinator gives no answer to an input of one name; `asked` are the names that the next one hears."""
+
+    def __init__(self, last: str):
+        self.last, self.asked = last, list[str]()
+        process = MagicMock()
+        process.wait.return_value = -9
+        state = first_state(Job(stages=2), fresh(Grid(2, 4)), 0)
+        super().__init__(lambda name: (process, MagicMock()), {}, "run", MagicMock(), state, MagicMock())
+
+    def _ask(self, *parts: Message) -> tuple[Any, ...]:
+        first = parts[0]
+        name = first.name if isinstance(first, StepMessage) else type(first).__name__
+        if name == self.last:
+            self.last, self.asked = "", []
+            raise CoordinatorGoneError
+        self.asked.append(name)
+        return ()
+
+
+@pytest.mark.parametrize("beginning", [Restarted(5), Resumed(5, 3, (0, 1), ((), ()))], ids=["restarted", "resumed"])
+def test_another_coordinator_hears_of_a_new_beginning_only(beginning: CoordinatorInput) -> None:
+    name = type(beginning).__name__
+    standby = Dying(last=name)
+    for given in (*LIFE, beginning, JOINS[0]):
+        standby.handle(given)
+    assert standby.asked == ["TakeOverMessage", name, "Heard"]
+
+
+def test_another_coordinator_hears_of_joins_and_ends() -> None:
+    standby = Dying(last="LeaseExpired")
+    for given in (*LIFE[:3], LeaseExpired(5, "node-1")):
+        standby.handle(given)
+    assert standby.asked == ["TakeOverMessage", "Heard", "Heard", "Ended", "LeaseExpired"]
