@@ -17,6 +17,27 @@ LEAVER_DROPS_ITS_REPLICA = Case(
     faults=(Fault(2, "decided", 3), Fault(3, "COMMIT", 1, "notice", 1)),
 )
 
+# All workers were started again, and the coordinator died while it wrote that. The host agent of the simulation did not
+# tell the next one what the new workers had said in between, so that it waited for them for ever. The shipped agent
+# handles one message after the other, and repeats the one without an answer.
+DIES_AT_A_NEW_BEGINNING = Case(
+    stages=3,
+    microbatches=1,
+    pipelines=3,
+    schedule="gpipe",
+    steps=2,
+    seed=21946,
+    spread=10,
+    faults=(Fault(6, "moment", 3),),
+    deaths=(23, 50),
+)
+
+
+def test_new_workers_are_heard_when_a_coordinator_dies_at_the_new_beginning() -> None:
+    history = run(DIES_AT_A_NEW_BEGINNING)
+    assert history.problem == ""
+    assert {"another coordinator takes over", "job is started again"} <= set(history.turns)
+
 
 def test_leaver_holds_what_it_shadows_until_another_does() -> None:
     history = run(LEAVER_DROPS_ITS_REPLICA)

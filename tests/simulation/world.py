@@ -288,7 +288,7 @@ class World:
             return
         if isinstance(message, messages.WaitingMessage):
             self.said_ready.add(number)
-        if self.membership.phase in (Phase.FORMING, Phase.RESTARTING):
+        if self.membership.phase in (Phase.FORMING, Phase.RESTARTING):  # a restart may still be being written
             self.told_early.append((number, message))
         elif not self.coordinator.alive and not self.loses:
             self.unheard.append((number, message))
@@ -423,6 +423,8 @@ def _in_words(numbers: tuple[int, ...]) -> str:
     if first in said:
         return f"the coordinator hears of worker {second}: {said[first].__name__}"
     if first < 0:
+        if first == _OTHER:
+            return f"the coordinator hears of worker {second}: another message"
         return f"worker {second} is {'struck' if first == _STRUCK else 'seen to have ended'}"
     if third:
         return f"worker {first}: {NAMES[second]}, action {third[0]} of its program"
