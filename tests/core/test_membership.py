@@ -111,6 +111,10 @@ def test_the_last_to_join_starts_the_first_epoch() -> None:
     assert (state.members, state.verdict, state.reason) == ((0, 1, 2), (), "every worker has joined")
 
 
+def test_the_first_step_begins_when_all_have_joined() -> None:
+    assert committed(running(), now_ns=20).steps_ns == (18,), "the start of the workers is no part of a usual step"
+
+
 def test_a_job_without_a_fault() -> None:
     state, effects = step(running(last_step=1), StepCommitted(5, 1, 0))
     assert effects == (AnnounceCommit(1, 0, "step"),)

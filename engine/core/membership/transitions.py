@@ -65,7 +65,10 @@ def joins_first(state: State, event: Heard[messages.ReadyMessage]) -> State:
     new = joins.decide(state, event)
     if any(worker not in new.nodes for worker in new.members):
         return new
-    return new._replace(phase=Phase.RUNNING, epoch=state.epoch + 1, reason="every worker has joined")
+    now_ns = event.now_ns  # the time before counts for no step
+    return new._replace(
+        phase=Phase.RUNNING, epoch=state.epoch + 1, reason="every worker has joined", committed_ns=now_ns
+    )
 
 
 @rule()
