@@ -59,7 +59,8 @@ def _of_object(field: str, thing: object) -> tuple[str, str]:
             if each is thing and name.isidentifier() and not name.startswith("_"):
                 return module.__name__, name
     found = type(thing).__name__
-    _refuse(field, thing, f"a worker imports it, and this {found} is no attribute of a module; {_WAY_OUT}")
+    way_out = "pass its class or a function that makes it, or assign it at the top of a module and import it from there"
+    _refuse(field, thing, f"a worker imports it by name, and this {found} has none: {way_out}")
 
 
 def _importable(field: str, thing: object, module: str) -> str:

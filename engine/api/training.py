@@ -116,7 +116,10 @@ def _keywords(
     """Returns the fields that a call gives; a module begins with the weights that it has now."""
     of_job = {each.name: getattr(job, each.name) for each in fields(Job)} if isinstance(job, Job) else {}
     named = {name: each for name, each in (("model", model), ("data", data)) if each is not None}
-    found = {**of_job, **{name: _plain(name, each) for name, each in {**values, **named}.items()}}
+    try:
+        found = {**of_job, **{name: _plain(name, each) for name, each in {**values, **named}.items()}}
+    except UserError as error:
+        raise error.with_traceback(None) from None  # the line of the caller counts, not the way to the rule
     torch = sys.modules.get("torch")
     if has_weights and torch is not None and isinstance(model, torch.nn.Module) and not found.get("init"):
         from engine.api.weights import keep_weights

@@ -59,8 +59,8 @@ def test_parts_that_no_worker_could_import_are_refused_with_the_way_out() -> Non
     assert "a lambda has no name" in why(lambda: 0) and "%%writefile mine.py" in why(lambda: 0)
     assert "inside of another function" in why(inside)
     assert "it belongs to a class" in why(SimpleNamespace.__init__)
-    assert "is no attribute of a module" in why(Own())
-    assert "is no attribute of a module" in why(functools.partial(make))
+    assert "this Own has none: pass its class or a function that makes it, or assign it at the top" in why(Own())
+    assert "by name, and this partial has none" in why(functools.partial(make))
     assert "it is a module; pass one of its functions" in why(sys.modules[__name__])
     renamed = functools.wraps(make)(lambda: None)
     assert "is another object" in why(renamed)
@@ -102,6 +102,12 @@ def test_an_import_in_a_worker_starts_no_run(monkeypatch: pytest.MonkeyPatch) ->
     for call in (train, dry_run):
         with pytest.raises(UserError, match='put the call below: if __name__ == "__main__":'):
             call(steps=2)
+
+
+def test_the_traceback_of_a_part_that_is_refused_ends_near_the_line_of_the_caller() -> None:
+    with pytest.raises(UserError, match="has none") as caught:
+        train(functools.partial(make))
+    assert [each.name for each in caught.traceback][1:] == ["train", "_keywords"]
 
 
 def test_values_that_no_job_has_are_refused_before_anything_starts() -> None:

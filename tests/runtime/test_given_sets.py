@@ -79,11 +79,12 @@ class Stream(IterableDataset[Tensor]):
     [
         (DataLoader(PAIRS), "return its dataset"),
         (Stream(), "its samples have no numbers"),
+        ((each for each in X), "make it a map-style data set, with __len__ and __getitem__"),
         ((X, Y), r"TensorDataset\(inputs, targets\)"),
         ({"valid": PAIRS}, "the set to train on is called 'train'; found valid"),
         (3, "^$"),
     ],
-    ids=["loader", "stream", "tensors", "no training set", "other"],
+    ids=["loader", "stream", "generator", "tensors", "no training set", "other"],
 )
 def test_the_way_out_is_said_for_other_objects(made: Any, words: str) -> None:
     assert given_sets(made) is None

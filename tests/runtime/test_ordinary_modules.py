@@ -485,7 +485,12 @@ def test_splits(split: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ("transformer.k.*", "split: expected names of submodules that the forward calls.*found 'transformer.k"),
+        (
+            "transformer.k.*",
+            r"split: expected names of submodules that the forward calls, such as transformer\.h\.\*, .*lm_head.*, "
+            r"found 'transformer\.k",
+        ),
+        ("ml_head", r"such as lm_head, .*transformer\.h\.\*.*, found 'ml_head'"),
         ("99", "split: expected at most .*, the places where this module can be cut, found 99"),
     ],
 )

@@ -79,6 +79,7 @@ def test_a_source_that_is_not_pure_is_refused_by_its_name(way: str, monkeypatch:
     assert words in problem.found
     assert "microbatch " in problem.found
     assert "keyed_generator(seed, step, pipeline, microbatch)" in problem.hint
+    assert "draws in __getitem__ as indexed(..., draws=True) (docs/data.md)" in problem.hint
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -22,7 +22,8 @@ SEE = "or give --no-check-pure; docs/what-a-layer-may-do.md says more"
 def impure_data(source: str, found: str) -> Problem:
     """Returns the problem of a source of data; `found` says which microbatch differs, and how."""
     hint = (
-        "inputs and targets would not belong together: draw from keyed_generator(seed, step, pipeline, microbatch) of "
+        "inputs and targets would not belong together: give a data set that draws in __getitem__ as indexed(..., "
+        "draws=True) (docs/data.md), draw in another source from keyed_generator(seed, step, pipeline, microbatch) of "
         f"engine.models.data, and keep no counter, iterator, file position or buffer between two calls, {SEE}"
     )
     return Problem("data", "a microbatch with the same bits whenever it is loaded", f"{source}: {found}", hint)

@@ -7,7 +7,7 @@ training                                    no evaluation: a validation pass has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +36,8 @@ def why_not(made: Any) -> str:
     """Returns the way out for an object that is no data set, in words; empty if there is none."""
     if isinstance(made, DataLoader):
         return "return its dataset: bamboo makes the microbatches"
-    if isinstance(made, IterableDataset):
-        return "its samples have no numbers: a microbatch must be the same whenever it is loaded again"
+    if isinstance(made, IterableDataset | Iterator):
+        return "its samples have no numbers to load them by: make it a map-style data set, with __len__ and __getitem__"
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
         return "return torch.utils.data.TensorDataset(inputs, targets)"
     if isinstance(made, Mapping):

@@ -7,7 +7,8 @@ cross it. A piece without weights joins its neighbour.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
@@ -16,12 +17,13 @@ from typing import NamedTuple
 from torch import nn
 
 from engine.core.checkpoints.plain_names import PIECE
-from engine.core.errors import Problem, UserError, nearest
+from engine.core.errors import Problem, UserError
 from engine.models.layers import MAX_TENSORS
 from engine.models.traced.pieces import Splitter
 from engine.models.traced.recording import ModuleCall, Trace
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_MOST_NAMES = 6
 
 
 class Cut(NamedTuple):
@@ -37,7 +39,7 @@ def choose_cuts(split: str, module: nn.Module, trace: Trace, splitter: Splitter)
     if split.isdecimal():
         return _equal(int(split), trace, splitter)
     if split:
-        return _named(split, trace, splitter)
+        return _named(split, module, trace, splitter)
     once = {call.path for call in trace.calls} - {call.path for call in trace.calls if call.count}
     units = set(_units(module, "")) & once
     return _joined(_around(trace, lambda path: path in units), trace, splitter)
@@ -118,11 +120,13 @@ def _fits(place: int, splitter: Splitter) -> bool:
     return len(splitter.crossing(place)) <= MAX_TENSORS and splitter.can_cut(place)
 
 
-def _named(split: str, trace: Trace, splitter: Splitter) -> list[Cut]:
+def _named(split: str, module: nn.Module, trace: Trace, splitter: Splitter) -> list[Cut]:
     patterns = [each.strip() for each in split.split(",") if each.strip()]
     paths = list(dict.fromkeys(call.path for call in trace.calls if call.path))
     problems = [
-        Problem("split", "names of submodules that the forward calls, as in blocks.*", repr(each), nearest(each, paths))
+        Problem(
+            "split", f"names of submodules that the forward calls, such as {_near(each, module, paths)}", repr(each)
+        )
         for each in patterns
         if not any(fnmatchcase(path, each) and each.count(".") == path.count(".") for path in paths)
     ]
@@ -141,6 +145,14 @@ def _named(split: str, trace: Trace, splitter: Splitter) -> list[Cut]:
     if problems:
         raise UserError(problems)
     return _joined(cuts, trace, splitter)
+
+
+def _near(pattern: str, module: nn.Module, paths: Iterable[str]) -> str:
+    """Returns names that could be meant, the nearest first: those of the blocks, and others as deep as a pattern."""
+    units = set(_units(module, ""))
+    found = (each for each in paths if each in units or each.count(".") == pattern.count("."))
+    names = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in each.split(".")) for each in found)
+    return ", ".join(get_close_matches(pattern, names, _MOST_NAMES, cutoff=0.0))
 
 
 def _equal(count: int, trace: Trace, splitter: Splitter) -> list[Cut]:
