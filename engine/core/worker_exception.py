@@ -14,6 +14,7 @@ class WorkerException:
     `error` is its type and text. `place` is the part of the job that raised it: ``layer 2 (fc2)``, ``the loss``, ``the
     data`` or ``the factory mine:small``. `file`, `line` and `function` name the innermost line of the user's own code.
     `frames` has the frames of the user with their source, innermost first; it counts those of bamboo and torch.
+    `microbatch` names the microbatch of a forward or a backward in training, and its samples.
     """
 
     error: str
@@ -23,6 +24,7 @@ class WorkerException:
     function: str = ""
     frames: str = ""
     traceback: str = ""
+    microbatch: str = ""
 
     def in_step(self, step: int) -> str:
         """Returns the exception as words that follow "worker N", with the step and the line of code.
@@ -31,7 +33,8 @@ class WorkerException:
         """
         place = f", in {self.place}" if self._place_is_news() else ""
         when = ", before step 0" if step < 0 else f" of step {step}" if place else f", in step {step}"
-        return f"raised {self._short()}{place}{when}{self._line()}"
+        microbatch = f", {self.microbatch}" if self.microbatch else ""
+        return f"raised {self._short()}{place}{when}{microbatch}{self._line()}"
 
     def in_verdict(self) -> str:
         """Returns the exception as words that follow "worker N", without the line of code."""
@@ -39,7 +42,8 @@ class WorkerException:
 
     def at_start(self) -> str:
         """Returns the exception as a mistake that was found before training: its place first, then its text."""
-        return f"{f'in {self.place}: ' if self._place_is_news() else ''}{self._short()}{self._line()}"
+        places = ", ".join(filter(None, [self.place if self._place_is_news() else "", self.microbatch]))
+        return f"{f'in {places}: ' if places else ''}{self._short()}{self._line()}"
 
     def _place_is_news(self) -> bool:
         """Returns whether the place is known, and the text does not name it itself."""

@@ -33,6 +33,7 @@ _MOST_OF_NAME, _MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 4_00
 _MOST_FRAMES, _MOST_LINKED = 1_000, 100  # frames of an exception; exceptions that hang on one as causes or members
 _PATIENCE_S = 1.0
 _PLACE, _CALLED, _HINT = "_bamboo_place", "_bamboo_called", "_bamboo_hint"  # attributes of an exception
+_MICROBATCH = "_bamboo_microbatch"
 _RAISES = re.compile(r"\b(raise|assert)\b")
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
@@ -59,9 +60,16 @@ def blame(error: BaseException, place: str, called: Callable[..., object] | None
             error.add_note(f"in {place}")
 
 
+def blame_microbatch(error: BaseException, microbatch: str) -> None:
+    """Marks an exception with the name of the microbatch that was computed."""
+    with contextlib.suppress(Exception):
+        vars(error)[_MICROBATCH] = microbatch
+        error.add_note(f"in {microbatch}")
+
+
 @contextlib.contextmanager
-def running(place: str, called: Callable[..., object] | None = None) -> Iterator[None]:
-    """Marks an exception in the user's code with its place; an attempt to end the process becomes an exception."""
+def running(place: str, called: Callable[..., object] | None = None, hint: str = "") -> Iterator[None]:
+    """Marks an exception in the user's code as `blame` does; an attempt to end the process becomes an exception."""
     try:
         yield
     except SystemExit as end:
@@ -69,7 +77,7 @@ def running(place: str, called: Callable[..., object] | None = None) -> Iterator
         blame(error, place, called)
         raise error from None
     except RAISED as error:
-        blame(error, place, called)
+        blame(error, place, called, hint)
         raise
 
 
@@ -94,6 +102,7 @@ def exception_of(error: BaseException) -> WorkerException:
         _beginning(function, _MOST_OF_NAME),
         _beginning("\n".join(_folded(frames)), _MOST_OF_FRAMES),
         _ends(_whole(error, text), _MOST_OF_TRACEBACK),
+        str(marks.get(_MICROBATCH, "")),
     )
 
 

@@ -99,7 +99,8 @@ def test_an_exception_that_is_survived_is_told_at_once_and_kept(launch: Launch) 
     line = r"\(\S+/user_models.py:\d+, in _raise_in_worker_1\)"
     log = launcher.run_folder.resolve() / "logs" / "worker-1.log"
     told = (
-        rf"worker 1 {re.escape(words)} of step 1 {line}; full text in \S+{log.parent.parent.name}/logs/worker-1.log\n"
+        rf"worker 1 {re.escape(words)} of step 1, microbatch \d of pipeline 0 {line}; full text in "
+        rf"\S+{log.parent.parent.name}/logs/worker-1.log\n"
     )
     assert re.search(rf"{told}  \S+/user_models.py:\d+, in _raise_in_worker_1\n      raise RuntimeError", done.stderr)
     assert re.search(r"\n  \.\.\. \d+ frames of bamboo and torch\n", done.stderr)
@@ -109,7 +110,7 @@ def test_an_exception_that_is_survived_is_told_at_once_and_kept(launch: Launch) 
     assert "Traceback" in log.read_text()
     (record,) = launcher.events("raised")
     assert (record["of"], record["step"], record["place"]) == (1, 1, "layer 1 (middle)")
-    assert record["traceback"].rstrip().endswith("in layer 1 (middle)")
+    assert record["traceback"].rstrip().endswith("in layer 1 (middle)\nin microbatch 0 of pipeline 0")
     (verdict,) = (event["verdict"] for event in launcher.events("epoch") if event["verdict"])
     assert verdict[0][1].startswith(words)
     assert verdict[0][2] == "raised"
@@ -165,7 +166,8 @@ def test_a_factory_that_raises_is_the_users_mistake(launch: Launch) -> None:
 def test_another_shape_names_the_layer_and_both_shapes(launch: Launch, stages: str) -> None:
     _, done = run_user_model(launch, "another_shape", "--stages", stages)
     assert done.code == 2  # every heir raises it in step 0: no training is lost
-    words = r"raised TypeError: layer 1 \(middle\): .*, in step 0 \(\S+/user_models.py:\d+, in forward\); full text in"
+    words = r"raised TypeError: layer 1 \(middle\): .*, in step 0, microbatch \d of pipeline 0 "
+    words += r"\(\S+/user_models.py:\d+, in forward\); full text in"
     assert re.search(words, done.stderr)
     assert "took over" not in done.stdout
     assert "[4, 31]" in done.stderr

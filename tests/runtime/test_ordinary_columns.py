@@ -14,8 +14,10 @@ from engine.core.errors import UserError
 from engine.models.data import Data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model
+from engine.models.sources.indexed_data import samples_of
 from engine.models.sources.open_data import open_data
 from engine.models.traced.ordinary import OutputLoss
+from engine.models.user_code import exception_of
 from tests.e2e.plain_loop import train as train_plainly
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads
@@ -98,6 +100,24 @@ def test_a_lacking_column_is_named() -> None:
         built(job_of(Lacking))
 
 
+@pytest.mark.parametrize(
+    ("changed", "columns"),
+    [
+        (lambda row: {**row, "labels": [1, 2]}, "labels int64 [4, 2], pixels float32 [4, 8], mask float32 [4, 8]"),
+        (lambda row: ({"pixels": row["pixels"][:3]}, 1), "pixels float32 [4, 3], targets int64 [4]"),
+        (lambda row: (row["pixels"][:3], 1), "inputs float32 [4, 3], targets int64 [4]"),
+    ],
+)
+def test_an_exception_of_the_first_forward_tells_the_columns(
+    monkeypatch: pytest.MonkeyPatch, changed: Any, columns: str
+) -> None:
+    wrong = [changed(row) for row in rows()]
+    monkeypatch.setitem(globals(), "rows", lambda: wrong)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        built(job_of(Masked))
+    assert exception_of(caught.value).error.endswith(f": the microbatch has {columns}")
+
+
 def _by_name(pixels: Tensor, mask: Tensor) -> Tensor:
     return pixels * mask
 
@@ -113,6 +133,16 @@ def test_stages_pipelines_and_a_death_give_the_bits_of_a_plain_loop(made: Any, p
     ending = run_in_threads(job, parse_kills([f"1:1@{pipelines - 1}"], job))
     assert ending.error is None, ending.error
     assert [row.texts() for row in ending.view.run_state.rows] == train_plainly(job)
+
+
+def test_an_exception_in_training_tells_the_microbatch_and_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(Masked, stages=1)
+    numbers = samples_of(open_data(job), 1, 0, 0)
+    wrong = [{**row, "labels": 99 if at == numbers[2] else 1} for at, row in enumerate(rows())]
+    monkeypatch.setitem(globals(), "rows", lambda: wrong)
+    ending = run_in_threads(job)
+    told = f"in the loss of step 1, microbatch 0 of pipeline 0 (samples {', '.join(map(str, numbers))}) ("
+    assert told in str(ending.error)
 
 
 def test_pipelines_share_out_the_samples_of_a_pass() -> None:

@@ -16,7 +16,7 @@ from engine.core.messages import CutMessage, FailedMessage, RaisedMessage, Refus
 from engine.core.process_messages import NoticeMessage
 from engine.core.worker_exception import WorkerException
 from engine.runtime.agent.message_handlers import _OWN_PARTS
-from engine.runtime.agent.run_state import RunState, error_of
+from engine.runtime.agent.run_state import RunState
 
 MEMBER: Any = SimpleNamespace(worker=1, name="worker 1 (pid 7)", child=SimpleNamespace(pid=7), log="logs/worker-1.log")
 
@@ -45,17 +45,39 @@ def words(error: str = "RuntimeError: planted", step: int = 3) -> RaisedMessage:
     ids=["refused", "diverged", "failed", "raised"],
 )
 def test_a_last_message_ends_the_run_with_its_error(last: Any, code: ExitCode, text: str) -> None:
-    error = error_of(MEMBER, last, has_commit=True)
+    error = RunState(Job()).error_of(MEMBER, last, has_commit=True)
     assert error.exit_code == code
     assert str(error).startswith(text)
 
 
 def test_an_exception_of_the_users_before_the_first_commit_is_the_users_mistake() -> None:
-    error = error_of(MEMBER, words(), has_commit=False)
+    ledger = RunState(Job())
+    error = ledger.error_of(MEMBER, words(), has_commit=False)
     assert error.exit_code == ExitCode.USAGE
     assert str(error) == "in layer 2 (fc2): RuntimeError: planted (mine.py:31, in forward)"
     elsewhere = RaisedMessage(7, 0, WorkerException("RuntimeError: planted"))
-    assert error_of(MEMBER, elsewhere, has_commit=False).exit_code == ExitCode.NOT_RECOVERED
+    assert ledger.error_of(MEMBER, elsewhere, has_commit=False).exit_code == ExitCode.NOT_RECOVERED
+
+
+@pytest.mark.parametrize(
+    ("job", "place", "is_told"),
+    [
+        (Job(model="mine:net"), "the forward of the model", True),
+        (Job(model="mine:net"), "layer 0 (embed)", True),
+        (Job(model="mine:net"), "the factory mine:net", False),
+        (Job(model="mine:net", data="mine:rows"), "layer 0 (embed)", False),
+        (Job(model="gpt"), "layer 0 (embed)", False),
+    ],
+)
+def test_a_first_forward_that_fails_tells_of_data_that_the_job_does_not_name(
+    job: Job, place: str, is_told: bool
+) -> None:
+    told = RunState(job).at_start(WorkerException("RuntimeError: Expected Long, Int", place, "mine.py", 50, "forward"))
+    assert told.endswith(
+        "; the job names no data, so it trains on the built-in synthetic float vectors: name data by --data"
+        if is_told
+        else "(mine.py:50, in forward)"
+    )
 
 
 def test_every_message_to_the_agent_has_a_rule() -> None:

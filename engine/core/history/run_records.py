@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from engine.core.config.job import Job
 from engine.core.exclusion import Verdict
@@ -262,11 +262,12 @@ class RaisedRecord(StampedRecord):
     function: str = ""
     frames: str = ""
     traceback: str = ""
+    microbatch: str = ""
 
     @property
     def exception(self) -> WorkerException:
         """The exception."""
-        return WorkerException(self.error, self.place, self.file, self.line, self.function, self.frames, self.traceback)
+        return WorkerException(**{each.name: getattr(self, each.name) for each in fields(WorkerException)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

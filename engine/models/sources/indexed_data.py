@@ -44,6 +44,11 @@ class IndexedData:
         """Returns the next `size` training samples of the row of all samples of a run."""
         return self._collated(self._training_samples(first_position(self._job, step, pipeline, microbatch), size))
 
+    def samples_of(self, step: int, pipeline: int, microbatch: int) -> list[int]:
+        """Returns the numbers of the samples of a microbatch in the training set."""
+        places = self._places(first_position(self._job, step, pipeline, microbatch), self._job.microbatch_size)
+        return [sample_at(*at, self.num_samples, self._seed) for at in places]
+
     def validation(self, index: int, size: int) -> Batch:
         """Returns the next `size` samples of the first evaluation set."""
         return self.evaluation(next(iter(self.evaluation_sets)), index, size)
@@ -105,6 +110,12 @@ def bound(made: Data | Indexed, job: Job) -> Data:
 def num_samples(data: Data) -> int:
     """Returns the number of samples in the training set of a source; 0 for one without limit."""
     return int(getattr(data, "num_samples", 0))
+
+
+def samples_of(data: Data, step: int, pipeline: int, microbatch: int) -> list[int]:
+    """Returns the numbers of the samples of a microbatch in the training set; none for a source without limit."""
+    named = getattr(data, "samples_of", None)
+    return list(named(step, pipeline, microbatch)) if named else []
 
 
 def _tensors(part: Any, name: str) -> Tensors:

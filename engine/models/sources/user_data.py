@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from engine.core.config.job import Job
@@ -13,7 +15,7 @@ from engine.models.layers import Batch, Tensors
 from engine.models.losses import shapes_of
 from engine.models.sources.evaluations import evaluation, evaluation_sets
 from engine.models.sources.given_sets import given_sets, why_not
-from engine.models.sources.indexed_data import bound, num_samples
+from engine.models.sources.indexed_data import bound, num_samples, samples_of
 from engine.models.user_code import running
 from engine.models.user_factory import made_by, wrong_factory
 from engine.models.whole_batches import SplitBatches, WholeBatches
@@ -58,6 +60,7 @@ class OwnData:
     def __init__(self, source: Data):
         self.facts = source.facts
         self.num_samples = num_samples(source)
+        self.samples_of = partial(samples_of, source)
         self.evaluation_sets = evaluation_sets(source)
         self._source = source
         self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engine.core.errors import Problem, UserError
 from engine.models.data import Columns
 from engine.models.layers import Batch, ModuleCopy, Tensors
+from engine.models.losses import shapes_of
 from engine.models.pytree import flatten, parts_of, unflatten
 from engine.models.traced.attributes import attributes_of, carried, difference, text_of
 from engine.models.traced.recorder import CallRecorder
@@ -67,7 +68,7 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     positions = _positions()
     with _as_in_a_stage(example, is_training):
         recorder = CallRecorder(copied, call.inputs, call.targets, leaves)
-        with running("the forward of the model", copied):
+        with running("the forward of the model", copied, _told(example)):
             result = recorder.run(lambda made: made(*call.args, **call.kwargs))
         for name, position in _positions().items():
             if positions[name] != position:
@@ -120,6 +121,17 @@ def bound(module: nn.Module, example: Example) -> ForwardCall:
         names = [each.name for each in parameters if each.name in TARGETS and each.name not in taken]
     targets = tuple(each.clone() for each in example.batch.targets[: len(names)])
     return ForwardCall(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
+
+
+def _told(example: Example) -> str:
+    """Returns the columns of a microbatch with their dtypes and shapes, in words."""
+    form, (inputs, targets) = example.form, (example.batch.inputs, example.batch.targets)
+    parts: list[tuple[str, Tensors]] = [("inputs", inputs)]
+    if isinstance(form, Columns):
+        parts = [(name, (each,)) for name, each in zip(form.names, inputs, strict=True)]
+    if not isinstance(form, Columns) or not form.target:
+        parts.append(("targets", targets))
+    return f"the microbatch has {', '.join(f'{name} {shapes_of(tensors)}' for name, tensors in parts)}"
 
 
 def _is_target(name: str, form: Columns) -> bool:

@@ -37,7 +37,7 @@ from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
 from engine.runtime.agent.node import Node
-from engine.runtime.agent.run_state import RunState, error_of
+from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -180,7 +180,7 @@ class Agent:
     def _fails(self, failed: outputs.Fail) -> None:
         member = self.members[failed.worker]
         member.state = "failed"
-        self.fail(error_of(member, failed.last, has_commit=failed.has_commit))
+        self.fail(self.run_state.error_of(member, failed.last, has_commit=failed.has_commit))
 
     def _release(self, release: outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""

@@ -62,7 +62,7 @@ def _on_finished(own: OwnParts, member: WorkerHandle, finished: messages.Finishe
 def _on_raised(own: OwnParts, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
     exception, step = raised.exception, raised.step if own.run_state.going_at_ns else -1
     is_of_job = step < 0 and exception.place  # every worker would raise it
-    told = exception.at_start() if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
+    told = own.run_state.at_start(exception) if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
     own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
 
 

@@ -12,7 +12,7 @@ from engine.core.checks.audit import AuditBook, AuditMarks
 from engine.core.checks.loaded_data import LoadedBook
 from engine.core.checks.purity import PurityBook
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import Job, is_due
+from engine.core.config.job import FACTORY, Job, is_due
 from engine.core.errors import (
     BambooError,
     DivergedError,
@@ -34,7 +34,10 @@ from engine.core.messages import (
     ValidationMessage,
 )
 from engine.core.recovery.vote import VoteMessage
+from engine.core.worker_exception import WorkerException
 from engine.runtime.agent.worker_handles import WorkerHandle
+
+_UNNAMED_DATA = "; the job names no data, so it trains on the built-in synthetic float vectors: name data by --data"
 
 
 @dataclass(slots=True)
@@ -159,6 +162,30 @@ class RunState:
         self.rows += rows
         self.on_rows(self.committed, self.losses[-1], rows)
 
+    def error_of(
+        self, member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, has_commit: bool
+    ) -> BambooError:
+        """Returns the error that a worker's last message reports.
+
+        An exception of the user's code before the first commit is the user's mistake: no training is lost.
+        """
+        if isinstance(last, RefusedMessage):
+            return UserError(last.problems)
+        worker = member.name
+        if isinstance(last, RaisedMessage):
+            if last.exception.place and not has_commit:
+                return UserCodeError(self.at_start(last.exception))
+            return WorkerFailedError(f"{worker} {last.exception.in_step(last.step)}; full text in {member.log}")
+        if last.code == ExitCode.EXPECTATION_FAILED:
+            return DivergedError(f"{worker}: {last.error}")
+        return BambooError(f"{worker}: {last.error}", last.code)
+
+    def at_start(self, exception: WorkerException) -> str:
+        """Returns an exception before training in words; a failed forward tells of data that the job does not name."""
+        is_of_forward = exception.place.startswith(("the forward", "layer", "the loss"))
+        is_unnamed = self.job.data == "auto" and FACTORY.fullmatch(self.job.model)
+        return exception.at_start() + _UNNAMED_DATA * bool(is_of_forward and is_unnamed)
+
     def validated(self, outcome: ValidationMessage) -> None:
         """Keeps the results of a validation pass."""
         self.validations[outcome.step] = outcome.sets
@@ -170,23 +197,3 @@ class RunState:
         found = [] if audited else [f"the hashes of step {step}"]
         is_owed = step >= 0 and step not in self.validations and is_due(self.job.validate_every, step, True)
         return (*found, *([f"the validation after step {step}"] if is_owed else []))
-
-
-def error_of(
-    member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, has_commit: bool
-) -> BambooError:
-    """Returns the error that a worker's last message reports.
-
-    An exception of the user's code before the first commit is the user's mistake: no training is lost.
-    """
-    if isinstance(last, RefusedMessage):
-        return UserError(last.problems)
-    worker = member.name
-    if isinstance(last, RaisedMessage):
-        exception = last.exception
-        if exception.place and not has_commit:
-            return UserCodeError(exception.at_start())
-        return WorkerFailedError(f"{worker} {exception.in_step(last.step)}; full text in {member.log}")
-    if last.code == ExitCode.EXPECTATION_FAILED:
-        return DivergedError(f"{worker}: {last.error}")
-    return BambooError(f"{worker}: {last.error}", last.code)

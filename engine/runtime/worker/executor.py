@@ -20,6 +20,7 @@ from engine.core.program.dependencies import carried, needed
 from engine.core.recovery.inventory import Inventory
 from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
+from engine.models.user_code import RAISED, blame_microbatch
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.gradient_stream import GradientStreams
@@ -117,7 +118,12 @@ class Executor:
         start_ns = now_ns()
         if strikes:
             self._strike(action, "during")
-        run(action, step)
+        try:
+            run(action, step)
+        except RAISED as error:
+            if action.op in COMPUTE_OPS:
+                blame_microbatch(error, self._loader.told(step, action))
+            raise
         try:
             if strikes:
                 self._meet(action, lambda: context.failpoints.delay(step, action, start_ns))

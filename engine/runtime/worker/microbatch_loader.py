@@ -21,12 +21,15 @@ from engine.core.checks.trajectory import MARK_DIGITS
 from engine.core.config.job import Job, is_due
 from engine.core.errors import UserError
 from engine.core.ownership import Slot
+from engine.core.texts import numbered
 from engine.models.data import Data
 from engine.models.layers import Batch, Tensors
+from engine.models.sources.indexed_data import samples_of
 from engine.runtime.worker.watched_data import WatchedData
 
 _Key = tuple[int, int, int]  # pipeline, stage, microbatch
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+_MOST_TOLD = 8  # samples in a message
 _MOST_MARKED = 4000  # microbatches of a pipeline: their marks must fit into the packet of a vote
 
 
@@ -82,6 +85,13 @@ class MicrobatchLoader:
         """Loads the microbatch of a later forward."""
         if action not in self._prepared:
             self._prepared[action] = self._loaded(step, action)
+
+    def told(self, step: int, action: Action) -> str:
+        """Returns the microbatch of an action in words, with the numbers of its first samples in a finite data set."""
+        numbers = samples_of(self._data, step, action.pipeline, action.microbatch)
+        first = [*numbers[:_MOST_TOLD], *["..."] * (len(numbers) > _MOST_TOLD)]
+        samples = f" ({numbered('sample', first)})" if first else ""
+        return f"microbatch {action.microbatch} of pipeline {action.pipeline}{samples}"
 
     def check_used(self, step: int, action: Action) -> None:
         """Raises UserError if the bits of a microbatch, whose backward has run, have changed since its forward."""

@@ -14,7 +14,7 @@ from engine.core.samples.evaluation import EvaluationSets
 from engine.models.data import Data, DataFacts
 from engine.models.layers import Batch
 from engine.models.sources.evaluations import evaluation, evaluation_sets
-from engine.models.sources.indexed_data import num_samples
+from engine.models.sources.indexed_data import num_samples, samples_of
 from engine.runtime.ipc.whereabouts import Whereabouts
 from engine.runtime.stage.random_streams import positions
 
@@ -40,6 +40,10 @@ class WatchedData:
     def num_samples(self) -> int:
         """The number of samples in the training set; 0 for a source without limit."""
         return num_samples(self._data)
+
+    def samples_of(self, step: int, pipeline: int, microbatch: int) -> list[int]:
+        """Returns the numbers of the samples of a microbatch in the training set; none for a source without limit."""
+        return samples_of(self._data, step, pipeline, microbatch)
 
     @property
     def may_load_ahead(self) -> bool:
