@@ -42,7 +42,7 @@ OtherBits = Annotated[
 
 
 def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable[..., Resolved]) -> Resolved:
-    """Returns the job that goes on from the checkpoint that `text` names; `resolve` takes the checkpoint's job.
+    """Returns the job that goes on from the checkpoint that `text` names, and says which; `resolve` takes its job.
 
     Raises:
         BambooError: the text is empty, there is no good checkpoint, or the job would give other bits.
@@ -56,4 +56,5 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     found = find_checkpoint(text, folder, lambda line: echo(line, err=True))
     resolved = resolve(kept=read_text(json.dumps(dict(found.job)), found.source))
     refuse_other_bits(found, resolved.job, other_bits)
+    echo(found.words, err=True)
     return replace(resolved, origin=replace(found.origin, other_bits=other_bits or found.origin.other_bits))

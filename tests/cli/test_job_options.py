@@ -18,6 +18,7 @@ from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.files.jobs.resolved_job import Resolved
+from tests.files.test_checkpoint_choice import keep
 
 seen: list[tuple[Resolved, object]] = []
 app = typer.Typer()
@@ -116,3 +117,11 @@ def test_help_imports_nothing_heavy() -> None:
 def test_no_new_job_begins_where_a_checkpoint_was_meant(arguments: tuple[str, ...], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
         CliRunner().invoke(bamboo, ["run", "--dry-run", *arguments], catch_exceptions=False)
+
+
+def test_a_resumed_run_names_its_origin_at_the_start(tmp_path: Path) -> None:
+    """Only the last line of the run named it."""
+    run = "20261122-100000-a-0000"
+    place = keep(tmp_path / "results", run, (3,))
+    said = CliRunner().invoke(bamboo, ["run", "--dry-run", "--json", "--resume", "latest"], catch_exceptions=False)
+    assert said.stderr.splitlines() == [f"goes on after step 3 of run {run} ({place})"]

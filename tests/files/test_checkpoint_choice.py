@@ -79,6 +79,24 @@ def test_latest_is_the_newest_run_that_has_one(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path / OLD / "checkpoints"), tmp_path, lambda line: None).origin.step == 5
 
 
+def test_a_checkpoint_of_another_run_than_the_newest_is_told(tmp_path: Path) -> None:
+    """`latest` trained an older run to its end, and nothing said that the newest one had no checkpoint."""
+    place = keep(tmp_path, OLD, (3, 5))
+    keep(tmp_path, NEW, ())
+    told: list[str] = []
+    found = find_checkpoint("latest", tmp_path, told.append)
+    assert told == [f"the newest run {NEW} has no good checkpoint; this is one of run {OLD}"]
+    assert found.words == f"goes on after step 5 of run {OLD} ({place})"
+    find_checkpoint("latest@3", tmp_path, told.append)
+    assert told[1] == f"the newest run {NEW} has no good checkpoint of step 3; this is one of run {OLD}"
+    find_checkpoint(OLD, tmp_path, told.append)
+    find_checkpoint(str(place), tmp_path, told.append)
+    keep(tmp_path, NEW, (), resumed=OLD)
+    found = find_checkpoint("latest", tmp_path, told.append)
+    assert found.words == f"goes on after step 5 of run {OLD} ({place}), with the job of run {NEW}"
+    assert len(told) == 2, told
+
+
 def test_a_resumed_run_without_one_stands_for_the_run_before(tmp_path: Path) -> None:
     keep(tmp_path, OLD, (3,))
     keep(tmp_path, NEW, (), resumed=OLD)
@@ -199,6 +217,11 @@ def test_a_job_without_another_step_is_refused(tmp_path: Path) -> None:
     keep(tmp_path, OLD, (79,))
     assert refused_fields(tmp_path, Job()) == ["steps"]
     assert refused_fields(tmp_path, Job(), other_bits=True) == ["steps"]
+    found = find_checkpoint("latest", tmp_path, lambda line: None)
+    with pytest.raises(UserError, match=f"all 80 steps are committed in the checkpoint of run {OLD} in {tmp_path}"):
+        refuse_other_bits(found, Job(), other_bits=False)
+    with pytest.raises(UserError, match=f"seed: expected 0 as in the checkpoint of run {OLD}, found 1"):
+        refuse_other_bits(found, Job(seed=1, steps=90), other_bits=False)
 
 
 def test_code_that_changed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,23 +55,32 @@ class Found(NamedTuple):
         """The file with that job."""
         return self.heir.file if self.heir else f"{self.origin.place}/{self.manifest.folder}/{self.origin.file}"
 
+    @property
+    def words(self) -> str:
+        """A line about the step, the run and the place that the run goes on from, and about the heir's job."""
+        heir = f", with the job of run {Path(self.heir.file).parent.name}" if self.heir else ""
+        return f"goes on after step {self.origin.step} of run {self.origin.run} ({self.origin.place}){heir}"
+
 
 def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> Found:
     """Returns the checkpoint that ``latest``, a run, a folder or a URL of checkpoints stands for, ``@STEP`` behind it.
 
-    `say` gets a line about each newer one that is refused.
+    `say` gets a line about each newer one that is refused, and about a newest run of which none is good.
 
     Raises:
         NothingMatchedError: there is no such run, or it has no checkpoint.
         StorageError: there are checkpoints, and none is good.
     """
-    num_refused, step = 0, None
+    num_refused, step, newest = 0, None, ""
     for place in checkpoint_places(text, results):
-        step = place.step
+        step, newest = place.step, newest or place.asked
         good = place.folder.newest_good(place.run, step)
         num_refused += tell_refused(good, place.folder.place, say)
         if good.name is not None and good.manifest is not None:
             file, manifest = good.name.file, good.manifest
+            if place.asked != newest:
+                of = "" if step is None else f" of step {step}"
+                say(f"the newest run {newest} has no good checkpoint{of}; this is one of run {manifest.run}")
             origin = Resumption(
                 good.name.step, place.folder.place, file, manifest.run, is_named=step is not None, init=manifest.init
             )
@@ -104,7 +113,7 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
     manifest = found.manifest
     problems = []
     if manifest.step >= job.steps - 1:
-        hint = f"all {job.steps} steps are committed in the checkpoint"
+        hint = f"all {job.steps} steps are committed in the checkpoint of run {manifest.run} in {found.origin.place}"
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
     is_granted = found.heir is not None and found.heir.other_bits
     facts = found.heir.facts if found.heir is not None and is_granted else manifest.facts
@@ -112,7 +121,8 @@ def refuse_other_bits(found: Found, job: Job, other_bits: bool) -> None:
     if not (other_bits or is_granted):
         differences += _changed("code file", manifest.code_files, lambda: code_files(job))
         differences += _changed("data file", manifest.data_files, lambda: data_files(job))
-    problems += _as_problems(each for each in differences if not other_bits or each.name in OF_TENSORS)
+    refused = (each for each in differences if not other_bits or each.name in OF_TENSORS)
+    problems += _as_problems(refused, manifest.run)
     of_state = _problems_of_state(found, job)
     known = {each.field for each in of_state}
     problems = [*(each for each in problems if each.field not in known), *of_state]
@@ -149,12 +159,12 @@ def _has_optimizer_state(found: Found) -> bool:
     )
 
 
-def _as_problems(differences: Iterable[BitDifference]) -> Iterator[Problem]:
+def _as_problems(differences: Iterable[BitDifference], run: str) -> Iterator[Problem]:
     for each in differences:
         hint = "it decides bits: the run would not be the one that was interrupted; --other-bits goes on all the same"
         if each.name in OF_TENSORS:
             hint = "the tensors of a checkpoint fit no other, with --other-bits neither"
-        yield Problem(each.name, f"{each.before!r} as in the checkpoint", repr(each.now), hint)
+        yield Problem(each.name, f"{each.before!r} as in the checkpoint of run {run}", repr(each.now), hint)
 
 
 def _changed(what: str, kept: Iterable[DataFile], found: Callable[[], Iterable[DataFile]]) -> list[BitDifference]:

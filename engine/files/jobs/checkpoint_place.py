@@ -37,13 +37,14 @@ class CheckpointPlace:
     """Checkpoints: all in a folder or at a URL, or those of one run; of one step, or of all.
 
     `run` is the name of the run whose checkpoints count, empty for all. A `heir` began after one of them, and its job
-    goes on from there.
+    goes on from there. `asked` is the folder's name of the run that stands for them, empty without one.
     """
 
     folder: CheckpointFolder
     run: str = ""
     step: int | None = None
     heir: ResumedRun | None = None
+    asked: str = ""
 
     def names(self) -> tuple[CheckpointName, ...]:
         """Returns the names of the checkpoints, by step, also of those whose manifests cannot be read."""
@@ -133,17 +134,20 @@ def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPla
     The checkpoints have the name that the run began with: its folder may have another one since.
     """
     facts = _facts_of(run)
-    job, name = facts.get("job", {}), str(facts.get("run") or run.path.name)
+    asked = run.path.name
+    job, name = facts.get("job", {}), str(facts.get("run") or asked)
     if named := job.get("checkpoints"):
-        yield CheckpointPlace(checkpoints_at(named if is_url(named) else Path(named).absolute()), name, step)
+        yield CheckpointPlace(
+            checkpoints_at(named if is_url(named) else Path(named).absolute()), name, step, asked=asked
+        )
     else:
-        yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), name, step)
+        yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), name, step, asked=asked)
     if isinstance(before := facts.get("resumed"), dict):
         begun = int(before["step"]) if before.get("is_named") else None
         if begun is None or step is None or step <= begun:  # what the other run did later is not this run's
             heir = ResumedRun(job, facts["host"], bool(before.get("other_bits")), str(run.run_json))
             place, of = checkpoints_at(str(before["place"])), str(before["run"])
-            yield CheckpointPlace(place, of, begun if step is None else step, heir)
+            yield CheckpointPlace(place, of, begun if step is None else step, heir, asked)
 
 
 def _facts_of(run: RunFolder) -> dict[str, Any]:
