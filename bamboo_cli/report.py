@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from enum import StrEnum
 from operator import itemgetter
 from pathlib import Path
@@ -140,13 +141,16 @@ def load_run(folder: RunFolder, *, every_action: bool = False) -> RunTables:
     """Returns the tables of a run, of a long run with a part of its actions; prints a note before a long read."""
     from engine.files.events_file import read_history
     from engine.files.step_reader import StepReader
+    from engine.harness.dead_runs import launcher_runs
     from engine.report.actions import MOST_ACTIONS
     from engine.report.load import load
 
     num_bytes = folder.events.stat().st_size + StepReader(folder.path).num_bytes
     if num_bytes > _LONG_BYTES:
         echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
-    return load(read_history(folder.events), folder.path.name, None if every_action else MOST_ACTIONS)
+    history = read_history(folder.events)
+    goes_on = history.training_ended is None and launcher_runs(history, folder.path)
+    return replace(load(history, folder.path.name, None if every_action else MOST_ACTIONS), goes_on=goes_on)
 
 
 def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:

@@ -226,7 +226,7 @@ def _shown_run(row: Mapping[str, Any]) -> dict[str, str]:
         "run": row["name"],
         "job": f"{row['model']}, {size}" if row["model"] else "",
         "outcome": row["outcome"],
-        "verdict": row["verdict"],
         "steps": f"{row['steps']} of {row['num_steps']}" if row["num_steps"] else "",
         "date": row["started"],
+        "verdict": row["verdict"],  # last: a pipe gets all of it, and pads the other columns
     }

@@ -131,7 +131,13 @@ def name_problems(job: Job) -> list[Problem]:
     if job.model in MODELS or is_own(job.model):
         return []
     expected = f"one of {', '.join(sorted(MODELS))}, or package.module:factory"
-    return [Problem("model", expected, repr(job.model), nearest(job.model, MODELS))]
+    return [Problem("model", expected, repr(job.model), _with_colon(job.model) or nearest(job.model, MODELS))]
+
+
+def _with_colon(name: str) -> str:
+    """Returns a hint for the path of a factory that has a dot where the colon belongs, else an empty string."""
+    module, _, factory = name.rpartition(".")
+    return f"did you mean '{module}:{factory}'?" if is_own(f"{module}:{factory}") else ""
 
 
 def model_problems(job: Job) -> list[Problem]:

@@ -64,6 +64,8 @@ def _training(run: RunTables) -> str:
         return f"Interrupted: {steps}."
     if not outcome and not num_steps:
         return "This run has recorded nothing yet."
+    if not outcome and run.goes_on:
+        return f"This run goes on: {steps} so far."
     if not outcome:
         return f"The end of this run is not recorded: {steps}."
     return f"The run failed: {_cause(run)}. {sentence(steps)}"

@@ -69,6 +69,7 @@ class RunTables:
     gaps: tuple[str, ...] = ()  # the parts of the record that are missing, in sentences
     not_kept: str = ""  # in words, that the last checkpoint was not kept
     num_samples: int = 0  # in the training set; 0 for data without limit
+    goes_on: bool = False  # its launcher ran when the events were read; no record says so
 
     @property
     def samples(self) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from bamboo_cli.report import load_run, report
 from engine.core.errors import NothingMatchedError, StorageError, UserError
 from engine.files.run_folder import RunFolder
+from engine.runtime.process.folder_lock import folder_used
 from tests.report.made_up import MadeUpRun, agent, make_run
 
 APP = typer.Typer()
@@ -82,6 +83,15 @@ def test_exceptions_are_listed_under_the_headline(tmp_path: Path) -> None:
         "  workers 1, 2 raised RuntimeError: cache is corrupt, in layer 2 (fc2) of step 4 (mine.py:31, in forward)"
     )
     assert load_run(RunFolder(folder)).raised[0].exception.place == "layer 2 (fc2)"
+
+
+def test_a_run_that_goes_on_does_not_read_like_a_crash(tmp_path: Path) -> None:
+    """It said that the end was not recorded, as of a run whose launcher was killed."""
+    job, *_ = MadeUpRun().events()
+    folder = make_run(tmp_path / "results", [job | {"pid": os.getpid()}])
+    with folder_used(folder):
+        assert say(folder).stdout == f"{folder.name}: This run goes on: 0 of 10 steps were committed so far.\n"
+    assert "The end of this run is not recorded: 0 of 10 steps were committed." in say(folder).stdout
 
 
 def test_what_takes_long_to_read_is_told_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

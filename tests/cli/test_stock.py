@@ -83,6 +83,15 @@ def test_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
     assert f"{failed}  gpt, 2 stages  failed" in say("list", "runs", "--results", tmp_path)
 
 
+def test_a_long_verdict_pads_no_other_line_of_a_pipe(tmp_path: Path) -> None:
+    """The steps and the date of every run stood behind more than 400 columns."""
+    make_run(tmp_path, "mlp", ENDED)
+    failed = {"event": "failed", "error": "a long reason " * 40}
+    make_run(tmp_path, "mlp", [*STARTED, failed, {"event": "ended", "outcome": "failed", "exit_code": 3}], hour=2)
+    titles, long, short = say("list", "runs", "--results", tmp_path).splitlines()
+    assert max(map(len, (titles, short))) < 200 < len(long)
+
+
 def test_a_listed_run_tells_its_verdict(tmp_path: Path) -> None:
     compared = {"event": "comparison", "compared": 8, "steps": 9, "difference": None}
     check = {"event": "check", "name": "culprit", "result": "failed"}

@@ -58,7 +58,7 @@ def test_the_steps_come_from_the_epochs() -> None:
 
 
 def test_one_layer_has_epochs_or_steps() -> None:
-    with pytest.raises(UserError, match="expected epochs or steps, found 3"):
+    with pytest.raises(UserError, match=r"found 9 \(give epochs or steps, not both\)"):
         merge([file("epochs: 3\nsteps: 9")], COUNTING)
 
 

@@ -327,6 +327,7 @@ def test_a_recovery_that_is_going_on_is_under_way() -> None:
     assert list(run.recovery["outcome"]) == ["under way"]
     assert run.recovery["pause_ms"].isna().all()
     assert headline(run) == ("open", "The end of this run is not recorded: 5 of 10 steps were committed.")
+    assert headline(replace(run, goes_on=True)) == ("open", "This run goes on: 5 of 10 steps were committed so far.")
     by_epochs = replace(run, job=replace(run.job, epochs=2), num_samples=samples_per_step(run.job) * 5)
     assert headline(by_epochs)[1].endswith("5 of 10 steps were committed, in epoch 2 of 2.")
 

@@ -224,6 +224,9 @@ def test_an_unknown_name_gets_its_nearest_spelling() -> None:
     assert (problem.field, problem.found, problem.hint) == ("data", "'tekst'", "did you mean 'text'?")
     problem = refusal(Job(model="gtp"))
     assert (problem.field, problem.hint) == ("model", "did you mean 'gpt'?")
+    for dotted, meant in (("mygpt.MyGPT", "mygpt:MyGPT"), ("mine.nets.GPT", "mine.nets:GPT")):
+        assert refusal(Job(model=dotted)).hint == f"did you mean '{meant}'?"
+    assert refusal(Job(model="checkpoints/a-1.pt")).hint == ""
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
         return True
     if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.given}:  # no record
         (given,) = [each for each in layer.given if each.name == "epochs"]
-        raise UserError([given.problem("epochs or steps", repr(job.epochs), "they say the same")])
+        raise UserError([given.problem("no steps beside it", str(job.steps), "give epochs or steps, not both")])
     return False
 
 
