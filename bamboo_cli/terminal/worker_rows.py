@@ -51,7 +51,8 @@ def awaited(workers: Sequence[WorkerView]) -> str:
     found = []
     for each in workers:
         if each.state == "starting":
-            found.append((0.0, f"worker {each.worker}"))
+            words = each.doing and f", which {each.doing}"
+            found.append((float(bool(words)), f"worker {each.worker}{words}"))
         elif each.state == "running" and each.silent_s >= _STILL_S:
             found.append((each.silent_s, f"worker {each.worker}, silent for {each.silent_s:.0f} s"))
         elif each.state == "running" and each.inside_s >= _STILL_S:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.core.message_codec import CUT, Message, Plain, ToAgent, ToWorker, message
+from engine.core.message_codec import CUT, Message, Plain, TextsToAgent, ToAgent, ToWorker, message
 
 
 @message
@@ -70,6 +70,18 @@ class DoneMessage(Message):
 @message
 class PingMessage(ToWorker):
     """The agent asks for a sign of life, of each worker, with every tick."""
+
+
+@message
+class BusyMessage(TextsToAgent):
+    """The part of the start that a worker has been in since `since_ns`, for seconds; empty if it is over.
+
+    `line` is the line of the user's code that runs, empty if there is none.
+    """
+
+    part: str = ""
+    line: str = ""
+    since_ns: int = 0
 
 
 @message

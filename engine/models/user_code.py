@@ -20,7 +20,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from traceback import FrameSummary
+from traceback import FrameSummary, walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -106,11 +107,28 @@ def exception_of(error: BaseException) -> WorkerException:
     )
 
 
+def running_line(frame: FrameType) -> str:
+    """Returns the line of the user that a thread is in, such as ``mine.py:28, in forward``; empty if there is none."""
+    stack = [
+        FrameSummary(f.f_code.co_filename, line, f.f_code.co_name, lookup_line=False) for f, line in walk_stack(frame)
+    ]
+    file, line, function = _own_line(stack[::-1], None)
+    return _beginning(f"{file}:{line}, in {function}" if file else "", _MOST_OF_NAME)
+
+
 def log_exception(error: BaseException) -> None:
     """Writes an exception to stderr, which is the worker's log."""
-    with contextlib.suppress(OSError):  # the disk may be full, and the end of the worker does not depend on its log
-        whole = _whole(error, _text(error, error)).encode(errors="backslashreplace")
-        print(whole.decode(), file=sys.stderr, end="", flush=True)
+    _log(_whole(error, _text(error, error)))
+
+
+def log_stack(title: str, frame: FrameType) -> None:
+    """Writes the stack of a thread to the worker's log."""
+    _log(f"{title}\n{''.join(traceback.format_stack(frame, _MOST_FRAMES))}")
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):  # the disk may be full, and the worker does not depend on its log
+        print(text.encode(errors="backslashreplace").decode(), file=sys.stderr, end="", flush=True)
 
 
 def _marks(error: BaseException) -> dict[str, Any]:

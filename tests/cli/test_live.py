@@ -134,6 +134,8 @@ def test_those_waited_for_are_named_the_longest_first() -> None:
     assert awaited(views(job, {}, silent_s=1.0)) == ""
     assert awaited(views(job, {}, inside_s=12.2)) == "worker 1, in 1F0 for 12 s"
     assert awaited(views(job, dict.fromkeys(range(3), "starting"))) == "worker 0; worker 1; worker 2"
+    slow = views(job, dict.fromkeys(range(3), "starting"), doing="opens the data for 60 s (mine.py:12, in __getitem__)")
+    assert awaited(slow) == ("worker 1, which opens the data for 60 s (mine.py:12, in __getitem__); worker 0; worker 2")
     assert awaited(views(Job(stages=6, steps=9), dict.fromkeys(range(6), "starting"))).endswith("; 3 more")
     assert awaited(views(job, {1: "dead"}, silent_s=60.0)) == ""
 

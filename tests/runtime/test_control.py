@@ -23,7 +23,7 @@ from engine.core.messages import (
     ValidatedMessage,
 )
 from engine.core.ownership import Grid, fresh
-from engine.core.process_messages import PingMessage, StopMessage
+from engine.core.process_messages import BusyMessage, PingMessage, StopMessage
 from engine.core.recovery.plan import EpochPlan, Plan
 from engine.core.recovery.vote import SlotVote, VoteMessage
 from engine.core.worker.inputs import Built, PlanPrepared, Told
@@ -152,8 +152,9 @@ def test_it_speaks_in_the_epoch_that_it_has_entered(pair: tuple[Control, Link]) 
     assert protocol.feed(Told(control.hear()))
     control.mark("plan")
     assert [agent.receive(), agent.receive()] == [MarkMessage(0, "fence"), MarkMessage(2, "plan")]
+    control.on_ping = lambda: control.send(BusyMessage("opens the data"))
     agent.send(PingMessage())
-    assert agent.receive() == HeartbeatMessage(2, *control.at)
+    assert [agent.receive(), agent.receive()] == [HeartbeatMessage(2, *control.at), BusyMessage("opens the data")]
 
 
 def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tuple[Control, Link]) -> None:

@@ -174,7 +174,7 @@ class Agent:
 
     def _ends(self, stop: outputs.Stop) -> None:
         parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
-        logs = [f"; {self.members[each].name} wrote {self.members[each].log}" for each in self.node.state.out]
+        logs = [f"; {self.members[each].account}" for each in self.node.state.out]
         self.fail(WorkerFailedError("".join([stop.text, parts, *logs]), stop.exit_code))
 
     def _fails(self, failed: outputs.Fail) -> None:

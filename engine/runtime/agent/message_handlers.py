@@ -10,7 +10,7 @@ from engine.core import messages
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.history.run_records import AuditRecord
 from engine.core.message_codec import Message
-from engine.core.process_messages import PureMessage
+from engine.core.process_messages import BusyMessage, PureMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
@@ -35,7 +35,7 @@ class OwnParts:
         """
         if (take := _OWN_PARTS.get(type(message))) is not None:
             take(self, member, message)
-        return isinstance(message, KeptMessage | UnkeptMessage)
+        return isinstance(message, KeptMessage | UnkeptMessage | BusyMessage)
 
     def close(self) -> None:
         """Completes the results after the end of every worker."""
@@ -44,7 +44,11 @@ class OwnParts:
 
 
 def _on_ready(own: OwnParts, member: WorkerHandle, ready: messages.ReadyMessage) -> None:
-    member.state = "ready"
+    member.state, member.busy = "ready", BusyMessage()
+
+
+def _on_busy(own: OwnParts, member: WorkerHandle, busy: BusyMessage) -> None:
+    member.busy = busy
 
 
 def _on_audit(own: OwnParts, member: WorkerHandle, audit: messages.AuditMessage) -> None:
@@ -69,6 +73,7 @@ def _on_raised(own: OwnParts, member: WorkerHandle, raised: messages.RaisedMessa
 _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] = {
     messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
     PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
+    BusyMessage: _on_busy,
     messages.ReadyMessage: _on_ready,
     VoteMessage: lambda own, member, vote: own.run_state.vote(member.worker, vote),
     messages.AuditMessage: _on_audit,

@@ -13,7 +13,10 @@ from engine.runtime.ipc.progress_board import Progress
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker in a picture; `silent_s` since its last message, and `inside_s` in the action that it computes."""
+    """One worker in a picture; `silent_s` since its last message, and `inside_s` in the action that it computes.
+
+    `doing` is the part of the start that it has been in for seconds, in words.
+    """
 
     worker: int
     pid: int
@@ -24,6 +27,7 @@ class WorkerView:
     peak_memory_kib: int
     silent_s: float = 0.0
     inside_s: float = 0.0
+    doing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

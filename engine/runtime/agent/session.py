@@ -283,6 +283,7 @@ def _worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | No
         member.peak_memory_kib,
         silent_s,
         inside_s,
+        member.doing,
     )
 
 

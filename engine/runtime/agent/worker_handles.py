@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.core.membership.evidence import Sight
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership
+from engine.core.process_messages import BusyMessage
 from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.link import Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -28,6 +29,7 @@ class WorkerHandle:
     link: Link
     log: Path
     state: str = "starting"
+    busy: BusyMessage = field(default_factory=BusyMessage)  # before it has joined
     exit_code: int | None = None
     peak_stash: dict[tuple[int, int], int] = field(default_factory=dict)
     peak_memory_kib: int = 0
@@ -37,6 +39,17 @@ class WorkerHandle:
     def name(self) -> str:
         """Its number and its process, in words."""
         return f"worker {self.worker} (pid {self.child.pid})"
+
+    @property
+    def doing(self) -> str:
+        """The part of the start that it has been in for seconds, in words; empty if there is none."""
+        part, line, since_ns = self.busy.part, self.busy.line, self.busy.since_ns
+        return part and f"{part} for {(now_ns() - since_ns) / 1e9:.0f} s" + (f" ({line})" if line else "")
+
+    @property
+    def account(self) -> str:
+        """The log of a worker that is out, and the part of the start that it was in, in words."""
+        return f"{self.name}{self.doing and f', which {self.doing},'} wrote {self.log}"
 
     def release(self) -> None:
         """Closes the descriptors of a worker, and kills it if it has not ended."""

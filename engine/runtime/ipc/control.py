@@ -74,6 +74,7 @@ class Control:
         self.fired: set[str] = set()  # ids of the faults that have struck any worker
         self.on_fault: Callable[[ArmMessage | InflictMessage], None] = lambda message: None  # called in the main thread
         self.on_prepare: Callable[[PrepareMessage], None] = lambda message: None  # called in the control thread
+        self.on_ping: Callable[[], None] = lambda: None  # called in the control thread
         self._of_faults: list[ArmMessage | InflictMessage] = []
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
         self.recorder: Recorder | None = None  # once the main thread knows whose it is
@@ -106,6 +107,7 @@ class Control:
         match message:
             case PingMessage():
                 self.send(self._heartbeat())
+                self.on_ping()
                 return
             case ExitMessage():
                 if self.recorder is not None:

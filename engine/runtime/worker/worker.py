@@ -62,6 +62,7 @@ from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.transport.transport import Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.pure_check import check_pure
+from engine.runtime.worker.start_watch import StartWatch
 from engine.runtime.worker.training import Training, exit_code
 from engine.runtime.worker.validation import unmeasured
 from engine.runtime.worker.watched_data import WatchedData
@@ -145,6 +146,7 @@ def _run(
     origin = None if welcome.checkpoint is None else Resumption(**welcome.checkpoint)
     first = begun_with(origin) + 1
     control.at = (first, 0, False)
+    control.on_ping = StartWatch(control).look
     try:
         member = join(control, welcome, record_fds, board_fd, backend_of(welcome))
     except TransferFailedError:
@@ -159,6 +161,7 @@ def _run(
             optimizer.prepare()
     if context.job.check_pure and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
+    control.on_ping = lambda: None
     code = Training(context, member.ownership, member.plane, protocol, first).run()
     if code != ExitCode.OK:
         time.sleep(_LINGER_S)
