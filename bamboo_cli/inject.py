@@ -20,7 +20,7 @@ from engine.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
-    from engine.harness.case_result import CaseResult
+    from engine.harness.cases.case_result import CaseResult
 
 EPILOG = (
     "Examples:  bamboo inject kill-middle-stage  |  bamboo inject mine.yaml --dry-run  |  "
@@ -136,7 +136,8 @@ def _attach(loaded: Loaded, folder: RunFolder, as_json: bool) -> list[CaseResult
 
 def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool, tee: bool) -> list[CaseResult]:
     from bamboo_cli.terminal.live import screen
-    from engine.harness.case_runner import case_of_file, run_case
+    from engine.harness.case_runner import run_case
+    from engine.harness.cases.case import case_of_file
     from engine.runtime.doctor.leak_check import mark_processes
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.process.interrupts import holding
@@ -193,7 +194,7 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
 
 def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> int:
     """Prints the summary of all runs; returns the exit code."""
-    from engine.harness.case_result import stall_figures
+    from engine.harness.cases.case_result import stall_figures
 
     worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict_word), not each.exit_code))
     stalls = stall_figures(cases)

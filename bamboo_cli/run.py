@@ -40,8 +40,8 @@ from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 if TYPE_CHECKING:
     from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
-    from engine.harness.case_result import CaseResult
-    from engine.harness.case_runner import Case
+    from engine.harness.cases.case import Case
+    from engine.harness.cases.case_result import CaseResult
     from engine.runtime.process.fork_client import ForkServer
 
 EPILOG = (
@@ -106,7 +106,7 @@ def run(
 
 
 def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **options: Any) -> Case:
-    from engine.harness.case_runner import Case, folder_name
+    from engine.harness.cases.case import Case, folder_name
 
     name = resolved.job.name or folder_name(resolved.job.model.rpartition(":")[2].replace("_", "-"), "model")
     options |= {"origin": resolved.origin, "init": resolved.init}

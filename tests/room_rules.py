@@ -64,7 +64,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.report"},
     "engine.runtime": frozenset(),
     "engine.runtime.ipc": _GROUND
-    | {"engine.core.history", "engine.core.membership", "engine.core.worker", "engine.files"},
+    | {"engine.core.recovery", "engine.core.history", "engine.core.membership", "engine.core.worker", "engine.files"},
     "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
@@ -87,11 +87,14 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"}
     | {"engine.core.samples", "engine.models.sources"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
+    "engine.runtime.coordinator": _HOST
+    | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}
+    | {"engine.runtime.store"},
     "engine.runtime.agent": _HOST
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
     | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints", "engine.files.jobs"}
     | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
-    | {"engine.core.elastic", "engine.runtime.faults"},
+    | {"engine.core.elastic", "engine.runtime.faults", "engine.runtime.coordinator"},
     "engine.bench": _HOST
     | _PLANS
     | _ARRAYS
@@ -103,7 +106,7 @@ ROOMS: dict[str, frozenset[str]] = {
         "engine.runtime.store",
         "engine.runtime.worker",
     }
-    | {"engine.runtime.agent", "engine.bench.figures", "engine.bench.peers"}
+    | {"engine.runtime.agent", "engine.runtime.coordinator", "engine.bench.figures", "engine.bench.peers"}
     | {"engine.core.checkpoints", "engine.core.worker", "engine.runtime.checkpoint"},
     "engine.bench.figures": _PLANS | {"engine.core.history"},
     "engine.bench.peers": _HOST
@@ -111,7 +114,11 @@ ROOMS: dict[str, frozenset[str]] = {
     | _ARRAYS
     | {"engine.core.checkpoints", "engine.runtime.checkpoint"}
     | {"engine.models", "engine.models.sources", "engine.runtime.worker", "engine.bench.figures"},
+    "engine.harness.cases": _GROUND
+    | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}
+    | {"engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
     "engine.harness": _HOST
+    | {"engine.harness.cases"}
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
     | {"engine.core.samples", "engine.files.scenarios"}
     | {"engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
@@ -121,7 +128,14 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checks", "engine.core.config", "engine.core.history", "engine.files", "engine.runtime.process"},
     "engine.api": _GROUND
     | {"engine.core.config", "engine.core.faults", "engine.core.history", "engine.core.membership", "engine.files"}
-    | {"engine.files.checkpoints", "engine.files.jobs", "engine.files.scenarios", "engine.harness", "engine.report"}
+    | {
+        "engine.files.checkpoints",
+        "engine.files.jobs",
+        "engine.files.scenarios",
+        "engine.harness",
+        "engine.harness.cases",
+        "engine.report",
+    }
     | {"engine.observers", "engine.runtime.checkpoint", "engine.runtime.faults", "engine.runtime.process"},
 }
 COMMANDS = (

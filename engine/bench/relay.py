@@ -28,9 +28,9 @@ from engine.core.history.step_files import FOLDER
 from engine.core.ownership import Grid, one_slot_each
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.event_loop import supervise
-from engine.runtime.agent.node import Node
-from engine.runtime.agent.session import join_store
 from engine.runtime.agent.worker_handles import close_workers, start_workers
+from engine.runtime.coordinator.node import Node
+from engine.runtime.coordinator.store_joining import join_store
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.ipc.step_writer import open_steps
@@ -147,7 +147,8 @@ def _round(
         recorder = Recorder(events_fd, AGENT)
         node = Node(kv, first_state(job, ownership, now_ns()), now_ns())
         stack.callback(node.leave)
-        node.enrol(members.values())
+        for member in members.values():
+            node.enrol(member.worker, member.child.pid, member.slots)
         agent = Agent(job, members, recorder, node, lambda agent: None)
         recorder.write(MarkRecord(phase="welcomed", epoch=0))
         for member in members.values():

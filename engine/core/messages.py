@@ -1,4 +1,7 @@
-"""The control messages of training, one class each; `epoch` of a worker's message is the one that it has accepted."""
+"""The control messages of training, one class each; `epoch` of a worker's message is the one that it has accepted.
+
+Those about plans and inventories are in `engine/core/recovery/plan_messages.py`.
+"""
 
 from __future__ import annotations
 
@@ -76,28 +79,6 @@ class EpochMessage(ToWorker):
     commit: CommitMessage | None  # the last one
     digest: str | None  # of the plan that they have prepared
     go: GoMessage | None  # when no message is left to wait for
-
-
-@message
-class PlanMessage(ToWorker):
-    """The document that every member makes the plan of an epoch from, when the last inventory is in."""
-
-    epoch: int
-    committed: int
-    members: tuple[int, ...]
-    leaving: tuple[int, ...]  # members that had given notice when the epoch was made; they become no shadows
-    owners: tuple[int, ...]
-    shadows: tuple[tuple[int, ...], ...]
-    inventories: tuple[tuple[int, str], ...]  # worker and text
-    wanted: tuple[int, ...] = ()  # the wanted owner of each slot, which becomes a shadow; empty if no slot is to move
-
-
-@message
-class PrepareMessage(ToWorker):
-    """The document of an epoch that will begin with the coming commit; the answer has the same number."""
-
-    number: int
-    plan: PlanMessage
 
 
 @message
@@ -239,33 +220,6 @@ class RaisedMessage(LastWords):
     at_ns: int
     step: int
     exception: WorkerException
-
-
-@message
-class InventoryMessage(ToAgent):
-    """All that a frozen worker holds, as text; `whole` are the places of the slots of which it has a whole replica."""
-
-    epoch: int
-    holds: str
-    whole: tuple[int, ...]
-
-
-@message
-class PlannedMessage(ToAgent):
-    """The worker has made the plan: its digest, and the stages that it cannot bring back."""
-
-    epoch: int
-    digest: str
-    lost_stages: tuple[int, ...]
-
-
-@message
-class PreparedMessage(ToAgent):
-    """The worker has made the plan of a coming epoch, for the order with this number."""
-
-    epoch: int
-    number: int
-    digest: str
 
 
 @message

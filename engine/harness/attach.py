@@ -26,7 +26,7 @@ from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import add_records, read_history
 from engine.files.growing_events import GrowingEvents
-from engine.harness.case_result import CaseResult, judged
+from engine.harness.cases.case_result import CaseResult, judged
 from engine.harness.dead_runs import launcher_runs
 from engine.runtime.agent.fault_requests import CLOSED
 from engine.runtime.process.interrupts import RunInterruptedError, breakable

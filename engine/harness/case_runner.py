@@ -6,79 +6,36 @@ Rules: every command that runs a job runs it here. A run folder has all that is 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
-import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checkpoints.ladder import Ladder
-from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.expectations import Observed, why_no_twin
 from engine.core.checks.twin import compare
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, StorageError, UserError
-from engine.core.faults.fault import Fault, to_plain
-from engine.core.faults.scenario import Scenario
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import ScenarioRecord
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
-from engine.harness.case_result import CaseResult, judged
+from engine.harness.cases.case import Case, scenario_record, whole_text, write_facts
+from engine.harness.cases.case_result import CaseResult, judged
 from engine.harness.run_end import failure_recorded, note_forced_end, record_failure, summary_of
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
     from engine.files.run_folder import RunFolder
-    from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_view import Ending
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
-_MOST_OF_NAME = 1_000  # characters of a text that are looked at for a folder's name
 _QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A run to make: a scenario and its concrete faults.
-
-    `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
-    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby`: a second coordinator waits. It
-    begins after the checkpoint `origin`. The given weights
-    must have the hash `init`, if it is not empty.
-    """
-
-    name: str
-    scenario: Scenario
-    faults: tuple[Fault, ...] = ()
-    origins: Mapping[str, str] = field(default_factory=dict)
-    file: Loaded | None = None
-    grace_s: float = 120.0
-    injectable: bool = True
-    standby: bool = False
-    origin: Resumption | None = None
-    init: str = ""
-
-
-def folder_name(text: str, otherwise: str) -> str:
-    """Returns the part of a run folder's name for any text: at most 40 of a-z 0-9 . _ -, `otherwise` if none is left.
-
-    A letter with an accent loses it.
-    """
-    plain = unicodedata.normalize("NFKD", text[:_MOST_OF_NAME]).encode("ascii", "ignore").decode().lower()
-    return re.sub(r"[^a-z0-9._-]+", "-", plain).strip("-._")[:40] or otherwise
-
-
-def case_of_file(loaded: Loaded) -> Case:
-    """Returns the case of a scenario file."""
-    return Case(folder_name(loaded.scenario.name, "case"), loaded.scenario, loaded.faults, loaded.origins, file=loaded)
 
 
 def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None) -> CaseResult:
@@ -128,7 +85,7 @@ def _run_in(
 
     if case.file is not None:
         write_atomically(folder.path / "scenario.yaml", whole_text(case.file))
-    _write_facts(folder, case)
+    write_facts(folder, case)
     traces = LeakCheck() if case.scenario.expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
     options: dict[str, Any] = {name: getattr(case, name) for name in ("faults", "grace_s", "injectable", "standby")}
@@ -182,7 +139,7 @@ def _concluded(
         seen = replace(seen, twin=_compared(job, seen.history, rows, folder, screen, drive))
     result = judged(case.scenario, faults, folder.path, seen)
     result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
-    _write_facts(folder, case, result.to_plain())
+    write_facts(folder, case, result.to_plain())
     add_records(folder.events, *result.records(), result.ended)
     return result
 
@@ -238,63 +195,3 @@ def _compared(
         return error
     add_records(folder.events, found)
     return found
-
-
-def whole_text(loaded: Loaded) -> str:
-    """Returns the text of a scenario with its job, without secret values; a job from another file may change."""
-    from engine.core.faults.scenario_plain import scenario_plain
-    from engine.files.scenarios.scenario_text import scenario_text
-
-    job = loaded.scenario.job.masked
-    if loaded.source.is_whole and job == loaded.scenario.job and loaded.path.is_file():  # a cell of a matrix has none
-        return loaded.path.read_text(encoding="utf-8")
-    usual = replace(job, results=Job().results)  # a folder of this run is no part of the scenario
-    head = "" if loaded.source.is_whole else f"# {loaded.path}, with its job: {loaded.job_from}\n"
-    return head + scenario_text(scenario_plain(replace(loaded.scenario, job=usual)))
-
-
-def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
-    """Returns the record with all that is needed to run the scenario again.
-
-    The text comes from the `copy` that the run made at its start, because the user may have changed the file since.
-    """
-    from engine.files.scenarios.library import library
-
-    name = loaded.scenario.name
-    is_shipped = loaded.path == library() / f"{name}.yaml"
-    return ScenarioRecord(
-        scenario=name if is_shipped and loaded.source.is_whole else "scenario.yaml",
-        text=copy.read_text(encoding="utf-8"),
-        seed=loaded.seed,
-        settings=loaded.settings_but_results,
-        needs_trust=bool(loaded.foreign),
-    )
-
-
-def _write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
-    from engine.files.host_facts import host_facts
-
-    facts: dict[str, Any] = {
-        "run": folder.path.name,
-        "job": asdict(case.scenario.job.masked),
-        "origins": case.origins,
-        "injectable": case.injectable,
-        "host": host_facts(Path.cwd()),
-    }
-    if case.init:
-        facts["init"] = {"file": case.scenario.job.init, "sha256": case.init}
-    if case.origin is not None:
-        facts["resumed"] = asdict(case.origin)
-    if case.file is not None:
-        facts["scenario"] = {
-            "name": case.scenario.name,
-            "file": str(case.file.path),
-            "job": case.file.job_from,
-            "seed": case.file.seed,
-            "settings": case.file.settings_but_results,
-            "needs_trust": bool(case.file.foreign),
-            "faults": [to_plain(fault) for fault in case.faults],
-        }
-    elif case.faults:
-        facts["kill"] = [fault.id for fault in case.faults]
-    folder.write_run_json(facts | {"result": result})

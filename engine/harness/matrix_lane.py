@@ -52,7 +52,8 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
 
 
 def _checked(cell: str, loaded: Loaded, server: ForkServer, *, keep: bool) -> CellResult:
-    from engine.harness.case_runner import case_of_file, run_case
+    from engine.harness.case_runner import run_case
+    from engine.harness.cases.case import case_of_file
     from engine.harness.screen import lines_only
 
     case = run_case(case_of_file(loaded), None, lines_only(partial(print, flush=True)), server)

@@ -11,6 +11,7 @@ from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.record import StampedRecord
 from engine.core.membership.events import Heard
 from engine.core.message_codec import Message, ToWorker
+from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
 from engine.core.recovery.vote import SlotVote, VoteMessage
 from tests.core.membership_cases import forming
 
@@ -71,8 +72,8 @@ def answers(state: CoordinatorState) -> list[Heard]:
     """Returns the inventories and the plans of all members."""
     known = state.membership
     told: list[Message] = [
-        messages.InventoryMessage(known.epoch, "all", ()),
-        messages.PlannedMessage(known.epoch, "plan", ()),
+        InventoryMessage(known.epoch, "all", ()),
+        PlannedMessage(known.epoch, "plan", ()),
     ]
     return [heard(worker, each) for each in told for worker in known.members]
 

@@ -22,15 +22,8 @@ from engine.core.membership.protocol import step
 from engine.core.membership.standstill import Report
 from engine.core.membership.state import Options, Phase, State, begin
 from engine.core.message_codec import Message
-from engine.core.messages import (
-    FinishedMessage,
-    HeartbeatMessage,
-    InventoryMessage,
-    PlannedMessage,
-    ReadyMessage,
-    SuspicionMessage,
-    WaitingMessage,
-)
+from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage, SuspicionMessage, WaitingMessage
+from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
 
 S = 1_000_000_000
 RING = ((2,), (0,), (1,))  # the shadow of each stage is the owner of the stage before

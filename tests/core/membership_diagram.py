@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 from engine.core.membership.protocol import TABLE
+from engine.core.membership.rule import Rule
 from engine.core.membership.state import Phase
-from engine.core.membership.transitions import Rule
 
 
 def picture() -> str:

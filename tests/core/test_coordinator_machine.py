@@ -40,9 +40,10 @@ from engine.core.history.run_records import (
 )
 from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
 from engine.core.membership.state import Phase
-from engine.core.messages import CommitMessage, EpochMessage, GoMessage, PlanMessage
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage
 from engine.core.process_messages import ByeMessage, UnprovenMessage
 from engine.core.recovery.ballot import Commit
+from engine.core.recovery.plan_messages import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.worker_exception import WorkerException
 from tests.core.coordinator_cases import S, answers, begun, committed, given, heard, killed, told, training, written
 from tests.core.coordinator_cases import votes as votes_of
@@ -277,9 +278,9 @@ def test_a_hand_over_that_all_have_prepared_is_one_decision_with_the_commit() ->
     state, outputs = given(training(), Notice(6, 2, 120 * S))
     assert written(outputs) == [NoticeRecord(of=2, grace_s=120.0)]
     (order,) = told(outputs)
-    assert isinstance(order, messages.PrepareMessage)
+    assert isinstance(order, PrepareMessage)
     state, outputs = given(
-        state, *(heard(each, messages.PreparedMessage(order.plan.epoch, order.number, "plan")) for each in range(3))
+        state, *(heard(each, PreparedMessage(order.plan.epoch, order.number, "plan")) for each in range(3))
     )
     assert outputs == ()
     state, outputs = committed(state)

@@ -12,8 +12,9 @@ from engine.core.history.process_records import CutShortRecord
 from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.message_codec import Message, decode, encode
-from engine.core.messages import FailedMessage, InventoryMessage, PlanMessage
+from engine.core.messages import FailedMessage
 from engine.core.process_messages import ByeMessage
+from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage
 
 INPUTS: tuple[CoordinatorInput, ...] = (
     Heard(5, 2, InventoryMessage(3, '{"a": 1}', (0, 2)), "host"),

@@ -37,7 +37,8 @@ from engine.core.membership.protocol import TABLE, step
 from engine.core.membership.state import GATHERING, Phase, Sighting, State, resume, to_json
 from engine.core.membership.verdicts import leavers
 from engine.core.message_codec import Message
-from engine.core.messages import FinishedMessage, InventoryMessage, PlanMessage, PlannedMessage
+from engine.core.messages import FinishedMessage
+from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage, PlannedMessage
 from tests.core.membership_cases import (
     JOINED,
     S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.core.membership.protocol import TABLE
-from engine.core.membership.transitions import Rule
+from engine.core.membership.rule import Rule
 from tests.core.membership_diagram import picture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "membership.md"

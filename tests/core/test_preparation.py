@@ -6,8 +6,8 @@ from engine.core.coordinator import preparation
 from engine.core.coordinator.state import Preparation
 from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted
 from engine.core.membership.state import Phase, State
-from engine.core.messages import PreparedMessage, PrepareMessage
 from engine.core.ownership import Grid, Ownership
+from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
 from tests.core.membership_cases import S, running, told
 
 GRID = Grid(3, 4)

@@ -14,11 +14,6 @@ from engine.core.messages import (
     EpochMessage,
     Evaluation,
     GoMessage,
-    InventoryMessage,
-    PlanMessage,
-    PlannedMessage,
-    PreparedMessage,
-    PrepareMessage,
     ReadyMessage,
     SuspicionMessage,
     ValidatedMessage,
@@ -28,6 +23,13 @@ from engine.core.messages import (
 from engine.core.ownership import Grid, Ownership
 from engine.core.process_messages import ByeMessage, NoticeMessage, StopMessage
 from engine.core.recovery.plan import EpochPlan, Plan
+from engine.core.recovery.plan_messages import (
+    InventoryMessage,
+    PlanMessage,
+    PlannedMessage,
+    PreparedMessage,
+    PrepareMessage,
+)
 from engine.core.worker.inbox import Inbox, arrived, taken
 from engine.core.worker.inputs import (
     Built,

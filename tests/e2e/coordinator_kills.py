@@ -24,10 +24,11 @@ from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.wire import StepMessage
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message
+from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.core.store.kv import Txn
 from engine.runtime.agent.session import run_session
-from engine.runtime.agent.standby import CoordinatorGoneError, StandbyCoordinator
+from engine.runtime.coordinator.standby import CoordinatorGoneError, StandbyCoordinator
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import lives, outcome_of
 from tests.e2e.recorded import events_of
@@ -101,18 +102,18 @@ MOMENTS: dict[str, Moment] = {
     "a validation": Moment(hears(messages.ValidationMessage)),
     "a death is seen": Moment(is_input("Ended", Phase.RUNNING), strikes=DEATH),
     "the verdict is not told": untold(tells(messages.EpochMessage, 2), 1, *DEATH),
-    "an inventory": Moment(hears(messages.InventoryMessage), 2, strikes=DEATH),
-    "the plan is not told": untold(tells(messages.PlanMessage), 1, *DEATH),
-    "a plan was made": Moment(hears(messages.PlannedMessage), 2, strikes=DEATH),
+    "an inventory": Moment(hears(InventoryMessage), 2, strikes=DEATH),
+    "the plan is not told": untold(tells(PlanMessage), 1, *DEATH),
+    "a plan was made": Moment(hears(PlannedMessage), 2, strikes=DEATH),
     "the start is not told": untold(tells(messages.GoMessage), 1, *DEATH),
     "the commit of the heal is not told": untold(tells(messages.CommitMessage), 4, *DEATH),
     "a notice": Moment(is_input("Notice", Phase.RUNNING), strikes=NOTICE, fields=LATER),
-    "a hand-over is prepared": Moment(hears(messages.PreparedMessage), 2, strikes=NOTICE, fields=LATER),
+    "a hand-over is prepared": Moment(hears(PreparedMessage), 2, strikes=NOTICE, fields=LATER),
     "the hand-over is not told": untold(tells(messages.EpochMessage, 2), 1, *NOTICE, **LATER),
     "the last worker is done": Moment(hears(messages.FinishedMessage), 4),
     "the end is not told": untold(releases),
     "it stands still": Moment(hears(VoteMessage), 7, number=signal.SIGSTOP),
-    "it stands still in a recovery": Moment(hears(messages.InventoryMessage), 2, strikes=DEATH, number=signal.SIGSTOP),
+    "it stands still in a recovery": Moment(hears(InventoryMessage), 2, strikes=DEATH, number=signal.SIGSTOP),
     "its lease has to expire": Moment(hears(VoteMessage), 7, is_freed=False),
 }
 

@@ -10,7 +10,8 @@ import pytest
 
 from engine.files.scenarios.library import scenario_names
 from engine.files.scenarios.scenario_file import load_scenario
-from engine.harness.case_runner import case_of_file, run_case
+from engine.harness.case_runner import run_case
+from engine.harness.cases.case import case_of_file
 from engine.harness.screen import lines_only
 from engine.runtime.doctor.leak_check import mark_processes
 from engine.runtime.faults.registry import kinds

@@ -17,7 +17,7 @@ from engine.files.scenarios.library import scenario_names
 from engine.files.scenarios.matrix_file import read_matrix
 from engine.files.scenarios.scenario_file import Loaded, load_document, load_scenario
 from engine.files.strict_yaml import read_text
-from engine.harness.case_runner import case_of_file, scenario_record, whole_text
+from engine.harness.cases.case import case_of_file, scenario_record, whole_text
 from engine.runtime.faults.registry import kinds
 
 HEAD = "version: 1\nname: x\nabout: z\n"

@@ -12,7 +12,7 @@ from engine.core.history.run_records import ScenarioRecord
 from engine.files.events_file import read_history
 from engine.files.scenarios.library import find_scenario
 from engine.files.scenarios.scenario_file import load_scenario
-from engine.harness.case_runner import scenario_record
+from engine.harness.cases.case import scenario_record
 from engine.runtime.faults.registry import kinds
 
 

@@ -20,7 +20,7 @@ from engine.core.exclusion import Cause, excluded
 from engine.core.faults.scenario import Expect, Scenario
 from engine.core.history.process_records import EndedRecord
 from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, Difference, Result, VerdictRecord
-from engine.harness.case_result import CaseResult, judged
+from engine.harness.cases.case_result import CaseResult, judged
 from tests.core.made_records import made_history
 from tests.kills import parse_kill
 

@@ -12,7 +12,7 @@ from engine.core.checks.expectations import Observed
 from engine.core.errors import ExitCode
 from engine.core.history.run_history import history_of
 from engine.core.history.run_records import ConfirmedRecord, RaisedRecord
-from engine.harness.case_result import CaseResult
+from engine.harness.cases.case_result import CaseResult
 
 INJECTED = "RuntimeError: injected by fault 'fault-1'"
 RECORDS = (

@@ -11,20 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.messages import (
-    CommitMessage,
-    ExitMessage,
-    GoMessage,
-    HeartbeatMessage,
-    MarkMessage,
-    PlanMessage,
-    PreparedMessage,
-    PrepareMessage,
-    ValidatedMessage,
-)
+from engine.core.messages import CommitMessage, ExitMessage, GoMessage, HeartbeatMessage, MarkMessage, ValidatedMessage
 from engine.core.ownership import Grid, fresh
 from engine.core.process_messages import BusyMessage, PingMessage, StopMessage
 from engine.core.recovery.plan import EpochPlan, Plan
+from engine.core.recovery.plan_messages import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.recovery.vote import SlotVote, VoteMessage
 from engine.core.worker.inputs import Built, PlanPrepared, Told
 from engine.runtime.ipc.control import Control, Fenced, Stopped

@@ -13,8 +13,9 @@ from engine.core.coordinator.state import ROLE, STATE, CoordinatorState, documen
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.membership.events import Notice, TakenOver
 from engine.core.membership.state import Phase
+from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
 from engine.core.store.kv import KV, Lease
-from engine.runtime.agent.coordinator import Coordinator
+from engine.runtime.coordinator.coordinator import Coordinator
 from engine.runtime.store.election import Election
 from tests.core.coordinator_cases import answers, begun, heard, killed, told, votes
 from tests.doubles.kv_double import Fault
@@ -94,8 +95,8 @@ def test_a_prepared_hand_over_and_its_commit_are_written_as_one(backend: Backend
     client, reader = backend.client(), backend.client()
     coordinator = start(client, begun())
     (order,) = told(tell(coordinator, *JOINED, Notice(2, 2, S)))
-    assert isinstance(order, messages.PrepareMessage)
-    prepared = messages.PreparedMessage(order.plan.epoch, order.number, "plan")
+    assert isinstance(order, PrepareMessage)
+    prepared = PreparedMessage(order.plan.epoch, order.number, "plan")
     tell(coordinator, *(heard(worker, prepared) for worker in range(3)))
     before = reader.read_prefix("").revision
     assert [type(each) for each in told(commit(coordinator))] == [messages.CommitMessage, messages.EpochMessage]

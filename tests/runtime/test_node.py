@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,8 @@ from engine.core.membership.events import Heard
 from engine.core.membership.state import Options, begin
 from engine.core.messages import HeartbeatMessage, ReadyMessage
 from engine.core.store.kv import KV, Lease
-from engine.runtime.agent import node as node_module
-from engine.runtime.agent.node import Node
-from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.process.fork_client import Child
+from engine.runtime.coordinator import node as node_module
+from engine.runtime.coordinator.node import Node
 from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS
 from engine.runtime.store.etcd_calls import DEADLINE_S
 from tests.runtime.kv_backends import Backend
@@ -42,10 +39,8 @@ def first_state(num_stages: int) -> CoordinatorState:
 def start(client: KV, num_stages: int = 3) -> Node:
     """Returns a node with its workers enrolled."""
     node = Node(client, first_state(num_stages), 0)
-    node.enrol(
-        WorkerHandle(worker, ((0, worker),), Child("", 1000 + worker, -1), NO_LINK, Path())
-        for worker in range(num_stages)
-    )
+    for worker in range(num_stages):
+        node.enrol(worker, 1000 + worker, ((0, worker),))
     return node
 
 

@@ -15,7 +15,7 @@ from engine.core.membership.events import Heard, LeaseExpired, Restarted
 from engine.core.message_codec import Message
 from engine.core.messages import ReadyMessage
 from engine.core.ownership import Grid, fresh
-from engine.runtime.agent.standby import CoordinatorGoneError, StandbyCoordinator
+from engine.runtime.coordinator.standby import CoordinatorGoneError, StandbyCoordinator
 
 JOINS = tuple(Heard(1, worker, ReadyMessage(), "node-0") for worker in range(2))
 LIFE: tuple[CoordinatorInput, ...] = (*JOINS, Ended(2, 1, -9), Stopping(3), Ended(4, 0, -9))

@@ -14,8 +14,8 @@ from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
 from engine.core.ownership import Ownership
 from engine.runtime.agent import session
-from engine.runtime.agent.node import Node
 from engine.runtime.agent.run_view import Ending
+from engine.runtime.coordinator.node import Node
 from engine.runtime.in_process.thread_server import ThreadServer
 from engine.runtime.ipc.recorder import now_ns
 from tests.doubles.kv_double import StoreDouble

@@ -10,7 +10,7 @@ import pytest
 from engine.core.config.job import FACTORY
 from engine.files.run_folder import RUN_NAME
 from engine.harness import matrix_runner
-from engine.harness.case_runner import folder_name
+from engine.harness.cases.case import folder_name
 from tests.e2e.launcher import Launcher
 
 MODULE = """

@@ -58,7 +58,7 @@ from engine.files.run_folder import create_run_folder
 create_run_folder(Path("results"), "../up", datetime.now(), "0000")
 """,
     "a message that does not fit": """
-from engine.core.messages import InventoryMessage
+from engine.core.recovery.plan_messages import InventoryMessage
 from engine.runtime.ipc.link import packet
 packet(InventoryMessage(0, "x" * 200_000, ()))
 """,

@@ -14,13 +14,13 @@ from engine.core.message_codec import MAX_BYTES, TextsToAgent, cut, decode, enco
 from engine.core.messages import (
     CutMessage,
     FailedMessage,
-    InventoryMessage,
     RaisedMessage,
     RefusedMessage,
     SufferedMessage,
     SuspicionMessage,
 )
 from engine.core.process_messages import DoneMessage, PureMessage
+from engine.core.recovery.plan_messages import InventoryMessage
 from engine.core.worker_exception import WorkerException
 from engine.models import user_code
 from engine.models.user_code import RAISED, blame, exception_of, log_exception

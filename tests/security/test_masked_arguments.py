@@ -30,7 +30,7 @@ from engine.files.jobs.job_file import resolve_job
 from engine.files.jobs.job_layers import masked_setting, masked_words
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 from engine.files.scenarios.scenario_file import Loaded, load_scenario
-from engine.harness.case_runner import scenario_record, whole_text
+from engine.harness.cases.case import scenario_record, whole_text
 from engine.harness.matrix_lane import run_cell
 from engine.harness.matrix_runner import MatrixRun
 from engine.report.headline import command

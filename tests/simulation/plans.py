@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.core.messages import PlanMessage
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, with_shadows
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import Inventory, from_json
 from engine.core.recovery.plan import EpochPlan
+from engine.core.recovery.plan_messages import PlanMessage
 from engine.core.recovery.planner import PlanInput, make_plan
 from engine.core.worker.epoch_plan import plan_epoch
 from tests.simulation.case import Violation

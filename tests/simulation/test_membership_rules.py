@@ -14,9 +14,10 @@ from engine.core.exclusion import Cause, excluded
 from engine.core.membership import effects as membership_orders
 from engine.core.membership import events, failure_detector, protocol, transitions, verdicts
 from engine.core.membership import state as membership_state
+from engine.core.membership.rule import Rule
 from engine.core.membership.state import Phase, State
-from engine.core.membership.transitions import Rule
 from engine.core.message_codec import Message
+from engine.core.recovery.plan_messages import PlannedMessage
 from engine.core.worker import recovery_rules
 from engine.core.worker.state import WorkerState
 from engine.core.worker.step_rules import Stepped
@@ -156,11 +157,11 @@ def exit_code_0_is_no_death(patch: Patch) -> None:
 
 @planted(lambda: troubled(300), "has not made the plan")
 def training_starts_with_the_first_plan(patch: Patch) -> None:
-    def decide(state: State, event: events.Heard[messages.PlannedMessage]) -> State:
+    def decide(state: State, event: events.Heard[PlannedMessage]) -> State:
         new = transitions.agrees.decide(state, event)
         return new._replace(phase=Phase.RUNNING) if new.digests and new.committed < new.last_step else new
 
-    patch_rule(patch, messages.PlannedMessage, decide)
+    patch_rule(patch, PlannedMessage, decide)
 
 
 @planted(killed, "own or shadow a slot, and there is no inventory")

@@ -14,9 +14,10 @@ from engine.core.membership import transitions as membership_rules
 from engine.core.membership import verdicts as membership_verdicts
 from engine.core.membership.effects import AnnounceCommit, PublishEpoch
 from engine.core.membership.events import Heard, TakenOver
-from engine.core.messages import CommitMessage, EpochMessage, PlanMessage
+from engine.core.messages import CommitMessage, EpochMessage
 from engine.core.recovery import ballot as commit
 from engine.core.recovery import planner as recovery
+from engine.core.recovery.plan_messages import PlanMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.core.worker import machine as worker_machine
 from engine.core.worker import outputs, recovery_rules

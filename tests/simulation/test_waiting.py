@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Exclusion
-from engine.core.membership import transitions
+from engine.core.membership import requests, transitions
 from engine.core.membership.state import Phase, State
 from engine.core.membership.verdicts import all_inventoried, new_epoch
 from tests.simulation import actions, plans
@@ -104,7 +104,7 @@ def test_death_of_a_waiting_worker_makes_an_epoch(monkeypatch: pytest.MonkeyPatc
 
 def test_a_number_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that takes over hears again of a waiting worker that has died, and another in a late word."""
-    monkeypatch.setattr(transitions, "is_unknown", lambda state, worker: True)
+    monkeypatch.setattr(requests, "is_unknown", lambda state, worker: True)
     dies = Fault(3, "waiting")
     caught((replace(WAITING, seed=1, faults=(dies,)),), "number 3 is used twice")
     caught(take_overs(replace(WAITING, faults=(dies, Fault(1, "moment", 40))), 3), "number 3 is used twice")

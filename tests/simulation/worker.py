@@ -16,6 +16,7 @@ from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.membership.standstill import LEAST_QUIET_NS
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership, Slot
+from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage
 from engine.core.worker import inputs, outputs
 from engine.core.worker.inbox import Inbox, arrived, taken
 from engine.core.worker.machine import step
@@ -80,7 +81,7 @@ class Worker(Joining):
         """Takes a message in, in the control thread."""
         if self.puts_off(self.told, message):
             return
-        if isinstance(message, messages.PrepareMessage):
+        if isinstance(message, PrepareMessage):
             self.feed(inputs.Told(message))
             return
         if isinstance(message, messages.PartitionMessage | messages.BorderMessage):
@@ -242,7 +243,7 @@ class Worker(Joining):
             self.later(self.world.planning(), self.plan_made, output.told)
         return None
 
-    def plan_made(self, told: messages.PlanMessage) -> None:
+    def plan_made(self, told: PlanMessage) -> None:
         """Has made the plan."""
         self.answer(inputs.PlanMade(planned(self.ownership.grid, told).plan))
 
@@ -256,7 +257,7 @@ class Worker(Joining):
         self.thinks_until = max(self.thinks_until, self.world.now) + self.world.planning()
         return self.thinks_until
 
-    def prepared(self, told: messages.PrepareMessage) -> None:
+    def prepared(self, told: PrepareMessage) -> None:
         """Has made a plan in the planner thread."""
         if not self.puts_off(self.prepared, told):
             made = planned(self.ownership.grid, told.plan).plan
@@ -417,7 +418,7 @@ def whole_step(world: World, ownership: Ownership) -> dict[int, Compiled]:
 
 
 _INTERRUPTIBLE = outputs.Run | outputs.Validate
-_SAID = {messages.InventoryMessage: "inventoried", messages.PlannedMessage: "planned"}
+_SAID = {InventoryMessage: "inventoried", PlannedMessage: "planned"}
 _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
     outputs.Say: Worker.say,
     outputs.MarkPhase: Worker.mark,

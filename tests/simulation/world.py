@@ -25,6 +25,7 @@ from engine.core.membership.state import Options, Phase, State
 from engine.core.membership.state import begin as first_membership
 from engine.core.message_codec import ToAgent, ToWorker
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.core.schedules.registry import SCHEDULES
 from tests.simulation.case import LINK_KINDS, MOVE, Case, Fault, Violation
@@ -435,11 +436,11 @@ def _in_words(numbers: tuple[int, ...]) -> str:
 _STRUCK, _ENDED, _OTHER = -2, -3, -4
 _WORDS: dict[type[ToAgent], int] = {
     messages.SuspicionMessage: -10,
-    messages.InventoryMessage: -11,
-    messages.PlannedMessage: -12,
+    InventoryMessage: -11,
+    PlannedMessage: -12,
     messages.FinishedMessage: -13,
     VoteMessage: -14,
-    messages.PreparedMessage: -15,
+    PreparedMessage: -15,
     messages.ReadyMessage: -16,
     messages.WaitingMessage: -18,
     messages.ValidationMessage: -17,

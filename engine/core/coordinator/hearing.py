@@ -28,6 +28,7 @@ from engine.core.membership.verdicts import may_restart
 from engine.core.message_codec import Message
 from engine.core.process_messages import KeyMessage, UnprovenMessage
 from engine.core.recovery.ballot import NO_NORM, SKIP
+from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.recovery.vote import VoteMessage
 
 MessageRule = Callable[[CoordinatorState, Heard[Message], Any], Decided]
@@ -121,7 +122,7 @@ def _on_failed(
     return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
 
 
-def _on_prepared(state: CoordinatorState, heard: Heard[Message], told: messages.PreparedMessage) -> Decided:
+def _on_prepared(state: CoordinatorState, heard: Heard[Message], told: PreparedMessage) -> Decided:
     return state._replace(preparation=answered(state.preparation, heard.worker, told)), ()
 
 
@@ -143,9 +144,9 @@ RULES: dict[type[Message], MessageRule] = {
     messages.RefusedMessage: _on_failed,
     messages.FailedMessage: _on_failed,
     messages.RaisedMessage: _on_raised,
-    messages.InventoryMessage: _decide,
-    messages.PlannedMessage: _decide,
-    messages.PreparedMessage: _on_prepared,
+    InventoryMessage: _decide,
+    PlannedMessage: _decide,
+    PreparedMessage: _on_prepared,
     VoteMessage: _on_vote,
     KeyMessage: _relay,
     UnprovenMessage: _on_unproven,

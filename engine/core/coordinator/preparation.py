@@ -23,10 +23,16 @@ from engine.core.membership.effects import PublishPlanInput
 from engine.core.membership.events import Event, Heard, StepCommitted
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase, State
-from engine.core.messages import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage, PrepareMessage
 from engine.core.ownership import Ownership
 from engine.core.recovery.inventory import Inventory as Held
 from engine.core.recovery.inventory import to_json
+from engine.core.recovery.plan_messages import (
+    InventoryMessage,
+    PlanMessage,
+    PlannedMessage,
+    PreparedMessage,
+    PrepareMessage,
+)
 
 _STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within three, and later steps take longer
 

@@ -19,9 +19,10 @@ from engine.core.duration import parse_duration
 from engine.core.errors import InvariantError, required
 from engine.core.membership import state as membership_state
 from engine.core.membership.state import Options, State
-from engine.core.messages import CommitMessage, EpochMessage, PlanMessage
+from engine.core.messages import CommitMessage, EpochMessage
 from engine.core.ownership import Ownership
 from engine.core.recovery.ballot import Ballot, Commit
+from engine.core.recovery.plan_messages import PlanMessage
 
 _keeping_of = lru_cache(maxsize=64)(keeping_of)
 _PATIENCE_S = 600

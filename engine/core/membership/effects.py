@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.core.membership.state import GATHERING, Phase, State
-from engine.core.messages import PlanMessage
+from engine.core.recovery.plan_messages import PlanMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 from engine.core.membership.evidence import Sight
 from engine.core.message_codec import Message
-from engine.core.messages import FinishedMessage, InventoryMessage, PlannedMessage, SuspicionMessage
+from engine.core.messages import FinishedMessage, SuspicionMessage
+from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
 
 Answer = InventoryMessage | PlannedMessage | SuspicionMessage | FinishedMessage
 Said = TypeVar("Said", bound=Message)

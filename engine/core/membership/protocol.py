@@ -24,9 +24,10 @@ from engine.core.membership.events import (
     Tick,
     Wanted,
 )
+from engine.core.membership.requests import leaves, leaves_early, waits, wants
+from engine.core.membership.rule import Rule
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.transitions import (
-    Rule,
     agrees,
     changes_nothing,
     commits,
@@ -38,26 +39,15 @@ from engine.core.membership.transitions import (
     is_restarted,
     joins,
     joins_first,
-    leaves,
-    leaves_early,
     looks_at_clock,
     loses_node,
     suspects,
     takes_over,
     takes_over_at_end,
-    waits,
-    wants,
 )
 from engine.core.message_codec import Message
-from engine.core.messages import (
-    FinishedMessage,
-    HeartbeatMessage,
-    InventoryMessage,
-    PlannedMessage,
-    ReadyMessage,
-    SuspicionMessage,
-    WaitingMessage,
-)
+from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage, SuspicionMessage, WaitingMessage
+from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
 
 _UNASKED = Impossible("no worker is asked for an answer before the first epoch")
 _UNTRAINED = Impossible("no worker trains before the first epoch")

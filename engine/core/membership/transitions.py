@@ -1,4 +1,4 @@
-"""The transitions of the membership protocol: a rule per kind of event.
+"""The transitions of the membership protocol: a rule per kind of event; `requests.py` has others.
 
 Rules: a rule only changes the state; the effects follow from the `pending_effects` of the new state. A rule gets
 messages of members only, and answers of the present epoch only. A repeated or late event changes nothing.
@@ -6,17 +6,14 @@ messages of members only, and answers of the present epoch only. A repeated or l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 from engine.core import messages
-from engine.core.errors import ExitCode, ensure
+from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded, in_words
 from engine.core.membership import events
 from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
 from engine.core.membership.events import Heard
 from engine.core.membership.failure_detector import alive, dark, heard, last_seen, sighted, ticked, unresponsive
+from engine.core.membership.rule import rule
 from engine.core.membership.standstill import steps_after
 from engine.core.membership.state import GATHERING, Phase, State, begin
 from engine.core.membership.verdicts import (
@@ -31,23 +28,11 @@ from engine.core.membership.verdicts import (
     restarting,
     state_lost,
 )
-from engine.core.membership.waiting import is_unknown, loses, loses_silent
+from engine.core.membership.waiting import loses, loses_silent
+from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
 from engine.core.texts import numbered
 
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The transition for an event, and the phases to which it may lead, beside the present one."""
-
-    decide: Callable[[State, Any], State]
-    leads_to: tuple[Phase, ...]
-
-
-def rule(*leads_to: Phase) -> Callable[[Callable[[State, Any], State]], Rule]:
-    """Decorates a transition as a `Rule`."""
-    return lambda decide: Rule(decide, leads_to)
 
 
 @rule()
@@ -69,17 +54,6 @@ def joins_first(state: State, event: Heard[messages.ReadyMessage]) -> State:
     return new._replace(
         phase=Phase.RUNNING, epoch=state.epoch + 1, reason="every worker has joined", committed_ns=now_ns
     )
-
-
-@rule()
-def waits(state: State, event: Heard[messages.WaitingMessage]) -> State:
-    """Records that a worker waits to become a member; it may have become one, or be lost, when this is read again."""
-    if event.worker in (*state.members, *state.waiting):
-        return alive(state, event.worker, event.now_ns)
-    if not is_unknown(state, event.worker):
-        return state
-    new = alive(state, event.worker, event.now_ns)
-    return new._replace(waiting=(*state.waiting, event.worker), nodes={**state.nodes, event.worker: event.node})
 
 
 @rule()
@@ -150,7 +124,7 @@ def loses_node(state: State, event: events.LeaseExpired) -> State:
 
 
 @rule(Phase.HALTED)
-def is_inventoried(state: State, event: Heard[messages.InventoryMessage]) -> State:
+def is_inventoried(state: State, event: Heard[InventoryMessage]) -> State:
     """Records a worker's first inventory, with which it is frozen; the last inventory completes the set."""
     if event.worker in state.inventories:
         return state
@@ -163,7 +137,7 @@ def is_inventoried(state: State, event: Heard[messages.InventoryMessage]) -> Sta
 
 
 @rule(Phase.RUNNING, Phase.DRAINING, Phase.HALTED)
-def agrees(state: State, event: Heard[messages.PlannedMessage]) -> State:
+def agrees(state: State, event: Heard[PlannedMessage]) -> State:
     """Continues training when all members have made the same plan; halts if two plans differ, which is a bug."""
     if len(state.inventories) < len(state.members) or event.worker in state.digests:
         return state
@@ -198,35 +172,6 @@ def commits(state: State, event: events.StepCommitted) -> State:
     if event.waits:
         return new
     return handed_over(new, event.now_ns) if begins_epoch(new) else new
-
-
-@rule()
-def leaves(state: State, event: events.Notice) -> State:
-    """Records that a worker will hand over at the next boundary, or that the job ends after the running step."""
-    if event.worker is None:
-        running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
-        return state._replace(last_step=min(state.last_step, running))
-    if event.worker in state.waiting or is_unknown(state, event.worker):
-        return loses(state, [excluded(event.worker, Cause.LEFT, "has left while it waited")])
-    if event.worker not in state.members or event.worker in state.leaving:
-        return state
-    return state._replace(leaving=(*state.leaving, event.worker))
-
-
-@rule()
-def wants(state: State, event: events.Wanted) -> State:
-    """Records the wanted owners; the slots move at step boundaries, as soon as these hold whole replicas."""
-    ensure(len(event.owners) in (0, len(state.owners)), f"{len(event.owners)} owners for {len(state.owners)} slots")
-    new = state._replace(wanted=event.owners, wanted_why=event.why)
-    return new if new.wanted_moves else new._replace(wanted=(), wanted_why="")
-
-
-@rule(Phase.HALTED)
-def leaves_early(state: State, event: events.Notice) -> State:
-    """Halts a job that is told to stop before its first step."""
-    if event.worker is None:
-        return halted(state, ExitCode.TERMINATED, "the job was stopped before training began")
-    return leaves.decide(state, event)
 
 
 @rule(Phase.FINISHED)

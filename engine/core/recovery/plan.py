@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core.action import Program
-from engine.core.messages import PlanMessage
 from engine.core.ownership import Ownership, Slot
+from engine.core.recovery.plan_messages import PlanMessage
 
 
 @dataclass(frozen=True, slots=True)

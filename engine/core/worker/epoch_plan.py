@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.core.messages import PlanMessage
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.inventory import from_json
 from engine.core.recovery.plan import EpochPlan
+from engine.core.recovery.plan_messages import PlanMessage
 from engine.core.recovery.planner import PlanInput, make_plan
 
 

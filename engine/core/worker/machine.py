@@ -16,15 +16,9 @@ from typing import Any
 
 from engine.core.errors import Impossible, InvariantError
 from engine.core.message_codec import Message
-from engine.core.messages import (
-    CommitMessage,
-    EpochMessage,
-    GoMessage,
-    PlanMessage,
-    PrepareMessage,
-    ValidatedMessage,
-)
+from engine.core.messages import CommitMessage, EpochMessage, GoMessage, ValidatedMessage
 from engine.core.process_messages import ByeMessage, StopMessage
+from engine.core.recovery.plan_messages import PlanMessage, PrepareMessage
 from engine.core.worker import inputs
 from engine.core.worker.recovery_rules import (
     catches_up,

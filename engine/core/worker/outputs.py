@@ -13,9 +13,10 @@ from typing import Literal
 
 from engine.core.checkpoints.keeping import StateShare
 from engine.core.message_codec import ToAgent
-from engine.core.messages import CommitMessage, EpochMessage, OwnPhase, PlanMessage, PrepareMessage
+from engine.core.messages import CommitMessage, EpochMessage, OwnPhase
 from engine.core.ownership import Ownership, Slot
 from engine.core.recovery.plan import EpochPlan
+from engine.core.recovery.plan_messages import PlanMessage, PrepareMessage
 
 ProgramKind = Literal["usual", "plan", "heal"]  # heal: a whole step in which new shadows get their state
 

@@ -14,6 +14,13 @@ from __future__ import annotations
 
 from engine.core import messages
 from engine.core.errors import ExitCode, InvariantError, ensure, required
+from engine.core.recovery.plan_messages import (
+    InventoryMessage,
+    PlanMessage,
+    PlannedMessage,
+    PreparedMessage,
+    PrepareMessage,
+)
 from engine.core.worker import inputs
 from engine.core.worker.outputs import (
     Adopt,
@@ -84,7 +91,7 @@ def is_counted(state: WorkerState, counted: inputs.Counted) -> Stepped:
     """Sends the inventory; in a prepared epoch compares it with the one that the plan was made from."""
     told = required(state.told, "a frozen worker is in an epoch")
     if told.gather:
-        said = (Say(messages.InventoryMessage(state.epoch, counted.holds, counted.whole)), MarkPhase("inventory"))
+        said = (Say(InventoryMessage(state.epoch, counted.holds, counted.whole)), MarkPhase("inventory"))
         if not told.regroup:
             return state, said
         return state._replace(forming=state.epoch, failure=None), (*said, LeaveGroup(), FormGroup(told))
@@ -99,7 +106,7 @@ def is_counted(state: WorkerState, counted: inputs.Counted) -> Stepped:
     return begun, (*outputs, *more)
 
 
-def plans(state: WorkerState, told: messages.PlanMessage) -> Stepped:
+def plans(state: WorkerState, told: PlanMessage) -> Stepped:
     """Makes the plan of this epoch; that of another one, or a second one, changes nothing."""
     if told.epoch != state.epoch or state.plan is not None:
         return state, ()
@@ -142,7 +149,7 @@ def _caught_up(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
     epoch, made = required(state.told, "an epoch is entered"), required(state.plan, "a plan is made")
     if not epoch.gather:
         return state, (*before, CountHeld())
-    answer = messages.PlannedMessage(state.epoch, made.plan.digest, made.plan.lost_stages)
+    answer = PlannedMessage(state.epoch, made.plan.digest, made.plan.lost_stages)
     return _takes_over(state, (*before, Say(answer)))
 
 
@@ -191,7 +198,7 @@ def _goes_now(state: WorkerState) -> Stepped:
     return go_on(new, outputs)
 
 
-def prepares(state: WorkerState, told: messages.PrepareMessage) -> Stepped:
+def prepares(state: WorkerState, told: PrepareMessage) -> Stepped:
     """Makes the plan of a coming epoch."""
     return state, (PreparePlan(told),)
 
@@ -200,5 +207,5 @@ def is_prepared(state: WorkerState, prepared: inputs.PlanPrepared) -> Stepped:
     """Keeps and answers the plan of a coming epoch; for each epoch the latest one counts."""
     epoch = prepared.plan.told.epoch
     kept = tuple(each for each in state.prepared if each.told.epoch == epoch - 1)  # the main thread may still need it
-    answer = messages.PreparedMessage(epoch, prepared.number, prepared.plan.plan.digest)
+    answer = PreparedMessage(epoch, prepared.number, prepared.plan.plan.digest)
     return state._replace(prepared=(*kept, prepared.plan)), (Say(answer),)

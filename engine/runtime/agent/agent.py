@@ -12,19 +12,18 @@ SIGKILL is recorded and left behind. `event_loop.py` calls it.
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.core.agent import ends
-from engine.core.agent.ends import HostAgent, HostEnd, HostOutput
+from engine.core.agent.ends import HostOutput
 from engine.core.checkpoints.resumption import Resumption, begun_with
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
-from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, WorkerFailedError
+from engine.core.errors import WorkerFailedError
 from engine.core.faults.fault import Fault
 from engine.core.history import process_records as records
 from engine.core.history.run_records import GoRecord
@@ -34,21 +33,20 @@ from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, RaisedMessage
 from engine.core.process_messages import NoticeMessage, PingMessage, StopMessage
 from engine.runtime.agent.checkpoints import Checkpoints
+from engine.runtime.agent.ends_of_run import EndsOfRun
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
-from engine.runtime.agent.node import Node
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
+from engine.runtime.coordinator.node import Node
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
 _LEAVE_GRACE_NS = 2_000_000_000  # from the permission to leave to the end of all workers
 _LAST_WORDS_NS = 1_000_000_000  # the same, for the last messages if a worker is missing after the last commit
-_START_GRACE_NS = 300_000_000
-_FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
 
 
-class Agent:
+class Agent(EndsOfRun):
     """Runs one job to its end on workers that have been started."""
 
     def __init__(
@@ -68,22 +66,17 @@ class Agent:
         begins: Resumption | None = None,
     ):
         """`before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`."""
-        self.members, self.recorder, self.node = members, recorder, node
-        self.tick, self._board = tick, board
         after = begun_with(begins)
-        self.run_state: RunState = RunState(job, after) if before is None else before.run_state.again(after)
-        self.origin: Resumption | None = None  # to go on with, after a loss of state
+        run_state: RunState = RunState(job, after) if before is None else before.run_state.again(after)
+        super().__init__(members, recorder, run_state)
+        self.node, self.tick, self._board = node, tick, board
         self._revive = revive
-        self.cause: BambooError | None = None
-        self.interrupted: signal.Signals | None = None
-        self.host = HostAgent(frozenset(members))
         self.grace_ns = round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
         self.checkpoints = Checkpoints(job, folder, self.run_state, recorder, begins)
         self._own_parts = OwnParts(self.run_state, recorder, self.injector, self.checkpoints)
         if before is not None:
             self.injector.go_on(before.injector)
-        self.is_restarting = False
         self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
@@ -147,8 +140,12 @@ class Agent:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
             for output in found:
-                _CARRY_OUT[type(output)](self, output)
+                self.carry_out(output)
         return found
+
+    def carry_out(self, output: outputs.CoordinatorOutput | HostOutput) -> None:
+        """Carries out a decision of the coordinator, or one about the ends of processes."""
+        _CARRY_OUT[type(output)](self, output)
 
     def broadcast(self, message: ToWorker) -> None:
         """Sends a message to every live worker."""
@@ -170,7 +167,7 @@ class Agent:
 
     def _restart(self, restart: outputs.Restart) -> None:
         self.is_restarting = True
-        self._stop()
+        self.stop()
 
     def _ends(self, stop: outputs.Stop) -> None:
         parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
@@ -186,34 +183,9 @@ class Agent:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
         self.end_workers(ends.let_end, _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS)
 
-    def end_workers(self, rule: Callable[..., HostEnd], *given: int) -> None:
-        """Lets a rule of `engine/core/agent/ends.py` decide on an input, now, and carries out its outputs."""
-        self.host, found = rule(self.host, now_ns(), *given)
-        for output in found:
-            _CARRY_OUT[type(output)](self, output)
-
-    def _kill(self, kill: ends.KillWorker) -> None:
-        if kill.why:
-            self.recorder.write(records.KilledRecord(of=kill.worker, why=kill.why))
-        self.members[kill.worker].child.signal(signal.SIGKILL)
-
-    def _leave_behind(self, leave: ends.LeaveBehind) -> None:
-        member = self.members[leave.worker]
-        member.is_left_behind = True
-        self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
-        self.run_state.note(f"{member.name} does not end by SIGKILL and is left behind")
-
     def _tell_stop(self, stop: ends.StopWorkers) -> None:
         self.node.handle(Stopping(now_ns()))
         self.broadcast(StopMessage())
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Makes an error of the coordinator, of the run state or of a store the end of the run."""
-        try:
-            yield
-        except BambooError as error:
-            self.fail(error)
 
     @property
     def due_s(self) -> float:
@@ -238,10 +210,10 @@ class Agent:
         self.decide(Passed(now_ns(), self.injector.places(), sights_of(self.members.values(), self._board)))
         self.broadcast(PingMessage())
 
-    @property
-    def is_to_restart(self) -> bool:
-        """Whether the workers are to be started again once all have ended, perhaps from a checkpoint (`origin`)."""
-        return self.origin is not None or (self.is_restarting and not (self.cause or self.interrupted))
+    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
+        """Handles a signal to this process, and shows it."""
+        super().interrupt(number, step_grace_s)
+        self.tick(self)
 
     def close(self) -> None:
         """Completes the records and the run state after every worker has ended, if they are not started again."""
@@ -252,34 +224,6 @@ class Agent:
         self.origin = self._revive(self)
         if self.origin is None:
             self.injector.close()
-
-    def fail(self, cause: BambooError) -> None:
-        """Keeps the first cause and stops every worker; an interrupted run has nothing to recover."""
-        if self.cause is None and (self.interrupted is None or cause.exit_code in _FINDINGS):
-            if isinstance(cause, CoordinatorUnavailableError):
-                cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
-            self.cause = cause
-            self.recorder.write(records.FailedRecord(error=str(cause), notice=cause.notice))
-        self._stop()
-
-    def _stop(self) -> None:
-        # Before training, workers may be blocked in forming a group; killing them early loses no work.
-        is_training = self.run_state.going_at_ns and not self.is_restarting
-        self.end_workers(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
-
-    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
-        """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
-        self.interrupted = self.interrupted or number
-        self.recorder.write(records.InterruptRecord(signal=number.name))
-        is_training = self.run_state.going_at_ns > 0
-        grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
-        self.end_workers(ends.interrupt, grace_ns, is_training)
-        self.tick(self)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the run ends now."""
-        return self.host.is_stopping
 
 
 _CARRY_OUT: dict[type[outputs.CoordinatorOutput | HostOutput], Callable[[Agent, Any], object]] = {
@@ -295,6 +239,6 @@ _CARRY_OUT: dict[type[outputs.CoordinatorOutput | HostOutput], Callable[[Agent, 
     outputs.Release: Agent._release,
     ends.StopWorkers: Agent._tell_stop,
     ends.EndStep: lambda agent, order: agent.decide(Notice(now_ns(), None, order.grace_ns)),
-    ends.KillWorker: Agent._kill,
-    ends.LeaveBehind: Agent._leave_behind,
+    ends.KillWorker: EndsOfRun.kill,
+    ends.LeaveBehind: EndsOfRun.leave_behind,
 }

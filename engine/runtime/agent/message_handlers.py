@@ -11,6 +11,7 @@ from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.history.run_records import AuditRecord
 from engine.core.message_codec import Message
 from engine.core.process_messages import BusyMessage, PureMessage
+from engine.core.recovery.plan_messages import InventoryMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
@@ -80,7 +81,7 @@ _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] =
     messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
     messages.FinishedMessage: _on_finished,
     messages.RaisedMessage: _on_raised,
-    messages.InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
+    InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
     KeptMessage: lambda own, member, told: own.checkpoints.kept(told),
     UnkeptMessage: lambda own, member, told: own.checkpoints.unkept(told),
     messages.StrikeMessage: lambda own, member, strike: own.injector.strike(strike.fault),

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import BambooError
+from engine.core.membership.state import Sighting
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.ipc.progress_board import Progress
+from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.ipc.progress_board import Progress, ProgressBoard
+from engine.runtime.ipc.recorder import now_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,20 @@ class Ending:
     ended_at_ns: int
     missing: tuple[str, ...] = ()
     loggers: tuple[Mapping[str, Any], ...] = ()
+
+
+def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None) -> WorkerView:
+    """Returns the picture of a worker now."""
+    silent_s, inside_s = (0.0, 0.0) if seen is None else seen.ages_s(now_ns())
+    return WorkerView(
+        member.worker,
+        member.child.pid,
+        member.slots,
+        member.state,
+        board.read(member.worker),
+        max(member.peak_stash.values(), default=0),
+        member.peak_memory_kib,
+        silent_s,
+        inside_s,
+        member.doing,
+    )

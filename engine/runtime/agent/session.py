@@ -15,39 +15,34 @@ from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.config.update_rules import preloads
 from engine.core.coordinator.inputs import Resumed
-from engine.core.coordinator.state import CoordinatorState, first_state
+from engine.core.coordinator.state import first_state
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.wishes import wish
-from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, ExitCode, StorageError, required
+from engine.core.errors import EnvironmentLacksError, ExitCode, StorageError
 from engine.core.faults.fault import Fault
 from engine.core.history.process_records import (
     HostRecord,
     InterruptRecord,
-    KeysLeftRecord,
     ResumedRecord,
-    StoreRecord,
     TrainingEndedRecord,
 )
 from engine.core.membership.events import Restarted
-from engine.core.membership.state import Sighting
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
-from engine.runtime.agent.node import Node
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending, RunView, WorkerView
-from engine.runtime.agent.standby import StandbyCoordinator, Start, plain_settings
+from engine.runtime.agent.run_view import Ending, RunView, worker_view
 from engine.runtime.agent.start_up import Launch, recording
-from engine.runtime.agent.worker_handles import WorkerHandle, start_coordinator
+from engine.runtime.agent.worker_handles import start_coordinator
+from engine.runtime.coordinator.node import Node
+from engine.runtime.coordinator.store_joining import join_store
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
-from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
-from engine.runtime.store.store_keeper import StoreKeeper
 
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
@@ -136,7 +131,8 @@ def _trained(
         origin = _origin(launch.recorder, origin, agent)
         board, members = launch.start(left, origin)
         agent = made(members=members, tick=look(board), before=agent, board=board, begins=origin)
-        agent.node.enrol(members.values())
+        for member in members.values():
+            agent.node.enrol(member.worker, member.child.pid, member.slots)
         run(agent)
     return agent, board
 
@@ -204,55 +200,6 @@ def _ticking(
     return tick
 
 
-def join_store(
-    stack: contextlib.ExitStack,
-    etcd: EtcdSettings | None,
-    run_id: str,
-    logs: Path,
-    first: CoordinatorState,
-    recorder: Recorder,
-    start: Start | None = None,
-) -> Node:
-    """Connects this host to the store, or to a private one that it starts; `stack` releases all of it.
-
-    With `start`, coordinators are processes of their own that it starts.
-    """
-    private = EmbeddedEtcd(logs) if etcd is None else None
-    # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
-    if private is not None:
-        stack.callback(private.stop)
-        stack.enter_context(private.naming_full_disk())
-        private.start()
-    from engine.runtime.store.etcd_kv import EtcdKV
-
-    settings = required(etcd if private is None else private.settings(), "a run has a store")
-    if private is not None:
-        stack.enter_context(StoreKeeper(private, recorder))
-    endpoints = tuple(str(each) for each in settings.endpoints)
-    recorder.write(StoreRecord(endpoints=endpoints, run_id=run_id, private=private is not None))
-    kv = EtcdKV(settings, f"/bamboo/{run_id}/")
-    stack.callback(kv.close)
-    standby = None
-    if start is not None:
-        store = plain_settings(settings, None if private is None else logs)
-        standby = StandbyCoordinator(start, store, run_id, kv, first, recorder)
-        stack.callback(standby.close)
-    node = Node(kv, first, now_ns(), standby)
-    if standby is not None:
-        standby.while_waiting = lambda: node.renew(now_ns())
-    if private is None:
-        stack.callback(_leave, node, recorder)
-    return node
-
-
-def _leave(node: Node, recorder: Recorder) -> None:
-    """Deletes the keys of the run in a store of the user; an error is recorded and does not change the outcome."""
-    try:
-        node.leave()
-    except (CoordinatorUnavailableError, RunInterruptedError) as error:
-        recorder.write(KeysLeftRecord(error=str(error)))
-
-
 def _refuse_backend(job: Job) -> None:
     if job.backend == "nccl":
         # The device files of NVIDIA GPUs: torch would start a device context in this process.
@@ -267,24 +214,8 @@ def _refuse_backend(job: Job) -> None:
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:
     sightings = agent.node.state.sightings
-    workers = tuple(_worker_view(each, board, sightings.get(each.worker)) for each in agent.members.values())
+    workers = tuple(worker_view(each, board, sightings.get(each.worker)) for each in agent.members.values())
     return RunView(agent.run_state, workers, agent.interrupted is not None)
-
-
-def _worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None) -> WorkerView:
-    silent_s, inside_s = (0.0, 0.0) if seen is None else seen.ages_s(now_ns())
-    return WorkerView(
-        member.worker,
-        member.child.pid,
-        member.slots,
-        member.state,
-        board.read(member.worker),
-        max(member.peak_stash.values(), default=0),
-        member.peak_memory_kib,
-        silent_s,
-        inside_s,
-        member.doing,
-    )
 
 
 def _ending(agent: Agent, view: RunView, started_at_ns: int) -> Ending:

@@ -30,9 +30,9 @@ from engine.core.messages import (
     InflictMessage,
     MarkMessage,
     OwnPhase,
-    PrepareMessage,
 )
 from engine.core.process_messages import KeyMessage, PingMessage, StopMessage
+from engine.core.recovery.plan_messages import PrepareMessage
 from engine.core.worker.inbox import Inbox, arrived, taken, without
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder

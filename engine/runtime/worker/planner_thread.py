@@ -20,10 +20,10 @@ from typing import NamedTuple
 from engine.core.config.job_wants import shadowed
 from engine.core.errors import required
 from engine.core.history.run_records import PreparedRecord
-from engine.core.messages import PrepareMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.build import build_program
 from engine.core.recovery.plan import EpochPlan
+from engine.core.recovery.plan_messages import PrepareMessage
 from engine.core.worker.epoch_plan import plan_epoch
 from engine.core.worker.inputs import PlanPrepared
 from engine.core.worker.outputs import PlanNextStep

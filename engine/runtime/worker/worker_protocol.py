@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from engine.core.messages import PrepareMessage
+from engine.core.recovery.plan_messages import PrepareMessage
 from engine.core.worker.inputs import Input, Told
 from engine.core.worker.machine import step
 from engine.core.worker.outputs import Output, PreparePlan, Say

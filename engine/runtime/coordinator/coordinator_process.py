@@ -28,7 +28,7 @@ from engine.core.membership import state as membership_state
 from engine.core.membership.events import TakenOver
 from engine.core.message_codec import Message
 from engine.core.store.kv import KV
-from engine.runtime.agent.coordinator import Coordinator
+from engine.runtime.coordinator.coordinator import Coordinator
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import sleep_exactly

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from engine.core.coordinator.inputs import CoordinatorInput
 from engine.core.coordinator.outputs import CoordinatorOutput
@@ -22,9 +22,8 @@ from engine.core.membership.run_status import Slots
 from engine.core.membership.state import State
 from engine.core.ownership import by_slot
 from engine.core.store.kv import KV, Delete, Txn
-from engine.runtime.agent.coordinator import STOOD_STILL, Coordinator
-from engine.runtime.agent.standby import StandbyCoordinator
-from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.coordinator.coordinator import STOOD_STILL, Coordinator
+from engine.runtime.coordinator.standby import StandbyCoordinator
 from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS, Election
 
 _REPORT_EVERY_NS = 1_000_000_000
@@ -62,10 +61,12 @@ class Node:
         with self._in_or_out():
             return self._coordinator.handle(given)
 
-    def enrol(self, members: Iterable[WorkerHandle]) -> None:
-        """Writes the key of each worker: its pid, its host and its slots."""
-        for member in members:
-            self._enrol(member.worker, member.child.pid, member.slots, ())
+    def enrol(self, worker: int, pid: int, now: Slots, before: Slots = ()) -> None:
+        """Writes the key of a worker: its pid, its host, its slots, and those before."""
+        value = {"pid": pid, "node": self.name, "now": now, "before": before}
+        with self._in_or_out():
+            self._kv.put(_key(worker), json.dumps(value).encode(), self._lease)
+        self._enrolled[worker] = (pid, now)
 
     def report(self, now_ns: int) -> None:
         """Writes changed slots and the age of each worker's last message, at most once a second."""
@@ -76,7 +77,7 @@ class Node:
         for worker, (pid, before) in self._enrolled.items():
             now = _slots_of(worker, self.state)
             if worker in self.state.members and now != before:
-                self._enrol(worker, pid, now, before)
+                self.enrol(worker, pid, now, before)
         ages = {worker: round((now_ns - seen.heard_ns) / 1e9, 3) for worker, seen in sightings.items()}
         with self._in_or_out():
             self._kv.put("heartbeats", json.dumps({"at_ns": now_ns, "ages": ages}).encode(), self._lease)
@@ -103,12 +104,6 @@ class Node:
             self._kv.delete_prefix("")
             self._election.resign()
             self._kv.revoke(self._lease)
-
-    def _enrol(self, worker: int, pid: int, now: Slots, before: Slots) -> None:
-        value = {"pid": pid, "node": self.name, "now": now, "before": before}
-        with self._in_or_out():
-            self._kv.put(_key(worker), json.dumps(value).encode(), self._lease)
-        self._enrolled[worker] = (pid, now)
 
     @contextlib.contextmanager
     def _in_or_out(self) -> Iterator[None]:

@@ -1,0 +1,54 @@
+"""The rules of requests, which are met later: a worker waits to become a member or leaves, the job ends, slots move."""
+
+from __future__ import annotations
+
+from engine.core.errors import ExitCode, ensure
+from engine.core.exclusion import Cause, excluded
+from engine.core.membership import events
+from engine.core.membership.events import Heard
+from engine.core.membership.failure_detector import alive
+from engine.core.membership.rule import rule
+from engine.core.membership.state import Phase, State
+from engine.core.membership.verdicts import halted
+from engine.core.membership.waiting import is_unknown, loses
+from engine.core.messages import WaitingMessage
+
+
+@rule()
+def waits(state: State, event: Heard[WaitingMessage]) -> State:
+    """Records that a worker waits to become a member; it may have become one, or be lost, when this is read again."""
+    if event.worker in (*state.members, *state.waiting):
+        return alive(state, event.worker, event.now_ns)
+    if not is_unknown(state, event.worker):
+        return state
+    new = alive(state, event.worker, event.now_ns)
+    return new._replace(waiting=(*state.waiting, event.worker), nodes={**state.nodes, event.worker: event.node})
+
+
+@rule()
+def leaves(state: State, event: events.Notice) -> State:
+    """Records that a worker will hand over at the next boundary, or that the job ends after the running step."""
+    if event.worker is None:
+        running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
+        return state._replace(last_step=min(state.last_step, running))
+    if event.worker in state.waiting or is_unknown(state, event.worker):
+        return loses(state, [excluded(event.worker, Cause.LEFT, "has left while it waited")])
+    if event.worker not in state.members or event.worker in state.leaving:
+        return state
+    return state._replace(leaving=(*state.leaving, event.worker))
+
+
+@rule(Phase.HALTED)
+def leaves_early(state: State, event: events.Notice) -> State:
+    """Halts a job that is told to stop before its first step."""
+    if event.worker is None:
+        return halted(state, ExitCode.TERMINATED, "the job was stopped before training began")
+    return leaves.decide(state, event)
+
+
+@rule()
+def wants(state: State, event: events.Wanted) -> State:
+    """Records the wanted owners; the slots move at step boundaries, as soon as these hold whole replicas."""
+    ensure(len(event.owners) in (0, len(state.owners)), f"{len(event.owners)} owners for {len(state.owners)} slots")
+    new = state._replace(wanted=event.owners, wanted_why=event.why)
+    return new if new.wanted_moves else new._replace(wanted=(), wanted_why="")

@@ -1,0 +1,99 @@
+"""The ends of a run and of the processes of this host: the first cause, signals to the launcher, deadlines, SIGKILL.
+
+`engine/core/agent/ends.py` decides; the agent, which is made on this class, tells the coordinator and the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from engine.core.agent import ends
+from engine.core.agent.ends import HostAgent, HostEnd, HostOutput
+from engine.core.checkpoints.resumption import Resumption
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode
+from engine.core.history import process_records as records
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.ipc.recorder import Recorder, now_ns
+
+_START_GRACE_NS = 300_000_000
+_FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
+
+
+class EndsOfRun(ABC):
+    """The ends of a run on this host."""
+
+    def __init__(self, members: dict[int, WorkerHandle], recorder: Recorder, run_state: RunState):
+        self.members, self.recorder, self.run_state = members, recorder, run_state
+        self.host = HostAgent(frozenset(members))
+        self.cause: BambooError | None = None
+        self.interrupted: signal.Signals | None = None
+        self.is_restarting = False
+        self.origin: Resumption | None = None  # to go on with, after a loss of state
+
+    @abstractmethod
+    def carry_out(self, output: HostOutput) -> None:
+        """Carries out a decision about the ends of processes."""
+
+    def end_workers(self, rule: Callable[..., HostEnd], *given: int) -> None:
+        """Lets a rule of `engine/core/agent/ends.py` decide on an input, now, and carries out its outputs."""
+        self.host, found = rule(self.host, now_ns(), *given)
+        for output in found:
+            self.carry_out(output)
+
+    def kill(self, kill: ends.KillWorker) -> None:
+        """Sends SIGKILL to a worker."""
+        if kill.why:
+            self.recorder.write(records.KilledRecord(of=kill.worker, why=kill.why))
+        self.members[kill.worker].child.signal(signal.SIGKILL)
+
+    def leave_behind(self, leave: ends.LeaveBehind) -> None:
+        """Names a process that does not end."""
+        member = self.members[leave.worker]
+        member.is_left_behind = True
+        self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
+        self.run_state.note(f"{member.name} does not end by SIGKILL and is left behind")
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Makes an error of the coordinator, of the run state or of a store the end of the run."""
+        try:
+            yield
+        except BambooError as error:
+            self.fail(error)
+
+    def fail(self, cause: BambooError) -> None:
+        """Keeps the first cause and stops every worker; an interrupted run has nothing to recover."""
+        if self.cause is None and (self.interrupted is None or cause.exit_code in _FINDINGS):
+            if isinstance(cause, CoordinatorUnavailableError):
+                cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
+            self.cause = cause
+            self.recorder.write(records.FailedRecord(error=str(cause), notice=cause.notice))
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops every worker."""
+        # Before training, workers may be blocked in forming a group; killing them early loses no work.
+        is_training = self.run_state.going_at_ns and not self.is_restarting
+        self.end_workers(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
+
+    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
+        """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
+        self.interrupted = self.interrupted or number
+        self.recorder.write(records.InterruptRecord(signal=number.name))
+        is_training = self.run_state.going_at_ns > 0
+        grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
+        self.end_workers(ends.interrupt, grace_ns, is_training)
+
+    @property
+    def is_to_restart(self) -> bool:
+        """Whether the workers are to be started again once all have ended, perhaps from a checkpoint (`origin`)."""
+        return self.origin is not None or (self.is_restarting and not (self.cause or self.interrupted))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends now."""
+        return self.host.is_stopping
