@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-formulas clean
+.PHONY: demo test check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-churn soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -40,6 +40,11 @@ bench: $(TEST_STAMP)
 # A million schedules take hours on one core; it says how far it is, and shrinks the first that fails.
 soak-sim: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --soak 1000000
+
+# Workers come, leave and die while blocks move: some ten minutes on one core; FIRST=25000 tries other cases.
+FIRST ?= 0
+soak-churn: $(TEST_STAMP)
+	.venv/bin/python -m tests.simulation --churn 25000 --first $(FIRST)
 
 # The dry run of every schedule in every shape, against the formulas of the literature: minutes on one core.
 soak-formulas: $(TEST_STAMP)

@@ -1,8 +1,8 @@
 """``python -m tests.simulation``: replays a case, or tries many.
 
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
-pair of kills of some, then random ones; ``--random N`` random ones only, from ``--first`` on. The first case that
-fails is shrunk and printed as the command that replays it.
+pair of kills of some, then random ones; ``--random N`` random ones only, and ``--churn N`` those of churn, from
+``--first`` on. The first case that fails is shrunk and printed as the command that replays it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import chain, count, islice
 from time import monotonic
 
 from tests.simulation.case import Case, from_text
+from tests.simulation.churn import churn_case
 from tests.simulation.run import run
 from tests.simulation.schedules import PAIRED, grid_cases, pair_cases, random_case, single_kills
 from tests.simulation.shrink import shrunk
@@ -28,6 +29,7 @@ def main() -> int:
     what.add_argument("--replay", metavar="CASE")
     what.add_argument("--soak", type=int, metavar="N")
     what.add_argument("--random", type=int, metavar="N")
+    what.add_argument("--churn", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
     given = parser.parse_args()
     if given.replay is not None:
@@ -37,7 +39,9 @@ def main() -> int:
             flush=True,
         )
         return bool(history.problem)
-    randoms = (random_case(number) for number in count(given.first))
+    if given.churn is not None:
+        return soak(islice(map(churn_case, count(given.first)), given.churn))
+    randoms = map(random_case, count(given.first))
     cases = randoms if given.random is not None else chain(enumerated(), randoms)
     return soak(islice(cases, given.random or given.soak))
 

@@ -18,7 +18,7 @@ from tests.simulation.provenance import Reference
 from tests.simulation.world import World
 
 MOMENTS = 3  # of a worker before it has joined
-_POINTS = frozenset({"welcome", "partition", "ready"})
+_POINTS = frozenset({"welcome", "partition", "ready", "waiting"})
 
 
 def begun(case: Case) -> World:

@@ -83,6 +83,8 @@ class Case:
     faults: tuple[Fault, ...] = ()
     deaths: tuple[int, ...] = ()  # of coordinators, each at one of its moments
     waiting: int = 0  # workers, with the numbers behind those of the first members
+    elastic: bool = False  # the host asks the policy for wanted owners
+    again: int = 0  # each such word of a worker, about, comes a second time, and late; 0 for none
 
     @property
     def num_workers(self) -> int:

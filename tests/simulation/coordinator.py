@@ -35,11 +35,13 @@ def job_of(
     validate_every: int,
     keep_every: int = 0,
     blocks: int = 1,
+    elastic: bool = False,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
         stages=stages // blocks,
         blocks=blocks,
+        elastic=elastic,
         pipelines=pipelines,
         microbatches=microbatches,
         steps=steps,
@@ -108,6 +110,8 @@ class Coordinator:
         self.world.written = self.kept = new
         self.is_writing = True  # what a fault brings now is heard after the outputs
         self.world.judge.decided(old, new, given)
+        if new.membership is not old.membership:
+            self.world.look_at_members()
         if self.world.reach():
             self._carry_out(found)
         self.is_writing = False

@@ -45,7 +45,9 @@ class Joining(Executor):
             self.world.say(self.number, messages.CutMessage(tuple(range(self.case.stages)), ()))
 
     def joins(self, message: ToWorker) -> None:
-        """Takes a message of the start."""
+        """Takes a message of the start; a worker that waits has no part in it."""
+        if self.number not in self.world.members:
+            return
         if isinstance(message, messages.PartitionMessage) and self.group < 0:
             self.come_to("partition")
             self.goes_on(self._build)

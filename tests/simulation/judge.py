@@ -62,6 +62,8 @@ class Judge:
         self.epochs: dict[int, EpochMessage] = {}
         self.made: dict[int, tuple[int, set[int]]] = {}
         self.owners: dict[tuple[int, Slot], int] = {}  # of each slot in each epoch, as they voted
+        self.votes: set[tuple[int, int, int, Slot]] = set()  # the epoch, step, worker and slot of each that counted
+        self.entered: dict[int, tuple[int, ...]] = {}  # the owners of all slots in each epoch, as workers know them
 
     def guilty(self, worker: Executor, fault: Fault) -> None:
         """Notes a fault of a worker, for which it may be excluded."""
@@ -98,6 +100,12 @@ class Judge:
             raise Violation(f"worker {worker.number} keeps slot {slot} of step {step}, which it does not hold")
         self._compare(worker, replica)
 
+    def enters(self, worker: Executor) -> None:
+        """Checks that all workers of an epoch have the same owners of all slots in their programs."""
+        owners = worker.ownership.owners
+        if self.entered.setdefault(worker.epoch, owners) != owners:
+            raise Violation(f"worker {worker.number} has other owners than those of epoch {worker.epoch}")
+
     def computed(self, worker: Executor, action: tuple[Any, ...]) -> None:
         """Notes a forward or backward of a worker, whose value another worker may need."""
         if worker.number not in self.made or self.made[worker.number][0] != worker.step:
@@ -119,7 +127,8 @@ class Judge:
     def decided(self, old: CoordinatorState, new: CoordinatorState, given: CoordinatorInput) -> None:
         """Checks a decision that has been written."""
         if new.commit is not old.commit:
-            self._committed(required(new.commit, "a commit"), required(old.ballot, "a ballot").ownership)
+            ownership = required(old.ballot, "a ballot").ownership
+            self._committed(required(new.commit, "a commit"), ownership, old.membership.epoch)
             self.world.decided(new.membership.committed)
         if new.epoch is not old.epoch and new.epoch is not None and new.epoch.digest is not None:
             self.world.turns.add("prepared hand-over is taken")
@@ -137,10 +146,11 @@ class Judge:
             raise Violation(f"a vote of worker {worker} in epoch {vote.epoch} counts in epoch {state.epoch}")
         for each in vote.slots:
             at = (vote.epoch, (each.pipeline, each.stage))
+            self.votes.add((vote.epoch, vote.step, worker, at[1]))
             if each.layers and self.owners.setdefault(at, worker) != worker:
                 raise Violation(f"workers {self.owners[at]} and {worker} own slot {at[1]} in epoch {vote.epoch}")
 
-    def _committed(self, outcome: Outcome, ownership: Ownership) -> None:
+    def _committed(self, outcome: Outcome, ownership: Ownership, epoch: int) -> None:
         """Checks the outcome of a full ballot."""
         number = outcome.step
         if number != len(self.outcomes):
@@ -151,6 +161,8 @@ class Judge:
         for slot in ownership.grid.slots():
             for worker in map(self.world.workers.__getitem__, ownership.replicas(*slot)):
                 replica = worker.replicas.get(slot)
+                if (epoch, number, worker.number, slot) not in self.votes:
+                    raise Violation(f"step {number} is committed without worker {worker.number}'s vote for {slot}")
                 if worker.alive and (replica is None or replica.version != number or replica.logged is None):
                     raise Violation(f"step {number} is committed, and worker {worker.number} is not ready in {slot}")
         self.ownership = ownership

@@ -10,7 +10,10 @@ from tests.simulation.case import Case, Fault
 from tests.simulation.run import run
 
 _MOST_RUNS = 2000
-_SIMPLEST: dict[str, Any] = {"log_every": 0, "validate_every": 0, "ties": (), "schedule": "gpipe", "redundancy": "lazy"}
+_SIMPLEST: dict[str, Any] = {
+    **{"elastic": False, "again": 0, "waiting": 0, "keep_every": 0},
+    **{"log_every": 0, "validate_every": 0, "ties": (), "schedule": "gpipe", "redundancy": "lazy"},
+}
 
 
 def shrunk(case: Case) -> Case:

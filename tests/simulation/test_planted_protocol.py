@@ -297,7 +297,7 @@ def test_commit_does_not_wait_for_shadows(monkeypatch: Patch) -> None:
         return frozenset((ownership.owner(*slot), slot) for slot in ownership.grid.slots())
 
     monkeypatch.setattr(commit, "_voters", owners_only)
-    caught(troubled(300), "is not ready in")
+    caught(troubled(300), "without worker .'s vote")
 
 
 def test_verdict_that_nobody_died_is_never_given(monkeypatch: Patch) -> None:

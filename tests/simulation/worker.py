@@ -294,6 +294,7 @@ class Worker(Joining):
             share = whole_step(self.world, output.ownership)[self.number]
         self.enter(share)
         self.entered = self.epoch
+        self.world.judge.enters(self)
         return None
 
     def run(self, output: outputs.Run) -> Answer:

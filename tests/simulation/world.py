@@ -20,6 +20,8 @@ from engine.core.checkpoints.manifest import LayerHash
 from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.state import begin
+from engine.core.elastic.rebalancing import Rebalancing
+from engine.core.elastic.wishes import wish
 from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
 from engine.core.membership.state import Options, Phase, State
 from engine.core.membership.state import begin as first_membership
@@ -41,6 +43,8 @@ _LOADS_AT_MOST = 60 * MS  # a waiting worker may be ready before the first epoch
 _LONGEST = 400_000 * MS  # virtual time: several times every deadline of the protocol
 _MOST_EVENTS = 400_000
 MOST_RESTARTS = 3
+ASKED = "policy wants other owners"
+_SAID_ONCE = (KeptMessage, VoteMessage)  # no coordinator asks for it again in an epoch
 _CODES = (-9, -11, 0, 1)  # of a process that dies
 _NODES = [f"node-{worker}" for worker in range(64)]
 
@@ -84,6 +88,7 @@ class World:
             case.validate_every,
             case.keep_every,
             case.blocks,
+            case.elastic,
         )
         self.grid = grid
         self.members = self.ownership.workers()
@@ -96,6 +101,8 @@ class World:
         self.struck: list[Fault] = []
         self.starts = 0
         self.wished: tuple[int, ...] = ()  # the owners that were wanted last
+        self.asked = Rebalancing(())  # by the host agent, which asks the policy
+        self.is_asking = False
         self.is_restarting = False
         self.written = begin(self.job, first_state(self.ownership, case.steps), 0)  # in the store
         self.coordinator = Coordinator(self, self.written)
@@ -138,7 +145,7 @@ class World:
             if worker.number in self.members:
                 self.push(self.delay(), worker.start)
             else:
-                self.push(self.delay() + int(self.pick() * _LOADS_AT_MOST), worker.start)
+                self.push(self.delay() + int(self.pick() * _LOADS_AT_MOST * (1 + 3 * self.case.elastic)), worker.start)
 
     def restart(self) -> None:
         """Ends all workers, and starts them again; the messages of the ended ones come no more."""
@@ -235,6 +242,23 @@ class World:
         ):
             self.tick_after(TICK)
 
+    # The policy
+
+    def look_at_members(self) -> None:
+        """Lets the host agent of an elastic job look at the members at its next tick."""
+        if self.case.elastic and not self.is_asking:
+            self.is_asking = True
+            self.push(self.delay() * 5, self._ask)
+
+    def _ask(self) -> None:
+        self.is_asking = False
+        if self.is_over() or not self.coordinator.alive:
+            return
+        self.asked, wanted = wish(self.asked, self.job, self.membership, self.now)
+        if wanted is not None:
+            self.turns.add(ASKED)
+            self.coordinator.take(Wanted, wanted.owners, wanted.why)
+
     # Coordinators
 
     def reach(self) -> bool:
@@ -280,6 +304,8 @@ class World:
         """Sends a message of a worker to the coordinator, after all earlier ones."""
         at = self.said_at[number] = max(self.said_at[number], self.now + self.delay())
         self.push(at - self.now, self._hear, number, message, self.starts)
+        if self.case.again and not isinstance(message, _SAID_ONCE) and self.pick() * self.case.again < 1:
+            self.push(at - self.now + self.delay() * 20, self._hear, number, message, self.starts)
 
     def _hear(self, number: int, message: ToAgent, start: int) -> None:
         if start != self.starts or self.is_restarting:
