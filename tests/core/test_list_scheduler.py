@@ -7,9 +7,11 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.program import list_scheduler
 from engine.core.program.dry_run import dry_run
 from engine.core.program.list_scheduler import in_flight, merged_compute, starts
 from engine.core.program.transfer_pass import with_transfers
+from engine.core.schedules.compute import in_blocks
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain
 
@@ -91,14 +93,20 @@ def length_of(ownership: Ownership) -> float:
 
 
 def disagreement_of_runs(workers: int, blocks: int, microbatches: int) -> str:
-    """Returns what the step of workers with as many blocks each has unlike 1F1B with one stage each; "" if nothing."""
+    """Returns what the step of workers with as many blocks each has unlike 1F1B with one stage each; "" if nothing.
+
+    The list scheduler gives the same actions in the same order as the schedule does with blocks.
+    """
     ownership = in_runs(microbatches, *[blocks] * workers)
-    run = dry_run(with_transfers(merged_compute(ownership), ownership), ownership)
+    program = merged_compute(ownership)
+    run = dry_run(with_transfers(program, ownership), ownership)
     length = (microbatches + workers - 1) * _FORWARD_AND_BACKWARD * blocks
     stash = [min(microbatches, workers - worker) * blocks for worker in range(workers)]
+    shape = f"{workers} workers with {blocks} blocks each, {microbatches} microbatches"
+    if tuple(program.values()) != in_blocks(SCHEDULES["1f1b"](workers, microbatches), blocks):
+        return f"{shape}: the list is another than that of the schedule"
     if (run.makespan, [*run.peak_stash.values()]) == (length, stash):
         return ""
-    shape = f"{workers} workers with {blocks} blocks each, {microbatches} microbatches"
     return f"{shape}: time {run.makespan}, stash {run.peak_stash}, instead of {length}, {stash}"
 
 
@@ -107,6 +115,17 @@ def test_runs_of_blocks_take_the_time_and_the_stash_of_one_forward_one_backward(
     """`make soak-formulas` has all of W in 2..16 and M in W..64."""
     for workers, microbatches in ((2, 2), (2, 7), (3, 8), (4, 5), (5, 10), (7, 7), (8, 12)):
         assert not disagreement_of_runs(workers, blocks, microbatches)
+
+
+def test_a_window_in_slots_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of one slot each: a worker with several blocks would keep the microbatches of each."""
+    monkeypatch.setattr(
+        list_scheduler,
+        "in_flight",
+        lambda ownership: {slot: ownership.grid.stages - slot[1] for slot in ownership.grid.slots()},
+    )
+    assert not disagreement_of_runs(4, 1, 8)
+    assert "another" in disagreement_of_runs(4, 2, 8)
 
 
 def test_two_neighbours_share_the_blocks_of_one_that_leaves() -> None:

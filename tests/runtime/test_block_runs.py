@@ -1,4 +1,4 @@
-"""Blocks change no bit: each layer has the trajectory that it has without them, with a kill in the middle of a run."""
+"""Blocks change no bit: each layer has its trajectory of one block and of a plain loop, also after a kill in a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
 from engine.core.config.job import Job
+from tests.e2e.plain_loop import train as train_plainly
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads
 
@@ -49,9 +50,30 @@ SAMPLE = [("gpt", 1, "recomputed"), ("resnet18", 2, "lazy")]
 
 @cache
 def rows_without_blocks(name: str, pipelines: int) -> list[TrajectoryRow]:
-    ending = run_in_threads(replace(JOBS[name], pipelines=pipelines))
+    job = replace(JOBS[name], pipelines=pipelines)
+    ending = run_in_threads(job)
     assert (ending.outcome, ending.error) == ("finished", None)
-    return ending.view.run_state.rows
+    rows = ending.view.run_state.rows
+    assert [row.texts() for row in rows] == train_plainly(job)
+    return rows
+
+
+_SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("name", "pipelines", "blocks"),
+    [
+        *(("gpt", 1, 4), ("gpt", 2, 2), ("resnet18", 1, 2), ("resnet18", 2, 4)),
+        *(pytest.param(*each, marks=_SOAK) for each in (("gpt", 1, 2), ("gpt", 2, 4))),
+        *(pytest.param(*each, marks=_SOAK) for each in (("resnet18", 1, 4), ("resnet18", 2, 2))),
+    ],
+)
+def test_blocks_are_one_block_and_a_plain_loop(name: str, pipelines: int, blocks: int) -> None:
+    ending = run_in_threads(replace(JOBS[name], pipelines=pipelines, blocks=blocks))
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert len(ending.view.run_state.starts) == 2 * blocks
+    assert ending.view.run_state.rows == rows_without_blocks(name, pipelines)
 
 
 def check_case(name: str, pipelines: int, case: str) -> None:
