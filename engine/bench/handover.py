@@ -6,6 +6,9 @@ of their time minus the usual time. The usual time is the mean of six steps befo
 ownership, and of a dozen after it for a step by the new one. Runs without a notice, taken in between, give the same sum
 over four steps: if it is near the limit, the machine is too busy to measure a stall. The benchmark fails if an action
 ran twice after a notice.
+
+With four blocks per worker, the worker in the middle of three hands over. The benchmark fails unless each neighbour
+gets half of its blocks.
 """
 
 from __future__ import annotations
@@ -32,6 +35,19 @@ from engine.core.history.run_records import ActionRecord, CommitRecord, EpochRec
 from engine.files.atomic_write import write_atomically
 
 CASE = "timed P=4 M=8"
+BLOCKS_CASE = "timed P=3 M=8, 4 blocks each"
+_BLOCKS_JOB = Job(
+    model="timed",
+    model_args={"layers": 12, "forward_ms": 5, "backward_ms": 10, "width": 256},
+    data_args={"features": 256},
+    stages=3,
+    blocks=4,
+    elastic=True,
+    microbatches=8,
+)
+_MIDDLE = range(4, 8)  # the blocks of its worker
+_HALVES = (0,) * 6 + (2,) * 6
+_HALVES_FACTOR, _HALVES_GOAL = 162 / 120, 1.02  # of a step, by the dry runs before and after
 _WARM = 2  # the first step after the warm-up
 _STEP = 8  # in which the fault strikes
 _STEPS = _STEP + 16  # enough to measure the usual time after the change
@@ -40,6 +56,7 @@ _NOTICES_PER_CALM = 5  # for each run without a notice
 _STALL_PART, _STALL_MS = 0.015, 5.0  # the limit is this part of a usual step, or these milliseconds if more
 _STEADY_GOAL = 1.03
 _OPS = ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "LOG", "COMMIT", "STEP")
+_OPS_OF_BLOCKS = ("F", "B", "REDUCE_GRAD", "LOG", "COMMIT", "STEP")  # between two blocks of a worker nothing is sent
 _WHOLE_STAGE = frozenset({"REDUCE_GRAD", "LOG", "COMMIT", "STEP"})
 
 
@@ -53,8 +70,11 @@ class StepChange:
 
 
 def handover_cases(quick: bool) -> Cases:
-    """Returns the only case of `bamboo bench handover`."""
-    return {CASE: partial(bench_handover, *((1, 1) if quick else (30, 4)))}
+    """Returns the cases of `bamboo bench handover`."""
+    return {
+        CASE: partial(bench_handover, *((1, 1) if quick else (30, 4))),
+        BLOCKS_CASE: partial(bench_blocks_handover, 1 if quick else 12),
+    }
 
 
 def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[BenchRow]:
@@ -68,7 +88,7 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Bench
     notices, calm_ms = [], []
     for number in range(num_notices):
         stage = number % job.stages
-        history = _noticed(job, _an_action(chosen, stage, job), folder)
+        history = _noticed(job, _an_action(chosen, stage, job, _ops_of(stage, job)), folder)
         _refuse_work_done_twice(history)
         notices.append(_change(history))
         if number % _NOTICES_PER_CALM == 0:
@@ -77,23 +97,65 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Bench
     for number in range(num_kills):
         kill = f"{_STEP}:{number % job.stages}"
         kills.append(_change(run_bamboo(folder, *timed_flags(job), "--kill", kill, "--no-twin").history))
+    merged = (2 * job.microbatches + job.stages - 2) / (job.microbatches + job.stages - 1)
+    metric = "steady step ms; peer: before x (2M+P-2)/(M+P-1)"  # the ideal factor for a worker with two stages
     return [
-        *_stall_rows(notices, calm_ms),
-        *_steady_rows(job, "handed over", notices),
-        *_steady_rows(job, "killed", kills),
+        *_stall_rows(CASE, notices, calm_ms),
+        *_steady_rows(f"{CASE}, handed over", metric, notices, merged, _STEADY_GOAL),
+        *_steady_rows(f"{CASE}, killed", metric, kills, merged, _STEADY_GOAL),
     ]
 
 
-def _an_action(chosen: random.Random, stage: int, job: Job) -> Mapping[str, Any]:
-    """Returns a random moment in the schedule of this stage's worker."""
+def bench_blocks_handover(num_notices: int, folder: Path) -> list[BenchRow]:
+    """Returns the rows of stalls by notices to the worker in the middle of three, and of steps after them.
+
+    Raises:
+        WorkerFailedError: a run failed, an action ran twice, or a neighbour got other blocks than its half.
+    """
+    job = replace(_BLOCKS_JOB, steps=_STEPS)
+    chosen = random.Random(0)  # noqa: S311 - every benchmark chooses the same actions
+    notices, calm_ms = [], []
+    for number in range(num_notices):
+        block = _MIDDLE[number % len(_MIDDLE)]
+        history = _noticed(job, _an_action(chosen, block, job, _OPS_OF_BLOCKS), folder)
+        _refuse_work_done_twice(history)
+        owners = history.of(EpochRecord)[-1].owners
+        if owners != _HALVES:
+            raise WorkerFailedError(f"the owners after a notice are {owners}, not {_HALVES}")
+        notices.append(_change(history))
+        if number % _NOTICES_PER_CALM == 0:
+            calm_ms.append(_calm_ms(job, folder))
+    metric = "steady step ms; peer: before x 162/120"
+    return [
+        *_stall_rows(BLOCKS_CASE, notices, calm_ms),
+        *_steady_rows(f"{BLOCKS_CASE}, handed over", metric, notices, _HALVES_FACTOR, _HALVES_GOAL),
+    ]
+
+
+def _ops_of(stage: int, job: Job) -> list[str]:
     lacking = {0: {"RECV_F", "SEND_B"}, job.stages - 1: {"SEND_F", "RECV_B"}}.get(stage, set())
-    op = chosen.choice([op for op in _OPS if op not in lacking])
+    return [op for op in _OPS if op not in lacking]
+
+
+def _an_action(chosen: random.Random, stage: int, job: Job, ops: Sequence[str]) -> Mapping[str, Any]:
+    """Returns a random moment in the schedule of this stage's worker."""
+    op = chosen.choice(ops)
     at = {"step": _STEP, "stage": stage, "action": op, "when": chosen.choice(["before", "after"])}
     return at if op in _WHOLE_STAGE else at | {"microbatch": chosen.randrange(job.microbatches)}
 
 
 def _noticed(job: Job, at: Mapping[str, Any], folder: Path) -> RunHistory:
-    fields = ("model", "model_args", "data_args", "stages", "microbatches", "steps", "warmup_steps")
+    fields = (
+        "model",
+        "model_args",
+        "data_args",
+        "stages",
+        "blocks",
+        "elastic",
+        "microbatches",
+        "steps",
+        "warmup_steps",
+    )
     scenario = {
         "version": 1,
         "name": "notice",
@@ -109,7 +171,8 @@ def _noticed(job: Job, at: Mapping[str, Any], folder: Path) -> RunHistory:
 
 def _calm_ms(job: Job, folder: Path) -> float:
     """Returns the sum that would be the stall, for a run without a notice."""
-    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).history)
+    elastic = ["--elastic"] if job.elastic else []
+    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job), "--blocks", str(job.blocks), *elastic).history)
     usual_ms = fmean(each for step, each in took_ms.items() if step >= _WARM and step not in _BETWEEN)
     return sum(took_ms[step] - usual_ms for step in _BETWEEN)
 
@@ -150,23 +213,21 @@ def _change(history: RunHistory) -> StepChange:
     return StepChange(before_ms, after_ms, stall_ms)
 
 
-def _stall_rows(notices: Sequence[StepChange], calm_ms: Sequence[float]) -> list[BenchRow]:
+def _stall_rows(case: str, notices: Sequence[StepChange], calm_ms: Sequence[float]) -> list[BenchRow]:
     limit_ms = median(max(_STALL_PART * each.before_ms, _STALL_MS) for each in notices)
     stalls_ms = [each.stall_ms for each in notices]
     found = {"median": median(stalls_ms), "9 of 10 within": at_most(stalls_ms, 0.9), "most": max(stalls_ms)}
     rows = [
-        row(f"{CASE}, SIGTERM", f"stall ms, {name}; peer: limit", stall_ms, limit_ms, len(stalls_ms), limit_ms)
+        row(f"{case}, SIGTERM", f"stall ms, {name}; peer: limit", stall_ms, limit_ms, len(stalls_ms), limit_ms)
         for name, stall_ms in found.items()
     ]
     metric = "the same sum ms, median; peer: limit"
-    return [*rows, row(f"{CASE}, nothing happens", metric, median(calm_ms), limit_ms, len(calm_ms))]
+    return [*rows, row(f"{case}, nothing happens", metric, median(calm_ms), limit_ms, len(calm_ms))]
 
 
-def _steady_rows(job: Job, how: str, changes: Sequence[StepChange]) -> list[BenchRow]:
-    """Returns the time of a step after, beside a step before times the ideal factor for a worker with two stages."""
+def _steady_rows(case: str, metric: str, changes: Sequence[StepChange], factor: float, goal: float) -> list[BenchRow]:
+    """Returns the time of a step after, beside a step before times the ideal factor."""
     if not changes:
         return []
-    merged = (2 * job.microbatches + job.stages - 2) / (job.microbatches + job.stages - 1)
-    metric = "steady step ms; peer: before x (2M+P-2)/(M+P-1)"
-    ideals_ms = [each.before_ms * merged for each in changes]
-    return [paired_row(f"{CASE}, {how}", metric, [each.after_ms for each in changes], ideals_ms, _STEADY_GOAL)]
+    ideals_ms = [each.before_ms * factor for each in changes]
+    return [paired_row(case, metric, [each.after_ms for each in changes], ideals_ms, goal)]
