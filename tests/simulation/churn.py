@@ -56,7 +56,7 @@ def churn_case(number: int) -> Case:
         stages=per_pipeline * blocks,
         microbatches=rng.choice((1, 2, 3)),
         pipelines=pipelines,
-        redundancy=rng.choice((*_REDUNDANCIES, "reroute", "reroute")[: 6 if pipelines > 1 else 3]),
+        redundancy=rng.choice((*_REDUNDANCIES, "reroute", "reroute")[: 6 if pipelines > 1 else 4]),
         level=rng.choice((1, 1, 2)),
         schedule=rng.choice(("1f1b", "1f1b", "gpipe")),
         blocks=blocks,

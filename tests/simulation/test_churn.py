@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.membership import protocol, transitions, verdicts
+from engine.core.membership import transitions, verdicts
 from engine.core.membership.events import Heard
 from engine.core.membership.failure_detector import alive
 from engine.core.membership.state import Phase, State
@@ -21,6 +21,7 @@ from tests.simulation.compiled import NOTHING, REDO
 from tests.simulation.executor import Executor
 from tests.simulation.judge import MOVED
 from tests.simulation.planting import all_well, caught
+from tests.simulation.test_membership_rules import patch_rule
 from tests.simulation.world import ASKED
 
 pytestmark = pytest.mark.timeout(300)
@@ -124,9 +125,7 @@ def a_number_is_used_twice(patch: Patch) -> None:
         new = alive(state, event.worker, event.now_ns)
         return new._replace(waiting=(*state.waiting, event.worker), nodes={**state.nodes, event.worker: event.node})
 
-    for cell, rule in list(protocol.TABLE.items()):
-        if rule is transitions.waits:
-            patch.setitem(protocol.TABLE, cell, transitions.Rule(waits, ()))
+    patch_rule(patch, WaitingMessage, waits)
 
 
 @planted("without a whole replica|no whole replica|cannot adopt|has no replica|which it does not hold|indeed")

@@ -59,10 +59,10 @@ def first_ownership(
 
 
 @cache
-def first_state(ownership: Ownership, steps: int) -> State:
+def first_state(ownership: Ownership, redundancy: Redundancy, steps: int) -> State:
     """Returns the first state of the membership protocol."""
     shadows = ownership.shadows or ((),) * len(ownership.owners)
-    redundant = any(shadows) or ownership.grid.pipelines > 1
+    redundant = redundancy != "none"
     options = Options(stages=ownership.grid.stages, redundant=redundant, max_restarts=MOST_RESTARTS)
     return first_membership(options, ownership.owners, shadows, steps - 1, 0)
 
@@ -104,7 +104,7 @@ class World:
         self.asked = Rebalancing(())  # by the host agent, which asks the policy
         self.is_asking = False
         self.is_restarting = False
-        self.written = begin(self.job, first_state(self.ownership, case.steps), 0)  # in the store
+        self.written = begin(self.job, first_state(self.ownership, case.redundancy, case.steps), 0)  # in the store
         self.coordinator = Coordinator(self, self.written)
         self.reached = 0  # moments of the present coordinator
         self.is_stopped = False
