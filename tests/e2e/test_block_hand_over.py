@@ -1,4 +1,4 @@
-"""A worker in the middle is warned in time: its blocks go to both neighbours, and nothing is redone or changed."""
+"""Blocks of workers that leave or die go to all others: the same bits, and no step longer than its dry run says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from engine.core.action import COMPUTE_OPS, parse_action
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.core.ownership import Grid
 from engine.runtime.process.fork_client import ForkServer
+from tests.core.test_assignment import makespan
 from tests.e2e.kill_runs import Runs, outcome_of
 from tests.e2e.test_real_kills import exits_of, fault
 
@@ -28,6 +30,21 @@ TIMED = Job(
     steps=9,
     validate_every=0,
 )
+# Two pipelines of four workers with three blocks each; the longest step of each number of workers, in units.
+GRID = Job(
+    model="mlp",
+    model_args={"width": 16, "depth": 11, "dropout": 0.1},
+    stages=4,
+    blocks=3,
+    pipelines=2,
+    microbatches=8,
+    microbatch_size=2,
+    steps=60,
+    validate_every=0,
+    elastic=True,
+)
+LONGEST = {8: 99, 7: 118, 6: 120, 5: 138, 4: 162}
+MOMENTS = ("3:4:F:2@1", "15:0:B:1@0", "27:7:F:2@0", "39:10:F:2@1")
 
 
 @pytest.mark.parametrize(("elastic", "moment"), [(True, "2:5:F:3:after"), (False, "3:4:STEP")])
@@ -49,3 +66,17 @@ def test_the_blocks_of_a_leaver_go_to_both_neighbours(
     assert set(ran.values()) == {1}
     assert len(ran) == job.steps * 2 * job.slots * job.microbatches
     assert outcome_of(ending.view.run_state) == runs.twin(replace(job, blocks=1, elastic=False))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("do", ["kill", "terminate"])
+def test_two_pipelines_shrink_from_eight_workers_to_four(tmp_path: Path, server: ForkServer, do: str) -> None:
+    runs = Runs(tmp_path, server)
+    grace = {"grace_ns": 60 * 10**9} if do == "terminate" else {}
+    ending, events = runs.run(GRID, [fault(moment, GRID, do, **grace) for moment in MOMENTS])
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert outcome_of(ending.view.run_state) == runs.twin(replace(GRID, blocks=1, elastic=False))
+    settled = {len({*event["owners"]}): tuple(event["owners"]) for event in events if event["event"] == "epoch"}
+    assert settled.keys() == LONGEST.keys()
+    for num_workers, owners in settled.items():
+        assert makespan(owners, Grid(12, 8, pipelines=2)) <= LONGEST[num_workers]
