@@ -38,7 +38,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.recovery": _GROUND | {"engine.core.program"},
     "engine.core.worker": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.core.recovery"},
     "engine.core.membership": _GROUND | {"engine.core.recovery"},
-    "engine.core.elastic": _GROUND | {"engine.core.config", "engine.core.membership", "engine.core.program"},
+    "engine.core.elastic": _GROUND
+    | {"engine.core.analysis", "engine.core.config", "engine.core.membership", "engine.core.program"}
+    | {"engine.core.recovery"},
     "engine.core.history": _GROUND | {"engine.core.config", "engine.core.membership", "engine.core.samples"},
     "engine.core.store": _GROUND,
     "engine.core.faults": _PLANS | {"engine.core.checkpoints", "engine.core.history", "engine.core.membership"},

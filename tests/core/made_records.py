@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Position, excluded
+from engine.core.history.elastic_records import PaceRecord, PolicyRecord
 from engine.core.history.process_records import (
     CoordinatorEndedRecord,
     CoordinatorRecord,
@@ -137,6 +138,8 @@ SAMPLES: tuple[Record, ...] = (
     ResumedRecord(**AGENT, step=4, place="results/x/checkpoints", file="manifest-0.json", run="x", lost=2),
     KnownRecord(worker=1, pid=8, at_ns=12, of=0),
     WaitingRecord(**AGENT, of=4, lost="exited with code 1"),
+    PaceRecord(**AGENT, of=0, step=9, slowness=2.0, why="x"),
+    PolicyRecord(**AGENT, step=9, why="x", owners=(0, 0)),
     KilledRecord(**AGENT, of=0, why="x"),
     LeftBehindRecord(**AGENT, of=0, child=8),
     LostRecord(worker=0, pid=8, at_ns=12, records=2, why="No space left on device"),

@@ -43,7 +43,9 @@ class Training:
         if is_due(self.state, step, WORKERS, speeds(self.paces)):
             measured = MeasuredFacts((0.01,) * 16, (0.02,) * 16, speeds(self.paces), replica_bytes=(10**7,) * 16)
             wanted = assign(self.ownership, WORKERS, measured)
-            self.state = after_assignment(self.state, step, WORKERS, speeds(self.paces), self.ownership.owners, wanted)
+            self.state = after_assignment(
+                self.state, step, WORKERS, speeds(self.paces), moves=wanted.owners != self.ownership.owners
+            )
             if wanted.owners != self.ownership.owners:
                 self.moves.append(step)
                 self.ownership = Ownership(GRID, wanted.owners)
@@ -63,7 +65,7 @@ def test_a_slow_worker_is_told_after_five_steps_relieved_after_eight_and_trusted
     assert [(each.step, each.worker) for each in run.changes] == [(BEGIN_STEP + 4, 2), (200 + 19, 2)]
     assert run.changes[0].slowness == pytest.approx(2, abs=0.1)
     assert run.changes[0].why.startswith("worker 2 is slow: it takes ")
-    assert run.changes[0].why.endswith(" for a unit of work, for 5 steps in a row")
+    assert run.changes[0].why.endswith(" times its usual time for the same work, for 5 steps in a row")
     assert run.changes[1].slowness == 1
     assert "as fast as usual again" in run.changes[1].why
     assert run.moves == [BEGIN_STEP + 7, 200 + 19]
@@ -134,5 +136,5 @@ def test_a_change_of_workers_is_due_at_once_and_is_no_move_of_own_will() -> None
     present = (0, 1, 1)
     wanted = assign(Ownership(Grid(3, 4), present), [0, 1, 2])
     assert wanted.owners != present
-    assert after_assignment(state, 120, [0, 1, 2], {}, present, wanted) == Rebalancing((0, 1, 2), (), 100)
-    assert after_assignment(state, 160, [0, 1], {1: 0.5}, present, wanted) == Rebalancing((0, 1), ((1, 0.5),), 160)
+    assert after_assignment(state, 120, [0, 1, 2], {}, moves=True) == Rebalancing((0, 1, 2), (), 100)
+    assert after_assignment(state, 160, [0, 1], {1: 0.5}, moves=True) == Rebalancing((0, 1), ((1, 0.5),), 160)

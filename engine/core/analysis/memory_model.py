@@ -47,6 +47,17 @@ class WorkerBytes(NamedTuple):
     copies: int
 
 
+def replica_bytes(size: StageBytes) -> int:
+    """Returns the bytes of the state of a slot, which a copy to another worker sends."""
+    return size.weights + size.optimizer + size.buffers
+
+
+def owned_bytes(job: Job, size: StageBytes) -> int:
+    """Returns the bytes that an owner of a slot holds at least: its state, the gradients and the kept buffers."""
+    gradients = size.trained * (2 if job.pipelines > 1 else 1)
+    return replica_bytes(size) + gradients + size.buffers * job.pipelines * job.retains
+
+
 def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int, StageBytes]) -> WorkerBytes:
     """Returns the bytes of a worker; `sizes` has those of each stage that it holds."""
     held = [sizes[stage] for _, stage in ownership.held_by(worker)]

@@ -126,8 +126,8 @@ def _words(worker: int, was: Pace, now: Pace) -> str:
         return f"worker {worker} is as fast as usual again: most of its last {WELL_STEPS} steps took their usual time"
     if now.slowness > was.slowness:
         return (
-            f"worker {worker} is slow: it takes {now.slowness:.2g} times its usual {median(was.past):.3g} s for a unit "
-            f"of work, for {SLOW_STEPS} steps in a row"
+            f"worker {worker} is slow: it takes {now.slowness:.2g} times its usual time for the same work, "
+            f"for {SLOW_STEPS} steps in a row"
         )
     return (
         f"worker {worker} is less slow: it takes {now.slowness:.2g} times its usual time instead of {was.slowness:.2g}"

@@ -1,25 +1,55 @@
-"""Wishes: the wanted owners of an elastic job, for members that the policy has not been asked about yet.
+"""Wishes: the wanted owners of an elastic job, when the policy is due to be asked.
 
 Rule: the host of the coordinator asks at a tick of the clock: no verdict and no commit must wait for the search.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from engine.core.config.job import Job
 from engine.core.elastic.assignment import assign
-from engine.core.elastic.rebalancing import Rebalancing, after_assignment, is_due
+from engine.core.elastic.rebalancing import Rebalancing, after_assignment, is_due, is_worth_it
+from engine.core.elastic.slow_workers import members_only, speeds
+from engine.core.elastic.worker_times import WorkerTimes, are_settled, facts
 from engine.core.membership.events import Wanted
 from engine.core.membership.state import Phase, State
 from engine.core.ownership import Ownership
 
 
-def wish(asked: Rebalancing, job: Job, known: State, now_ns: int) -> tuple[Rebalancing, Wanted | None]:
-    """Returns the members that the policy was asked about, and other wanted owners if it has them."""
+class Wish(NamedTuple):
+    """What the policy was asked about, its answer in words, and the wanted owners if they are others."""
+
+    asked: Rebalancing
+    why: str = ""  # empty if it was not asked
+    wanted: Wanted | None = None
+
+
+def wish(
+    asked: Rebalancing,
+    job: Job,
+    known: State,
+    now_ns: int,
+    times: WorkerTimes | None = None,
+    free_bytes: Callable[[], int | None] = lambda: None,
+) -> Wish:
+    """Asks the policy if that is due; `free_bytes` are those of the host of all workers, as far as they are known."""
+    times = times or WorkerTimes()
     workers = tuple(worker for worker in known.members if worker not in known.leaving)
-    if known.phase is not Phase.RUNNING or not workers or not is_due(asked, known.committed, workers, {}):
-        return asked, None
+    slow, settled = speeds(members_only(times.paces, workers)), are_settled(times, job.slots)
+    if known.phase is not Phase.RUNNING or not workers:
+        return Wish(asked)
+    if not is_due(asked, known.committed, workers, slow, knows_times=settled):
+        return Wish(asked)
     ownership = Ownership(job.grid, known.owners, known.shadows)
     whole = {worker: ownership.held_by(worker) for worker in workers}
-    found = assign(ownership, workers, whole=whole, redundancy=job.redundancy, level=job.redundancy_level)
-    new = after_assignment(asked, known.committed, workers, {}, known.owners, found)
-    return new, Wanted(now_ns, found.owners, found.why) if found.owners != known.owners else None
+    measured = facts(times, job, ownership, workers, known.nodes, free_bytes())
+    found = assign(ownership, workers, measured, whole, job.redundancy, job.redundancy_level)
+    why, owners = found.why, found.owners
+    if owners != known.owners and not is_worth_it(asked, workers, slow, found):
+        why, owners = f"nothing moves, because the times of few steps are noisy; else {why}", known.owners
+    moves = owners != known.owners
+    new = after_assignment(asked, known.committed, workers, slow, moves=moves, knows_times=settled)
+    is_news = owners != (known.wanted or known.owners)
+    return Wish(new, why, Wanted(now_ns, owners, why) if is_news else None)

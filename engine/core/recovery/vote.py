@@ -2,14 +2,17 @@
 
 In every program the COMMITs of a worker stand together behind its last LOG, and no action but STEP needs a vote. So the
 one message can be sent with the last COMMIT: no other worker waits for it sooner, and the commit needs the last vote in
-any case. Only the marks of very many microbatches need a second message.
+any case. Only the marks of very many microbatches need a second message. The measured times and sizes in a vote decide
+nothing about the step: the policy goes by them later.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.core.action import Action, Op
 from engine.core.message_codec import ToAgent, message
+from engine.core.ownership import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class SlotVote:
     loss: float | None = None
     loaded: tuple[int, ...] = ()  # microbatches, in a step with an audit
     marks: tuple[str, ...] = ()  # of these microbatches
+    took_ns: tuple[int, ...] = ()  # of an owner: its forwards and backwards, 0 unless it ran those of all microbatches
+    sizes: tuple[int, ...] = ()  # the `StageBytes` of an owned slot, in the first step of a program
 
 
 @message
@@ -32,3 +37,34 @@ class VoteMessage(ToAgent):
     epoch: int
     step: int
     slots: tuple[SlotVote, ...]
+
+
+class ComputeTimes:
+    """The times of a worker's forwards and backwards in the open step, by slot; redundant forwards do not count.
+
+    It is the time on the clock, and not that of a processor: an action may compute on another device. A busy machine
+    makes all of them longer.
+    """
+
+    def __init__(self, microbatches: int):
+        self._microbatches = microbatches
+        self._known: dict[Slot, list[int]] = {}  # number and nanoseconds of forwards, then of backwards
+
+    def add(self, action: Action, took_ns: int) -> None:
+        """Adds a compute action that has ended."""
+        if action.op is Op.REDO_F:
+            return
+        known = self._known.setdefault((action.pipeline, action.stage), [0, 0, 0, 0])
+        at = 0 if action.op is Op.F else 2
+        known[at] += action.op is not Op.I  # its second part is to come
+        known[at + 1] += took_ns
+
+    def of(self, slot: Slot) -> tuple[int, int]:
+        """Returns the nanoseconds of all forwards and of all backwards; 0 if some were run elsewhere, or twice."""
+        forwards, forward_ns, backwards, backward_ns = self._known.get(slot, (0, 0, 0, 0))
+        is_whole = forwards == backwards == self._microbatches
+        return (forward_ns, backward_ns) if is_whole else (0, 0)
+
+    def clear(self) -> None:
+        """Forgets the step."""
+        self._known.clear()

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.history.elastic_records import PaceRecord
 from engine.core.history.run_records import AuditRecord
 from engine.core.message_codec import Message
 from engine.core.process_messages import BusyMessage, PureMessage
@@ -58,6 +59,12 @@ def _on_audit(own: OwnParts, member: WorkerHandle, audit: messages.AuditMessage)
     own.recorder.write(AuditRecord(of=member.worker, step=audit.step, pipeline=audit.pipeline, rows=rows))
 
 
+def _on_vote(own: OwnParts, member: WorkerHandle, vote: VoteMessage) -> None:
+    own.run_state.vote(member.worker, vote)
+    for each in own.run_state.computed(member.worker, vote):
+        own.recorder.write(PaceRecord(of=each.worker, step=each.step, slowness=each.slowness, why=each.why))
+
+
 def _on_finished(own: OwnParts, member: WorkerHandle, finished: messages.FinishedMessage) -> None:
     member.state = "finished"
     member.peak_stash = {(pipeline, stage): peak for pipeline, stage, peak in finished.peak_stash}
@@ -76,7 +83,7 @@ _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] =
     PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
     BusyMessage: _on_busy,
     messages.ReadyMessage: _on_ready,
-    VoteMessage: lambda own, member, vote: own.run_state.vote(member.worker, vote),
+    VoteMessage: _on_vote,
     messages.AuditMessage: _on_audit,
     messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
     messages.FinishedMessage: _on_finished,

@@ -13,6 +13,8 @@ from engine.core.checks.loaded_data import LoadedBook
 from engine.core.checks.purity import PurityBook
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.job import FACTORY, Job, is_due
+from engine.core.elastic.slow_workers import PaceChange
+from engine.core.elastic.worker_times import WorkerTimes, heard
 from engine.core.errors import (
     BambooError,
     DivergedError,
@@ -65,6 +67,7 @@ class RunState:
     going_at_ns: int = 0
     launched_at_ns: int = 0  # the first of these times, also before the workers were started again
     on_rows: Callable[[int, float, list[TrajectoryRow]], None] = lambda step, loss, rows: None
+    times: WorkerTimes = field(default_factory=WorkerTimes)  # of the steps by these workers
     _book: AuditBook = field(init=False)
     _loaded: LoadedBook = field(init=False)  # of the open step
     _closed: int = field(init=False)  # the last step whose rows are complete
@@ -93,6 +96,7 @@ class RunState:
             rows=[row for row in self.rows if row.step <= committed],
             epochs=[],
             going_at_ns=0,
+            times=WorkerTimes(),
             _data_marks=(),
             _before=self._before | lost,
         )
@@ -136,6 +140,13 @@ class RunState:
         if vote.step == self.committed + 1:  # the marks of a worker count that dies before the commit
             for each in vote.slots:
                 self._loaded.add(vote.step, worker, each.pipeline, dict(zip(each.loaded, each.marks, strict=True)))
+
+    def computed(self, worker: int, vote: VoteMessage) -> tuple[PaceChange, ...]:
+        """Takes the times of a worker's votes; returns the workers that have become slow, or are no longer."""
+        self.times, changes = heard(self.times, worker, vote)
+        for each in changes:
+            self.note(f"step {each.step}: {each.why}")
+        return changes
 
     def progress(self) -> str:
         """Returns the last committed step, in words."""

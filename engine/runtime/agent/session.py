@@ -17,7 +17,6 @@ from engine.core.config.update_rules import preloads
 from engine.core.coordinator.inputs import Resumed
 from engine.core.coordinator.state import first_state
 from engine.core.elastic.rebalancing import Rebalancing
-from engine.core.elastic.wishes import wish
 from engine.core.errors import EnvironmentLacksError, ExitCode, StorageError
 from engine.core.faults.fault import Fault
 from engine.core.history.process_records import (
@@ -29,6 +28,7 @@ from engine.core.history.process_records import (
 from engine.core.membership.events import Restarted
 from engine.core.ownership import Ownership
 from engine.runtime.agent.agent import Agent
+from engine.runtime.agent.asking import ask
 from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
@@ -193,9 +193,7 @@ def _ticking(
         requests.look(agent.injector)
         agent.checkpoints.record()
         if job.elastic and not agent.is_stopping:
-            asked, wanted = wish(asked, job, agent.node.state, now_ns())
-            if wanted is not None:
-                agent.decide(wanted)
+            asked = ask(agent, asked)
 
     return tick
 

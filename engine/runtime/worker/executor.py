@@ -18,6 +18,7 @@ from engine.core.faults.fault import When
 from engine.core.messages import CommitMessage
 from engine.core.program.dependencies import carried, needed
 from engine.core.recovery.inventory import Inventory
+from engine.core.recovery.vote import ComputeTimes
 from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
 from engine.models.user_code import RAISED, blame_microbatch
@@ -41,6 +42,7 @@ class Executor:
         self.context = context
         self.step = step
         self.num_computed = 0
+        self._times = ComputeTimes(context.job.microbatches)
         self.value_store = ValueStore(context.job.retains)
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
@@ -128,8 +130,11 @@ class Executor:
             if strikes:
                 self._meet(action, lambda: context.failpoints.delay(step, action, start_ns))
         finally:  # the action has ended, even if the delay raises
-            context.recorder.action(context.control.accepted, step, text, start_ns, now_ns())
-        self.num_computed += action.op in COMPUTE_OPS
+            end_ns = now_ns()
+            context.recorder.action(context.control.accepted, step, text, start_ns, end_ns)
+        if action.op in COMPUTE_OPS:
+            self.num_computed += 1
+            self._times.add(action, end_ns - start_ns)
         if strikes:
             self._leave()
             self._strike(action, "after")
@@ -174,6 +179,7 @@ class Executor:
         for stage in self.context.replicas.stages.values():
             stage.forget_step()
         self.end.clear()
+        self._times.clear()
         self.streams.clear()
         self.value_store.clear()
         self._loader.forget_step()
@@ -228,7 +234,8 @@ class Executor:
         self._loader.check_used(step, action)
 
     def _vote(self, action: Action, step: int) -> None:
-        self.end.vote(action, step, self._loader.marks_of((action.pipeline, action.stage)))
+        slot = action.pipeline, action.stage
+        self.end.vote(action, step, self._loader.marks_of(slot), self._times.of(slot))
 
     def _receive(self, action: Action, step: int) -> None:
         forward = self._worker_program.next_forwards.get(action)

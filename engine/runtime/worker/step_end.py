@@ -30,6 +30,7 @@ from engine.runtime.replica.gradient_log import (
     unscaled,
 )
 from engine.runtime.replica.state_transfer import send_state, take_state
+from engine.runtime.stage.stage_bytes import stage_bytes
 from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
 from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
 from engine.runtime.transport.tensor_spec import TensorSpec
@@ -65,6 +66,7 @@ class StepEnd:
         self._posted = None
         self._num_posted = 0
         self.bytes_healed = 0
+        self._tells_sizes = True
 
     def clear(self) -> None:
         """Drops the reduced gradients and log entries of the open step."""
@@ -214,10 +216,10 @@ class StepEnd:
             (self._tied[pipeline, use],) = self._plane.in_order.take(source, key)
         return self._tied[pipeline, use]
 
-    def vote(self, action: Action, step: int, loaded: LoadedMarks) -> None:
+    def vote(self, action: Action, step: int, loaded: LoadedMarks, took_ns: tuple[int, ...]) -> None:
         """Votes for the commit: this replica has its log entry, and has `loaded` microbatches with these marks.
 
-        The owner adds the gradient norms and the loss. The last replica here sends the votes of all.
+        The owner adds the gradient norms, the loss and the times. The last replica here sends the votes of all.
         """
         slot = (action.pipeline, action.stage)
         entry, microbatches, marks = self.logged[slot], tuple(loaded), tuple(loaded.values())
@@ -225,11 +227,14 @@ class StepEnd:
         if self._owns(slot):
             norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
             loss = entry.loss(action.pipeline)
+            sizes = tuple(stage_bytes(self.replicas.stages[slot])) if self._tells_sizes else ()
             vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
+            vote = replace(vote, took_ns=took_ns, sizes=sizes)
         self._votes[slot] = vote
         if len(self._votes) == len(self._ownership.held_by(self.worker)):
             for votes in in_messages(self._votes.values()):
                 self.context.control.send(VoteMessage(self.context.control.accepted, step, votes))
+            self._tells_sizes = False
 
     def take_step(self, action: Action, step: int) -> None:
         """Takes the optimizer step of one replica from its log entry."""

@@ -1,0 +1,26 @@
+"""The records of a run about the paces of its workers, and about the answers of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.history.record import StampedRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceRecord(StampedRecord):
+    """Worker `of` has become slow, slower or less slow: `slowness` times its usual time; 1: it is as usual again."""
+
+    of: int
+    step: int
+    slowness: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRecord(StampedRecord):
+    """The policy was asked after a step: why blocks move or not; with other `owners` if they are to move."""
+
+    step: int
+    why: str
+    owners: tuple[int, ...] = ()

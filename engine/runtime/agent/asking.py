@@ -1,0 +1,27 @@
+"""Asks the policy of an elastic job at a tick, if that is due, and lets the coordinator decide on its answer."""
+
+from __future__ import annotations
+
+from engine.core.elastic.rebalancing import Rebalancing
+from engine.core.elastic.wishes import wish
+from engine.core.history.elastic_records import PolicyRecord
+from engine.runtime.agent.agent import Agent
+from engine.runtime.ipc.recorder import now_ns
+
+
+def ask(agent: Agent, asked: Rebalancing) -> Rebalancing:
+    """Returns what the policy has been asked about by now; records its answer. Agents that begin again ask anew."""
+    run, known = agent.run_state, agent.node.state
+    found = wish(asked, run.job, known, now_ns(), run.times, _free_bytes)
+    if found.why:
+        owners = found.wanted.owners if found.wanted else ()
+        agent.recorder.write(PolicyRecord(step=known.committed, why=found.why, owners=owners))
+    if found.wanted is not None:
+        agent.decide(found.wanted)
+    return found.asked
+
+
+def _free_bytes() -> int | None:
+    """Returns the bytes of memory of this host that processes can still get."""
+    with open("/proc/meminfo") as facts:
+        return next((1024 * int(line.split()[1]) for line in facts if line.startswith("MemAvailable:")), None)
