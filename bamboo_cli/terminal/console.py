@@ -27,6 +27,7 @@ STATE_STYLES = {
     **dict.fromkeys(("dead", "failed", "out", "gone"), f"{STRONG} {BAD}"),
     **dict.fromkeys(("finished", "left"), "dim"),
     "running": GOOD,
+    "slow": DOUBTFUL,
 }
 _ANY_WIDTH = 100_000
 

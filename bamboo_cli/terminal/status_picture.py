@@ -65,6 +65,7 @@ def _picture(found: RunStatus, live: bool) -> RenderableType:
     if found.workers:
         parts.append(_table(found, several))
     parts += (Text(f"epoch {epoch}: {reason}") for epoch, reason in found.verdicts)
+    parts += map(Text, found.policy)
     parts += map(Text, found.gaps)
     if found.workers:
         parts.append(Text(_explanation(found.noun, several), style="dim"))

@@ -26,6 +26,11 @@ class Grid:
     ties: tuple[tuple[int, ...], ...] = ()
     blocks: int = 1
 
+    @property
+    def noun(self) -> str:
+        """The noun for a slot in messages: a whole stage, or a block of one."""
+        return "stage" if self.blocks == 1 else "block"
+
     def slots(self) -> tuple[Slot, ...]:
         """Returns all slots, pipeline by pipeline."""
         return tuple(product(range(self.pipelines), range(self.stages)))

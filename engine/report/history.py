@@ -37,6 +37,8 @@ def verdict_text(epoch: EpochRecord) -> str:
 _TELLING: dict[str, Callable[[Any], str]] = {
     "fault": lambda record: f"injected {record.fault}",
     "notice": lambda record: f"gave notice, {record.grace_s:g} s",
+    "pace": lambda record: f"after step {record.step}: {record.why}",
+    "policy": lambda record: f"asked after step {record.step}: {record.why}",
     "stays": lambda record: str(record.text),
     "suspicion": lambda record: str(record.text),
     "raised": lambda record: str(record.exception.in_step(record.step)),

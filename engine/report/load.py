@@ -13,12 +13,13 @@ Rule: tables come from events.jsonl and the folder steps alone, so all other fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
 from engine.core.config.job import Job
+from engine.core.history.elastic_records import PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import HostRecord
 from engine.core.history.record import StampedRecord
@@ -69,6 +70,7 @@ class RunTables:
     gaps: tuple[str, ...] = ()  # the parts of the record that are missing, in sentences
     not_kept: str = ""  # in words, that the last checkpoint was not kept
     num_samples: int = 0  # in the training set; 0 for data without limit
+    moves: tuple[str, ...] = ()  # the slow workers, and the moves of the policy with their reasons, in sentences
     goes_on: bool = False  # its launcher ran when the events were read; no record says so
 
     @property
@@ -125,7 +127,16 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         (*gaps(history), *_unread(actions.sums.unread), *_missing(history)),
         history.not_kept,
         0 if partition is None else partition.samples,
+        tuple(_moves(history)),
     )
+
+
+def _moves(history: RunHistory) -> Iterator[str]:
+    for _, each in history.in_epochs(PaceRecord, PolicyRecord):
+        if isinstance(each, PaceRecord):
+            yield f"After step {each.step} {each.why}."
+        elif isinstance(each, PolicyRecord) and each.owners:
+            yield f"After step {each.step} the policy wanted other owners: {each.why}."
 
 
 def _unread(num_actions: int) -> list[str]:

@@ -138,8 +138,6 @@ SAMPLES: tuple[Record, ...] = (
     ResumedRecord(**AGENT, step=4, place="results/x/checkpoints", file="manifest-0.json", run="x", lost=2),
     KnownRecord(worker=1, pid=8, at_ns=12, of=0),
     WaitingRecord(**AGENT, of=4, lost="exited with code 1"),
-    PaceRecord(**AGENT, of=0, step=9, slowness=2.0, why="x"),
-    PolicyRecord(**AGENT, step=9, why="x", owners=(0, 0)),
     KilledRecord(**AGENT, of=0, why="x"),
     LeftBehindRecord(**AGENT, of=0, child=8),
     LostRecord(worker=0, pid=8, at_ns=12, records=2, why="No space left on device"),
@@ -148,6 +146,8 @@ SAMPLES: tuple[Record, ...] = (
     FailedRecord(**AGENT, error='a "quoted"\nline \u00e9'),
     TrainingEndedRecord(**AGENT, outcome="finished", exit_code=0),
     EndedRecord(**AGENT, outcome="finished", exit_code=0),
+    PaceRecord(**AGENT, of=0, step=9, slowness=2.0, why="x"),
+    PolicyRecord(**AGENT, step=9, why="x", owners=(0, 0)),
     ComparingRecord(**AGENT),
     TwinRecord(**AGENT, losses=((0, 0.5), (1, 0.25))),
     ComparisonRecord(

@@ -121,7 +121,7 @@ def test_a_leaver_in_the_middle_goes_to_both_neighbours() -> None:
     grid = Grid(12, 8)
     found = assign(dealt(grid, 3), [0, 2])
     assert found.owners == (*[0] * 6, *[2] * 6)
-    assert found.why == "4 slots of 12 move: a step takes 162 units instead of 120; worker 1 owns none any more"
+    assert found.why == "4 stages of 12 move: a step takes 162 units instead of 120; worker 1 owns none any more"
     assert makespan(found.owners, grid) == 162
 
 
@@ -236,7 +236,7 @@ def test_a_worker_with_too_little_memory_for_one_slot_gets_none() -> None:
     measured = MeasuredFacts(owned_bytes=(30 * MB,) * 12, memory={3: 20 * MB})
     found = assign(dealt(grid, 3), range(4), measured)
     assert 3 not in found.owners
-    assert found.why.endswith("worker 3 gets no slot: one takes 30 MB, and it has 20 MB")
+    assert found.why.endswith("worker 3 gets no stage: one takes 30 MB, and it has 20 MB")
 
 
 def test_memory_that_suffices_for_no_cut_is_told_and_the_job_goes_on() -> None:

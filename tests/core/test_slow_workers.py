@@ -138,3 +138,28 @@ def test_a_change_of_workers_is_due_at_once_and_is_no_move_of_own_will() -> None
     assert wanted.owners != present
     assert after_assignment(state, 120, [0, 1, 2], {}, moves=True) == Rebalancing((0, 1, 2), (), 100)
     assert after_assignment(state, 160, [0, 1], {1: 0.5}, moves=True) == Rebalancing((0, 1), ((1, 0.5),), 160)
+
+
+def test_a_slow_worker_that_computes_nothing_is_tried_again_after_a_thousand_steps() -> None:
+    paces: Paces = {}
+    changes: list[PaceChange] = []
+    for step in range(1100):
+        works = step < 70
+        mine = {2: Compute(0.1 * (8.0 if step >= 60 else 1.0), 1.0)} if works else {}
+        paces, new = after_step(paces, step, {0: Compute(0.1, 1.0), 1: Compute(0.1, 1.0), **mine})
+        changes += new
+    assert [(each.step, round(each.slowness)) for each in changes] == [(64, 8), (1069, 2)]
+    assert changes[1].why.endswith("is tried again: it computed nothing for 1000 steps")
+
+
+@pytest.mark.parametrize(("times", "owned"), [(2.0, 2), (4.0, 1), (6.0, 1), (20.0, 0)])
+def test_a_slow_worker_keeps_a_slot_by_which_it_is_seen_to_be_well_unless_the_step_is_much_longer(
+    times: float, owned: int
+) -> None:
+    grid = Grid(12, 8)
+    thirds = Ownership(grid, (0,) * 4 + (1,) * 4 + (2,) * 4)
+    found = assign(thirds, (0, 1, 2), MeasuredFacts(speed={1: 1 / times}))
+    assert found.owners.count(1) == owned
+    without = assign(thirds, (0, 2), MeasuredFacts(speed={1: 1 / times}))
+    measured = MeasuredFacts(speed={1: 1 / times})
+    assert step_time(found.owners, grid, measured) <= 1.08 * step_time(without.owners, grid, measured)

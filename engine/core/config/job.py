@@ -193,7 +193,7 @@ class Job:
     @property
     def slot_noun(self) -> str:
         """The noun for a slot of a pipeline in messages: a whole stage, or a block of one."""
-        return "stage" if self.blocks == 1 else "block"
+        return self.grid.noun
 
     @property
     def cut(self) -> str:

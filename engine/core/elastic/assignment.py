@@ -3,8 +3,9 @@
 Rules: each worker has one run of consecutive slots in a pipeline at most. The step with the shortest dry run wins, and
 of several such the one with the fewest bytes that move. Slots move only if the next hundred steps pay the move back:
 the price of an ownership is the time of a hundred steps, and the time of the hand-over. A worker whose memory does not
-suffice for one slot gets none. Pipelines, microbatches and the order of samples stay, so no bit depends on an owner.
-The same facts give the same owners in each process: no loop follows the order of a set.
+suffice for one slot gets none. A slow worker keeps one if the step is little longer for it. Pipelines, microbatches and
+the order of samples stay, so no bit depends on an owner. The same facts give the same owners in each process: no loop
+follows the order of a set.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _MOST_TASKS, _FEW_TASKS = 12_000, 3_000  # in the dry runs of a search, with sev
 _FURTHER_RUN = 0.02  # of a step, for the transfers of each run, which a dry run does not count
 _NEAR = 0.005  # of the best price: then the fewest bytes count
 _EVEN = 1.001  # times the mean
+_KEPT = 1.08  # times the step, in which a slow worker keeps a slot
 _Shadows = tuple[tuple[int, ...], ...]
 
 
@@ -136,6 +138,7 @@ def assign(
         words.append("the memory of all workers together does not suffice, and is left out of account")
         options = _Options(ownership, replace(known, memory={}), whole or {}, len(able))
         found = required(_best(options, able), "without limits of memory there is a cut")
+    found = _with_slow(options, found, able)
     stays = options.option(ownership.owners) if _may_stay(ownership, able) else None
     if stays is not None and (found.price >= stays.price or found.time > (1 - _LEAST_GAIN) * stays.time):
         found = stays
@@ -151,7 +154,7 @@ def _able(workers: list[int], measured: MeasuredFacts, grid: Grid) -> tuple[list
     least = min(map(measured.needed_bytes, range(grid.stages)))
     able = [worker for worker in workers if measured.memory.get(worker, least) >= least]
     words = [
-        f"worker {worker} gets no slot: one takes {_size(least)}, and it has {_size(measured.memory[worker])}"
+        f"worker {worker} gets no {grid.noun}: one takes {_size(least)}, and it has {_size(measured.memory[worker])}"
         for worker in workers
         if worker not in able
     ]
@@ -177,6 +180,26 @@ def _best(options: _Options, able: list[int]) -> _Option | None:
         good.append(_climbed(options, start, able))
     limit = min(good).price * (1 + _NEAR)
     return min((each for each in good if each.price <= limit), key=lambda each: (each.moved, each))
+
+
+def _with_slow(options: _Options, found: _Option, able: list[int]) -> _Option:
+    """Returns owners in which each slow owner keeps a slot, if the step takes little longer.
+
+    A worker that computes nothing could not be seen to be well again.
+    """
+    for worker in able:
+        if options.measured.speed_of(worker) == 1 or worker in found.owners or worker not in options.present:
+            continue
+        places = range(len(found.owners))
+        others = [(*found.owners[:place], worker, *found.owners[place + 1 :]) for place in places]
+        kept = [
+            options.option(owners)
+            for owners in others
+            if {*found.owners} <= {*owners} and are_whole(runs_of(owners, options.grid)) and options.fits(owners)
+        ]
+        best = min(kept, default=found)
+        found = best if best.time <= _KEPT * found.time else found
+    return found
 
 
 def _climbed(options: _Options, best: _Option, workers: list[int]) -> _Option:
@@ -218,7 +241,7 @@ def _move_words(options: _Options, found: _Option, stays: _Option | None) -> lis
     changed = sum(was != owner for was, owner in zip(present, found.owners, strict=True))
     copied = found.moved - changed
     before = options.option(present).time
-    words = f"{counted(changed, 'slot')} of {len(present)} move"
+    words = f"{counted(changed, options.grid.noun)} of {len(present)} move"
     words += f", {_size(copied)} are copied" if measured.replica_bytes else ""
     words += f": a step takes {found.time:.4g} {unit} instead of {before:.4g}"
     if stays is not None:
@@ -234,4 +257,4 @@ def _move_words(options: _Options, found: _Option, stays: _Option | None) -> lis
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.4g} MB"
+    return f"{num_bytes / 1e6:.4g} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.4g} kB"

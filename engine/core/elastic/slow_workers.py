@@ -8,7 +8,7 @@ A worker is slow after five steps in a row with a factor of 1.5 or more, if nine
 each of them. Three such steps later it is surely slow: its speed is 1 / factor. Any other step before that ends the
 doubt. It then stays slow until most of its last steps were well, so a speed that flaps does not change the decision
 with every turn. Rules: no worker is given up for its pace. A busy machine slows all workers, and makes none of them
-slow.
+slow. A slow worker that has computed nothing for a thousand steps is tried again, with a part of the work.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _WELL_FACTOR = 1.25
 _PAST_STEPS = 50
 _FASTER = 0.9  # of the past than a slow step
 _LEAST_PAST = 10  # before a worker is judged
+_IDLE_STEPS = 1000  # of a slow worker that owns nothing, before it is tried again
+_TRIED_SLOWNESS = 2.0
 
 
 class Compute(NamedTuple):
@@ -43,6 +45,7 @@ class Pace(NamedTuple):
     factors: tuple[float, ...] = ()  # at most `WELL_STEPS`
     slowness: float = 1.0
     is_sure: bool = True
+    idle: int = 0  # steps without work, of a slow worker
 
 
 Paces = Mapping[int, Pace]
@@ -60,7 +63,8 @@ class PaceChange(NamedTuple):
 def after_step(paces: Paces, step: int, computed: Mapping[int, Compute]) -> tuple[Paces, tuple[PaceChange, ...]]:
     """Returns the paces after a step without a failure, and the changes, by worker.
 
-    A worker that computed nothing keeps its paces. `members_only` drops those of workers that are no members any more.
+    A worker that computed nothing keeps its paces, and is tried again at last if it is slow. `members_only` drops those
+    of workers that are no members any more.
     """
     now = {worker: each.seconds / each.work for worker, each in sorted(computed.items()) if each.work > 0}
     factors = {
@@ -77,6 +81,11 @@ def after_step(paces: Paces, step: int, computed: Mapping[int, Compute]) -> tupl
         )
         if new[worker].slowness != was.slowness:
             changes.append(PaceChange(step, worker, new[worker].slowness, _words(worker, was, new[worker])))
+    for worker in sorted(worker for worker, was in paces.items() if worker not in now and was.slowness > 1):
+        new[worker] = _idle(paces[worker])
+        if new[worker].slowness < paces[worker].slowness:
+            text = f"worker {worker}, which was slow, is tried again: it computed nothing for {_IDLE_STEPS} steps"
+            changes.append(PaceChange(step, worker, new[worker].slowness, text))
     return new, tuple(changes)
 
 
@@ -117,6 +126,12 @@ def _of_slow(was: Pace) -> Pace:
     if len(factors) == WELL_STEPS and sum(each <= better for each in factors) >= _MOST_WELL * WELL_STEPS:
         return Pace(was.past, slowness=median(factors) if median(factors) >= SLOW_FACTOR else 1.0)
     return was
+
+
+def _idle(was: Pace) -> Pace:
+    if was.idle + 1 < _IDLE_STEPS:
+        return was._replace(idle=was.idle + 1)
+    return Pace(was.past, slowness=min(was.slowness, _TRIED_SLOWNESS))
 
 
 def _words(worker: int, was: Pace, now: Pace) -> str:

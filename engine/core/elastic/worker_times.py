@@ -34,7 +34,7 @@ class WorkerTimes(NamedTuple):
     at: tuple[int, int] = (0, -1)  # the epoch and the open step
     told: Mapping[int, tuple[SlotVote, ...]] = {}  # the votes of owners in them, by worker
     counted: int = 0  # steps
-    stages: Mapping[int, tuple[Times, ...]] = {}  # of the last steps, on a worker of usual speed
+    stages: Mapping[int, tuple[Times, ...]] = {}  # of the last steps on workers that were not slow
     sizes: Mapping[int, StageBytes] = {}
     paces: Mapping[int, Pace] = {}
 
@@ -113,9 +113,10 @@ def _closed(times: WorkerTimes) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
     paces, changes = after_step(times.paces, times.at[1], computed)
     stages = dict(times.stages)
     for worker, votes in sorted(whole.items()):
-        slowness = paces[worker].slowness if worker in paces else 1.0
+        if worker in paces and paces[worker].slowness > 1:
+            continue  # else the usual times would follow the slow worker, and it would be well, or slow, for ever
         for each in votes:
-            took = each.took_ns[0] / _NS / slowness, each.took_ns[1] / _NS / slowness
+            took = each.took_ns[0] / _NS, each.took_ns[1] / _NS
             stages[each.stage] = (*stages.get(each.stage, ()), took)[-_LAST_STEPS:]
     return times._replace(counted=times.counted + 1, stages=stages, paces=paces), changes
 

@@ -19,8 +19,8 @@ class PaceRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRecord(StampedRecord):
-    """The policy was asked after a step: why blocks move or not; with other `owners` if they are to move."""
+    """The policy was asked after a step: why blocks move or not, and the wanted `owners`; empty: the present ones."""
 
     step: int
     why: str
-    owners: tuple[int, ...] = ()
+    owners: tuple[int, ...]

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
+from engine.core.history.elastic_records import PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps
-from engine.core.history.process_records import FailedRecord, StartedRecord
+from engine.core.history.process_records import FailedRecord, RestartRecord, ResumedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.core.history.worker_ends import WorkerEnd, worker_ends
-from engine.core.membership.run_status import CANNOT_LEAVE, RunStatus, WorkerStatus
+from engine.core.membership.run_status import CANNOT_LEAVE, SLOW, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 from engine.core.samples.ledger import epoch_at
 
@@ -43,7 +44,26 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         noun=history.job.slot_noun,
         data_epoch=epoch_at(history.job, history.committed + 1, cut.samples if cut else 0),
         data_epochs=history.job.epochs,
+        policy=tuple(_policy(history)),
     )
+
+
+def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
+    """Returns the last change of the pace of each worker that is slow; workers that are started again are not."""
+    begun_ns = max((each.at_ns for each in (*history.of(RestartRecord), *history.of(ResumedRecord))), default=0)
+    last = {each.of: each for each in history.of(PaceRecord) if each.at_ns > begun_ns}
+    ends = worker_ends(history)
+    return {worker: last[worker] for worker in sorted(last) if last[worker].slowness > 1 and worker not in ends}
+
+
+def _policy(history: RunHistory) -> Iterator[str]:
+    """Yields the last answer of the policy, whether its move is still to come, and the slow workers."""
+    if answers := history.of(PolicyRecord):
+        last = answers[-1]
+        has_come = last.owners == tuple(history.epochs[-1].owners) if history.epochs else False
+        how = "" if not last.owners else " (the move is done)" if has_come else " (the move is to come)"
+        yield f"policy, asked after step {last.step}: {last.why}{how}"
+    yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
 
 
 def _phase(history: RunHistory) -> str:
@@ -66,7 +86,8 @@ def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) 
     if (last := history.last_action.get(started.of)) is not None:
         status = replace(status, step=last.step, last_action=last.action)
     stays = any(each.of == started.of for each in history.of(StaysRecord))
-    return replace(status, state=end or (CANNOT_LEAVE if stays else status.state))
+    state = CANNOT_LEAVE if stays else SLOW if started.of in slow_workers(history) else status.state
+    return replace(status, state=end or state)
 
 
 def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
@@ -90,21 +111,22 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     """Returns the status in the store of a run, completed from its records.
 
     These have the workers that have ended, the last action of each worker, the loss, the epoch of the data, the gaps in
-    the records, and whether the run takes faults.
+    the records, whether the run takes faults, the answer of the policy and the slow workers.
     """
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
     for each in recorded.workers:
         found = workers[each.worker]
-        state = each.state if each.state in _ENDS else found.state
+        is_slow = each.state == SLOW and found.state == "in"
+        state = each.state if each.state in _ENDS or is_slow else found.state
         workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
     in_order = tuple(workers[each] for each in sorted(workers))
-    names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs")
+    names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs", "policy")
     return replace(stored, workers=in_order, **{name: getattr(recorded, name) for name in names})
 
 
 def without_word(status: RunStatus) -> RunStatus:
     """Returns the status of a run after its launcher is gone without a last record: its workers are gone too."""
     workers = tuple(
-        replace(each, state="gone") if each.state in ("in", CANNOT_LEAVE) else each for each in status.workers
+        replace(each, state="gone") if each.state in ("in", SLOW, CANNOT_LEAVE) else each for each in status.workers
     )
     return replace(status, phase="launcher gone", workers=workers)

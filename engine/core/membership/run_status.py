@@ -13,6 +13,7 @@ from engine.core.membership.verdicts import unable_to_leave
 from engine.core.ownership import Slot, by_slot
 
 Slots = tuple[Slot, ...]
+SLOW = "slow"  # a worker that takes 1.5 times its usual time or more
 CANNOT_LEAVE = "cannot leave"  # a worker that has given notice, but whose stages no worker can take over
 
 
@@ -40,6 +41,7 @@ class RunStatus:
 
     `loss` is that of the last committed step, from the events; None before the first. `unwritten_s`: the time since
     the launcher last wrote to its store, which it does each second. `gaps` are the missing parts of the events.
+    `policy` has the present wish, the last answer of the policy, and the slow workers, in words, from the events.
     `injectable`: it takes the faults of `bamboo inject --run`. `data_epoch` is the pass over the data, from 1 on, of
     `data_epochs`; both are 0 for a job without epochs.
     """
@@ -58,6 +60,7 @@ class RunStatus:
     noun: str = "stage"  # for a slot of a pipeline
     data_epoch: int = 0
     data_epochs: int = 0
+    policy: tuple[str, ...] = ()
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:
