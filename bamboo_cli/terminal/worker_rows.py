@@ -53,9 +53,9 @@ def awaited(workers: Sequence[WorkerView]) -> str:
         if each.state == "starting":
             words = each.doing and f", which {each.doing}"
             found.append((float(bool(words)), f"worker {each.worker}{words}"))
-        elif each.state == "running" and each.silent_s >= _STILL_S:
+        elif each.state in ("running", "slow") and each.silent_s >= _STILL_S:
             found.append((each.silent_s, f"worker {each.worker}, silent for {each.silent_s:.0f} s"))
-        elif each.state == "running" and each.inside_s >= _STILL_S:
+        elif each.state in ("running", "slow") and each.inside_s >= _STILL_S:
             found.append((each.inside_s, f"worker {each.worker}, in {each.progress.action} for {each.inside_s:.0f} s"))
     found.sort(key=lambda each: -each[0])
     more = [f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []

@@ -88,6 +88,25 @@ def test_a_live_run_shows_its_dead_and_the_last_action_of_each_worker() -> None:
     assert still_there.workers[1].state == "dead"
 
 
+def test_a_status_tells_slow_workers_and_the_last_answer_of_the_policy() -> None:
+    slow = event("pace", of=2, step=40, slowness=2.0, why="worker 2 is slow: x", at_ns=50)
+    told = [*TRAINED, event("policy", step=39, why="nothing moves: y", owners=[]), slow]
+    recorded = status_of_history("mine", made_history(told))
+    assert recorded.policy == ("policy, asked after step 39: nothing moves: y", "since step 40: worker 2 is slow: x")
+    live = live_status(status_of_keys("mine", keys(), NOW_NS), recorded)
+    assert (live.policy, [each.state for each in live.workers]) == (recorded.policy, ["in", "out", "in"])
+    first = live_status(live, status_of_history("mine", made_history([*told, {**slow, "of": 0}])))
+    assert [each.state for each in first.workers] == ["slow", "out", "in"]
+    well = {**slow, "slowness": 1.0, "why": "worker 2 is as fast as usual again: x"}
+    moves = event("policy", step=43, why="2 blocks move", owners=[0, 0])
+    later = status_of_history("mine", made_history([*told, moves, well]))
+    assert later.policy == ("policy, asked after step 43: 2 blocks move (the move is to come)",)
+    come = event("epoch", epoch=2, members=[0, 1], owners=[0, 0])
+    assert status_of_history("mine", made_history([*told, moves, come, well])).policy[0].endswith("(the move is done)")
+    begun = status_of_history("mine", made_history([*told, event("restart", at_ns=51)]))
+    assert begun.policy == ("policy, asked after step 39: nothing moves: y",)
+
+
 def test_keys_say_who_has_given_notice_and_cannot_leave() -> None:
     state = told(running(), *(Notice(5, worker, 1) for worker in range(3)))
     assert [each.state for each in status_of_keys("mine", keys(state=to_json(state).encode()), NOW_NS).workers] == [

@@ -254,7 +254,7 @@ class World:
         self.is_asking = False
         if self.is_over() or not self.coordinator.alive:
             return
-        self.asked, wanted = wish(self.asked, self.job, self.membership, self.now)
+        self.asked, _, wanted = wish(self.asked, self.job, self.membership, self.now)
         if wanted is not None:
             self.turns.add(ASKED)
             self.coordinator.take(Wanted, wanted.owners, wanted.why)

@@ -99,6 +99,11 @@ def speeds(paces: Paces) -> dict[int, float]:
     return {worker: 1 / pace.slowness for worker, pace in sorted(paces.items()) if pace.slowness > 1 and pace.is_sure}
 
 
+def slow_workers(paces: Paces) -> tuple[int, ...]:
+    """Returns the slow workers, also those that are not surely slow."""
+    return tuple(worker for worker, pace in sorted(paces.items()) if pace.slowness > 1)
+
+
 def _grown(was: Pace, pace: float) -> Pace:
     last = (*was.last, pace)
     return was._replace(past=(*was.past, *last[:-SLOW_STEPS])[-_PAST_STEPS:], last=last[-SLOW_STEPS:])

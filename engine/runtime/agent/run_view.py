@@ -60,14 +60,14 @@ class Ending:
     loggers: tuple[Mapping[str, Any], ...] = ()
 
 
-def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None) -> WorkerView:
+def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None, *, is_slow: bool) -> WorkerView:
     """Returns the picture of a worker now."""
     silent_s, inside_s = (0.0, 0.0) if seen is None else seen.ages_s(now_ns())
     return WorkerView(
         member.worker,
         member.child.pid,
         member.slots,
-        member.state,
+        "slow" if is_slow and member.state == "running" else member.state,
         board.read(member.worker),
         max(member.peak_stash.values(), default=0),
         member.peak_memory_kib,

@@ -17,6 +17,7 @@ from engine.core.config.update_rules import preloads
 from engine.core.coordinator.inputs import Resumed
 from engine.core.coordinator.state import first_state
 from engine.core.elastic.rebalancing import Rebalancing
+from engine.core.elastic.slow_workers import slow_workers
 from engine.core.errors import EnvironmentLacksError, ExitCode, StorageError
 from engine.core.faults.fault import Fault
 from engine.core.history.process_records import (
@@ -211,8 +212,11 @@ def _refuse_backend(job: Job) -> None:
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:
-    sightings = agent.node.state.sightings
-    workers = tuple(worker_view(each, board, sightings.get(each.worker)) for each in agent.members.values())
+    sightings, slow = agent.node.state.sightings, slow_workers(agent.run_state.times.paces)
+    workers = tuple(
+        worker_view(each, board, sightings.get(each.worker), is_slow=each.worker in slow)
+        for each in agent.members.values()
+    )
     return RunView(agent.run_state, workers, agent.interrupted is not None)
 
 

@@ -1,0 +1,50 @@
+"""A worker becomes slow for good: it is told, relieved of blocks, and never put out; no bit depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.core.config.job import Job
+from engine.runtime.process.fork_client import ForkServer
+from tests.e2e.kill_runs import Runs, outcome_of
+from tests.e2e.test_real_kills import exits_of, fault
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+TIMED = Job(
+    model="timed",
+    model_args={"layers": 12, "forward_ms": 0.5, "backward_ms": 1, "width": 16},
+    data_args={"features": 16},
+    stages=3,
+    blocks=4,
+    microbatches=4,
+    steps=44,
+    validate_every=0,
+)
+BEGIN_STEP = 23  # the past of each worker is long enough
+
+
+@pytest.mark.parametrize("elastic", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_slow_worker_is_told_and_an_elastic_job_relieves_it(
+    tmp_path: Path, server: ForkServer, elastic: bool
+) -> None:
+    runs, job = Runs(tmp_path, server), replace(TIMED, elastic=elastic)
+    slow = fault(f"{BEGIN_STEP}:5:F:0", job, "slow", factor=4.0, for_ns=600 * 10**9)
+    ending, events = runs.run(job, [slow])
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert exits_of(events) == {0: 0, 1: 0, 2: 0}
+    paces = [event for event in events if event["event"] == "pace" and event["of"] == 1]
+    assert paces[0]["step"] <= BEGIN_STEP + 6
+    assert 2.5 < paces[0]["slowness"] < 6
+    assert any(paces[0]["why"] in note for note in ending.view.run_state.notes)
+    owned = [[*event["owners"]].count(1) for event in events if event["event"] == "epoch"]
+    moved = [event for event in events if event["event"] == "policy" and event["owners"]]
+    if elastic:
+        assert (owned[-1], len(moved)) == (1, 1)
+    else:
+        assert (owned, moved) == ([4], [])
+    awake = {**TIMED.model_args, "forward_ms": 0, "backward_ms": 0}
+    assert outcome_of(ending.view.run_state) == runs.twin(replace(job, blocks=1, elastic=False, model_args=awake))
