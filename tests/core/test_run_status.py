@@ -103,7 +103,7 @@ def test_a_status_tells_slow_workers_and_the_last_answer_of_the_policy() -> None
     assert later.policy == ("policy, asked after step 43: 2 blocks move (the move is to come)",)
     come = event("epoch", epoch=2, members=[0, 1], owners=[0, 0])
     assert status_of_history("mine", made_history([*told, moves, come, well])).policy[0].endswith("(the move is done)")
-    begun = status_of_history("mine", made_history([*told, event("restart", at_ns=51)]))
+    begun = status_of_history("mine", made_history([*told, event("started", of=2, child=9, slots=[], at_ns=51)]))
     assert begun.policy == ("policy, asked after step 39: nothing moves: y",)
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 from engine.core.history.elastic_records import PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps
-from engine.core.history.process_records import FailedRecord, RestartRecord, ResumedRecord, StartedRecord
+from engine.core.history.process_records import FailedRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
@@ -49,9 +49,9 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
 
 
 def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
-    """Returns the last change of the pace of each worker that is slow; workers that are started again are not."""
-    begun_ns = max((each.at_ns for each in (*history.of(RestartRecord), *history.of(ResumedRecord))), default=0)
-    last = {each.of: each for each in history.of(PaceRecord) if each.at_ns > begun_ns}
+    """Returns the last change of the pace of each worker that is slow, since it was started the last time."""
+    begun_ns = {each.of: each.at_ns for each in history.of(StartedRecord)}
+    last = {each.of: each for each in history.of(PaceRecord) if each.at_ns >= begun_ns.get(each.of, 0)}
     ends = worker_ends(history)
     return {worker: last[worker] for worker in sorted(last) if last[worker].slowness > 1 and worker not in ends}
 

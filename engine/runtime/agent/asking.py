@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.wishes import wish
 from engine.core.history.elastic_records import PolicyRecord
-from engine.runtime.agent.agent import Agent
-from engine.runtime.ipc.recorder import now_ns
+from engine.core.membership.events import Wanted
+from engine.core.membership.state import State
+from engine.runtime.agent.run_state import RunState
+from engine.runtime.ipc.recorder import Recorder, now_ns
 
 
-def ask(agent: Agent, asked: Rebalancing) -> Rebalancing:
-    """Returns what the policy has been asked about by now; records its answer. Agents that begin again ask anew."""
-    run, known = agent.run_state, agent.node.state
+def ask(
+    asked: Rebalancing, run: RunState, known: State, recorder: Recorder, decide: Callable[[Wanted], object]
+) -> Rebalancing:
+    """Returns what the policy has been asked about by now; records its answer. It is asked anew when workers begin again."""
     found = wish(asked, run.job, known, now_ns(), run.times, _free_bytes)
     if found.why:
         owners = found.wanted.owners if found.wanted else ()
-        agent.recorder.write(PolicyRecord(step=known.committed, why=found.why, owners=owners))
+        recorder.write(PolicyRecord(step=known.committed, why=found.why, owners=owners))
     if found.wanted is not None:
-        agent.decide(found.wanted)
+        decide(found.wanted)
     return found.asked
 
 

@@ -194,7 +194,7 @@ def _ticking(
         requests.look(agent.injector)
         agent.checkpoints.record()
         if job.elastic and not agent.is_stopping:
-            asked = ask(agent, asked)
+            asked = ask(asked, agent.run_state, agent.node.state, agent.recorder, agent.decide)
 
     return tick
 
