@@ -16,7 +16,7 @@ from engine.runtime.ipc.recorder import Recorder, now_ns
 def ask(
     asked: Rebalancing, run: RunState, known: State, recorder: Recorder, decide: Callable[[Wanted], object]
 ) -> Rebalancing:
-    """Returns what the policy has been asked about by now; records its answer. It is asked anew when workers begin again."""
+    """Asks if that is due, and records the answer. Returns what was asked; workers that begin again need a new one."""
     found = wish(asked, run.job, known, now_ns(), run.times, _free_bytes)
     if found.why:
         owners = found.wanted.owners if found.wanted else ()
