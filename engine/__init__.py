@@ -91,7 +91,9 @@ launcher: the process of the command line, which starts a run.
 agent: the part of the launcher that starts, watches and ends the workers of its host.
 coordinator: the part of the agent, or the process, that decides on membership.
 standby: the coordinator that waits, and takes over when the first has ended.
-waiting: said of a worker that has code and data, and no slot, rank or vote; a verdict makes it a member.
+waiting: said of a worker that has code and data, and no slot, rank or vote; an epoch makes it a member.
+joiner: a waiting worker that becomes a member without a failure, at a step boundary.
+next group: the process group of a coming epoch, which is formed while training goes on.
 lease: the right to be the coordinator, which expires unless it is renewed.
 store: the key-value store with transactions that keeps the decisions of the coordinator.
 etcd: the server that serves as the store.

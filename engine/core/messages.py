@@ -79,6 +79,7 @@ class EpochMessage(ToWorker):
     commit: CommitMessage | None  # the last one
     digest: str | None  # of the plan that they have prepared
     go: GoMessage | None  # when no message is left to wait for
+    group: int = 0  # the number of the attempt whose group, formed while they trained, they enter; 0 for none
 
 
 @message
@@ -137,7 +138,9 @@ class ReadyMessage(ToAgent):
 
 @message
 class WaitingMessage(ToAgent):
-    """The worker has code and data, and waits to become a member."""
+    """The worker has code and data, and waits to become a member; `joins`: without a failure, too."""
+
+    joins: bool = False
 
 
 @message

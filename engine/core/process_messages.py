@@ -109,6 +109,27 @@ class KeyMessage(ToAgent, ToWorker):
 
 
 @message
+class NextGroupMessage(ToWorker):
+    """These members of a coming epoch form its group while they train; the attempt before is given up.
+
+    An epoch may have several attempts, numbered from 1 on. A worker that is no member only gives up the one before.
+    """
+
+    epoch: int
+    number: int
+    members: tuple[int, ...]
+
+
+@message
+class NextGroupFormedMessage(TextsToAgent):
+    """The worker has its part of the next group, or could not form it because of a `failure`, in words."""
+
+    epoch: int
+    number: int
+    failure: str = ""
+
+
+@message
 class PureMessage(ToAgent):
     """The marks of some layers, by layer and name of the value, from the check before training."""
 

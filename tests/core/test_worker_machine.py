@@ -21,7 +21,7 @@ from engine.core.messages import (
     WaitingMessage,
 )
 from engine.core.ownership import Grid, Ownership
-from engine.core.process_messages import ByeMessage, NoticeMessage, StopMessage
+from engine.core.process_messages import ByeMessage, NextGroupMessage, NoticeMessage, StopMessage
 from engine.core.recovery.plan import EpochPlan, Plan
 from engine.core.recovery.plan_messages import (
     InventoryMessage,
@@ -35,7 +35,9 @@ from engine.core.worker.inputs import (
     Built,
     Counted,
     GroupFormed,
+    GroupKey,
     Input,
+    NextGroupFormed,
     NextStepMade,
     NoticeGiven,
     PassEnded,
@@ -171,6 +173,8 @@ SAMPLES: dict[type, Input] = {
     PrepareMessage: Told(PrepareMessage(7, document(3, 3))),
     PlanPrepared: PlanPrepared(7, plan(3, 3)),
     GroupFormed: GroupFormed(2),
+    NextGroupMessage: Told(NextGroupMessage(3, 1, (0, 1, 2))),
+    NextGroupFormed: NextGroupFormed(GroupKey(3, 1)),
     PlanMessage: Told(document(2, 2)),
     GoMessage: Told(GO),
     CommitMessage: Told(commit(2)),
@@ -190,12 +194,14 @@ CELLS = {
     "StopMessage": "rrrrrrrrrr.",
     "NoticeGiven": "rrrrrrrrrr.",
     "Built": "rxxxxxxxxx.",
-    "PrepareMessage": "xxrrrrrrrr.",
-    "PlanPrepared": "xxrrrrrrrr.",
+    "PrepareMessage": "xrrrrrrrrr.",
+    "NextGroupMessage": "xrrrrrrrrr.",
+    "NextGroupFormed": "xrrrrrrrrr.",
+    "PlanPrepared": "xrrrrrrrrr.",
     "GroupFormed": "xxrrrrrrrr.",
     "PlanMessage": "xx.r.x.....",
     "GoMessage": "xx.xrx.....",
-    "CommitMessage": "xxr.rxrr.r.",
+    "CommitMessage": "x.r.rxrr.r.",
     "ValidatedMessage": "xx...x.r...",
     "ByeMessage": "xr...x...r.",
     "TransferFailed": "xxrrrrrr.r.",
@@ -243,7 +249,7 @@ def test_a_waiting_worker_enters_the_first_epoch_that_has_it_as_a_member_in_its_
     assert outputs == (Say(WaitingMessage()),)
     assert step(state, Told(epoch(2, commit=commit(4)))) == (state, ())
     new, outputs = step(state, Told(epoch(3, commit=commit(5), members=(0, 1, 2))))
-    assert (new.mode, new.step, outputs) == (Mode.FROZEN, 6, (MarkPhase("fence"), BeginAt(6), CountHeld()))
+    assert (new.mode, new.step, outputs) == (Mode.FROZEN, 6, (MarkPhase("fence"), Drop(()), BeginAt(6), CountHeld()))
     assert step(state, Told(epoch(2, members=(0, 1, 2))))[0].step == 0
 
 

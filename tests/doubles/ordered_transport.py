@@ -67,6 +67,7 @@ class OrderedTransport:
         self.aside: Channel[AsideKey] = inner.aside
         self.in_order = _OrderedChannel(inner.in_order, self._note)
         self.release_sent, self.abandon, self.close = inner.release_sent, inner.abandon, inner.close
+        self.begin = inner.begin
 
     def _note(self, is_post: bool, other: int, key: ProgramKey) -> None:
         ends = (other, self._worker) if is_post else (self._worker, other)
@@ -110,6 +111,7 @@ class OrderedLoopback(LoopbackBackend):
         super().__init__(groups, cuts, worker, paused)
         self._orders, self._number = orders, worker
 
-    def joining(self, epoch: int, members: Sequence[int]) -> OrderedJoining:  # type: ignore[override]
+    def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> OrderedJoining:  # type: ignore[override]
         """Returns the attempt to join the group of an epoch."""
-        return OrderedJoining(super().joining(epoch, members), self._orders, self._number, (epoch, tuple(members)))
+        group = (epoch, attempt, tuple(members))
+        return OrderedJoining(super().joining(epoch, members, attempt), self._orders, self._number, group)

@@ -85,6 +85,7 @@ class Case:
     waiting: int = 0  # workers, with the numbers behind those of the first members
     elastic: bool = False  # the host asks the policy for wanted owners
     again: int = 0  # each such word of a worker, about, comes a second time, and late; 0 for none
+    joining: int = 0  # the last of them, which join without a failure
 
     @property
     def num_workers(self) -> int:

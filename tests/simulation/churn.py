@@ -17,6 +17,7 @@ from tests.simulation.case import HEALS_IN_TIME_US, MOVE, Case, Fault
 _MOST_REACHED = 120  # moments of a coordinator: few histories have more
 _GRACE_US = 60_000_000
 _VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed")
+_JOIN = ("form next", "formed next", "enter next")
 _BOUNDARY = ("commit", "stepped", "decided", "LOG", "COMMIT")
 
 
@@ -43,6 +44,9 @@ STRIKES = (
     Strike(1, "zombie", ("waiting", "inventory", "HEAL"), waiting=True, length=60_000),
     Strike(1, "pause", ("waiting", "HEAL", "stepped"), waiting=True, length=25_000_000),
     Strike(1, "notice", ("waiting", "planned", "HEAL", "stepped"), waiting=True, length=_GRACE_US),
+    Strike(2, "kill", _JOIN),
+    Strike(3, "kill", (*_JOIN, "HEAL"), waiting=True),
+    Strike(1, "pause", _JOIN, waiting=True, length=25_000_000),
 )
 _REDUNDANCIES: tuple[Redundancy, ...] = ("lazy", "lazy", "eager", "none")
 
@@ -70,6 +74,7 @@ def churn_case(number: int) -> Case:
     streams = case.redundancy in ("lazy", "eager") and rng.random() < 0.2
     return replace(
         case,
+        joining=Random(f"joins in churn {number}").randint(0, case.waiting),  # noqa: S311
         ties=((0, case.stages - 1),) if case.stages > 2 and rng.random() < 0.2 else (),
         log_every=1 if streams else 0,
         validate_every=rng.choice((0, 0, 0, 2)),

@@ -52,7 +52,9 @@ class Executor:
         self.actions, self.steps = _NO_PROGRAM
         self.cursor = self.begun = self.parted = 0
         self.is_formed = False  # the group
-        self.group = -1  # the number of the newest group that it has joined
+        self.group = -1  # the number of the newest group that it has entered
+        self.next_groups: dict[int, set[int]] = {}  # formed for coming epochs: the peers with a broken link in each
+        self.early_transfers: list[tuple[int, int, int, int, Any]] = []  # in a group that it has not entered yet
         self.inbox: dict[int, tuple[int, int, int, Any]] = {}
         self.ahead: dict[int, tuple[int, int, int, Any]] = {}  # transfers of the next step
         self.broken: set[int] = set()
@@ -177,9 +179,26 @@ class Executor:
         self.inbox, self.ahead, self.broken, self.lost = {}, {}, set(), set()
         self.sent, self.taken = Counter(), Counter()
 
+    def enter_next(self, group: int) -> None:
+        """Leaves its group for one that was formed meanwhile; some members may have entered it before."""
+        self.world.links.break_all(self, (self.group,))
+        broken = self.next_groups.pop(group)
+        self.join(group)
+        self.is_formed, self.broken = True, broken
+        early, self.early_transfers = self.early_transfers, []
+        for transfer in early:
+            self.receive(*transfer)
+
+    def forms(self, group: int) -> bool:
+        """Whether it forms a group."""
+        raise NotImplementedError
+
     def receive(self, group: int, step: int, source: int, key: int, payload: Any) -> None:
         """Takes a transfer that has arrived."""
         if self.puts_off(self.receive, group, step, source, key, payload):
+            return
+        if group in self.next_groups:
+            self.early_transfers.append((group, step, source, key, payload))
             return
         if group > self.group:
             raise Violation(f"worker {self.number} is in group {self.group}, and worker {source} sends in {group}")
@@ -240,7 +259,9 @@ class Executor:
         """Handles a broken connection to a peer."""
         if self.puts_off(self.lose_link, group, peer):
             return
-        if group == self.group:
+        if group in self.next_groups:
+            self.next_groups[group].add(peer)
+        elif group == self.group:
             self.broken.add(peer)
             self.wake()
 

@@ -335,6 +335,8 @@ class Judge:
                 worker = self.world.workers[number]
                 if worker.step != steps:
                     raise Violation(f"worker {number} has finished in step {worker.step}")
+                if old := [group for group in (*worker.next_groups, *worker.attempts) if group <= worker.group]:
+                    raise Violation(f"worker {number} still has the groups {old}, and is in group {worker.group}")
                 if worker.alive and not self._must_bear(state):
                     raise Violation(f"worker {number} has not been told that all have finished")
             for number in state.waiting if has_all else ():

@@ -6,7 +6,7 @@ over a silent link; after a time, the ends of the link give up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tests.doubles.faulty_links import FaultyLinks, Kind, LinkFault
@@ -84,13 +84,15 @@ class Links:
             world.note(key, target)
             world.workers[target].receive(group, step, source.number, key, payload)
 
-    def break_all(self, worker: Executor) -> None:
-        """Breaks the links of a worker that has left its group or ended; a silent one does not tell its other end."""
+    def break_all(self, worker: Executor, groups: Iterable[int] = ()) -> None:
+        """Breaks the links of a worker that has left groups, or all; a silent one does not tell its other end."""
         world = self.world
+        left = tuple(groups) or (worker.group, *worker.next_groups)
         for peer in world.workers:
             if peer.alive and peer is not worker and not self._is_cut(worker.number, peer.number, "silent", "middle"):
                 delay = MS // 2 if not world.spread else world.delay()
-                world.push(delay, peer.lose_link, worker.group, worker.number)
+                for group in left:
+                    world.push(delay, peer.lose_link, group, worker.number)
 
     # Groups
 
@@ -106,7 +108,7 @@ class Links:
         if self.faults is not None and world.now < until and self.faults.are_cut(world.now, members):
             world.turns.add("group waits for a silent link")
             world.tick_after(TICK)
-            if any(workers[number].alive and workers[number].group == group for number in members):
+            if any(workers[number].alive and workers[number].forms(group) for number in members):
                 world.push(TICK, self._form, group, members, until)
             return
         for number in members:

@@ -161,6 +161,26 @@ def waiting_case(number: int) -> Case:
     return replace(case, faults=tuple(faults))
 
 
+def joining_case(number: int) -> Case:
+    """Returns the random case of a number in which waiting workers join without a failure.
+
+    Workers die or stop while the next group is formed, when it is entered, and when a joiner is half healed.
+    """
+    rng = Random(f"joins of {number}")  # noqa: S311
+    case = waiting_case(number)
+    case = replace(case, steps=rng.choice((4, 5, 6, 8)), joining=rng.randint(1, case.waiting))
+    everyone = range(case.num_workers + case.waiting)
+    faults = list(case.faults if rng.random() < 0.5 else case.faults[: rng.choice((0, 1))])
+    if rng.random() < 0.7:  # a joiner is wanted as an owner
+        faults.append(Fault(rng.randrange(case.num_workers), "moment", rng.randint(4, 60), MOVE, rng.randrange(1000)))
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        point = rng.choice(("form next", "formed next", "enter next", "enter next", "HEAL", "decided"))
+        kind = rng.choice(("kill", "kill", "kill", "pause", "notice", "silent"))
+        length = {"kill": 0, "pause": 25_000_000, "notice": _GRACE_US, "silent": 3_000_000}[kind]
+        faults.append(Fault(rng.choice(everyone), point, rng.choice((1, 1, 2, 3)), kind, length))
+    return replace(case, faults=tuple(faults))
+
+
 def grid_cases(steps: int = 2) -> Iterator[Case]:
     """Yields the fault-free case of every enumerated shape, small ones first."""
     shapes = sorted(product((1, 2), (2, 3, 4, 6), (2, 4, 8)), key=lambda shape: shape[0] * shape[1] * shape[2])

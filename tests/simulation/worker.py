@@ -16,6 +16,7 @@ from engine.core.checkpoints.part_messages import KeptMessage
 from engine.core.membership.standstill import LEAST_QUIET_NS
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership, Slot
+from engine.core.process_messages import NextGroupMessage
 from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage
 from engine.core.worker import inputs, outputs
 from engine.core.worker.inbox import Inbox, arrived, taken
@@ -50,6 +51,7 @@ class Worker(Joining):
         self.next_step: tuple[int, Any] = (0, None)  # when it is planned
         self.copied_at = 0  # its last share of a checkpoint
         self.writes = 0  # shares that are not on disk
+        self.attempts: dict[int, inputs.GroupKey] = {}  # to form groups of coming epochs, by number of the group
         self.is_reporting = False  # that all is done, once all is on disk
 
     @property
@@ -81,7 +83,7 @@ class Worker(Joining):
         """Takes a message in, in the control thread."""
         if self.puts_off(self.told, message):
             return
-        if isinstance(message, PrepareMessage):
+        if isinstance(message, PrepareMessage | NextGroupMessage):
             self.feed(inputs.Told(message))
             return
         if isinstance(message, messages.PartitionMessage | messages.BorderMessage):
@@ -207,29 +209,76 @@ class Worker(Joining):
 
     def form_group(self, output: outputs.FormGroup) -> Answer:
         """Joins the group of an epoch."""
-        self.join(output.epoch.epoch)
-        self.world.links.join(self, output.epoch.epoch, output.epoch.members)
+        group = _number_of(output.epoch.epoch)
+        self.join(group)
+        self.world.links.join(self, group, output.epoch.members)
         return None
+
+    def form_next(self, output: outputs.FormNextGroup) -> Answer:
+        """Forms the group of a coming epoch in a thread."""
+        told = output.told
+        group = _number_of(told.epoch, told.number)
+        self.attempts[group] = inputs.GroupKey(told.epoch, told.number)
+        self.world.links.join(self, group, told.members)
+        self.come_to("form next")
+        return None
+
+    def leave_next(self, output: outputs.LeaveNextGroups) -> Answer:
+        """Gives up groups of coming epochs."""
+        for key in output.keys:
+            group = _number_of(*key)
+            self.attempts.pop(group, None)
+            if self.next_groups.pop(group, None) is not None:
+                self.world.links.break_all(self, (group,))
+            self.world.turns.add("next group is given up")
+        return None
+
+    def enter_group(self, output: outputs.EnterNextGroup) -> Answer:
+        """Enters the group that was formed meanwhile."""
+        if self.runs:
+            raise Violation(f"worker {self.number} leaves its group inside a program")
+        self.world.turns.add("next group is entered")
+        group = _number_of(*output.key)
+        del self.attempts[group]
+        self.enter_next(group)
+        self.come_to("enter next")
+        return None
+
+    def forms(self, group: int) -> bool:
+        """Whether it forms a group."""
+        return group == self.group or group in self.attempts
 
     def formed(self, group: int, failed_with: int | None) -> None:
         """Tells the main thread that its group is formed, or is not because of a peer."""
-        if self.puts_off(self.formed, group, failed_with) or group != self.group:
+        if self.puts_off(self.formed, group, failed_with):
+            return
+        if (key := self.attempts.get(group)) is not None:
+            if failed_with is None:
+                self.next_groups[group] = set()
+            else:
+                self.world.turns.add("next group cannot be formed")
+            self.feed(inputs.NextGroupFormed(key, "" if failed_with is None else "no group"))
+            self.come_to("formed next")
+            return
+        if group != self.group:
             return
         self.is_formed = failed_with is None or group == 0
         if group == 0:
             self.formed_first()
         elif failed_with is None:
-            self.answers.append(inputs.GroupFormed(group))
+            self.answers.append(inputs.GroupFormed(group // _MOST_ATTEMPTS))
             self.hurry()
         else:
             self.world.turns.add("group cannot be formed")
-            self.answers.append(inputs.GroupFormed(group, inputs.TransferFailed("no group", failed_with)))
+            failure = inputs.TransferFailed("no group", failed_with)
+            self.answers.append(inputs.GroupFormed(group // _MOST_ATTEMPTS, failure))
             self.hurry()
 
     def joined(self) -> None:
         """Tells the machine that this worker has joined."""
         waits = self.number not in self.world.members
-        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, 0, waits=waits))
+        how = {"waits": waits, "joins": self.world.is_eager(self.number)}
+        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, 0, **how))
         if waits:
             self.come_to("waiting")
 
@@ -418,6 +467,11 @@ def whole_step(world: World, ownership: Ownership) -> dict[int, Compiled]:
     return shares_of(case.schedule, ownership, case.redundancy, frozenset(), case.log_every)
 
 
+def _number_of(epoch: int, attempt: int = 0) -> int:
+    return epoch * _MOST_ATTEMPTS + attempt
+
+
+_MOST_ATTEMPTS = 1000
 _INTERRUPTIBLE = outputs.Run | outputs.Validate
 _SAID = {InventoryMessage: "inventoried", PlannedMessage: "planned"}
 _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
@@ -428,6 +482,9 @@ _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
     outputs.LeaveGroup: Worker.leave_group,
     outputs.CloseGroup: Worker.nothing,
     outputs.FormGroup: Worker.form_group,
+    outputs.FormNextGroup: Worker.form_next,
+    outputs.LeaveNextGroups: Worker.leave_next,
+    outputs.EnterNextGroup: Worker.enter_group,
     outputs.MakePlan: Worker.make_plan,
     outputs.PreparePlan: Worker.prepare_plan,
     outputs.LoadPlan: Worker.load_plan,

@@ -147,6 +147,10 @@ class World:
             else:
                 self.push(self.delay() + int(self.pick() * _LOADS_AT_MOST * (1 + 3 * self.case.elastic)), worker.start)
 
+    def is_eager(self, number: int) -> bool:
+        """Whether a worker that waits joins without a failure."""
+        return number >= len(self.numbers) - self.case.joining
+
     def restart(self) -> None:
         """Ends all workers, and starts them again; the messages of the ended ones come no more."""
         if self.is_restarting:
@@ -280,7 +284,7 @@ class World:
         for number, code in self.ended.items():
             self.coordinator.take(inputs.Ended, number, code)
         for number in sorted(self.said_ready):
-            self.coordinator.take(Heard, number, messages.WaitingMessage(), _NODES[number])
+            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), _NODES[number])
         unheard, self.unheard = self.unheard, []
         for number, message in unheard:
             self._hear(number, message, self.starts)
@@ -437,7 +441,7 @@ class World:
         self.ended[number] = code
         self.coordinator.take(inputs.Ended, number, code)
         if number in self.said_ready and self.case.seed % 2:  # its word comes again, and late
-            self.coordinator.take(Heard, number, messages.WaitingMessage(), _NODES[number])
+            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), _NODES[number])
 
     def _lose_node(self, number: int) -> None:
         self.coordinator.take(LeaseExpired, _NODES[number])

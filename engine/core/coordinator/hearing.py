@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.coordinator.equal_ends import survives
-from engine.core.coordinator.orders import Decided, decide, tell_all
+from engine.core.coordinator.next_group import heard_of, ready_joiners
+from engine.core.coordinator.orders import Decided, decide, prepare, tell_all, tell_waiting_too
 from engine.core.coordinator.outputs import CoordinatorOutput, Fail, Note, Write
 from engine.core.coordinator.preparation import answered, at_commit
 from engine.core.coordinator.state import CoordinatorState
@@ -26,7 +27,7 @@ from engine.core.membership.events import Heard, StepCommitted
 from engine.core.membership.state import Phase
 from engine.core.membership.verdicts import may_restart
 from engine.core.message_codec import Message
-from engine.core.process_messages import KeyMessage, UnprovenMessage
+from engine.core.process_messages import KeyMessage, NextGroupFormedMessage, UnprovenMessage
 from engine.core.recovery.ballot import NO_NORM, SKIP
 from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.recovery.vote import VoteMessage
@@ -44,8 +45,13 @@ def _on_cut(state: CoordinatorState, heard: Heard[Message], cut: messages.CutMes
     return state, (Write(record), *map(Note, cut.notes), tell_all(state, messages.PartitionMessage(cut.starts)))
 
 
-def _relay(state: CoordinatorState, heard: Heard[Message], message: messages.BorderMessage | KeyMessage) -> Decided:
+def _relay(state: CoordinatorState, heard: Heard[Message], message: messages.BorderMessage) -> Decided:
     return state, (tell_all(state, message),)
+
+
+def _on_key(state: CoordinatorState, heard: Heard[Message], told: KeyMessage) -> Decided:
+    is_of_next = state.next_group.members and told.epoch == state.next_group.epoch
+    return state, (tell_waiting_too(state, told) if is_of_next else tell_all(state, told),)
 
 
 def _on_vote(state: CoordinatorState, heard: Heard[Message], vote: VoteMessage) -> Decided:
@@ -62,8 +68,13 @@ def _on_vote(state: CoordinatorState, heard: Heard[Message], vote: VoteMessage) 
         raise DivergedError(f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps")
     ownership = ballot.ownership
     event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
-    preparation, decisive = at_commit(state.preparation, event, state.membership, ownership)
-    return decide(_keeps(new, commit.step, heard.now_ns)._replace(commit=commit, preparation=preparation), *decisive)
+    joins = ready_joiners(state.next_group, state.membership)
+    preparation, decisive = at_commit(state.preparation, event, state.membership, ownership, joins)
+    first, *_ = decisive
+    is_entered = isinstance(first, StepCommitted) and bool(first.joins)
+    group = state.next_group._replace(is_entered=is_entered) if joins else state.next_group
+    new = _keeps(new, commit.step, heard.now_ns)._replace(commit=commit, preparation=preparation, next_group=group)
+    return decide(new, *decisive)
 
 
 def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:
@@ -126,6 +137,17 @@ def _on_prepared(state: CoordinatorState, heard: Heard[Message], told: PreparedM
     return state._replace(preparation=answered(state.preparation, heard.worker, told)), ()
 
 
+def _on_next_group(state: CoordinatorState, heard: Heard[Message], told: NextGroupFormedMessage) -> Decided:
+    group, given_up = heard_of(state.next_group, state.membership, heard.worker, told)
+    if group is state.next_group or state.is_stopping:
+        return state, ()
+    new = state._replace(next_group=group)
+    if given_up is None:
+        return prepare(new, heard.now_ns)
+    text = f"worker {heard.worker} could not form the group in which workers are to join: {told.failure}"
+    return new, (tell_waiting_too(new, given_up), Note(text))
+
+
 def _after(record: Any, result: Decided) -> Decided:
     """Returns a result with a record in front of its outputs."""
     first: CoordinatorOutput = Write(record)
@@ -148,6 +170,7 @@ RULES: dict[type[Message], MessageRule] = {
     PlannedMessage: _decide,
     PreparedMessage: _on_prepared,
     VoteMessage: _on_vote,
-    KeyMessage: _relay,
+    KeyMessage: _on_key,
+    NextGroupFormedMessage: _on_next_group,
     UnprovenMessage: _on_unproven,
 }

@@ -13,6 +13,7 @@ from typing import Any
 from engine.core import messages
 from engine.core.config.job import is_due
 from engine.core.coordinator.equal_ends import put_out, repeated
+from engine.core.coordinator.next_group import attempted, ready_joiners
 from engine.core.coordinator.outputs import (
     Arm,
     CoordinatorOutput,
@@ -59,14 +60,27 @@ def decide(state: CoordinatorState, *events: Event) -> Decided:
         due += found
     new, outputs = _carry_out(state._replace(membership=membership), due)
     outputs = (*outputs, *_waiting(state.membership, membership))
-    may_move = membership.leaving or membership.wanted
-    if new.ballot is None or not may_move or membership.decided() == state.membership.decided():
+    if membership.decided() == state.membership.decided():
         return new, outputs
-    preparation, order = looked(new.preparation, membership, new.ballot.ownership, events[-1].now_ns)
-    if order is None:
-        return new, outputs
-    new = new._replace(preparation=preparation)
-    return new, (*outputs, tell_all(new, order))
+    new, orders = prepare(new, events[-1].now_ns)
+    return new, (*outputs, *orders)
+
+
+def prepare(state: CoordinatorState, now_ns: int) -> Decided:
+    """Lets the workers form the group of the coming epoch, if others are to join, and prepare its plan."""
+    known, outputs = state.membership, list[CoordinatorOutput]()
+    if known.waiting or state.next_group.members:
+        group, wanted = attempted(state.next_group, known)
+        state = state._replace(next_group=group)
+        outputs += [] if wanted is None else [tell_waiting_too(state, wanted)]
+    joins = ready_joiners(state.next_group, known)
+    if state.ballot is None or not (known.leaving or known.wanted or joins):
+        return state, tuple(outputs)
+    preparation, order = looked(state.preparation, known, state.ballot.ownership, now_ns, joins)
+    if order is not None:
+        state = state._replace(preparation=preparation)
+        outputs.append(tell_waiting_too(state, order) if joins else tell_all(state, order))
+    return state, tuple(outputs)
 
 
 def _waiting(old: State, new: State) -> Iterable[CoordinatorOutput]:
@@ -97,6 +111,12 @@ def tell_all(state: CoordinatorState, message: ToWorker) -> Tell:
     return Tell(_first_stage_first(workers, known.owners, known.options.stages), message)
 
 
+def tell_waiting_too(state: CoordinatorState, message: ToWorker) -> Tell:
+    """Returns the order to tell every worker, and those that wait."""
+    tell = tell_all(state, message)
+    return tell._replace(workers=(*tell.workers, *state.membership.waiting))
+
+
 @lru_cache(maxsize=256)
 def _first_stage_first(workers: tuple[int, ...], owners: tuple[int, ...], stages: int) -> tuple[int, ...]:
     def first_stage(worker: int) -> float:
@@ -124,6 +144,7 @@ def _publish_epoch(state: CoordinatorState, effect: effects.PublishEpoch) -> Dec
         commit=state.told,  # for a worker whose wait for it ends with the epoch
         digest=None if known.phase in GATHERING else next(iter(known.digests.values()), None),
         go=_go(state) if known.phase in _TRAINING else None,  # then no answer is awaited
+        group=state.next_group.number if state.next_group.is_entered and known.phase not in GATHERING else 0,
     )
     record = EpochRecord(
         epoch=effect.epoch,
@@ -239,8 +260,7 @@ def _restart(state: CoordinatorState, effect: effects.OrderRestart) -> Decided:
 
 def _finish(state: CoordinatorState, effect: effects.Finish) -> Decided:
     """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
-    waiting = Tell(state.membership.waiting, ByeMessage())
-    bye = () if effect.cut_short else (tell_all(state, ByeMessage()), *([waiting] if waiting.workers else []))
+    bye = () if effect.cut_short else (tell_waiting_too(state, ByeMessage()),)
     if state.is_released:
         return state, bye
     why: Outputs = ()

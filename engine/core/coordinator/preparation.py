@@ -43,10 +43,13 @@ def noticed(preparation: Preparation, worker: int, until_ns: int) -> Preparation
 
 
 def looked(
-    preparation: Preparation, state: State, ownership: Ownership, now_ns: int
+    preparation: Preparation, state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = ()
 ) -> tuple[Preparation, PrepareMessage | None]:
-    """Returns the order to prepare the epoch that the commit of the open step will begin, if its plan has changed."""
-    prepared = prepare_epoch(state, ownership, now_ns)
+    """Returns the order to prepare the epoch that the commit of the open step will begin, if its plan has changed.
+
+    The workers in `joins` become members with it.
+    """
+    prepared = prepare_epoch(state, ownership, now_ns, joins)
     if prepared is None or prepared.document == preparation.document:
         return preparation, None
     number = preparation.number + 1
@@ -66,17 +69,22 @@ def answered(preparation: Preparation, worker: int, answer: PreparedMessage) -> 
 
 
 def at_commit(
-    preparation: Preparation, commit: StepCommitted, state: State, ownership: Ownership
+    preparation: Preparation, commit: StepCommitted, state: State, ownership: Ownership, joins: tuple[int, ...] = ()
 ) -> tuple[Preparation, tuple[Event, ...]]:
-    """Returns the events to decide on at a commit: the commit alone, or with the events of the prepared epoch."""
+    """Returns the events to decide on at a commit: the commit alone, or with the events of the prepared epoch.
+
+    No member waits for the workers in `joins`: they join with a prepared epoch only.
+    """
     new = preparation._replace(begun_ns=commit.now_ns)
-    prepared = prepare_epoch(state, ownership, commit.now_ns)
+    prepared = prepare_epoch(state, ownership, commit.now_ns, joins)
     if prepared is None:
         return new, (commit,)
     document, digests = prepared.document, preparation.digests
     if document == preparation.document and all(worker in digests for worker in document.members):
         answers = {each: PlannedMessage(document.epoch, digests[each], ()) for each in document.members}
         return new, (*prepared.events, *(Heard(commit.now_ns, each, answer) for each, answer in answers.items()))
+    if joins and prepare_epoch(state, ownership, commit.now_ns) is None:
+        return new, (commit,)
     leaves_at_ns = commit.now_ns + _STEPS_TO_LEAVE * (commit.now_ns - preparation.begun_ns)
     has_time = leaves_at_ns < min((preparation.deadlines_ns.get(worker, 0) for worker in state.leaving), default=inf)
     if preparation.waited_in < state.epoch and has_time:
@@ -92,11 +100,11 @@ class PreparedEpoch:
     document: PlanMessage
 
 
-def prepare_epoch(state: State, ownership: Ownership, now_ns: int) -> PreparedEpoch | None:
+def prepare_epoch(state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = ()) -> PreparedEpoch | None:
     """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
-    if state.phase is not Phase.RUNNING or not (state.leaving or state.wanted):
+    if state.phase is not Phase.RUNNING or not (state.leaving or state.wanted or joins):
         return None
-    commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows)
+    commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows, joins=joins)
     new, effects = step(state, commit)
     if new.phase is not Phase.RECONFIGURING:
         return None

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from engine.core.checkpoints.keeping import Keeping, keeping_of
 from engine.core.config.job import Job
 from engine.core.coordinator.inputs import Place
+from engine.core.coordinator.next_group import NextGroup
 from engine.core.duration import parse_duration
 from engine.core.errors import InvariantError, required
 from engine.core.membership import state as membership_state
@@ -64,6 +65,7 @@ class CoordinatorState(NamedTuple):
     kept_ns: int = 0  # when that step was committed; at first when the coordinator began
     ballot: Ballot | None = None  # None while no vote counts
     preparation: Preparation = Preparation(0)
+    next_group: NextGroup = NextGroup()
     epoch: EpochMessage | None = None  # the last one that was sent
     planned: int = 0  # the last epoch whose plan was sent
     leaving: tuple[int, ...] = ()  # in the last plan
@@ -109,6 +111,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1) -> 
         redundant=job.redundancy != "none",
         form_ns=patience_ns,
         max_restarts=_MAX_RESTARTS,
+        workers=len(ownership.workers()),
         begun=begun,
         silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
         hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),

@@ -36,7 +36,8 @@ def wish(
 ) -> Wish:
     """Asks the policy if that is due; `free_bytes` are those of the host of all workers, as far as they are known."""
     times = times or WorkerTimes()
-    workers = tuple(worker for worker in known.members if worker not in known.leaving)
+    staying = tuple(worker for worker in known.members if worker not in known.leaving)
+    workers = (*staying, *known.joiners) if staying else ()
     slow, settled = speeds(members_only(times.paces, workers)), are_settled(times, job.slots)
     if known.phase is not Phase.RUNNING or not workers:
         return Wish(asked)

@@ -59,13 +59,15 @@ class StepCommitted(Event):
     """The ballot is complete: every owner and shadow has voted for `step`.
 
     `shadows` are the shadows of each slot with a whole replica, in the order of succession; empty if unchanged. With
-    `waits`, hand-overs and departures wait for the next commit, so that the next epoch can be prepared meanwhile.
+    `waits`, hand-overs and departures wait for the next commit, so that the next epoch can be prepared meanwhile. With
+    this commit the waiting workers in `joins` become members: their group is formed.
     """
 
     epoch: int
     step: int
     shadows: tuple[tuple[int, ...], ...] = ()
     waits: bool = False
+    joins: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ def waits(state: State, event: Heard[WaitingMessage]) -> State:
     if not is_unknown(state, event.worker):
         return state
     new = alive(state, event.worker, event.now_ns)
-    return new._replace(waiting=(*state.waiting, event.worker), nodes={**state.nodes, event.worker: event.node})
+    eager = (*state.eager, event.worker) if event.message.joins else state.eager
+    waiting, nodes = (*state.waiting, event.worker), {**state.nodes, event.worker: event.node}
+    return new._replace(waiting=waiting, eager=eager, nodes=nodes)
 
 
 @rule()
@@ -51,4 +53,4 @@ def wants(state: State, event: events.Wanted) -> State:
     """Records the wanted owners; the slots move at step boundaries, as soon as these hold whole replicas."""
     ensure(len(event.owners) in (0, len(state.owners)), f"{len(event.owners)} owners for {len(state.owners)} slots")
     new = state._replace(wanted=event.owners, wanted_why=event.why)
-    return new if new.wanted_moves else new._replace(wanted=(), wanted_why="")
+    return new if new.wanted_moves or new.awaits_joiners else new._replace(wanted=(), wanted_why="")

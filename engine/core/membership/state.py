@@ -60,6 +60,7 @@ class Options:
     repeat_ns: int = _S // 2  # without progress until the orders are repeated
     max_repeats: int = 3  # empty verdicts for one symptom without a commit in between
     max_restarts: int = 0  # of the workers, before the first commit
+    workers: int = 0  # of the job: waiting workers make up for those that are missing, without a failure, too
     begun: int = -1  # the last step that was committed before the job began, of its checkpoint; -1 for none
 
 
@@ -138,6 +139,7 @@ class State(NamedTuple):
     look: tuple[Edge, ...] = ()  # the failed transfers of this epoch; a look is open if there is one
     repeats: Mapping[str, int] = {}  # by symptom: empty verdicts since the last commit
     waiting: tuple[int, ...] = ()  # workers that are ready, and no members
+    eager: tuple[int, ...] = ()  # those of them, and of the members before, that join without a failure, too
     lost: Mapping[int, Exclusion] = {}  # the workers that were lost before they became members
     restarts: int = 0  # of the workers, so far
     exit_code: int = 0
@@ -158,13 +160,33 @@ class State(NamedTuple):
 
     @property
     def wanted_moves(self) -> dict[int, int]:
-        """The wanted owner of each slot that another worker owns; an owner that is out or leaving is not wanted."""
-        slots = enumerate(zip(self.owners, self.wanted, strict=True)) if self.wanted else ()
+        """The wanted owner of each slot that another worker owns; an owner that is out or leaving is not wanted.
+
+        A wish that names joiners waits for them as a whole.
+        """
+        is_due = self.wanted and not self.awaits_joiners
+        slots = enumerate(zip(self.owners, self.wanted, strict=True)) if is_due else ()
         return {
             slot: worker
             for slot, (owner, worker) in slots
             if worker != owner and worker in self.members and worker not in self.leaving
         }
+
+    @property
+    def joiners(self) -> tuple[int, ...]:
+        """The waiting workers that join without a failure: those that want it, and as many more as are missing."""
+        if not self.waiting:
+            return ()
+        eager = [worker for worker in self.waiting if worker in self.eager]
+        staying = len([worker for worker in self.members if worker not in self.leaving])
+        missing = max(0, self.options.workers - staying - len(eager))
+        others = [worker for worker in self.waiting if worker not in self.eager]
+        return tuple(sorted((*eager, *others[:missing])))
+
+    @property
+    def awaits_joiners(self) -> bool:
+        """Whether a worker that is about to join is wanted as an owner."""
+        return bool(self.wanted and self.waiting) and not set(self.wanted).isdisjoint(self.joiners)
 
     @property
     def patience(self) -> Options:

@@ -171,7 +171,7 @@ def commits(state: State, event: events.StepCommitted) -> State:
         return new._replace(phase=Phase.DRAINING)
     if event.waits:
         return new
-    return handed_over(new, event.now_ns) if begins_epoch(new) else new
+    return handed_over(new, event.now_ns, event.joins) if event.joins or begins_epoch(new) else new
 
 
 @rule(Phase.FINISHED)

@@ -64,11 +64,16 @@ def holders_in_other_pipelines(state: State, slot: int) -> list[int]:
 
 
 def new_epoch(
-    state: State, now_ns: int, failed: Iterable[Exclusion], reason: str = "", phase: Phase = Phase.FAILING_OVER
+    state: State,
+    now_ns: int,
+    failed: Iterable[Exclusion],
+    reason: str = "",
+    phase: Phase = Phase.FAILING_OVER,
+    joins: tuple[int, ...] = (),
 ) -> State:
     """Returns the next epoch, without the workers that `failed` or left; ends the job if a slot is lost.
 
-    Waiting workers become members, if a group is formed.
+    Waiting workers become members: those in `joins`, or all if a group is formed now.
     """
     gone = [worker for worker in state.members if worker in state.exited]
     out = {worker: excluded(worker, Cause.FINISHED, "had finished and left") for worker in gone}
@@ -92,24 +97,28 @@ def new_epoch(
         look=(),
         moved_ns=now_ns,
     )
-    new = _with_waiting(state, new, now_ns)
-    wanted = new.wanted if new.wanted_moves else ()
-    new = new._replace(wanted=wanted, wanted_why=new.wanted_why if wanted else "", wanted_at_start=wanted)
+    new = _with_waiting(state, new, now_ns, joins)
+    if not new.awaits_joiners:
+        wanted = new.wanted if new.wanted_moves else ()
+        new = new._replace(wanted=wanted, wanted_why=new.wanted_why if wanted else "")
+    new = new._replace(wanted_at_start=new.wanted if new.wanted_moves else ())
     may_hold = state.options.redundant and new.members and not state.is_over  # a member may have an unknown replica
     return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
 
 
-def _with_waiting(before: State, new: State, now_ns: int) -> State:
-    """Returns a new epoch with the waiting workers as members, if it forms a group and training goes on in it."""
+def _with_waiting(before: State, new: State, now_ns: int, joins: tuple[int, ...]) -> State:
+    """Returns a new epoch with waiting workers as members: those in `joins`, or all if it forms a group to train in."""
     is_training = before.phase is not Phase.FORMING and new.phase is Phase.FAILING_OVER and not before.is_over
-    if not is_training or not new.waiting or not new.members:
+    if is_training and new.members:
+        joins = new.waiting
+    if not joins:
         return new
-    sightings = {worker: new.sightings[worker].begun_again(now_ns) for worker in new.waiting}
-    joins = f"{numbered('worker', new.waiting, ' and ')} no longer {'waits' if len(new.waiting) == 1 else 'wait'}"
+    sightings = {worker: new.sightings[worker].begun_again(now_ns) for worker in joins}
+    told = f"{numbered('worker', joins, ' and ')} no longer {'waits' if len(joins) == 1 else 'wait'}"
     return new._replace(
-        members=tuple(sorted((*new.members, *new.waiting))),
-        waiting=(),
-        reason=f"{new.reason}; {joins}",
+        members=tuple(sorted((*new.members, *joins))),
+        waiting=tuple(worker for worker in new.waiting if worker not in joins),
+        reason=f"{new.reason}; {told}" if new.reason else told,
         sightings={**new.sightings, **sightings},
     )
 
@@ -161,8 +170,8 @@ def _replaceable(state: State, suspects: Iterable[int]) -> int | None:
     return next((worker for worker in suspects if heirs(state, (worker,)).lost == lost), None)
 
 
-def handed_over(state: State, now_ns: int) -> State:
-    """Returns the next epoch at a step boundary: slots move, and leaving workers without duty are out."""
+def handed_over(state: State, now_ns: int, joins: tuple[int, ...] = ()) -> State:
+    """Returns the next epoch at a step boundary: slots move, workers join, and leaving ones without duty are out."""
     after, moved = f"after step {state.committed}", _moved(state)
     gone = [excluded(worker, Cause.LEFT, f"has left {after}") for worker in free_to_leave(state)]
     moving = leavers(state)
@@ -170,7 +179,7 @@ def handed_over(state: State, now_ns: int) -> State:
     told += _moves_in_words(state, moved)
     told += [in_words(gone)] if gone else []
     state = state._replace(exited=(*state.exited, *(each.worker for each in gone)))
-    return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING)
+    return new_epoch(state, now_ns, gone, "; ".join(told), Phase.RECONFIGURING, joins)
 
 
 def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Waiting workers: they have code and data, and no slot, rank or vote; the next verdict makes them members.
+"""Waiting workers: they have code and data, and no slot, rank or vote; an epoch makes them members.
 
-Rules: only the group of a verdict takes them in, because it is formed anyway; before training and after the last commit
-they have no use. The loss of a waiting worker is no epoch. Its number, as that of each worker that was lost, is never
-used again.
+Rules: the group of a verdict takes all of them in, because it is formed anyway. `State.joiners` come in at a step
+boundary, too: their group is formed before it (`engine/core/coordinator/next_group.py`), and the epoch is prepared.
+Before training and after the last commit they have no use. The loss of a waiting worker is no epoch. Its number, as
+that of each worker that was lost, is never used again.
 """
 
 from __future__ import annotations

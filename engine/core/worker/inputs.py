@@ -1,18 +1,26 @@
 """The inputs of the worker machine: messages of the agent, and the answers of the driver to outputs.
 
 Rules: a message that waits in an `Inbox` is an input when the main thread waits, or between two of its actions if it
-interrupts. `PlanPrepared`, `NoticeGiven` and a message that asks for a prepared plan are inputs at any time. No rule of
-a worker reads a clock, so no input has a time.
+interrupts. `PlanPrepared`, `NextGroupFormed`, `NoticeGiven` and a message that asks for a prepared plan or for the next
+group are inputs at any time. No rule of a worker reads a clock, so no input has a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.core.message_codec import ToWorker
 from engine.core.messages import CommitMessage, Evaluation
 from engine.core.ownership import Ownership
 from engine.core.recovery.plan import EpochPlan
+
+
+class GroupKey(NamedTuple):
+    """A group that is formed before its epoch: the epoch, and the number of the attempt."""
+
+    epoch: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,8 @@ class Built(Input):
     """The worker has joined: its stages are built, and the first group is formed.
 
     `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with.
-    `is_sharded`: with FSDP. `waits`: it owns nothing, and has joined no group; a verdict makes it a member.
+    `is_sharded`: with FSDP. `waits`: it owns nothing, and has joined no group; an epoch makes it a member, with `joins`
+    without a failure, too.
     """
 
     worker: int
@@ -47,6 +56,7 @@ class Built(Input):
     step: int = 0
     is_sharded: bool = False
     waits: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,14 @@ class GroupFormed(Input):
 
     epoch: int
     failure: TransferFailed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NextGroupFormed(Input):
+    """The answer to `FormNextGroup`: this worker's part of the group, or why there is none."""
+
+    key: GroupKey
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

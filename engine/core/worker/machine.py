@@ -17,9 +17,10 @@ from typing import Any
 from engine.core.errors import Impossible, InvariantError
 from engine.core.message_codec import Message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, ValidatedMessage
-from engine.core.process_messages import ByeMessage, StopMessage
+from engine.core.process_messages import ByeMessage, NextGroupMessage, StopMessage
 from engine.core.recovery.plan_messages import PlanMessage, PrepareMessage
 from engine.core.worker import inputs
+from engine.core.worker.next_groups import forms, is_next_formed
 from engine.core.worker.recovery_rules import (
     catches_up,
     enters,
@@ -63,7 +64,7 @@ _LATE = changes_nothing  # it repeats a message that has been obeyed
 _FIXED = changes_nothing  # an inventory freezes its worker: not even a commit is accepted
 _DEAF = changes_nothing  # a worker that suspects waits for the next epoch
 _OUT = changes_nothing
-_NO_MEMBER = Impossible("an epoch makes a waiting worker a member before anything else is told to it")
+_NO_MEMBER = Impossible("an epoch makes a waiting worker a member before anything else is asked of it")
 
 # before the worker has joined, and after it
 _ALWAYS: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible, WorkerRule | Impossible]] = {
@@ -72,6 +73,8 @@ _ALWAYS: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossible,
     inputs.NoticeGiven: (gives_notice, gives_notice),
     inputs.Built: (joins, _JOINED),
     PrepareMessage: (_UNJOINED, prepares),
+    NextGroupMessage: (_UNJOINED, forms),
+    inputs.NextGroupFormed: (_UNJOINED, is_next_formed),
     inputs.PlanPrepared: (_UNJOINED, is_prepared),
     inputs.GroupFormed: (_UNJOINED, is_formed),
 }
@@ -91,7 +94,12 @@ _WHILE_WAITING: dict[type[Message] | type[inputs.Input], WorkerRule] = {
     EpochMessage: is_taken_in,
     StopMessage: stops,
     ByeMessage: stops,
+    CommitMessage: changes_nothing,  # it comes again with the epoch that it begins
     inputs.NoticeGiven: gives_notice,
+    PrepareMessage: prepares,
+    inputs.PlanPrepared: is_prepared,
+    NextGroupMessage: forms,
+    inputs.NextGroupFormed: is_next_formed,
 }
 _ANSWERS: dict[type[inputs.Input], dict[Mode, WorkerRule]] = {
     inputs.Counted: {Mode.FROZEN: is_counted},

@@ -15,8 +15,10 @@ from engine.core.checkpoints.keeping import StateShare
 from engine.core.message_codec import ToAgent
 from engine.core.messages import CommitMessage, EpochMessage, OwnPhase
 from engine.core.ownership import Ownership, Slot
+from engine.core.process_messages import NextGroupMessage
 from engine.core.recovery.plan import EpochPlan
 from engine.core.recovery.plan_messages import PlanMessage, PrepareMessage
+from engine.core.worker.inputs import GroupKey
 
 ProgramKind = Literal["usual", "plan", "heal"]  # heal: a whole step in which new shadows get their state
 
@@ -68,6 +70,27 @@ class FormGroup(Output):
     """Begins to form the group of an epoch, in a thread: `GroupFormed`."""
 
     epoch: EpochMessage
+
+
+@dataclass(frozen=True, slots=True)
+class FormNextGroup(Output):
+    """Begins to form the group of a coming epoch, in a thread, while training goes on: `NextGroupFormed`."""
+
+    told: NextGroupMessage
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveNextGroups(Output):
+    """Gives up groups of coming epochs, and the attempts to form them."""
+
+    keys: tuple[GroupKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnterNextGroup(Output):
+    """Leaves the present group, in which no transfer is needed any more, for one that was formed meanwhile."""
+
+    key: GroupKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from engine.core.recovery.plan_messages import (
     PrepareMessage,
 )
 from engine.core.worker import inputs
+from engine.core.worker.next_groups import changes_group
 from engine.core.worker.outputs import (
     Adopt,
     BeginAt,
@@ -53,18 +54,19 @@ def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
         code = ExitCode.LEFT_WITH_NOTICE if state.has_given_notice else ExitCode.FENCED
         return state._replace(mode=Mode.OUT, epoch=epoch.epoch), (End(code),)
     new = state._replace(mode=Mode.FROZEN, epoch=epoch.epoch, told=epoch, plan=None, go=None)
-    fenced: tuple[Output, ...] = (MarkPhase("fence"),)
+    new, changed = changes_group(new, epoch)
+    fenced: tuple[Output, ...] = (MarkPhase("fence"), *changed)
     missed = epoch.commit is not None and epoch.commit.step >= state.step
-    if missed and state.held:
+    if missed:
         fenced = (*fenced, Drop(state.held))  # a replica without a part in the step cannot catch up
-    elif epoch.commit is not None and missed:  # the others do not wait for a worker without replicas
+    if epoch.commit is not None and missed and not state.held:  # the others do not wait for a worker without replicas
         new = new._replace(step=epoch.commit.step + 1, kept=())
         fenced = (*fenced, BeginAt(new.step))
     if epoch.gather:
         return new, (*fenced, CountHeld())
     if epoch.digest is not None:
         return _takes_prepared(new, epoch, fenced)
-    new = new._replace(mode=Mode.PLANNED)
+    new = new._replace(mode=Mode.PLANNED)  # the first epoch
     return (new, ()) if epoch.go is None else goes(new, epoch.go)
 
 
@@ -199,8 +201,8 @@ def _goes_now(state: WorkerState) -> Stepped:
 
 
 def prepares(state: WorkerState, told: PrepareMessage) -> Stepped:
-    """Makes the plan of a coming epoch."""
-    return state, (PreparePlan(told),)
+    """Makes the plan of a coming epoch, if this worker is a member of it."""
+    return state, (PreparePlan(told),) if state.worker in told.plan.members else ()
 
 
 def is_prepared(state: WorkerState, prepared: inputs.PlanPrepared) -> Stepped:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
 from engine.core.messages import EpochMessage, GoMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.recovery.plan import EpochPlan
-from engine.core.worker.inputs import TransferFailed
+from engine.core.worker.inputs import GroupKey, TransferFailed
 from engine.core.worker.outputs import ProgramKind
 
 
@@ -51,6 +52,7 @@ class WorkerState(NamedTuple):
     opens: bool = False  # the next step has another program, because this one is of a recovery
     is_over: bool = False  # the last step is committed
     prepared: tuple[EpochPlan, ...] = ()  # of coming epochs, and of the one before them
+    next_groups: Mapping[GroupKey, bool] = {}  # of coming epochs, and whether each is formed; never modified
     has_given_notice: bool = False
     validate_every: int = 0
     audit_every: int = 0

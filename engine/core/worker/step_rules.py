@@ -56,7 +56,7 @@ def joins(state: WorkerState, built: inputs.Built) -> Stepped:
         audit_every=built.audit_every,
         is_sharded=built.is_sharded,
     )
-    return new, (Say(messages.WaitingMessage() if built.waits else messages.ReadyMessage()),)
+    return new, (Say(messages.WaitingMessage(built.joins) if built.waits else messages.ReadyMessage()),)
 
 
 def gives_notice(state: WorkerState, given: inputs.NoticeGiven) -> Stepped:

@@ -31,7 +31,7 @@ from engine.core.messages import (
     MarkMessage,
     OwnPhase,
 )
-from engine.core.process_messages import KeyMessage, PingMessage, StopMessage
+from engine.core.process_messages import KeyMessage, NextGroupMessage, PingMessage, StopMessage
 from engine.core.recovery.plan_messages import PrepareMessage
 from engine.core.worker.inbox import Inbox, arrived, taken, without
 from engine.runtime.ipc.link import Link
@@ -73,7 +73,8 @@ class Control:
         self.accepted = 0  # the epoch that this worker has entered
         self.fired: set[str] = set()  # ids of the faults that have struck any worker
         self.on_fault: Callable[[ArmMessage | InflictMessage], None] = lambda message: None  # called in the main thread
-        self.on_prepare: Callable[[PrepareMessage], None] = lambda message: None  # called in the control thread
+        # Called in the control thread.
+        self.on_prepare: Callable[[PrepareMessage | NextGroupMessage], None] = lambda message: None
         self.on_ping: Callable[[], None] = lambda: None  # called in the control thread
         self._of_faults: list[ArmMessage | InflictMessage] = []
         self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
@@ -113,7 +114,7 @@ class Control:
                 if self.recorder is not None:
                     self.recorder.write(KnownRecord(of=message.of))
                 return
-            case PrepareMessage():
+            case PrepareMessage() | NextGroupMessage():
                 self.on_prepare(message)
                 return
             case KeyMessage():

@@ -32,11 +32,12 @@ class GlooBackend:
         self._worker = worker
         self._guard = guard
 
-    def joining(self, epoch: int, members: Sequence[int]) -> GlooJoining:
-        """Returns the attempt to join the group of an epoch."""
-        name = f"epoch-{epoch}"
-        store = self._meet(epoch, name)
-        return GlooJoining(self._cuts, store, self._worker, members, epoch, guard=self._guard, name=name)
+    def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> GlooJoining:
+        """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
+        name = f"epoch-{epoch}-attempt-{attempt}" if attempt else f"epoch-{epoch}"
+        meeting, guard = self._meet(epoch, name), self._guard
+        early = attempt > 0
+        return GlooJoining(self._cuts, meeting, self._worker, members, epoch, guard=guard, name=name, in_advance=early)
 
     def open_collectives(self, name: str, workers: Sequence[int]) -> None:
         """Makes `workers` torch's process group of this process; raises TransferFailedError if it is not formed."""

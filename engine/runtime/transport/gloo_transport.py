@@ -19,7 +19,7 @@ from engine.models.layers import MAX_TENSORS, Tensors
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 from engine.runtime.transport.group_end import EndChannel, GroupEnd
 from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.pair_guard import UNGUARDED, Group, PairGuard
+from engine.runtime.transport.pair_guard import UNGUARDED, Group, PairGuard, gather
 from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.suspicion import suspecting, suspicion
 from engine.runtime.transport.tensor_spec import Border
@@ -124,7 +124,6 @@ class GlooTransport(GroupEnd):
         self._queues: dict[_QueueName, _WorkQueue] = {}
         self.in_order = _InOrder(self)
         self.aside = _Aside(self)
-        cuts.enter(self)
 
     def queue(self, name: _QueueName) -> _WorkQueue:
         """Returns the queue of a name, which it starts if there is none."""
@@ -174,23 +173,35 @@ class GlooJoining:
         guard: PairGuard = UNGUARDED,
         name: str = "",
         timeout_s: float = _TIMEOUT_S,
+        in_advance: bool = False,
     ):
-        """`guard` keeps strangers out; it wants a `name` that no other group of the run has."""
+        """`guard` keeps strangers out; it wants a `name` that no other group of the run has.
+
+        `in_advance`: training goes on in the present group meanwhile. Then no socket is opened before all have come.
+        """
         self._cuts, self._store, self._guard = cuts, store, guard
         self._worker, self._members, self._epoch = worker, members, epoch
         self._name, self._timeout_s = name, timeout_s
-        self._before = descriptors_by_inode().keys()
+        self._in_advance = in_advance
+        self._before = None if in_advance else descriptors_by_inode().keys()
         self._is_abandoned = False
 
     def join(self) -> GlooTransport:
         """Returns the transport when all members have joined; raises TransferFailedError if one does not in time."""
         self._cuts.await_whole(self._members, lambda: self._is_abandoned)
         with suspecting("joining the others"):
+            if self._in_advance:
+                gather(self._store, self._worker, self._members, self._timeout_s)
+                self._before = descriptors_by_inode().keys()
             group = self._guard.form(self._store, self._name, self._worker, self._members, self._timeout_s)
-        return GlooTransport(self._cuts, group, self._members, self._epoch)
+        transport = GlooTransport(self._cuts, group, self._members, self._epoch)
+        if not self._in_advance:
+            transport.begin()
+        return transport
 
     def abandon(self) -> None:
         """Ends a `join` in another thread."""
         self._is_abandoned = True
         self._store.give_up()
-        shut_down(descriptors_by_inode().keys() - self._before)
+        if self._before is not None:
+            shut_down(descriptors_by_inode().keys() - self._before)

@@ -28,6 +28,10 @@ class GroupEnd:
         self._num_received = self.num_sent.copy()
         self._counting = threading.Lock()  # messages arrive in several threads
 
+    def begin(self) -> None:
+        """Takes the place of the group before: its connections can be cut from now on."""
+        self.cuts.enter(self)  # type: ignore[arg-type]  # the transport of a backend
+
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
         """Takes in a message whose receive was posted; any thread may call it."""
         with self._counting:

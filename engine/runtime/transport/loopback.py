@@ -28,11 +28,11 @@ class Groups:
 
     def __init__(self) -> None:
         self.lock = threading.Condition()  # of everything that several workers reach
-        self._gathering: dict[tuple[int, tuple[int, ...]], dict[int, LoopbackTransport]] = {}
+        self._gathering: dict[tuple[int, int, tuple[int, ...]], dict[int, LoopbackTransport]] = {}
 
-    def ends(self, epoch: int, members: Sequence[int]) -> dict[int, LoopbackTransport]:
+    def ends(self, epoch: int, members: Sequence[int], attempt: int = 0) -> dict[int, LoopbackTransport]:
         """Returns the ends of a group by member, of those that have come so far."""
-        return self._gathering.setdefault((epoch, tuple(members)), {})
+        return self._gathering.setdefault((epoch, attempt, tuple(members)), {})
 
 
 class LoopbackBackend:
@@ -44,14 +44,14 @@ class LoopbackBackend:
         self._ends: list[LoopbackTransport] = []
         self._has_left = False
 
-    def joining(self, epoch: int, members: Sequence[int]) -> LoopbackJoining:
-        """Returns the attempt to join the group of an epoch."""
-        ends = self._groups.ends(epoch, members)
+    def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> LoopbackJoining:
+        """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
+        ends = self._groups.ends(epoch, members, attempt)
         end = LoopbackTransport(self._cuts, self._worker, members, epoch, ends, self._groups.lock)
         self._ends.append(end)
         if self._has_left:
             end.abandon()
-        return LoopbackJoining(end, self._paused)
+        return LoopbackJoining(end, self._paused, in_advance=attempt > 0)
 
     def open_collectives(self, name: str, workers: Sequence[int]) -> None:
         """Raises EnvironmentLacksError: torch has one process group for each process."""
@@ -67,8 +67,10 @@ class LoopbackBackend:
 class LoopbackJoining:
     """One attempt to join a group."""
 
-    def __init__(self, end: LoopbackTransport, paused: Callable[[], AbstractContextManager[None]]):
-        self._end, self._paused = end, paused
+    def __init__(
+        self, end: LoopbackTransport, paused: Callable[[], AbstractContextManager[None]], *, in_advance: bool = False
+    ):
+        self._end, self._paused, self._in_advance = end, paused, in_advance
 
     def join(self) -> LoopbackTransport:
         """Waits until all members have joined; raises TransferFailedError after `abandon`."""
@@ -80,7 +82,8 @@ class LoopbackJoining:
             end.lock.wait_for(lambda: end.is_closed or len(end.ends) == len(end.num_sent))
         if end.is_closed:
             raise TransferFailedError("joining the others failed: it was abandoned")
-        end.cuts.enter(end)
+        if not self._in_advance:
+            end.begin()
         return end
 
     def abandon(self) -> None:

@@ -110,6 +110,11 @@ class PairGuard:
 UNGUARDED = PairGuard()
 
 
+def gather(store: Store, worker: int, workers: Sequence[int], timeout_s: float) -> None:
+    """Waits until all `workers` have come to the rendezvous; raises RuntimeError if one does not in time."""
+    _Meeting(store, list(workers).index(worker), len(workers), timeout_s).exchange("comes", b"")
+
+
 def _prove(group: Group, given: Mapping[int, bytes], wanted: Mapping[int, bytes], patience_s: float) -> list[Doubt]:
     """Gives each other rank its proof, and takes the proofs wanted; returns the doubts."""
     patience = timedelta(seconds=patience_s)

@@ -3,7 +3,7 @@
     worker                     agent                        every worker
     KeyMessage(epoch, key) --> passes it on to each worker  keeps the keys of its newest epoch
 
-Rule: no wait outlasts its epoch, so that a worker leaves a group that never comes together.
+Rule: no wait outlasts its epoch or its group, so that a worker leaves a group that never comes together.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Rendezvous(Store):
 
     def give_up(self) -> None:
         """Ends the present wait and every later one; any thread may call."""
-        self._control.keys.end(self._epoch)
+        self._control.keys.give_up(self._epoch, self._group)
 
     def _wait(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
-        named = [f"{self._group}/{key}" for key in keys]
-        return self._control.keys.wait(self._epoch, named, timeout.total_seconds())
+        return self._control.keys.wait(self._epoch, self._group, keys, timeout.total_seconds())

@@ -94,6 +94,9 @@ class Transport(Protocol):
     def traffic(self) -> Mapping[int, Traffic]:
         """Returns the numbers of messages in both channels by other member; any thread may ask."""
 
+    def begin(self) -> None:
+        """Takes the place of the group before, after a `join` in advance: its connections can be cut from now on."""
+
     def release_sent(self) -> None:
         """Releases the tensors sent in program order, after the commit of their step; they have all been received."""
 
@@ -119,8 +122,11 @@ class TransportBackend(Protocol):
 
     cut: CutLink
 
-    def joining(self, epoch: int, members: Sequence[int]) -> Joining:
-        """Returns the attempt of this worker, one of `members`, to join the group that is formed in `epoch`."""
+    def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> Joining:
+        """Returns the attempt of this worker, one of `members`, to join the group of `epoch`.
+
+        With the number of an `attempt` it is one in advance: the present group stays, until `Transport.begin`.
+        """
 
     def open_collectives(self, name: str, workers: Sequence[int]) -> None:
         """Makes `workers` torch's process group of this process, for the collectives of sharded stages.

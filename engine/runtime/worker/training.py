@@ -24,7 +24,7 @@ from engine.core.worker.epoch_plan import plan_epoch
 from engine.runtime.ipc.control import Fenced, Stopped
 from engine.runtime.stage.stage_bytes import stage_bytes
 from engine.runtime.stage.state_hash import marked_hash
-from engine.runtime.transport.group_formation import GroupFormation
+from engine.runtime.transport.group_formation import GroupFormation, NextGroups
 from engine.runtime.transport.transport import Transport
 from engine.runtime.transport.worker_program import WorkerProgram
 from engine.runtime.worker.executor import Executor
@@ -51,6 +51,8 @@ class Training:
         self._forming: GroupFormation | None = None
         self._executor = Executor(context, step)
         self._planner = PlannerThread(context, protocol, ownership.grid)
+        self._next_groups = NextGroups(context.backend, self._tell_of_next)
+        protocol.form, protocol.leave = self._next_groups.form, self._next_groups.leave
         self._made_ready: WorkerProgram | None = None  # for the next `Enter`
         self._methods = self._table()
 
@@ -63,6 +65,9 @@ class Training:
             outputs.LeaveGroup: self._leave_group,
             outputs.CloseGroup: lambda close: self._plane.close(),
             outputs.FormGroup: self._form_group,
+            outputs.FormNextGroup: lambda form: self._next_groups.form(form.told),
+            outputs.LeaveNextGroups: lambda leave: self._next_groups.leave(leave.keys),
+            outputs.EnterNextGroup: self._enter_next_group,
             outputs.MakePlan: lambda make: inputs.PlanMade(plan_epoch(self._grid, make.told)),
             outputs.LoadPlan: self._load_plan,
             outputs.PlanNextStep: self._plan_next_step,
@@ -127,6 +132,13 @@ class Training:
     def _form_group(self, output: outputs.FormGroup) -> None:
         context = self.context
         self._forming = GroupFormation(context.control, context.backend, context.recorder, output.epoch)
+
+    def _enter_next_group(self, output: outputs.EnterNextGroup) -> None:
+        self._leave_group(outputs.LeaveGroup())
+        self._plane, self._forming = self._next_groups.enter(output.key), None
+
+    def _tell_of_next(self, key: tuple[int, int], failure: str) -> None:
+        self._protocol.feed_aside(inputs.NextGroupFormed(inputs.GroupKey(*key), failure))
 
     def _group_news(self) -> inputs.Input | None:
         """Returns the answer to the last `FormGroup`, once."""
