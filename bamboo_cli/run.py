@@ -21,7 +21,7 @@ from bamboo_cli.options.faults import (
     Injectable,
     Kills,
     NoTwin,
-    Standby,
+    StandbyCoordinator,
     Tee,
     YesNo,
     grace_seconds,
@@ -66,7 +66,7 @@ def run(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
     ] = False,
-    standby: Standby = False,
+    second: StandbyCoordinator = False,
     resume: Resume = None,
     other_bits: OtherBits = False,
     etcd: Endpoints = "",
@@ -81,7 +81,7 @@ def run(
 
     scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin, after=begun_with(resolved.origin))
     faults = expand(scenario, resolved.job.seed)
-    options = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES, "standby": standby}
+    options = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES, "standby_coordinator": second}
     if resolved.with_faults and not faults:
         echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
     if explained:
@@ -96,7 +96,7 @@ def run(
         from engine.runtime.process.interrupts import holding
 
         try:
-            with holding(), _server(in_process, standby) as server:
+            with holding(), _server(in_process, second) as server:
                 case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
                 shown = announcing(screen(tee=tee), keywords)
                 code = _print_result(run_case(case, store, shown, server), resolved, as_json)
@@ -113,12 +113,13 @@ def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **opt
     return Case(name, scenario, tuple(faults), resolved.origins, **options)
 
 
-def _server(in_process: bool, standby: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
+def _server(in_process: bool, second: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
     """Returns what starts the workers, as a context; None for processes, whose server the run starts."""
     if not in_process:
         return contextlib.nullcontext()
-    if standby:
-        raise typer.BadParameter("a standby is a process, and --in-process has threads", param_hint="--standby")
+    if second:
+        why = "a coordinator that waits is a process, and --in-process has threads"
+        raise typer.BadParameter(why, param_hint="--standby-coordinator")
     from engine.runtime.in_process.thread_server import ThreadServer
 
     if not os.environ.get("PYTHONSAFEPATH"):

@@ -54,10 +54,10 @@ Injectable = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-Standby = Annotated[
+StandbyCoordinator = Annotated[
     bool,
     typer.Option(
-        "--standby",
+        "--standby-coordinator",
         help="Give the coordinator a process of its own, and a second one that takes over if the first ends.",
         rich_help_panel=_PANEL,
     ),

@@ -35,7 +35,7 @@ def train(
     tee: bool = False,
     grace: str = "120s",
     injectable: bool = True,
-    standby: bool = False,
+    standby_coordinator: bool = False,
     in_process: bool = False,
     etcd: str = "",
     etcd_plain_http: bool = False,
@@ -54,10 +54,10 @@ def train(
         BambooError: the run cannot start; its class tells why, as its exit code does.
     """
     _refuse_a_worker()
-    flags = {"--no-twin": not twin, "--other-bits": other_bits, "--tee": tee, "--standby": standby}
-    flags |= {"--in-process": in_process, "--etcd-plain-http": etcd_plain_http, "--trust-code": trust_code}
+    flags = _flags(no_twin=not twin, other_bits=other_bits, tee=tee, in_process=in_process, trust_code=trust_code)
+    flags += _flags(standby_coordinator=standby_coordinator, etcd_plain_http=etcd_plain_http)
     texts = {"--grace": grace, "--etcd": etcd, "--injectable": "" if injectable else "no"}
-    options = [*_file(job), *_kills(kills), *(flag for flag, is_given in flags.items() if is_given)]
+    options = [*_file(job), *_kills(kills), *flags]
     options += [word for name, text in texts.items() if text for word in (name, text)]
     options += [] if resume is None else ["--resume", _place(resume)]
     given = _keywords(model, data, job, values, has_weights=resume is None)
@@ -95,6 +95,11 @@ def _refuse_a_worker() -> None:
 
 def _file(job: Job | str | os.PathLike[str] | None) -> list[str]:
     return [] if job is None or isinstance(job, Job) else [os.fspath(job)]
+
+
+def _flags(**given: bool) -> list[str]:
+    """Returns the options without a value, by the names of their arguments."""
+    return [f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given]
 
 
 def _kills(kills: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from engine.bench.figures.rows import SIDES, Stamps, in_turns
 from engine.bench.figures.schedules import timed_program
 from engine.core.action import Program
 from engine.core.config.job import Job
+from engine.core.errors import required
 from engine.core.messages import FinishedMessage, WelcomeMessage
 from engine.core.process_messages import ByeMessage
 from engine.core.schedules.registry import SCHEDULES
@@ -74,7 +75,7 @@ class OurSide:
     """Our executor and data plane, with the events, progress board and control thread of a run."""
 
     def __init__(self, joined: GroupMember, program: Program):
-        context, ownership, self.plane = joined.context, joined.ownership, joined.plane
+        context, ownership, self.plane = joined.context, joined.ownership, required(joined.plane, "it has joined")
         self.executor = Executor(context)
         self.executor.enter(self.plane, worker_program(context.worker, program, ownership, context.borders))
 

@@ -143,7 +143,7 @@ def _round(
         board = ProgressBoard.create(num_workers)
         stack.callback(board.close)
         members = start_workers(server, ownership, (events_fd, steps_fd), board, folder, role="bench-relay")
-        stack.callback(close_workers, list(members.values()))
+        stack.callback(close_workers, members)
         recorder = Recorder(events_fd, AGENT)
         node = Node(kv, first_state(job, ownership, now_ns()), now_ns())
         stack.callback(node.leave)

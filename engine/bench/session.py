@@ -84,7 +84,7 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
         board = ProgressBoard.create(num_workers)
         stack.callback(board.close)
         members = start_workers(server, ownership, (events_fd, steps_fd), board, folder, role="bench-pipeline")
-        stack.callback(close_workers, list(members.values()))
+        stack.callback(close_workers, members)
         for worker, member in members.items():
             member.link.send(Turns(num_iterations, str(folder)))
             welcome = WelcomeMessage(

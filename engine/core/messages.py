@@ -33,6 +33,7 @@ class WelcomeMessage(ToWorker):
     checkpoint: Plain | None = None  # a `Resumption`: training goes on after it
     checkpoints: str = ""  # the folder or the URL of the checkpoints; empty if the job keeps none
     run: str = ""  # the name of its folder
+    waits: bool = False  # it owns nothing, and waits until an epoch makes it a member
 
 
 @message

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
+_PASSED_ON = ("faults", "grace_s", "injectable", "standby_coordinator")  # fields of a case for its session
 _QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
 
 
@@ -88,7 +89,7 @@ def _run_in(
     write_facts(folder, case)
     traces = LeakCheck() if case.scenario.expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
-    options: dict[str, Any] = {name: getattr(case, name) for name in ("faults", "grace_s", "injectable", "standby")}
+    options: dict[str, Any] = {name: getattr(case, name) for name in _PASSED_ON}
     job = case.scenario.job
     place, run = place_of(job, str(folder.path)), folder.path.name
     restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)

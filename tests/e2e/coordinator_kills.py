@@ -170,7 +170,7 @@ def kill_at(name: str, folder: Path, server: ForkServer) -> Iterator[str]:
     job, events = Job(**{"steps": 6, **JOB, **moment.fields}), folder / "events.jsonl"
     with pytest.MonkeyPatch.context() as patch, Striker(events, moment.strikes) as striker:
         killer = Killer(moment, patch)
-        ending = run_session(job, events, folder, server=server, standby=True)
+        ending = run_session(job, events, folder, server=server, standby_coordinator=True)
     if killer.left or striker.left:
         yield f"not struck: {killer.left}, {striker.left}"
     yield from deviations(ending, events_of(events), moment, job, outcome(job, folder / "twin", server))

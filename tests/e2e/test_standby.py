@@ -44,7 +44,7 @@ def test_a_coordinator_that_gives_no_answer_is_ended(
 
 def test_the_command_starts_a_standby(tmp_path: Path) -> None:
     job = "--model mlp --stages 2 --microbatches 2 --steps 3".split()
-    run = Launcher(tmp_path, ("run", *job, "--standby"), {})
+    run = Launcher(tmp_path, ("run", *job, "--standby-coordinator"), {})
     assert run.wait().code == 0
     assert len(run.events("coordinator")) == 2
     assert run.events("coordinator_ended") == []

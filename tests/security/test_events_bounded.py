@@ -121,11 +121,11 @@ def a_long_run(folder: Path, limit: int) -> int:
     job = Job(stages=2, microbatches=8, steps=2500, events_max=f"{limit // 1000}kB")
     span, most = span_of(job), 0
     events_fd, steps_fd = open_events(folder / "events.jsonl"), open_steps(folder / FOLDER)
-    thinning = Thinning(steps_fd, events_fd, (0, 1), span, limit)
+    thinning = Thinning(steps_fd, events_fd, span, limit)
     agent = Recorder(events_fd, -1, StepWriter(steps_fd, None, span), thinning)
     workers = [Recorder(events_fd, worker, StepWriter(steps_fd, worker, span)) for worker in (0, 1)]
     agent.write(JobRecord(version=VERSION, job=job))
-    for event in BEGIN[1:]:
+    for event in [*BEGIN[1:], {"event": "started", "of": 1, "child": 6, "slots": [[0, 1]]}]:
         agent.write(made(**event))
     for step in range(job.steps):
         if step == STRUCK:

@@ -73,6 +73,11 @@ class HostAgent(NamedTuple):
 HostEnd = tuple[HostAgent, tuple[HostOutput, ...]]
 
 
+def take_in(host: HostAgent, now_ns: int, worker: int) -> HostEnd:
+    """Handles the start of one more worker's process."""
+    return host._replace(living=host.living | {worker}), ()
+
+
 def see_end(host: HostAgent, now_ns: int, worker: int) -> HostEnd:
     """Handles the end of a worker's process."""
     return host._replace(living=host.living - {worker}), ()

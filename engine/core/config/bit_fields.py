@@ -24,6 +24,7 @@ NEUTRAL: Mapping[str, Any] = {
     "stages": _AS_RUN,
     "blocks": _AS_RUN,
     "elastic": False,
+    "standby": 0,
     "stages_per_worker": _AS_RUN,
     "workers": _AS_RUN,
     "placement": _AS_RUN,

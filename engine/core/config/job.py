@@ -61,6 +61,9 @@ class Job:
         False,
         "share out slots anew, by moves at step boundaries, when a worker has been lost or leaves; use it with blocks",
     )
+    standby: int = _field(
+        0, "waiting workers beside the owners: each has code and data loaded, and takes the place of a worker that dies"
+    )
     pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
     microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
     microbatch_size: int = _field(4, "samples in one microbatch")

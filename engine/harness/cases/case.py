@@ -30,9 +30,8 @@ class Case:
     """A run to make: a scenario and its concrete faults.
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
-    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby`: a second coordinator waits. It
-    begins after the checkpoint `origin`. The given weights
-    must have the hash `init`, if it is not empty.
+    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby_coordinator`: a second coordinator
+    waits. It begins after the checkpoint `origin`. The given weights must have the hash `init`, if it is not empty.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Case:
     file: Loaded | None = None
     grace_s: float = 120.0
     injectable: bool = True
-    standby: bool = False
+    standby_coordinator: bool = False
     origin: Resumption | None = None
     init: str = ""
 

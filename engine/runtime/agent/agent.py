@@ -36,6 +36,7 @@ from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.ends_of_run import EndsOfRun
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
+from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
 from engine.runtime.coordinator.node import Node
@@ -71,6 +72,7 @@ class Agent(EndsOfRun):
         super().__init__(members, recorder, run_state)
         self.node, self.tick, self._board = node, tick, board
         self._revive = revive
+        self.newcomers = Newcomers(members, lambda: node.state)
         self.grace_ns = round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
         self.checkpoints = Checkpoints(job, folder, self.run_state, recorder, begins)
@@ -84,6 +86,10 @@ class Agent(EndsOfRun):
     @property
     def _has_finished(self) -> bool:
         return self.node.state.phase is Phase.FINISHED
+
+    @property
+    def _is_ending(self) -> bool:
+        return self.is_stopping or self._has_finished
 
     def hear(self, member: WorkerHandle, message: Message) -> None:
         """Handles a message of a worker; one of a worker that is out is ignored, as it may not know that it is out."""
@@ -111,8 +117,17 @@ class Agent(EndsOfRun):
                 self.broadcast(ExitMessage(member.worker))
 
     def _may_end(self, member: WorkerHandle) -> bool:
-        is_out = member.worker in self.node.state.out
-        return is_out or member.state in ("finished", "failed") or self.is_stopping or self._has_finished
+        worker = member.worker
+        is_known = worker in self.node.state.out or worker in self.newcomers
+        return is_known or member.state in ("finished", "failed") or self._is_ending
+
+    def add(self, member: WorkerHandle) -> None:
+        """Takes in a worker that was started while the run goes on: it will wait."""
+        self.members[member.worker] = member
+        self.end_workers(ends.take_in, member.worker)
+        self.newcomers.greet(member)
+        with self.failing():
+            self.node.enrol(member.worker, member.child.pid, member.slots)
 
     def exited(self, member: WorkerHandle, code: int) -> None:
         """Handles the end of a worker's process."""
@@ -122,9 +137,10 @@ class Agent(EndsOfRun):
         out, expected = self.node.state.out.get(member.worker), self._may_end(member)
         seen_ns = self._seen_ns[member.worker]
         self.recorder.write(records.ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
-        if not expected or (out is not None and out.is_loss):
+        is_lost = out.is_loss if out is not None else bool(code) and not self._is_ending
+        if not expected or is_lost:
             member.state = "dead"
-        elif out is not None or member.state == "finished" or self._has_finished:
+        elif out is not None or member.state in ("finished", "waiting") or self._has_finished:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
         self.decide(Ended(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
@@ -154,6 +170,7 @@ class Agent(EndsOfRun):
     def _tell(self, tell: outputs.Tell) -> None:
         self._told_ns = now_ns()
         self.checkpoints.await_parts(tell.message, self.node.state)
+        self.newcomers.learn(tell.message)
         tell_all((self.members[worker] for worker in tell.workers if worker in self.members), tell.message)
 
     def _write(self, write: outputs.Write) -> None:
@@ -181,11 +198,13 @@ class Agent(EndsOfRun):
 
     def _release(self, release: outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
+        self.newcomers.stop()
         self.end_workers(ends.let_end, _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS)
 
     def _tell_stop(self, stop: ends.StopWorkers) -> None:
         self.node.handle(Stopping(now_ns()))
         self.broadcast(StopMessage())
+        self.newcomers.stop()
 
     @property
     def due_s(self) -> float:
@@ -209,6 +228,7 @@ class Agent(EndsOfRun):
                 self.node.report(now_ns())
         self.decide(Passed(now_ns(), self.injector.places(), sights_of(self.members.values(), self._board)))
         self.broadcast(PingMessage())
+        self.newcomers.ping(now_ns())
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
         """Handles a signal to this process, and shows it."""

@@ -55,14 +55,15 @@ class Supervised(Protocol):
 
 def supervise(agent: Supervised, server: ForkServer, interrupts: Interrupts) -> None:
     """Runs until every worker has ended or is left behind."""
-    members = list(agent.members.values())
+    watched: set[int] = set()
     server_pid = _look_at(server, agent, 0)
     with selectors.DefaultSelector() as selector:
         selector.register(interrupts, selectors.EVENT_READ, partial(_interrupted, agent, interrupts))
-        for member in members:
-            _watch(selector, agent, member, server)
         ticked_s = 0.0
-        while any(member.exit_code is None and not member.is_left_behind for member in members):
+        while any(member.exit_code is None and not member.is_left_behind for member in agent.members.values()):
+            for worker in agent.members.keys() - watched:  # at the start, and when one more was started
+                _watch(selector, agent, agent.members[worker], server)
+                watched.add(worker)
             wait_s = min(_TICK_S, agent.due_s - time.monotonic())
             for key, _ in selector.select(max(0.0, wait_s)):
                 # An earlier handler of this round may have unregistered this source, or have emptied it.

@@ -49,6 +49,10 @@ def _on_ready(own: OwnParts, member: WorkerHandle, ready: messages.ReadyMessage)
     member.state, member.busy = "ready", BusyMessage()
 
 
+def _on_waiting(own: OwnParts, member: WorkerHandle, waiting: messages.WaitingMessage) -> None:
+    member.state, member.busy = "waiting", BusyMessage()
+
+
 def _on_busy(own: OwnParts, member: WorkerHandle, busy: BusyMessage) -> None:
     member.busy = busy
 
@@ -83,6 +87,7 @@ _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] =
     PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
     BusyMessage: _on_busy,
     messages.ReadyMessage: _on_ready,
+    messages.WaitingMessage: _on_waiting,
     VoteMessage: _on_vote,
     messages.AuditMessage: _on_audit,
     messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),

@@ -61,7 +61,7 @@ def run_session(
     grace_s: float = 120.0,
     faults: Sequence[Fault] = (),
     injectable: bool = True,
-    standby: bool = False,
+    standby_coordinator: bool = False,
     server: ForkServer | None = None,
     host: HostRecord | None = None,
     origin: Resumption | None = None,
@@ -79,18 +79,18 @@ def run_session(
     ownership, folder = shadowed(job, ownership, ownership.workers()), str(events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin))
     with contextlib.ExitStack() as files, holding() as interrupts:
-        recorder, record_fds = recording(files, events, job, injectable, ownership.workers(), host)
+        recorder, record_fds = recording(files, events, job, injectable, host)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting(preloads(job)))
-                start = partial(start_coordinator, server, logs) if standby else None
+                start = partial(start_coordinator, server, logs) if standby_coordinator else None
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
                 stack.enter_context(_renewing(node, server))
-                requests = FaultRequests(events.parent, job, ownership.workers(), recorder, injectable)
                 ranks, place = ranks or ownership.workers(), place_of(job, folder)
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
+                requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
                 look = partial(_ticking, job, watch, requests)
@@ -130,9 +130,10 @@ def _trained(
     while agent is None or agent.is_to_restart:
         left = faults if agent is None else _restarted(agent, launch.ownership)
         origin = _origin(launch.recorder, origin, agent)
-        board, members = launch.start(left, origin)
-        agent = made(members=members, tick=look(board), before=agent, board=board, begins=origin)
-        for member in members.values():
+        crew = launch.start(left, origin)
+        board = crew.board
+        agent = made(members=crew.members, tick=look(board), before=agent, board=board, begins=origin)
+        for member in crew.members.values():
             agent.node.enrol(member.worker, member.child.pid, member.slots)
         run(agent)
     return agent, board

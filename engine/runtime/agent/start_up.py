@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from engine.core.history.run_records import JobRecord
 from engine.core.history.step_files import FOLDER, span_of
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
-from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers
+from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_worker
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
@@ -41,7 +41,6 @@ def recording(
     events: Path,
     job: Job,
     injectable: bool,
-    workers: Collection[int],
     host: HostRecord | None,
 ) -> tuple[Recorder, tuple[int, int]]:
     """Opens the files of a run's records, and returns their descriptors for the workers.
@@ -52,7 +51,7 @@ def recording(
     for fd in record_fds:
         stack.callback(os.close, fd)
     span, limit = span_of(job), parse_size(job.events_max)
-    thinning = Thinning(steps_fd, events_fd, workers, span, limit) if limit else None
+    thinning = Thinning(steps_fd, events_fd, span, limit) if limit else None
     recorder = Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning)
     stack.callback(recorder.close)
     recorder.write(JobRecord(version=VERSION, job=job, injectable=injectable))
@@ -65,7 +64,7 @@ def recording(
 class Launch:
     """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group.
 
-    `checkpoints` is the place for them, empty if the job keeps none.
+    `checkpoints` is the place for them, empty if the job keeps none. `numbers` has each worker that was ever started.
     """
 
     stack: contextlib.ExitStack
@@ -77,34 +76,65 @@ class Launch:
     record_fds: tuple[int, int]
     logs: Path
     checkpoints: str = ""
+    numbers: set[int] = field(default_factory=set)
 
-    def start(
-        self, faults: Sequence[Fault], origin: Resumption | None
-    ) -> tuple[ProgressBoard, dict[int, WorkerHandle]]:
-        """Starts the workers and sends each its first message; with an `origin` they begin after that checkpoint."""
-        board = ProgressBoard.create(max(self.ownership.workers()) + 1)
+    def start(self, faults: Sequence[Fault], origin: Resumption | None) -> Crew:
+        """Starts owners and waiting workers; with an `origin` they begin after that checkpoint."""
+        board = ProgressBoard.create(max(self.ownership.workers()) + 1 + self.job.standby)
         self.stack.callback(board.close)
-        guard = _guard(self.stack, self.recorder)
-        members = start_workers(self.server, self.ownership, self.record_fds, board, self.logs, guard.fds)
-        self.stack.callback(close_workers, list(members.values()))
-        for member in members.values():
-            self._welcome(member, faults, guard, origin)
-        return board, members
+        crew = Crew(self, board, _guard(self.stack, self.recorder), faults, origin, {})
+        self.stack.callback(close_workers, crew.members)
+        with self.server.forking():
+            for worker in self.ownership.workers():
+                crew.start(worker)
+            for _ in range(self.job.standby):
+                crew.start_waiting()
+        for member in crew.members.values():
+            crew.welcome(member)
+        return crew
 
-    def _welcome(self, member: WorkerHandle, faults: Sequence[Fault], guard: Guard, origin: Resumption | None) -> None:
-        self.recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers of a run since its last start, and all that one more of them is started with."""
+
+    launch: Launch
+    board: ProgressBoard
+    guard: Guard
+    faults: Sequence[Fault]
+    origin: Resumption | None
+    members: dict[int, WorkerHandle]
+
+    def start(self, worker: int) -> WorkerHandle:
+        """Starts the process of a worker, which waits for its welcome."""
+        launch = self.launch
+        fds = (*launch.record_fds, self.board.fd, *self.guard.fds)
+        self.board.grow(worker + 1)
+        launch.numbers.add(worker)
+        self.members[worker] = member = start_worker(launch.server, worker, launch.ownership, fds, launch.logs)
+        return member
+
+    def start_waiting(self) -> WorkerHandle:
+        """Starts a worker that will wait, with a number that no worker has had since the last start; at any time."""
+        return self.start(max(self.members) + 1)
+
+    def welcome(self, member: WorkerHandle) -> None:
+        """Sends a worker its first message; one that owns nothing waits."""
+        launch, owners = self.launch, self.launch.ownership.workers()
+        launch.recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
         message = WelcomeMessage(
             worker=member.worker,
-            job=asdict(self.job),
-            owners=self.ownership.owners,
-            shadows=self.ownership.shadows,
-            ranks=self.ranks,
-            num_lines=max(self.ownership.workers()) + 1,
-            faults=tuple(to_plain(fault) for fault in faults),
-            pair_key=guard.key,
-            checkpoints=self.checkpoints,
-            run=self.logs.absolute().parent.name,
-            checkpoint=None if origin is None else asdict(origin),
+            job=asdict(launch.job),
+            owners=launch.ownership.owners,
+            shadows=launch.ownership.shadows,
+            ranks=launch.ranks,
+            num_lines=max(member.worker, *owners) + 1,
+            faults=tuple(to_plain(fault) for fault in self.faults),
+            pair_key=self.guard.key,
+            checkpoints=launch.checkpoints,
+            run=launch.logs.absolute().parent.name,
+            checkpoint=None if self.origin is None else asdict(self.origin),
+            waits=member.worker not in owners,
         )
         member.link.send(message)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from engine.runtime.process.process_state import process_times
 
 @dataclass(slots=True)
 class WorkerHandle:
-    """One worker. `state` is one of starting, ready, running, finished, failed, left, dead."""
+    """One worker. `state` is one of starting, ready, waiting, running, finished, failed, left, dead."""
 
     worker: int
     slots: tuple[tuple[int, int], ...]
@@ -73,13 +73,18 @@ def start_workers(
 
     Each gets its link, the `record_fds` (the events file and the folder of steps), the progress board, and `more_fds`.
     """
-    members = {}
     with server.forking():
-        for worker in ownership.workers():
-            log = logs / f"worker-{worker}.log"
-            child, link = _fork(server, role, f"bamboo-{worker}", log, [*record_fds, board.fd, *more_fds])
-            members[worker] = WorkerHandle(worker, ownership.slots_of(worker), child, link, log)
-    return members
+        fds = (*record_fds, board.fd, *more_fds)
+        return {each: start_worker(server, each, ownership, fds, logs, role) for each in ownership.workers()}
+
+
+def start_worker(
+    server: ForkServer, worker: int, ownership: Ownership, fds: Sequence[int], logs: Path, role: str = "worker"
+) -> WorkerHandle:
+    """Forks the process of a worker, which gets its link before `fds`."""
+    log = logs / f"worker-{worker}.log"
+    child, link = _fork(server, role, f"bamboo-{worker}", log, fds)
+    return WorkerHandle(worker, ownership.slots_of(worker), child, link, log)
 
 
 def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int]) -> tuple[Child, Link]:
@@ -129,7 +134,7 @@ def tell_all(members: Iterable[WorkerHandle], message: ToWorker) -> None:
             member.link.send_packet(data)
 
 
-def close_workers(members: Sequence[WorkerHandle]) -> None:
-    """Releases every worker."""
-    for member in members:
+def close_workers(members: Mapping[int, WorkerHandle]) -> None:
+    """Releases every worker, also those that were added since."""
+    for member in members.values():
         member.release()

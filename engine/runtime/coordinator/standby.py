@@ -38,7 +38,7 @@ from engine.core.history.process_records import CoordinatorEndedRecord, Coordina
 from engine.core.membership import state as membership_state
 from engine.core.membership.events import Heard, Notice, Restarted
 from engine.core.message_codec import Message, Plain
-from engine.core.messages import ReadyMessage
+from engine.core.messages import ReadyMessage, WaitingMessage
 from engine.core.store.kv import KV, Delete, Txn, equal
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -186,7 +186,7 @@ class StandbyCoordinator:
         return found
 
     def _keep(self, given: CoordinatorInput) -> None:
-        is_join = isinstance(given, Heard) and isinstance(given.message, ReadyMessage)
+        is_join = isinstance(given, Heard) and isinstance(given.message, ReadyMessage | WaitingMessage)
         if is_join or isinstance(given, inputs.Ended | Notice):
             self._known.append(given)
 

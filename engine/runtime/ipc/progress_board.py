@@ -59,6 +59,11 @@ class ProgressBoard:
         os.ftruncate(fd, num_lines * _LINE_BYTES)
         return cls(fd, num_lines)
 
+    def grow(self, num_lines: int) -> None:
+        """Adds empty lines up to `num_lines`; a worker has mapped the lines that were there when it began."""
+        if num_lines * _LINE_BYTES > len(self._memory):
+            self._memory.resize(num_lines * _LINE_BYTES)
+
     def write(self, line: int, step: int, num_computed: int, action: str) -> None:
         """Overwrites one line."""
         _LINE.pack_into(self._memory, line * _LINE_BYTES, step, num_computed, action.encode())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
 
+from engine.core.history.process_records import StartedRecord
 from engine.core.history.record import Record
 from engine.core.history.retention import MarkedSteps, as_ranges, superfluous
 from engine.core.history.run_records import CommitRecord, ThinnedRecord
@@ -17,15 +17,15 @@ from engine.core.history.step_files import StepFile
 
 
 class Thinning:
-    """The files of a run's `workers`, of `span` steps each, in the folder of `folder_fd`.
+    """The files of a run's workers, of `span` steps each, in the folder of `folder_fd`.
 
     With the events file they may take `limit` bytes.
     """
 
-    def __init__(self, folder_fd: int, events_fd: int, workers: Collection[int], span: int, limit: int):
+    def __init__(self, folder_fd: int, events_fd: int, span: int, limit: int):
         self._folder_fd = folder_fd
         self._events_fd = events_fd
-        self._writers = (None, *workers)
+        self._writers: set[int | None] = {None}
         self._span = span
         self._limit = limit
         self._marked = MarkedSteps()
@@ -36,6 +36,8 @@ class Thinning:
     def after(self, record: Record) -> ThinnedRecord | None:
         """Takes the next record of the launcher; returns the record of the steps to leave out now, if there are any."""
         self._marked.add(record)
+        if isinstance(record, StartedRecord):
+            self._writers.add(record.of)
         if not isinstance(record, CommitRecord) or record.step // self._span <= self._range:
             return None
         for number in range(self._range, record.step // self._span):

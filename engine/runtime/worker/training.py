@@ -40,14 +40,22 @@ class Training:
     """The training of one worker, from the moment that it has joined; `ownership` is the first one, `step` too."""
 
     def __init__(
-        self, context: WorkerContext, ownership: Ownership, plane: Transport, protocol: WorkerProtocol, step: int = 0
+        self,
+        context: WorkerContext,
+        ownership: Ownership,
+        plane: Transport | None,
+        protocol: WorkerProtocol,
+        step: int = 0,
     ):
+        """Without a `plane` the worker waits: it is in no group before an epoch makes it a member."""
         self.context = context
         self._protocol = protocol
         self._grid = ownership.grid
         job = context.job
-        self._built = inputs.Built(context.worker, ownership, job.validate_every, job.audit, step, job.fsdp > 0)
-        self._plane = plane
+        self._built = inputs.Built(
+            context.worker, ownership, job.validate_every, job.audit, step, job.fsdp > 0, plane is None
+        )
+        self._group = plane
         self._forming: GroupFormation | None = None
         self._executor = Executor(context, step)
         self._planner = PlannerThread(context, protocol, ownership.grid)
@@ -127,7 +135,8 @@ class Training:
     def _leave_group(self, output: outputs.LeaveGroup) -> None:
         if self._forming is not None:
             self._forming.give_up()
-        self._plane.abandon()
+        if self._group is not None:
+            self._group.abandon()
 
     def _form_group(self, output: outputs.FormGroup) -> None:
         context = self.context
@@ -135,10 +144,14 @@ class Training:
 
     def _enter_next_group(self, output: outputs.EnterNextGroup) -> None:
         self._leave_group(outputs.LeaveGroup())
-        self._plane, self._forming = self._next_groups.enter(output.key), None
+        self._group, self._forming = self._next_groups.enter(output.key), None
 
     def _tell_of_next(self, key: tuple[int, int], failure: str) -> None:
         self._protocol.feed_aside(inputs.NextGroupFormed(inputs.GroupKey(*key), failure))
+
+    @property
+    def _plane(self) -> Transport:
+        return required(self._group, "a member that trains is in a group")
 
     def _group_news(self) -> inputs.Input | None:
         """Returns the answer to the last `FormGroup`, once."""
@@ -147,7 +160,7 @@ class Training:
             return None
         if isinstance(outcome, TransferFailedError):
             return inputs.GroupFormed(epoch, _failed(outcome))
-        self._plane, self._forming = outcome, None
+        self._group, self._forming = outcome, None
         return inputs.GroupFormed(epoch)
 
     # Plans and programs

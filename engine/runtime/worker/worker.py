@@ -74,11 +74,14 @@ _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are ab
 
 
 class GroupMember(NamedTuple):
-    """A worker that has joined the first group; the context stays, the other parts change with the epochs."""
+    """A worker that has joined the first group; the context stays, the other parts change with the epochs.
+
+    A worker that waits has no group yet.
+    """
 
     context: WorkerContext
     ownership: Ownership
-    plane: Transport
+    plane: Transport | None
 
 
 def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_fd: int | None = None) -> int:
@@ -153,13 +156,13 @@ def _run(
         control.check()  # the others may be missing because the run is being stopped
         raise
     context = member.context
-    if origin is not None:
+    if origin is not None and not welcome.waits:
         load(context.replicas, origin)
     check_rates(context.job)
     for stage in context.replicas.stages.values():
         for optimizer in stage.optimizers.values():
             optimizer.prepare()
-    if context.job.check_pure and context.replicas.model.check_pure:
+    if context.job.check_pure and not welcome.waits and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
     control.on_ping = lambda: None
     code = Training(context, member.ownership, member.plane, protocol, first).run()
@@ -186,7 +189,10 @@ def join(
     backend: TransportBackend,
     data_of: Callable[[Job], Data] = open_data,
 ) -> GroupMember:
-    """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages."""
+    """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages.
+
+    A worker that waits builds no stage, and joins no group.
+    """
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
     torch.set_num_threads(job.threads)
     board = ProgressBoard(board_fd, welcome.num_lines)
@@ -196,7 +202,7 @@ def join(
         displace(random_key(job.seed, "data") % 2**32)
         data = WatchedData(data_of(job), whereabouts)
     model = build_model(job, data.facts, data)
-    given = GivenWeights(job.init) if job.init and welcome.checkpoint is None else None
+    given = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
     events_fd, steps_fd = record_fds
     control.recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))
     if worker == owners[0]:
@@ -213,7 +219,7 @@ def join(
     replicas = Replicas(job, model, starts, ownership.held_by(worker))
     if given is not None:
         given.fill(replicas)
-    plane = backend.joining(0, welcome.ranks).join()
+    plane = None if welcome.waits else backend.joining(0, welcome.ranks).join()
     borders = _learn_borders(control, worker, ownership, replicas, data)
     replicas.learn(borders)
     checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints, welcome.run) if welcome.checkpoints else None

@@ -1,0 +1,54 @@
+"""Newcomers: the workers of this host that are no members. They load code and data, then wait for an epoch with them.
+
+Rules: a newcomer learns the cut of the model and the borders as each worker does, also if it comes later. It is asked
+for a sign of life seldom, because nothing waits for it. It hears of the end of the run, and of nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from engine.core.membership.state import State
+from engine.core.message_codec import ToWorker
+from engine.core.messages import BorderMessage, PartitionMessage
+from engine.core.process_messages import PingMessage, StopMessage
+from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
+
+PING_EVERY_NS = 2_000_000_000
+
+
+class Newcomers:
+    """Those among the workers of a host; `state` returns the state of the protocol."""
+
+    def __init__(self, members: Mapping[int, WorkerHandle], state: Callable[[], State]):
+        self._members, self._state = members, state
+        self._place: list[ToWorker] = []
+        self._pinged_ns = 0
+
+    def __contains__(self, worker: int) -> bool:
+        known = self._state()
+        return worker not in known.members and worker not in known.out
+
+    def _all(self) -> list[WorkerHandle]:
+        return [member for worker, member in self._members.items() if worker in self]
+
+    def learn(self, message: ToWorker) -> None:
+        """Passes on a message to all members that newcomers need too, and keeps it for later ones."""
+        if isinstance(message, PartitionMessage | BorderMessage):
+            self._place.append(message)
+            tell_all(self._all(), message)
+
+    def greet(self, member: WorkerHandle) -> None:
+        """Tells a worker that has come later all that the others have learnt."""
+        for message in self._place:
+            tell_all((member,), message)
+
+    def ping(self, now_ns: int) -> None:
+        """Asks for a sign of life, if it is time."""
+        if now_ns - self._pinged_ns >= PING_EVERY_NS:
+            self._pinged_ns = now_ns
+            tell_all(self._all(), PingMessage())
+
+    def stop(self) -> None:
+        """Ends all newcomers; the coordinator knows only those that wait already."""
+        tell_all(self._all(), StopMessage())
