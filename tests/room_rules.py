@@ -18,6 +18,7 @@ _PLANS = _GROUND | {"engine.core.schedules", "engine.core.program", "engine.core
 _HOST = _GROUND | {"engine.core.history", "engine.files", "engine.runtime.ipc", "engine.runtime.process"}
 _ARRAYS = frozenset(
     {
+        "engine.runtime.device",
         "engine.runtime.transport",
         "engine.runtime.optimizers",
         "engine.runtime.stage",
@@ -49,7 +50,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
     | {"engine.core.faults"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
-    "engine.files": _GROUND | {"engine.core.checks", "engine.core.history"},
+    "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
     "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},
     "engine.files.scenarios": _PLANS
@@ -70,16 +71,19 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
-    "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models"},
+    "engine.runtime.device": _GROUND,
+    "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models", "engine.runtime.device"},
     "engine.runtime.optimizers": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.runtime.stage": _PLANS
     | {"engine.core.analysis", "engine.core.checks", "engine.models"}
-    | {"engine.runtime.optimizers", "engine.runtime.transport"},
-    "engine.runtime.replica": _PLANS | {"engine.models", "engine.runtime.stage", "engine.runtime.transport"},
+    | {"engine.runtime.device", "engine.runtime.optimizers", "engine.runtime.transport"},
+    "engine.runtime.replica": _PLANS
+    | {"engine.models", "engine.runtime.device", "engine.runtime.stage", "engine.runtime.transport"},
     "engine.runtime.checkpoint": _GROUND
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}
     | {"engine.files", "engine.files.checkpoints"}
-    | {"engine.models", "engine.runtime.ipc", "engine.runtime.stage", "engine.runtime.replica"},
+    | {"engine.models", "engine.runtime.device", "engine.runtime.ipc", "engine.runtime.stage"}
+    | {"engine.runtime.replica"},
     "engine.runtime.faults": _HOST
     | {"engine.core.faults", "engine.files.checkpoints", "engine.runtime.stage", "engine.runtime.replica"},
     "engine.runtime.worker": _HOST
@@ -88,7 +92,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"}
     | {"engine.core.samples", "engine.models.sources"},
-    "engine.runtime.in_process": _HOST | {"engine.runtime.transport"},
+    "engine.runtime.in_process": _HOST | {"engine.runtime.device", "engine.runtime.transport"},
     "engine.runtime.coordinator": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}
     | {"engine.runtime.store"},

@@ -95,7 +95,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     control = Control(Link.from_fd(control_fd))
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
     backend = gloo_backend(control, welcome)
-    joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, _premade)
+    joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, data_of=_premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary

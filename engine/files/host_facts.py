@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.core.history.process_records import HostRecord
+from engine.files.accelerators import accelerators, device_facts
 
 DISTRIBUTION = "bamboo-train"
 # The instruction sets that make math libraries choose other kernels, and so other bits.
@@ -51,6 +52,7 @@ def host_facts(folder: Path) -> dict[str, object]:
         "isa": [flag for flag in _ISA_FLAGS if flag in flags],
         "kernel_variables": [f"{name}={os.environ[name]}" for name in _KERNEL_VARIABLES if os.environ.get(name)]
         or None,
+        **device_facts(accelerators()),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -66,7 +66,7 @@ def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> T
     try:
         found = function(outputs, targets)
         if isinstance(found, float | int) and place != _LOSS:
-            found = torch.tensor(float(found))
+            found = torch.tensor(float(found), device=outputs[0].device)
         if not isinstance(found, Tensor) or found.numel() != 1:
             told = shapes_of((found,)) if isinstance(found, Tensor) else type(found).__name__
             raise TypeError(f"expected a tensor with one number, the mean over the microbatch, found {told}")

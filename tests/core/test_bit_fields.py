@@ -16,6 +16,7 @@ DECISIVE = {
     "model_args",
     "split",
     "init",
+    "device",
     "data",
     "data_args",
     "collate",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from engine.models.layers import Tensors
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.loopback import Groups, LoopbackBackend
 from engine.runtime.transport.tensor_spec import Border
@@ -45,7 +46,7 @@ class PairOrders:
 
 class _OrderedChannel:
     def __init__(self, inner: Channel[ProgramKey], note: Callable[[bool, int, ProgramKey], None]):
-        self._inner, self._note = inner, note
+        self._inner, self._note, self.device = inner, note, inner.device
         self.has_arrived, self.take, self.take_arrived = inner.has_arrived, inner.take, inner.take_arrived
 
     def post(self, source: int, key: ProgramKey, border: Border) -> None:
@@ -107,8 +108,10 @@ class OrderedJoining:
 class OrderedLoopback(LoopbackBackend):
     """The groups of one worker in memory; all workers of a run have the same `orders`."""
 
-    def __init__(self, orders: PairOrders, groups: Groups, cuts: LinkCuts, worker: int, paused: Paused):
-        super().__init__(groups, cuts, worker, paused)
+    def __init__(
+        self, orders: PairOrders, groups: Groups, cuts: LinkCuts, worker: int, paused: Paused, device: Device = HOST
+    ):
+        super().__init__(groups, cuts, worker, paused, device)
         self._orders, self._number = orders, worker
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> OrderedJoining:  # type: ignore[override]

@@ -90,7 +90,7 @@ def test_a_run_is_repeated_by_its_record() -> None:
     Path("bamboo.yaml").write_text("stages: 2\nmodel_args: {width: 8}\n")
     resolved = resolve_job(Path("run.json"), {"BAMBOO_SEED": "5", "HOME": "."}, ["steps=3"], {"lr": "0.5"})
     line = Path("run.json").read_text().partition('"stages"')[0].count("\n") + 1
-    assert asdict(resolved.job) == RECORD["job"] | {"steps": 3, "lr": 0.5}
+    assert asdict(resolved.job) == RECORD["job"] | {"steps": 3, "lr": 0.5, "device": "cpu"}
     assert (resolved.origins["steps"], resolved.origins["stages"]) == ("--set", f"run.json:{line}:15")
     assert resolved.with_faults == ""
 

@@ -65,7 +65,7 @@ def test_without_a_job_it_is_that_of_the_current_folder() -> None:
 
 def test_without_any_file_it_is_the_default_one_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAMBOO_STAGES", "2")  # the environment changes no scenario
-    assert scenario().scenario.job == Job()
+    assert scenario().scenario.job == Job(device="cpu")
     assert "job: the default one (gpt on auto)" in said("validate", "scenarios/s.yaml")
     plan = json.loads(said("inject", "--scenario", "scenarios/s.yaml", "--dry-run", "--json"))
     assert plan["job_from"] == "the default one (gpt on auto)"
@@ -76,9 +76,9 @@ def test_a_job_file_is_named_from_the_folder_of_the_scenario() -> None:
     Path("mine.yaml").write_text(JOB)
     Path("bamboo.yaml").write_text("model: gpt\n")
     loaded = scenario("job: ../mine.yaml\n")
-    assert (loaded.scenario.job, loaded.job_from) == (Job(model="mlp", stages=3, steps=6), "./mine.yaml")
+    assert (loaded.scenario.job, loaded.job_from) == (Job(model="mlp", stages=3, steps=6, device="cpu"), "./mine.yaml")
     loaded = scenario("job: {from: ../mine.yaml, steps: 8, model_args: {width: 8}}\n")
-    assert loaded.scenario.job == Job(model="mlp", stages=3, steps=8, model_args={"width": 8})
+    assert loaded.scenario.job == Job(model="mlp", stages=3, steps=8, model_args={"width": 8}, device="cpu")
     assert loaded.job_from == "./mine.yaml, with other steps, model_args"
     assert (loaded.origins["steps"], loaded.origins["stages"]) == ("scenarios/s.yaml:4:34", "mine.yaml:2:9")
 
@@ -86,7 +86,7 @@ def test_a_job_file_is_named_from_the_folder_of_the_scenario() -> None:
 def test_a_whole_job_stays_as_it_is() -> None:
     Path("bamboo.yaml").write_text(JOB)
     loaded = scenario("job: {model: gpt, stages: 2}\n")
-    assert (loaded.scenario.job, loaded.job_from) == (Job(stages=2), "of the scenario (gpt on auto)")
+    assert (loaded.scenario.job, loaded.job_from) == (Job(stages=2, device="cpu"), "of the scenario (gpt on auto)")
 
 
 @pytest.mark.parametrize("name", scenario_names())
@@ -164,4 +164,4 @@ def test_the_default_job_is_written_out_too() -> None:
     """A kept scenario without a job would mean the job of the folder in which it is run again."""
     text = whole_text(scenario())
     Path("bamboo.yaml").write_text(JOB)
-    assert load_document(Path("k.yaml"), read_text(text, "k.yaml"), kinds()).scenario.job == Job()
+    assert load_document(Path("k.yaml"), read_text(text, "k.yaml"), kinds()).scenario.job == Job(device="cpu")

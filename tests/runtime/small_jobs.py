@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine.core.config.job import Job
 from engine.models.data import Data
 from engine.models.layers import Model
+from engine.runtime.device.device import HOST
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.tensor_spec import Border
 
@@ -75,5 +76,5 @@ def borders_of(job: Job, model: Model, data: Data) -> tuple[Border, ...]:
     inputs, borders = data.microbatch(0, 0, 0, job.microbatch_size).inputs, []
     for first, last in zip(starts, (*starts[1:], len(model.layers)), strict=True):
         borders.append(Stage(job, model, 0, first, last).probe(inputs))
-        inputs = tuple(spec.zeros() for spec in borders[-1])
+        inputs = tuple(spec.zeros(HOST) for spec in borders[-1])
     return tuple(borders)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from engine.runtime.device.device import HOST
 from engine.runtime.transport.tensor_spec import TensorSpec, border_of, difference
 
 
@@ -15,9 +16,9 @@ from engine.runtime.transport.tensor_spec import TensorSpec, border_of, differen
 def test_a_spec_survives_a_message(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     spec = TensorSpec(shape, dtype, dtype.is_floating_point)
     assert TensorSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
-    assert TensorSpec.of(spec.zeros()) == spec
-    assert (spec.empty().shape, spec.empty().dtype) == (shape, dtype)
-    assert not spec.empty().requires_grad
+    assert TensorSpec.of(spec.zeros(HOST)) == spec
+    assert (spec.empty(HOST).shape, spec.empty(HOST).dtype) == (shape, dtype)
+    assert not spec.empty(HOST).requires_grad
     assert spec.as_gradient() == TensorSpec(shape, dtype, False)
 
 

@@ -32,6 +32,7 @@ NEUTRAL: Mapping[str, Any] = {
     "partition": _AS_RUN,
     "activation_checkpoint": _AS_RUN,
     "audit": _AS_RUN,
+    "share_gpu": _AS_RUN,
     "epochs": 0,  # the steps decide
     "load_ahead": _AS_RUN,
     "validation_microbatches": _AS_RUN,
@@ -55,8 +56,11 @@ NEUTRAL: Mapping[str, Any] = {
 }
 # The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
 OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
+# The values that older versions had for fields that they did not know.
+_BEFORE: Mapping[str, object] = {"device": "cpu"}
 # The facts of a host that select the compute kernels, and so the bits.
 BIT_FACTS = ("python", "torch", "machine", "cpu", "isa", "kernel_variables")
+OF_GPUS = ("gpus", "torch_cuda")  # of a job that computes on GPUs
 
 
 class BitDifference(NamedTuple):
@@ -79,7 +83,7 @@ def cheapest(job: Job) -> Job:
 
 def bit_facts(facts: Mapping[str, object]) -> dict[str, object]:
     """Returns the facts of a host that decide bits."""
-    return {name: facts.get(name) for name in BIT_FACTS}
+    return {name: facts.get(name) for name in (*BIT_FACTS, *OF_GPUS)}
 
 
 def bit_differences(
@@ -91,8 +95,9 @@ def bit_differences(
     """
     ours = asdict(job.masked)
     names = [name for name in ours if name not in NEUTRAL and (name != "steps" or depends_on_steps(job))]
-    of_job = [BitDifference(name, before.get(name), ours[name]) for name in names]
-    of_host = [BitDifference(name, facts.get(name), now.get(name)) for name in BIT_FACTS]
+    of_job = [BitDifference(name, before.get(name, _BEFORE.get(name)), ours[name]) for name in names]
+    known = (*BIT_FACTS, *(OF_GPUS if job.device == "cuda" else ()))
+    of_host = [BitDifference(name, facts.get(name), now.get(name)) for name in known]
     return [each for each in (*of_job, *of_host) if _plain(each.before) != _plain(each.now)]
 
 

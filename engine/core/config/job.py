@@ -17,6 +17,7 @@ from engine.core.scalar import Args, Scalar
 from engine.core.texts import counted
 
 Backend = Literal["auto", "gloo", "nccl"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
@@ -117,7 +118,11 @@ class Job:
         0, "shard weights and optimizer state over the pipelines: at most N unsharded stages per worker; 0 = off"
     )
     activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
-    backend: Backend = _field("auto", "auto, gloo (CPU) or nccl (one GPU per worker)")
+    device: DeviceKind = _field(
+        "auto", "where layers compute: cpu, cuda, or auto: cuda if each worker gets a GPU of its own; it decides bits"
+    )
+    share_gpu: bool = _field(False, "several workers may share a GPU: a mode for tests, as they wait for each other")
+    backend: Backend = _field("auto", "auto, gloo (through host memory) or nccl (between GPUs)")
     seed: int = _field(0, "seed of weights, data and dropout")
     init: str = _field(
         "", "begin with these weights: FILE.safetensors, FILE.pt, or a folder; names and shapes as in the state_dict"

@@ -78,7 +78,13 @@ def check_job(job: Job) -> list[Problem]:
         expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
         problems.append(Problem("microbatches", expected, str(num_actions)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*_check_blocks(job), *_check_elastic(job), *update_problems(job), *scaling_problems(job)]
+    problems += [
+        *_check_blocks(job),
+        *_check_elastic(job),
+        *_check_device(job),
+        *update_problems(job),
+        *scaling_problems(job),
+    ]
     problems += [*_check_partition(job), *_check_code(job)]
     if job.split.isdecimal() and int(job.split) == 0:
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
@@ -122,6 +128,13 @@ def _check_elastic(job: Job) -> list[Problem]:
     if not (job.elastic and job.fsdp):
         return []
     return [Problem("elastic", "false with fsdp", "true", "a shard is no replica, so no other worker can own it")]
+
+
+def _check_device(job: Job) -> list[Problem]:
+    if not (job.device == "cuda" and job.fsdp):
+        return []
+    hint = "shards are put together by collectives, and those between GPUs need NCCL, which is not built yet"
+    return [Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint)]
 
 
 def _check_code(job: Job) -> list[Problem]:

@@ -18,6 +18,7 @@ from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
 from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import MASK, Problem, UserError, is_secret
+from engine.files.accelerators import accelerators, device_for
 from engine.files.jobs.counted_epochs import in_steps, spans_of
 from engine.files.jobs.file_kind import init_of, with_its_faults
 from engine.files.jobs.job_layers import (
@@ -103,6 +104,9 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     if counted.epochs and counted.steps != job.steps:
         origins["steps"] = origins["epochs"]
     origins |= {name: f"{origins[name]} ({text})" for name, text in spans.items()}
+    device, why = device_for(counted, accelerators())
+    if why:
+        counted, origins["device"] = replace(counted, device=device), f"{origins['device']} ({why})"
     return Resolved(counted, origins, foreign=foreign)
 
 

@@ -18,7 +18,7 @@ from engine.core.coordinator.inputs import Resumed
 from engine.core.coordinator.state import first_state
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.slow_workers import slow_workers
-from engine.core.errors import EnvironmentLacksError, ExitCode, StorageError
+from engine.core.errors import ExitCode, StorageError
 from engine.core.faults.fault import Fault
 from engine.core.history.process_records import (
     HostRecord,
@@ -28,6 +28,7 @@ from engine.core.history.process_records import (
 )
 from engine.core.membership.events import Restarted
 from engine.core.ownership import Ownership
+from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.asking import ask
 from engine.runtime.agent.checkpoints import place_of
@@ -74,7 +75,7 @@ def run_session(
     saves the start of another. Training begins after the checkpoint `origin`; after the loss of a state, it goes on
     with the one that `revive` names. Raises EnvironmentLacksError or CoordinatorUnavailableError.
     """
-    _refuse_backend(job)
+    refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership, folder = shadowed(job, ownership, ownership.workers()), str(events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin))
@@ -198,18 +199,6 @@ def _ticking(
             asked = ask(asked, agent.run_state, agent.node.state, agent.recorder, agent.decide)
 
     return tick
-
-
-def _refuse_backend(job: Job) -> None:
-    if job.backend == "nccl":
-        # The device files of NVIDIA GPUs: torch would start a device context in this process.
-        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        if num_gpus >= job.pipelines * job.stages:
-            raise EnvironmentLacksError("backend nccl: transfers between GPUs are not built yet; use --backend gloo")
-        raise EnvironmentLacksError(
-            f"backend nccl needs one GPU per worker: {job.pipelines * job.stages} wanted, {num_gpus} found; "
-            "use --backend gloo"
-        )
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:

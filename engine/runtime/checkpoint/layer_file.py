@@ -86,7 +86,7 @@ class LayerImage:
 
 
 def _page_aligned(size: int) -> Tensor:
-    memory = torch.empty(size + _PAGE, dtype=torch.uint8)
+    memory = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % _PAGE
     return memory[begin : begin + size]
 
@@ -109,7 +109,7 @@ def from_bytes(data: bytes, strides: Strides) -> dict[str, Tensor]:
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Returns a copy of a tensor with these strides; raises RuntimeError for impossible ones."""
-    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     overwrite(copy, tensor)
     return copy
 

@@ -65,7 +65,8 @@ def _load(replicas: Replicas, folder: CheckpointFolder, manifest: Manifest) -> N
                 _verify(stage, index, read[index], manifest)
             _fill(stage, index, read[index])
             for pipeline, found in enumerate(buffers):
-                found.extend(read[index][_buffer(pipeline, name)].clone() for name, _ in layer.named_buffers())
+                copies = (read[index][_buffer(pipeline, name)].clone() for name, _ in layer.named_buffers())
+                found.extend(map(stage.device.put, copies))
         for buffer, kept in zip(stage.buffers(), buffers[stage.pipeline], strict=True):
             overwrite(buffer, kept)
         stage.boundary = tuple(map(tuple, buffers)) if replicas.job.retains else ()
@@ -164,11 +165,16 @@ def _fill(stage: Stage, index: int, read: _Named) -> None:
             parameter.copy_(as_shard_of(parameter, read[f"weight/{name}"]))
         for name in optimizer.state:
             if found := _optimizer_state(name, read):  # else the state stays that of a beginning
-                optimizer.state[name] = {key: _like(parameters.get(name, tensor), tensor) for key, tensor in found}
+                optimizer.state[name] = {key: _like(parameters.get(name, tensor), key, tensor) for key, tensor in found}
 
 
-def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Returns a copy of a state tensor: sharded as its parameter is, if it has one value for each weight."""
+def _like(parameter: Tensor, key: str, tensor: Tensor) -> Tensor:
+    """Returns a copy of a state tensor: sharded as its parameter is, if it has one value for each weight.
+
+    It lies where its parameter lies, but for numbers and the count of steps, as torch's `load_state_dict` has it.
+    """
+    if key != "step" and ":" not in key:
+        tensor = tensor.to(parameter.device)
     return (
         as_shard_of(parameter, tensor).clone() if tensor.shape == parameter.shape and tensor.dim() else tensor.clone()
     )

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.core.errors import ExitCode, ensure, required
 from engine.core.messages import WelcomeMessage
+from engine.runtime.device.device import Device
 from engine.runtime.in_process.thread_control import ThreadControl, Turn
 from engine.runtime.ipc.control import Killed
 from engine.runtime.ipc.link import Link
@@ -65,8 +66,9 @@ class ThreadChild(Child):
         finally:
             self._leave()
 
-    def _backend_of(self, welcome: WelcomeMessage) -> LoopbackBackend:
-        self._backend = LoopbackBackend(self._groups, LinkCuts(self._control), welcome.worker, self._turn.paused)
+    def _backend_of(self, welcome: WelcomeMessage, device: Device) -> LoopbackBackend:
+        cuts = LinkCuts(self._control)
+        self._backend = LoopbackBackend(self._groups, cuts, welcome.worker, self._turn.paused, device)
         return self._backend
 
     def _leave(self) -> None:

@@ -179,7 +179,7 @@ class ClassOptimizer:
         kind = type(value).__name__
         if kind not in _TYPES or type(value) is not _TYPES[kind][0]:
             raise self._refused(name, f"its state {key!r} is a {kind}; tensors and numbers are kept")
-        return {f"{key}:{kind}": torch.tensor(value, dtype=_TYPES[kind][1])}
+        return {f"{key}:{kind}": torch.tensor(value, dtype=_TYPES[kind][1], device="cpu")}
 
     def _refused(self, parameter: str, why: str) -> UserError:
         return _wrong(self._name, "an optimizer whose state can be kept", f"{why} (parameter {parameter})")

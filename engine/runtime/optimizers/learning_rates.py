@@ -108,7 +108,7 @@ class _Untrained(Optimizer):
     """An optimizer of one parameter that it never changes; its constructor does not import torch's compiler."""
 
     def __init__(self, rate: float) -> None:
-        self.param_groups = [{"params": [torch.zeros(())], "lr": rate}]
+        self.param_groups = [{"params": [torch.zeros((), device="cpu")], "lr": rate}]
         self.defaults: dict[str, Any] = {"lr": rate}
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]

@@ -59,7 +59,8 @@ def losses_of(stage: Stage) -> Tensors:
     """Returns the losses of the step as one float64 tensor of shape (M,); empty except on the last stage."""
     if not stage.is_last:
         return ()
-    return (torch.tensor([loss for _, loss in sorted(stage.losses.items())], dtype=torch.float64),)
+    losses = [loss for _, loss in sorted(stage.losses.items())]
+    return (stage.device.put(torch.tensor(losses, dtype=torch.float64, device="cpu")),)
 
 
 def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:

@@ -126,13 +126,15 @@ def _value(slot: Slot, microbatch: int) -> Value:
 def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
     """Returns the stream of a slot after the backward of `microbatch`: a uint8 tensor of one dimension."""
     gradients = [parameter.grad for parameter in stage.trained()]
-    parts: list[Tensor | None] = [torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)]
+    there = [gradient is not None for gradient in gradients]
+    parts: list[Tensor | None] = [torch.tensor(there, dtype=torch.uint8, device="cpu")]
     if stage.is_last:
-        parts.append(torch.tensor([stage.losses[each] for each in range(microbatch + 1)], dtype=torch.float64))
+        losses = [stage.losses[each] for each in range(microbatch + 1)]
+        parts.append(torch.tensor(losses, dtype=torch.float64, device="cpu"))
     for each in _told_forwards(microbatch, log_every):
         parts += stage.history.before(each).tensors()
     specs = specs_of(stage, microbatch, log_every)
-    stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8)
+    stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8, device=stage.device.place)
     for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
         if part is not None:
             place.copy_(part)

@@ -14,6 +14,7 @@ import torch
 from engine.core.config.job import Job
 from engine.core.ownership import Slot
 from engine.models.layers import Model
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.tensor_spec import Border
@@ -22,7 +23,8 @@ from engine.runtime.transport.tensor_spec import Border
 class Replicas:
     """Replicas by slot; those of `slots` are whole at the start, with initial weights from the job's seed."""
 
-    def __init__(self, job: Job, model: Model, starts: Sequence[int], slots: Iterable[Slot]):
+    def __init__(self, job: Job, model: Model, starts: Sequence[int], slots: Iterable[Slot], device: Device = HOST):
+        self.device = device
         self.job = job
         self.model = model
         self._starts = tuple(starts)
@@ -33,7 +35,7 @@ class Replicas:
     def _build(self, slot: Slot) -> Stage:
         pipeline, stage = slot
         ends = (*self._starts[1:], len(self.model.layers))
-        built = Stage(self.job, self.model, pipeline, self._starts[stage], ends[stage])
+        built = Stage(self.job, self.model, pipeline, self._starts[stage], ends[stage], self.device)
         built.border = self._borders[stage] if self._borders else None
         return built
 

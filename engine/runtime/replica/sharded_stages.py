@@ -71,7 +71,7 @@ class ShardedStages:
         for other, key in keys.items():
             channel.post(other, key, (_TOKEN,))
         for other in keys:
-            channel.send(other, own_key, (torch.zeros(1, dtype=torch.uint8),))
+            channel.send(other, own_key, (torch.zeros(1, dtype=torch.uint8, device="cpu"),))
         for other, key in keys.items():
             channel.take(other, key)
 

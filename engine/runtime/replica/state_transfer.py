@@ -42,31 +42,32 @@ def send_state(channel: Channel[AsideKey], targets: Iterable[int], key: AsideKey
     """Starts sending the state of a slot at the step boundary; the open step may have begun."""
     state = list(state_of(stage))
     header = json.dumps(
-        [[place, TensorSpec.of(each).to_json(), each.stride(), _hash_of(each)] for place, each in state]
+        [[place, TensorSpec.of(each).to_json(), each.stride(), _on_host(each), _hash_of(each)] for place, each in state]
     ).encode()
     as_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for target in targets:
-        channel.send(target, key, (torch.tensor([len(header)]),))
+        channel.send(target, key, (torch.tensor([len(header)], device="cpu"),))
         channel.send(target, key, (as_bytes,))
-        send_bulk(channel, (target,), key, [tensor for _, tensor in state])
+        send_bulk(channel, (target,), key, [stage.device.put(tensor) for _, tensor in state])
 
 
 def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: Stage) -> None:
     """Waits for the state of a slot and fills its new replica; raises InvariantError if a hash differs."""
     (length,) = _take(channel, source, key, TensorSpec((1,), torch.int64, False)).tolist()
     header = _take(channel, source, key, TensorSpec((length,), torch.uint8, False))
-    entries = json.loads(header.numpy().tobytes())
-    specs = [TensorSpec.from_json(spec) for _, spec, _, _ in entries]
+    entries = json.loads(header.cpu().numpy().tobytes())
+    specs = [TensorSpec.from_json(spec) for _, spec, *_ in entries]
     tensors = receive_bulk(channel, source, key, specs)
     for optimizer in stage.optimizers.values():
         optimizer.state = {name: {} for name in optimizer.state}
     boundary: list[list[Tensor]] = [[] for _ in stage.boundary]
-    for (place, _, stride, _), tensor in zip(entries, tensors, strict=True):
-        laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+    for (place, _, stride, is_on_host, _), tensor in zip(entries, tensors, strict=True):
+        to = "cpu" if is_on_host else tensor.device
+        laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=to)
         overwrite(laid_out, tensor)
         _fill(stage, tuple(place), laid_out, boundary)
     stage.boundary = tuple(map(tuple, boundary))
-    _compare(stage, {tuple(place): digest for place, _, _, digest in entries})
+    _compare(stage, {tuple(place): digest for place, *_, digest in entries})
 
 
 def _take(channel: Channel[AsideKey], source: int, key: AsideKey, spec: TensorSpec) -> Tensor:
@@ -98,6 +99,11 @@ def _compare(stage: Stage, digests: Mapping[StatePlace, str]) -> None:
                 f"the new replica of layers {min(stage.layers)} to {max(stage.layers)} of pipeline {stage.pipeline} "
                 f"is not what its owner sent: {where} {' '.join(names).strip()}"
             )
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Returns whether a tensor lies on the host, as an optimizer's count of steps may: a new replica has it there."""
+    return tensor.device.type == "cpu"
 
 
 def _hash_of(tensor: Tensor) -> str:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engine.runtime.device.device import Device
+
 Buffers = list[dict[str, Tensor | None]]  # name -> buffer of each module, in order
 _ALIGNED = 64  # bytes: torch's alignment; the offset of a tensor from it can decide bits
 _MANY = 4096  # bytes from which comparing eight at a time is faster
@@ -48,6 +50,10 @@ class BufferSnapshot:
         tensors = self.tensors()
         return [{name: None if at is None else tensors[at] for name, at in named.items()} for named in self.names]
 
+    def put(self, device: Device) -> BufferSnapshot:
+        """Returns the buffers on a device: they share memory there as they do here."""
+        return replace(self, memory=tuple(device.put(piece) for piece in self.memory))
+
     def copy(self) -> BufferSnapshot:
         """Returns a copy with its own memory."""
         return replace(self, memory=tuple(piece.clone() for piece in self.memory))
@@ -72,13 +78,10 @@ def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
         first, last = spans.get(address := _address(tensor), (tensor.untyped_storage().nbytes(), 0))
         start, end = _span(tensor)
         spans[address] = min(first, start), max(last, end)
-    storages = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
+    holders = {_address(tensor): tensor for tensor in tensors}
     pieces = {address: number for number, address in enumerate(spans)}
     return BufferSnapshot(
-        tuple(
-            torch.empty(0, dtype=torch.uint8).set_(storages[address], first, (last - first,), (1,))
-            for address, (first, last) in spans.items()
-        ),
+        tuple(_bytes_of(holders[address], first, last) for address, (first, last) in spans.items()),
         tuple(
             BufferPlace(
                 pieces[address := _address(tensor)],
@@ -96,6 +99,12 @@ def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
     )
 
 
+def _bytes_of(holder: Tensor, first: int, last: int) -> Tensor:
+    """Returns bytes of the memory that a tensor lies in, without a copy."""
+    empty = torch.empty(0, dtype=torch.uint8, device=holder.device)
+    return empty.set_(holder.untyped_storage(), first, (last - first,), (1,))
+
+
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -110,7 +119,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _placed(piece: Tensor, place: BufferPlace) -> Tensor:
     offset = piece.storage_offset() // place.dtype.itemsize + place.offset
-    return torch.empty(0, dtype=place.dtype).set_(piece.untyped_storage(), offset, place.size, place.stride)
+    empty = torch.empty(0, dtype=place.dtype, device=piece.device)
+    return empty.set_(piece.untyped_storage(), offset, place.size, place.stride)
 
 
 def overwrite(buffer: Tensor, values: Tensor) -> None:

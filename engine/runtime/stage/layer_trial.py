@@ -19,6 +19,7 @@ from engine.core.checks.purity import INPUT
 from engine.core.config.job import Job
 from engine.models.data import keyed_generator
 from engine.models.layers import Model, Tensors
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
 from engine.runtime.stage.random_streams import own_generators, positions
 from engine.runtime.stage.segment import cut_off
@@ -54,8 +55,16 @@ class Marked:
 class LayerTrial:
     """The trial of one layer; `inputs` and `targets` have an entry per microbatch; only the last layer uses targets."""
 
-    def __init__(self, job: Job, model: Model, index: int, inputs: list[Tensors], targets: list[Tensors] | None):
-        self.job, self.model, self.index = job, model, index
+    def __init__(
+        self,
+        job: Job,
+        model: Model,
+        index: int,
+        inputs: list[Tensors],
+        targets: list[Tensors] | None,
+        device: Device = HOST,
+    ):
+        self.job, self.model, self.index, self.device = job, model, index, device
         self.inputs = inputs
         self.targets = targets if index == len(model.layers) - 1 else None
         self.marked = Marked(f"layer {index} ({model.layers[index].name})")
@@ -98,7 +107,7 @@ class LayerTrial:
     def _built(self, when: str) -> Stage:
         self._own = {}
         with self._watching("constructor"):
-            stage = Stage(self.job, self.model, 0, self.index, self.index + 1)
+            stage = Stage(self.job, self.model, 0, self.index, self.index + 1, self.device)
         layer = stage.layers[self.index]
         self.marked.note("weight", layer.named_parameters(), when)
         self.marked.note("buffer", layer.named_buffers(), when)
@@ -148,9 +157,9 @@ class LayerTrial:
 
         A call that seeds the stream itself ends at one position and passes. So does a stream that one call alone moves.
         """
-        before = positions(self._own)
+        before = positions(self._own, self.device)
         yield
-        for stream, now in positions(self._own).items():
+        for stream, now in positions(self._own, self.device).items():
             if now != before.get(stream) and self._drawn.setdefault((what, stream), now) != now:
                 self.marked.blame(f"its {what} draws from {stream}")
 
@@ -166,7 +175,7 @@ class LayerTrial:
         """Returns the attributes that a forward changes, as part of a message; empty if none is visible."""
         names: list[str] = []
         with contextlib.suppress(Exception):  # the layer is known to misbehave
-            stage = Stage(self.job, self.model, 0, self.index, self.index + 1)
+            stage = Stage(self.job, self.model, 0, self.index, self.index + 1, self.device)
             layer = stage.layers[self.index]
             before = _attributes(layer)
             stage.forward(0, 0, *self._called_with(0))
@@ -175,10 +184,10 @@ class LayerTrial:
 
 
 def drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns normal random numbers of a tensor's shape and dtype; zeros for integers, which may be indices."""
+    """Returns normal random numbers of a tensor's shape, dtype and device; zeros for integers, which may be indices."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros_like(tensor, requires_grad=False)
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    return torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor.device, tensor.dtype)
 
 
 def _attributes(layer: nn.Module) -> dict[str, str]:

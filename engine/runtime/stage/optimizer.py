@@ -37,7 +37,10 @@ def trainable(layer: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _as_tensors(scale: LossScale) -> Named:
-    return {"scale": torch.tensor(scale.scale), "good_steps": torch.tensor(scale.good_steps)}
+    return {
+        "scale": torch.tensor(scale.scale, device="cpu"),
+        "good_steps": torch.tensor(scale.good_steps, device="cpu"),
+    }
 
 
 class LayerOptimizer:
@@ -136,7 +139,7 @@ def adamw(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight
 
     def rule(weights: Tensor, gradient: Tensor, state: Named, learning_rate: float) -> None:
         if not state:
-            state |= {"step": torch.tensor(0.0), "exp_avg": weights.new_zeros(weights.shape)}
+            state |= {"step": torch.tensor(0.0, device="cpu"), "exp_avg": weights.new_zeros(weights.shape)}
             state["exp_avg_sq"] = weights.new_zeros(weights.shape)
         torch_adamw(
             [weights],

@@ -20,6 +20,7 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.scalar import Args
 from engine.models.data import keyed_generator
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.optimizers.class_optimizer import ClassOptimizer, Named, OptimizerClass
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.state_hash import hash_tensors
@@ -47,8 +48,8 @@ class _Replica:
 class OptimizerTrial:
     """The trial of a job's optimizer, which is code of the user's."""
 
-    def __init__(self, job: Job):
-        self._job = job
+    def __init__(self, job: Job, device: Device = HOST):
+        self._job, self._device = job, device
         self._own = OptimizerClass(job)
 
     def run(self, index: int, layer: nn.Module, optimizer: LayerOptimizer) -> str:
@@ -60,7 +61,10 @@ class OptimizerTrial:
         generator = keyed_generator(self._job.seed, "optimizer", index)
 
         def drawn() -> dict[str, Tensor]:
-            return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape, dtype in shapes}
+            values = (
+                (name, torch.randn(shape, generator=generator, device="cpu"), dtype) for name, shape, dtype in shapes
+            )
+            return {name: self._device.put(each.to(dtype)) for name, each, dtype in values}
 
         weights = drawn()
         owner, shadow = _Replica(weights), _Replica(weights)
@@ -136,7 +140,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _attributes(instance: ClassOptimizer) -> dict[str, str]:
     """Returns the attributes that torch's base class does not have, as texts."""
-    base = vars(torch.optim.SGD([torch.zeros(1)]))
+    base = vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))
     return {name: _text(each) for name, each in vars(instance.made).items() if name not in base}
 
 

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.runtime.device.device import HOST, Device
+
 PYTHON, NUMPY, TORCH = "Python's random", "numpy's generator", "torch's default generator"
+OF_DEVICE = "torch's generator of the device"
+_NAMES = (TORCH, OF_DEVICE)  # in the order of `Device.generators`
 
 
-def positions(owned: Mapping[str, object] = {}) -> dict[str, object]:
+def positions(owned: Mapping[str, object] = {}, device: Device = HOST) -> dict[str, object]:
     """Returns the positions of the process-wide streams (numpy's only if numpy is loaded) and of `owned` generators."""
-    found = {PYTHON: random.getstate(), TORCH: _position(torch.default_generator)}
+    found: dict[str, object] = {PYTHON: random.getstate()}
+    found |= {name: _position(each) for name, each in zip(_NAMES, device.generators(), strict=False)}
     if numpy_random := sys.modules.get("numpy.random"):
         found[NUMPY] = _of_numpy(numpy_random)
     return found | {name: _position(generator) for name, generator in owned.items()}
@@ -51,24 +56,26 @@ def _of_numpy(holder: Any) -> object:
     return (name, keys.tobytes(), *others)
 
 
-def displace(seed: int) -> None:
+def displace(seed: int, device: Device = HOST) -> None:
     """Sets all process-wide streams to other positions: a result that hangs on one of them changes with `seed`."""
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    device.seed(seed)
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed(seed)
 
 
 @contextlib.contextmanager
-def set_back() -> Iterator[None]:
+def set_back(device: Device = HOST) -> Iterator[None]:
     """Restores the positions of all process-wide streams at the end of the block."""
-    of_python, of_torch = random.getstate(), torch.default_generator.get_state()
+    of_python = random.getstate()
+    of_torch = [(each, each.get_state()) for each in device.generators()]
     numpy_random = sys.modules.get("numpy.random")
     of_numpy = numpy_random.get_state() if numpy_random else None
     try:
         yield
     finally:
         random.setstate(of_python)
-        torch.default_generator.set_state(of_torch)
+        for generator, state in of_torch:
+            generator.set_state(state)
         if numpy_random := sys.modules.get("numpy.random"):
             numpy_random.seed() if of_numpy is None else numpy_random.set_state(of_numpy)

@@ -23,6 +23,7 @@ from engine.core.random_key import layer_key
 from engine.models.layers import MAX_TENSORS, Model, Tensors, as_tensors
 from engine.models.losses import loss_of, metrics_of, shapes_of
 from engine.models.user_code import RAISED, blame
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.stage.build_layer import build_layer
@@ -34,13 +35,14 @@ from engine.runtime.transport.tensor_spec import Border, border_of, difference, 
 
 
 class Stage:
-    """A replica of layers `first` to `last` (exclusive) of a model in one pipeline."""
+    """A replica of layers `first` to `last` (exclusive) of a model in one pipeline, on a device."""
 
-    def __init__(self, job: Job, model: Model, pipeline: int, first: int, last: int):
+    def __init__(self, job: Job, model: Model, pipeline: int, first: int, last: int, device: Device = HOST):
         self.job = job
+        self.device = device
         self.model = model
         self.pipeline = pipeline
-        self.layers = {index: build_layer(job, model, index) for index in range(first, last)}
+        self.layers = {index: build_layer(job, model, index, device) for index in range(first, last)}
         self.is_last = last == len(model.layers)
         self.optimizers = layer_optimizers(job, model, self.layers)
         self.residuals: dict[int, Residual] = {}
@@ -244,7 +246,7 @@ class Stage:
         segments = []
         for index in group:
             key = self.keys.pop((step, index, microbatch), None)
-            torch.default_generator.manual_seed(self._key(step, index, microbatch) if key is None else key)
+            self.device.seed(self._key(step, index, microbatch) if key is None else key)
             cut = cut_off(inputs)
             before = [tensor._version for tensor in cut]
             outputs = self._call(index, cut)
@@ -288,7 +290,7 @@ class Stage:
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.job.dtype == "float32":
             return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=getattr(torch, self.job.dtype))
+        return self.device.autocast(getattr(torch, self.job.dtype))
 
     def _modules(self, group: Iterable[int]) -> list[nn.Module]:
         return modules_of(self.layers[index] for index in group)

@@ -36,15 +36,18 @@ def chunks_of(sizes: Sequence[int]) -> list[list[ByteRange]]:
 
 
 def send_bulk(channel: Channel[AnyKey], targets: Iterable[int], key: AnyKey, tensors: Sequence[Tensor]) -> None:
-    """Starts a bulk transfer to each target; the tensors must not change before the commit of the step."""
+    """Starts a bulk transfer to each target; all tensors lie on one device.
+
+    They must not change before the commit of the step.
+    """
     payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
     payloads = [
-        _joined([payload[index][start:end] for index, start, end in chunk])
+        channel.device.fetched((_joined([payload[index][start:end] for index, start, end in chunk]),))
         for chunk in chunks_of([len(each) for each in payload])
     ]
     for target in targets:
         for chunk in payloads:
-            channel.send(target, key, (chunk,))
+            channel.send(target, key, chunk)
 
 
 def post_bulk(channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec]) -> bool:
@@ -59,7 +62,7 @@ def receive_bulk(
     channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec], is_posted: bool = False
 ) -> list[Tensor]:
     """Waits for a bulk transfer from `source`, which `post_bulk` may have posted; returns its tensors, contiguous."""
-    tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    tensors = [spec.empty(channel.device) for spec in specs]
     payload = [bytes_of(tensor) for tensor in tensors]
     for number, chunk in enumerate(chunks_of([len(each) for each in payload])):
         if number or not is_posted:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from torch.distributed import Work
 
 from engine.models.layers import MAX_TENSORS, Tensors
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.process.sockets import descriptors_by_inode, shut_down
 from engine.runtime.transport.group_end import EndChannel, GroupEnd
 from engine.runtime.transport.link_cuts import LinkCuts
@@ -70,7 +71,7 @@ class _GlooChannel(EndChannel[AnyKey]):
     def post(self, source: int, key: AnyKey, border: Border) -> None:
         """Posts the receive of one message."""
         end = self._end
-        tensors = tuple(spec.empty() for spec in border)
+        tensors = tuple(spec.room(end.device) for spec in border)
         rank, tag = end.rank[source], key.number * MAX_TENSORS
         with suspecting(f"transfer from worker {source}", source):
             works = [end.gloo.recv([tensor], rank, tag + part) for part, tensor in enumerate(tensors)]
@@ -116,8 +117,8 @@ class _Aside(_GlooChannel[AsideKey]):
 class GlooTransport(GroupEnd):
     """The messages among `workers`; `workers[rank]` has that rank in the group."""
 
-    def __init__(self, cuts: LinkCuts, group: Group, workers: Sequence[int], epoch: int):
-        super().__init__(cuts, workers, epoch)
+    def __init__(self, cuts: LinkCuts, group: Group, workers: Sequence[int], epoch: int, device: Device):
+        super().__init__(cuts, workers, epoch, device)
         self.gloo = group.gloo
         self.rank = {each: rank for rank, each in enumerate(workers)}
         self._sockets = group.sockets
@@ -170,6 +171,7 @@ class GlooJoining:
         members: Sequence[int],
         epoch: int = 0,
         *,
+        device: Device = HOST,
         guard: PairGuard = UNGUARDED,
         name: str = "",
         timeout_s: float = _TIMEOUT_S,
@@ -181,7 +183,7 @@ class GlooJoining:
         """
         self._cuts, self._store, self._guard = cuts, store, guard
         self._worker, self._members, self._epoch = worker, members, epoch
-        self._name, self._timeout_s = name, timeout_s
+        self._name, self._timeout_s, self._device = name, timeout_s, device
         self._in_advance = in_advance
         self._before = None if in_advance else descriptors_by_inode().keys()
         self._is_abandoned = False
@@ -194,7 +196,7 @@ class GlooJoining:
                 gather(self._store, self._worker, self._members, self._timeout_s)
                 self._before = descriptors_by_inode().keys()
             group = self._guard.form(self._store, self._name, self._worker, self._members, self._timeout_s)
-        transport = GlooTransport(self._cuts, group, self._members, self._epoch)
+        transport = GlooTransport(self._cuts, group, self._members, self._epoch, self._device)
         if not self._in_advance:
             transport.begin()
         return transport

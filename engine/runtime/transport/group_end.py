@@ -9,16 +9,21 @@ from typing import Generic
 
 from engine.core.errors import TransferFailedError
 from engine.models.layers import Tensors
+from engine.runtime.device.device import Device
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 from engine.runtime.transport.transport import AnyKey, Traffic
 
 
 class GroupEnd:
-    """The part of a transport that does not depend on the backend; `members` has this worker too."""
+    """The part of a transport that does not depend on the backend; `members` has this worker too.
 
-    def __init__(self, cuts: LinkCuts, members: Iterable[int], epoch: int):
+    Messages lie on the host; `device` takes those that arrive, and gives those that are sent.
+    """
+
+    def __init__(self, cuts: LinkCuts, members: Iterable[int], epoch: int, device: Device):
         self.cuts = cuts
+        self.device = device
         self.epoch = epoch
         self.bytes_sent = 0
         self.failed: TransferFailedError | None = None
@@ -58,13 +63,20 @@ class EndChannel(Generic[AnyKey]):
     def __init__(self, end: GroupEnd):
         self._of = end
 
+    @property
+    def device(self) -> Device:
+        """The device on which the tensors of a message lie when they are taken."""
+        return self._of.device
+
     def has_arrived(self, source: int, key: AnyKey) -> bool:
         """Returns whether `take` would return at once."""
         return (source, key) in self._of.arrived and source not in self._of.cuts.back
 
     def take_arrived(self, source: int, key: AnyKey) -> Tensors | None:
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
-        return None if source in self._of.cuts.back else self._of.arrived.pop((source, key), None)
+        end = self._of
+        tensors = None if source in end.cuts.back else end.arrived.pop((source, key), None)
+        return tensors if tensors is None else end.device.put_all(tensors)
 
     def take(self, source: int, key: AnyKey) -> Tensors:
         """Waits for a posted message and returns its tensors; raises Stopped, or TransferFailedError if it broke."""
@@ -81,6 +93,7 @@ class EndChannel(Generic[AnyKey]):
         """Starts one message, or keeps it behind a cut; it must not change before the moment that `Channel` names."""
         end = self._of
         end.num_sent[target] += 1
+        tensors = end.device.fetched(tensors)
         if target not in end.cuts.there or not end.cuts.keeps(target, partial(self._begin, target, key, tensors)):
             self._begin(target, key, tensors)
 

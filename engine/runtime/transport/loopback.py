@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 
 from engine.core.errors import EnvironmentLacksError, TransferFailedError, ensure
 from engine.models.layers import Tensors
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.transport.group_end import EndChannel, GroupEnd
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.tensor_spec import Border, difference
@@ -38,7 +39,15 @@ class Groups:
 class LoopbackBackend:
     """The groups of `worker`; `paused` gives up its thread's turn for the time of a block."""
 
-    def __init__(self, groups: Groups, cuts: LinkCuts, worker: int, paused: Callable[[], AbstractContextManager[None]]):
+    def __init__(
+        self,
+        groups: Groups,
+        cuts: LinkCuts,
+        worker: int,
+        paused: Callable[[], AbstractContextManager[None]],
+        device: Device = HOST,
+    ):
+        self._device = device
         self.cut: CutLink = cuts.cut
         self._cuts, self._groups, self._worker, self._paused = cuts, groups, worker, paused
         self._ends: list[LoopbackTransport] = []
@@ -47,7 +56,7 @@ class LoopbackBackend:
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> LoopbackJoining:
         """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
         ends = self._groups.ends(epoch, members, attempt)
-        end = LoopbackTransport(self._cuts, self._worker, members, epoch, ends, self._groups.lock)
+        end = LoopbackTransport(self._cuts, self._worker, members, epoch, ends, self._groups.lock, self._device)
         self._ends.append(end)
         if self._has_left:
             end.abandon()
@@ -102,8 +111,9 @@ class LoopbackTransport(GroupEnd):
         epoch: int,
         ends: dict[int, LoopbackTransport],
         lock: threading.Condition,
+        device: Device,
     ):
-        super().__init__(cuts, members, epoch)
+        super().__init__(cuts, members, epoch, device)
         self.worker, self.ends, self.lock = worker, ends, lock
         self.is_closed = False
         self.posted: dict[_Address, deque[tuple[int, Border]]] = {}

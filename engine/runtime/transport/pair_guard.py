@@ -118,8 +118,8 @@ def gather(store: Store, worker: int, workers: Sequence[int], timeout_s: float) 
 def _prove(group: Group, given: Mapping[int, bytes], wanted: Mapping[int, bytes], patience_s: float) -> list[Doubt]:
     """Gives each other rank its proof, and takes the proofs wanted; returns the doubts."""
     patience = timedelta(seconds=patience_s)
-    sent = {other: torch.tensor(list(text), dtype=torch.uint8) for other, text in given.items()}
-    taken = {other: torch.zeros(NUM_BYTES, dtype=torch.uint8) for other in wanted}
+    sent = {other: torch.tensor(list(text), dtype=torch.uint8, device="cpu") for other, text in given.items()}
+    taken = {other: torch.zeros(NUM_BYTES, dtype=torch.uint8, device="cpu") for other in wanted}
     other = None
     try:
         receives = {other: group.gloo.recv([text], other, _TAG) for other, text in taken.items()}

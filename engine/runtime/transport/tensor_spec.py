@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.models.layers import Tensors
+from engine.runtime.device.device import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,17 @@ class TensorSpec:
         """Returns the spec of the gradient of such a tensor."""
         return replace(self, needs_grad=False)
 
-    def empty(self) -> Tensor:
-        """Returns an uninitialised tensor for a receive."""
-        return torch.empty(self.shape, dtype=self.dtype)
+    def room(self, device: Device) -> Tensor:
+        """Returns uninitialised host memory for a receive."""
+        return device.room_for(self.shape, self.dtype)
 
-    def zeros(self) -> Tensor:
-        """Returns a tensor of zeros as a trial input of a layer."""
-        return torch.zeros(self.shape, dtype=self.dtype).requires_grad_(self.needs_grad)
+    def empty(self, device: Device) -> Tensor:
+        """Returns an uninitialised tensor on a device."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device.place)
+
+    def zeros(self, device: Device) -> Tensor:
+        """Returns a tensor of zeros on a device as a trial input of a layer."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device.place).requires_grad_(self.needs_grad)
 
     def to_json(self) -> tuple[tuple[int, ...], str, bool]:
         """Returns the spec as plain values."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from engine.models.layers import Tensors
+from engine.runtime.device.device import Device
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 
@@ -35,7 +36,14 @@ class Waiter(Protocol):
 
 
 class Channel(Protocol[_Key_contra]):
-    """The messages of one kind of key between this worker and the other members, each a tuple of tensors."""
+    """The messages of one kind of key between this worker and the other members, each a tuple of tensors.
+
+    A message that is sent may lie on the host or on the worker's device; one that is taken lies on the device.
+    """
+
+    @property
+    def device(self) -> Device:
+        """The device on which the tensors of a message lie when they are taken."""
 
     def post(self, source: int, key: _Key_contra, border: Border) -> None:
         """Posts the receive of one message from worker `source`; never waits.

@@ -47,7 +47,7 @@ class Executor:
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         self._methods = self._table()
-        self._loader = MicrobatchLoader(context.job, context.data)
+        self._loader = MicrobatchLoader(context.job, context.data, context.replicas.device)
         self._index = 0  # actions begun in the open step by all its programs: heartbeats must not go back
 
     def enter(self, plane: Transport, program: WorkerProgram) -> None:

@@ -25,6 +25,7 @@ from engine.core.texts import numbered
 from engine.models.data import Data
 from engine.models.layers import Batch, Tensors
 from engine.models.sources.indexed_data import samples_of
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.worker.watched_data import WatchedData
 
 _Key = tuple[int, int, int]  # pipeline, stage, microbatch
@@ -36,8 +37,8 @@ _MOST_MARKED = 4000  # microbatches of a pipeline: their marks must fit into the
 class MicrobatchLoader:
     """Loads the microbatches of one worker, one step after the other."""
 
-    def __init__(self, job: Job, data: Data):
-        self._job, self._data = job, data
+    def __init__(self, job: Job, data: Data, device: Device = HOST):
+        self._job, self._data, self._device = job, data, device
         self._prepared: dict[Action, Batch] = {}
         self._ahead: dict[tuple[int, Action], Future[Batch]] = {}  # by step and forward
         self._threads: ThreadPoolExecutor | None = None
@@ -46,10 +47,13 @@ class MicrobatchLoader:
         self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
 
     def load(self, step: int, action: Action) -> Batch:
-        """Returns the microbatch of a forward; raises UserError if it was loaded with other bits before."""
+        """Returns the microbatch of a forward on the device.
+
+        Raises UserError if it was loaded with other bits before.
+        """
         batch = self._prepared.pop(action, None) or self._loaded(step, action)
         self._load_ahead(step, action)
-        return batch
+        return on_device(batch, self._device)
 
     def enter(self, forwards: Sequence[Action]) -> None:
         """Takes the forwards with data of the next program, in their order."""
@@ -126,6 +130,11 @@ class MicrobatchLoader:
             used = of_first * (stage == 0) + of_last * (stage == self._job.slots - 1)
             self._used[pipeline, stage, microbatch] = used
         return batch
+
+
+def on_device(batch: Batch, device: Device) -> Batch:
+    """Returns a microbatch on a device."""
+    return batch if device.is_host else Batch(device.put_all(batch.inputs), device.put_all(batch.targets))
 
 
 def mark_of(batch: Batch) -> str:

@@ -24,12 +24,14 @@ from engine.core.process_messages import PureMessage
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
 from engine.models.model_registry import is_own
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, drawn_like
 from engine.runtime.stage.optimizer_trial import OptimizerTrial
 from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.worker.data_trial import DataTrial
+from engine.runtime.worker.microbatch_loader import on_device
 from engine.runtime.worker.worker_context import WorkerContext
 
 _MOST_PROBLEMS = 20
@@ -40,7 +42,13 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
     """Tries the layers of this worker's stages and sends the agent their marks; raises UserError for impure layers."""
     start_ns = now_ns()
     check = PureCheck(
-        context.job, context.replicas.model, context.data, context.starts, context.borders, context.worker
+        context.job,
+        context.replicas.model,
+        context.data,
+        context.starts,
+        context.borders,
+        context.worker,
+        context.replicas.device,
     )
     owned = {stage for _, stage in ownership.slots_of(context.worker)}
     try:
@@ -50,7 +58,9 @@ def check_pure(context: WorkerContext, ownership: Ownership) -> None:
         ms = round((now_ns() - start_ns) / 1e6, 1)
         unchecked = tuple(check.unchecked)
         context.recorder.write(PureCheckRecord(ms=ms, layers=len(check.trials), unchecked=unchecked))
-    displace(context.worker)  # a draw of the data in training shows, as each worker gets another number
+    displace(
+        context.worker, context.replicas.device
+    )  # a draw of the data in training shows, as each worker gets another number
     for part in in_messages((cut(name, _MOST_OF_NAME, CUT), marks) for name, marks in rows):
         context.control.send(PureMessage(part))
 
@@ -59,10 +69,10 @@ def _optimizer_rows(context: WorkerContext) -> Iterator[tuple[str, DigestByName]
     """Tries an optimizer of the user's on each layer here; yields the marks; raises UserError if it is impure."""
     if not is_own(context.job.optimizer):
         return
-    trial = OptimizerTrial(context.job)
+    trial = OptimizerTrial(context.job, context.replicas.device)
     for _, stage in sorted(context.replicas.stages.items()):
         for index, layer in stage.layers.items():
-            with set_back():
+            with set_back(context.replicas.device):
                 mark = trial.run(index, layer, stage.optimizers[index])
             yield f"{OPTIMIZER}{context.job.optimizer}", {f"update of layer {index}": mark}
 
@@ -77,6 +87,7 @@ class PureCheck:
     starts: Sequence[int]
     borders: Sequence[Border]
     worker: int = 0
+    device: Device = HOST
     trials: list[LayerTrial] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     _data_trial: DataTrial = field(init=False)
@@ -90,10 +101,10 @@ class PureCheck:
 
         Raises UserError with all impure layers, and the data if they are impure.
         """
-        with set_back():
+        with set_back(self.device):
             loads = 0 in stages or self.job.slots - 1 in stages
             if loads:
-                self._batches = self._data_trial.first()
+                self._batches = [on_device(each, self.device) for each in self._data_trial.first()]
             for stage, twice in stages.items():
                 self._try(stage, twice)
             if loads:
@@ -121,7 +132,7 @@ class PureCheck:
         if stage == 0:
             yield [batch.inputs for batch in self._batches]
             return
-        zeros = [tuple(spec.zeros() for spec in self.borders[stage - 1]) for _ in MICROBATCHES]
+        zeros = [tuple(spec.zeros(self.device) for spec in self.borders[stage - 1]) for _ in MICROBATCHES]
         generator = keyed_generator(self.job.seed, "pure", "border", stage)
         yield [tuple(drawn_like(each, generator).requires_grad_(each.requires_grad) for each in one) for one in zeros]
         yield zeros
@@ -130,7 +141,8 @@ class PureCheck:
         """Tries a copy of each layer in turn, up to a layer that raises an exception: training will show it."""
         trials = []
         for index in layers:
-            trial = LayerTrial(self.job, self.model, index, inputs, [batch.targets for batch in self._batches])
+            targets = [batch.targets for batch in self._batches]
+            trial = LayerTrial(self.job, self.model, index, inputs, targets, self.device)
             try:
                 inputs = trial.first()
             except Exception:

@@ -28,6 +28,7 @@ from engine.models.sources.sample_rows import EvaluatedBatch
 from engine.runtime.transport.transfer_key import validation_key
 from engine.runtime.transport.transfers import Receiver, receives_of
 from engine.runtime.transport.transport import Transport
+from engine.runtime.worker.microbatch_loader import on_device
 from engine.runtime.worker.worker_context import WorkerContext
 
 _MOST_EXPONENT = 700.0  # of a float64
@@ -102,7 +103,7 @@ class Validation:
         inputs: Tensors = () if action.stage == 0 else made.pop((action.stage - 1, action.microbatch))
         part, size = self.parts[action.microbatch], context.job.microbatch_size
         if action.stage == 0 or stage.is_last:
-            batch = evaluation(context.data, part.name, part.number, size)
+            batch = on_device(evaluation(context.data, part.name, part.number, size), context.replicas.device)
             inputs, targets = batch.inputs if action.stage == 0 else inputs, batch.targets
         outputs = stage.evaluate(inputs)
         if stage.is_last:

@@ -38,6 +38,7 @@ from engine.models.user_code import RAISED, exception_of, log_exception
 from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
 from engine.runtime.checkpoint.loader import load
 from engine.runtime.checkpoint.writer import CheckpointWriter
+from engine.runtime.device.device import HOST, Device, open_device
 from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -61,6 +62,7 @@ from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.transport.transport import Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
+from engine.runtime.worker.microbatch_loader import on_device
 from engine.runtime.worker.pure_check import check_pure
 from engine.runtime.worker.start_watch import StartWatch
 from engine.runtime.worker.training import Training, exit_code
@@ -89,10 +91,10 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
 
-    def backend_of(welcome: messages.WelcomeMessage) -> TransportBackend:
+    def backend_of(welcome: messages.WelcomeMessage, device: Device) -> TransportBackend:
         is_guarded = network_fd is not None or bool(welcome.pair_key)
         ensure(is_guarded, "the transfers of a run lie in its network, or have its key")
-        return gloo_backend(control, welcome, network_fd)
+        return gloo_backend(control, welcome, network_fd, device)
 
     return work(control, (events_fd, steps_fd), board_fd, backend_of, takes_sigterm=True)
 
@@ -101,7 +103,7 @@ def work(
     control: Control,
     record_fds: tuple[int, int],
     board_fd: int,
-    backend_of: Callable[[messages.WelcomeMessage], TransportBackend],
+    backend_of: Callable[[messages.WelcomeMessage, Device], TransportBackend],
     *,
     takes_sigterm: bool = False,
 ) -> int:
@@ -143,15 +145,17 @@ def _run(
     protocol: WorkerProtocol,
     record_fds: tuple[int, int],
     board_fd: int,
-    backend_of: Callable[[messages.WelcomeMessage], TransportBackend],
+    backend_of: Callable[[messages.WelcomeMessage, Device], TransportBackend],
 ) -> int:
     welcome = control.take(messages.WelcomeMessage)
+    job = Job(**welcome.job)
     origin = None if welcome.checkpoint is None else Resumption(**welcome.checkpoint)
     first = begun_with(origin) + 1
     control.at = (first, 0, False)
     control.on_ping = StartWatch(control).look
     try:
-        member = join(control, welcome, record_fds, board_fd, backend_of(welcome))
+        device = open_device(job.device, welcome.worker, shares=job.share_gpu)
+        member = join(control, welcome, record_fds, board_fd, backend_of(welcome, device), device)
     except TransferFailedError:
         control.check()  # the others may be missing because the run is being stopped
         raise
@@ -171,14 +175,16 @@ def _run(
     return code
 
 
-def gloo_backend(control: Control, welcome: messages.WelcomeMessage, network_fd: int | None = None) -> GlooBackend:
+def gloo_backend(
+    control: Control, welcome: messages.WelcomeMessage, network_fd: int | None = None, device: Device = HOST
+) -> GlooBackend:
     """Returns the backend of a worker that has been welcomed."""
 
     def tell(peer: int | None, words: str) -> None:
         control.send(UnprovenMessage(peer, words))
 
     guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
-    return GlooBackend(LinkCuts(control), welcome.worker, partial(Rendezvous, control), guard)
+    return GlooBackend(LinkCuts(control), welcome.worker, partial(Rendezvous, control), guard, device)
 
 
 def join(
@@ -187,6 +193,7 @@ def join(
     record_fds: tuple[int, int],
     board_fd: int,
     backend: TransportBackend,
+    device: Device = HOST,
     data_of: Callable[[Job], Data] = open_data,
 ) -> GroupMember:
     """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages.
@@ -212,11 +219,11 @@ def join(
             check_groups(job, model, {index: build_layer(job, model, index) for index in range(len(model.layers))})
         names = tuple(each.name for each in model.layers)
         notes = unmeasured(job, model, data)
-        control.send(messages.CutMessage(_partition(job, model, data), names, data.num_samples, notes))
+        control.send(messages.CutMessage(_partition(job, model, data, device), names, data.num_samples, notes))
     starts = control.take(messages.PartitionMessage).starts
     grid = replace(job.grid, ties=tied_stages(model.ties, starts))
     ownership = Ownership(grid, owners, welcome.shadows)
-    replicas = Replicas(job, model, starts, ownership.held_by(worker))
+    replicas = Replicas(job, model, starts, ownership.held_by(worker), device)
     if given is not None:
         given.fill(replicas)
     plane = None if welcome.waits else backend.joining(0, welcome.ranks).join()
@@ -232,10 +239,10 @@ def join(
     return GroupMember(context, ownership, plane)
 
 
-def _partition(job: Job, model: Model, data: Data) -> tuple[int, ...]:
+def _partition(job: Job, model: Model, data: Data, device: Device) -> tuple[int, ...]:
     kinds = [layer.kind for layer in model.layers]
     is_weighed = job.slots <= len(kinds) and job.partition in ("parameters", "profile")
-    weights = weigh_layers(job, model, data) if is_weighed else ()
+    weights = weigh_layers(job, model, data, device) if is_weighed else ()
     return partition(job.partition, job.stages, kinds, weights, job.blocks)
 
 
@@ -260,16 +267,16 @@ def _probed(stage: Stage, borders: Sequence[Border], data: Data) -> Border:
     The stages that load data also load a microbatch of each evaluation set: a mistake in it would end training later.
     """
     if borders and not stage.is_last:
-        return stage.probe(_zeros(borders[-1]))
+        return stage.probe(_zeros(borders[-1], stage.device))
     size = stage.job.microbatch_size
-    batch = data.microbatch(0, 0, 0, size)
+    batch = on_device(data.microbatch(0, 0, 0, size), stage.device)
     sets = evaluation_sets(data) if stage.job.validate_every else ()
-    validation = [evaluation(data, name, 0, size).targets for name in sets]
-    inputs = _zeros(borders[-1]) if borders else batch.inputs
+    validation = [stage.device.put_all(evaluation(data, name, 0, size).targets) for name in sets]
+    inputs = _zeros(borders[-1], stage.device) if borders else batch.inputs
     if not stage.is_last:
         return stage.probe(inputs)
     return stage.probe(inputs, batch.targets, validation)
 
 
-def _zeros(border: Border) -> Tensors:
-    return tuple(spec.zeros() for spec in border)
+def _zeros(border: Border, device: Device) -> Tensors:
+    return tuple(spec.zeros(device) for spec in border)

@@ -1,0 +1,110 @@
+"""The GPUs of this host and the build of torch, read without starting CUDA; and the device that a job takes there.
+
+Rules: the launcher and the fork server never start CUDA: a context takes memory on the device, and does not survive a
+fork. So the facts come from device files, from the driver's files in /proc, and from the text of torch's own version.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.core.config.job import DeviceKind, Job
+from engine.core.errors import EnvironmentLacksError
+from engine.core.texts import counted
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ALONE = "use --device cpu, or --share-gpu for a test"
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """What a launcher can know of the GPUs of its host.
+
+    `num_gpus` are those that processes may see, `names` their models as the driver tells them, `torch_cuda` the CUDA
+    version that torch was built with: empty for a build without CUDA.
+    """
+
+    num_gpus: int = 0
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    torch_cuda: str = ""
+
+
+def accelerators(
+    dev: Path = Path("/dev"), driver: Path = Path("/proc/driver/nvidia"), environment: Mapping[str, str] = os.environ
+) -> Accelerators:
+    """Returns the facts of this host; quick where there is no GPU."""
+    files = [each for each in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
+    if not files:
+        return Accelerators()
+    visible = environment.get(_VISIBLE)
+    num_gpus = len(files) if visible is None else min(len(files), len([each for each in visible.split(",") if each]))
+    told = (_first(r"Model:\s*(.+)", each / "information") for each in sorted(driver.glob("gpus/*")))
+    version = _first(r"Kernel Module(?: for \S+)?\s+(\S+)", driver / "version")
+    return Accelerators(num_gpus, tuple(name for name in told if name), version, torch_cuda())
+
+
+def torch_cuda() -> str:
+    """Returns the CUDA version that torch was built with, without importing torch; empty for none."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    return _first(r"^cuda[^=]*=\s*'([^']+)'", Path(found.origin).with_name("version.py"))
+
+
+def _first(pattern: str, path: Path) -> str:
+    try:
+        found = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1].strip() if found else ""
+
+
+def device_for(job: Job, found: Accelerators) -> tuple[DeviceKind, str]:
+    """Returns the device of a job, and why ``auto`` has become it: cuda where each worker gets a GPU of its own."""
+    if job.device != "auto":
+        return job.device, ""
+    if job.fsdp and found.num_gpus:
+        return "cpu", "auto: shards are put together on the CPU only"
+    if why := lacks(job, found):
+        return "cpu", f"auto: {why}"
+    return "cuda", f"auto: {counted(found.num_gpus, 'GPU')}"
+
+
+def lacks(job: Job, found: Accelerators) -> str:
+    """Returns why the workers of a job cannot compute on the GPUs of this host; empty if they can."""
+    if not found.num_gpus:
+        return "no GPU"
+    if not found.torch_cuda:
+        return f"{counted(found.num_gpus, 'GPU')}, and a build of torch without CUDA"
+    if job.num_workers > found.num_gpus and not job.share_gpu:
+        return f"{counted(found.num_gpus, 'GPU')} for {counted(job.num_workers, 'worker')}"
+    return ""
+
+
+def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None) -> None:
+    """Raises EnvironmentLacksError for a job whose workers cannot compute or exchange tensors here as it says."""
+    found = accelerators() if found is None else found
+    if job.backend == "nccl":
+        if found.num_gpus >= job.num_workers:
+            raise EnvironmentLacksError("backend nccl: transfers between GPUs are not built yet; use --backend gloo")
+        raise EnvironmentLacksError(
+            f"backend nccl needs one GPU per worker: {job.num_workers} wanted, {found.num_gpus} found; "
+            "use --backend gloo"
+        )
+    if job.device == "cuda" and (why := lacks(job, found)):
+        raise EnvironmentLacksError(f"device cuda needs one GPU per worker, and there is {why}; {_ALONE}")
+
+
+def device_facts(found: Accelerators) -> dict[str, object]:
+    """Returns the facts that decide the bits of a job on GPUs: their models and the CUDA version; None without one."""
+    return {"gpus": _each_once(found.names) or None, "torch_cuda": found.torch_cuda or None, "driver": found.driver}
+
+
+def _each_once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -1,0 +1,109 @@
+"""The device of a worker: its layers, their state and their gradients lie on it, and its random numbers come from it.
+
+Rules: each function gets the device that it works on; there is no global default. A message, a file and a batch of data
+lie on the host: a tensor gets from one to the other by `put` and `fetched` only. Layers are built on the host, so that
+they begin with the same bits on every device. Only a worker opens a device: the fork server must never start CUDA,
+because a context does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import EnvironmentLacksError
+from engine.core.texts import counted
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device of one worker; `is_host` is true for the memory of the host itself."""
+
+    place: torch.device
+    is_host: bool
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor on the device, detached; itself if it is there."""
+        if self.is_host:
+            return tensor
+        moved = tensor.detach().to(self.place, non_blocking=tensor.is_pinned())
+        return moved.requires_grad_(tensor.requires_grad)
+
+    def put_all(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns tensors on the device, each detached."""
+        return tensors if self.is_host else tuple(self.put(each) for each in tensors)
+
+    def fetched(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns complete copies in pinned host memory, contiguous; a tensor of the host is returned itself."""
+        if self.is_host:
+            return tensors
+        return tuple(each if each.device.type == "cpu" else self._copied(each) for each in tensors)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return copy.copy_(tensor.detach())  # waits for the work that makes the tensor
+
+    def room_for(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns uninitialised host memory for a message, pinned if it goes on to another device."""
+        if self.is_host:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def seed(self, key: int) -> None:
+        """Sets the default generators of the host and of the device to the position of a key."""
+        for generator in self.generators():
+            generator.manual_seed(key)
+
+    def generators(self) -> Iterable[torch.Generator]:
+        """Returns the default generators that a layer can draw from: that of the host, then that of the device."""
+        if self.is_host:
+            return (torch.default_generator,)
+        return (torch.default_generator, torch.cuda.default_generators[self.place.index or 0])
+
+    def autocast(self, dtype: torch.dtype, *, enabled: bool = True) -> contextlib.AbstractContextManager[object]:
+        """Returns the block in which the layers run in a narrower dtype."""
+        return torch.autocast(self.place.type, dtype=dtype, enabled=enabled)
+
+    def wait(self) -> None:
+        """Waits until all work that was given to the device is done, so that a time can be read."""
+        if not self.is_host:
+            torch.cuda.synchronize(self.place)
+
+
+HOST: Final = Device(torch.device("cpu"), is_host=True)
+
+
+def ordinal(worker: int, num_gpus: int, *, shares: bool) -> int:
+    """Returns the number of the GPU of a worker: its own by local rank, or one that it shares.
+
+    Raises EnvironmentLacksError if there is none.
+    """
+    if num_gpus and (shares or worker < num_gpus):
+        return worker % num_gpus
+    raise EnvironmentLacksError(
+        f"device cuda: worker {worker} finds {counted(num_gpus, 'GPU')} that torch can use, and each worker needs one; "
+        "use --device cpu" + (", fewer workers, or --share-gpu for a test" if num_gpus else "")
+    )
+
+
+def open_device(kind: str, worker: int, *, shares: bool = False) -> Device:
+    """Returns the device of a worker, of a kind ``cpu`` or ``cuda``; the latter starts CUDA in this process.
+
+    Only arithmetic that gives the same bits each time is let run on it: a layer without such a kernel raises.
+    """
+    if kind != "cuda":  # a job in memory that no file resolved has `auto`
+        return HOST
+    place = torch.device("cuda", ordinal(worker, torch.cuda.device_count(), shares=shares))
+    os.environ.setdefault(_CUBLAS, ":4096:8")  # read when CUDA starts; else a sum may depend on the streams
+    torch.cuda.set_device(place)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    return Device(place, is_host=False)

@@ -1,0 +1,137 @@
+"""The GPUs of a host as its files tell them, and the device that a job takes there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.core.config.bit_fields import bit_differences
+from engine.core.config.job import Job
+from engine.core.errors import EnvironmentLacksError
+from engine.files.accelerators import (
+    Accelerators,
+    accelerators,
+    device_facts,
+    device_for,
+    refuse_what_this_host_lacks,
+    torch_cuda,
+)
+
+NONE = Accelerators()
+ONE = Accelerators(1, ("NVIDIA H100 80GB HBM3",), "570.86.15", "13.0")
+FOUR = replace(ONE, num_gpus=4)
+
+
+def host(folder: Path, num_gpus: int) -> tuple[Path, Path]:
+    dev, driver = folder / "dev", folder / "driver"
+    dev.mkdir()
+    for name in [*(f"nvidia{number}" for number in range(num_gpus)), *["nvidiactl", "nvidia-uvm"] * bool(num_gpus)]:
+        (dev / name).touch()
+    for number in range(num_gpus):
+        gpu = driver / "gpus" / f"0000:{number:02}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t 0\n")
+    if num_gpus:
+        (driver / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n")
+    return dev, driver
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "environment", "visible"),
+    [
+        (0, {}, 0),
+        (2, {}, 2),
+        (2, {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (2, {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        (2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 2),
+    ],
+)
+def test_the_files_of_a_host_tell_its_gpus(
+    tmp_path: Path, num_gpus: int, environment: dict[str, str], visible: int
+) -> None:
+    found = accelerators(*host(tmp_path, num_gpus), environment)
+    assert found.num_gpus == visible
+    if num_gpus:
+        assert found.names == ("NVIDIA H100 80GB HBM3",) * num_gpus
+        assert found.driver == "570.86.15"
+
+
+def test_the_build_of_torch_is_read_without_importing_it() -> None:
+    code = (
+        "import sys; from engine.files.accelerators import torch_cuda as cuda; own = cuda(); "
+        "assert 'torch' not in sys.modules; import torch; assert own == (torch.version.cuda or ''), own"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert isinstance(torch_cuda(), str)
+
+
+@pytest.mark.parametrize(
+    ("job", "found", "device", "why"),
+    [
+        (Job(), NONE, "cpu", "auto: no GPU"),
+        (Job(), ONE, "cpu", "auto: 1 GPU for 4 workers"),
+        (Job(), FOUR, "cuda", "auto: 4 GPUs"),
+        (Job(), replace(FOUR, torch_cuda=""), "cpu", "auto: 4 GPUs, and a build of torch without CUDA"),
+        (Job(share_gpu=True), ONE, "cuda", "auto: 1 GPU"),
+        (Job(stages=1), ONE, "cuda", "auto: 1 GPU"),
+        (
+            Job(stages=1, pipelines=2, redundancy="none", fsdp=1),
+            FOUR,
+            "cpu",
+            "auto: shards are put together on the CPU",
+        ),
+        (Job(device="cpu"), FOUR, "cpu", ""),
+        (Job(device="cuda"), NONE, "cuda", ""),
+    ],
+)
+def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerators, device: str, why: str) -> None:
+    chosen, because = device_for(job, found)
+    assert chosen == device
+    assert because.startswith(why) and bool(because) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("job", "found", "told"),
+    [
+        (Job(device="cuda"), NONE, "device cuda needs one GPU per worker, and there is no GPU; use --device cpu"),
+        (Job(device="cuda"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
+        (Job(device="cuda", stages=1), replace(ONE, torch_cuda=""), "a build of torch without CUDA"),
+        (Job(backend="nccl"), NONE, "nccl needs one GPU per worker: 4 wanted, 0 found; use --backend gloo"),
+        (Job(backend="nccl"), FOUR, "transfers between GPUs are not built yet; use --backend gloo"),
+    ],
+)
+def test_a_host_without_what_a_job_asks_for_is_refused(job: Job, found: Accelerators, told: str) -> None:
+    with pytest.raises(EnvironmentLacksError, match=told):
+        refuse_what_this_host_lacks(job, found)
+
+
+@pytest.mark.parametrize(
+    ("job", "found"), [(Job(), NONE), (Job(device="cuda"), FOUR), (Job(device="cuda", share_gpu=True), ONE)]
+)
+def test_what_a_host_has_is_not_refused(job: Job, found: Accelerators) -> None:
+    refuse_what_this_host_lacks(job, found)
+
+
+def test_another_gpu_is_a_difference_of_bits_for_a_job_on_gpus_only() -> None:
+    before, now = device_facts(ONE), device_facts(replace(ONE, names=("NVIDIA H200",), driver="580"))
+
+    def names(job: Job, kept: Job) -> list[str]:
+        return [each.name for each in bit_differences(kept_values(kept), before, job, now)]
+
+    assert names(Job(device="cuda"), Job(device="cuda")) == ["gpus"]
+    assert names(Job(device="cpu"), Job(device="cpu")) == []
+    assert "device" in names(Job(device="cuda"), Job(device="cpu"))
+
+
+def test_a_job_of_an_older_version_was_computed_on_the_cpu() -> None:
+    kept = {name: value for name, value in kept_values(Job()).items() if name != "device"}
+    assert [each.name for each in bit_differences(kept, {}, Job(device="cpu"), {})] == []
+    assert [each.name for each in bit_differences(kept, {}, Job(device="cuda"), {})] == ["device"]
+
+
+def kept_values(job: Job) -> dict[str, object]:
+    return {name: getattr(job, name) for name in Job.__dataclass_fields__}
