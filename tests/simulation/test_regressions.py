@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.simulation.case import Case, Fault
+from engine.core.membership.state import Phase
+from tests.simulation.case import MOVE, Case, Fault
 from tests.simulation.run import run
 
 # A worker gives notice and hands over, so that it shadows what it owned. At the next boundary `with_shadows` put
@@ -31,6 +32,23 @@ DIES_AT_A_NEW_BEGINNING = Case(
     faults=(Fault(6, "moment", 3),),
     deaths=(23, 50),
 )
+
+# A job without shadows had other wanted owners, so that it sent a replica to one of them. The owner died after that, in
+# the same step. The protocol took it for certain that nobody else held the slot, since the job had no shadows, and
+# ended the run with the state lost.
+DIES_AFTER_ITS_SLOT_WAS_SENT = Case(
+    stages=2,
+    microbatches=1,
+    redundancy="none",
+    schedule="gpipe",
+    steps=5,
+    faults=(Fault(0, "moment", 8, MOVE, 2), Fault(1, "moment", 46)),
+)
+
+
+def test_a_replica_of_a_wanted_owner_counts_in_a_job_without_shadows() -> None:
+    history = run(DIES_AFTER_ITS_SLOT_WAS_SENT)
+    assert (history.problem, history.phase) == ("", Phase.FINISHED)
 
 
 def test_new_workers_are_heard_when_a_coordinator_dies_at_the_new_beginning() -> None:

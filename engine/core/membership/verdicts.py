@@ -36,7 +36,7 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
     for slot, owner in enumerate(state.owners):
         live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
         heir, is_gone = owner, owner in dead or owner not in state.members
-        leaves = hand_over and owner in state.leaving
+        leaves = hand_over and owner in state.leaving and owner not in state.patient
         if is_gone or leaves or (is_ready and slot in wanted):
             line = [*live, *(worker for worker in holders_in_other_pipelines(state, slot) if worker not in dead)]
             staying = [worker for worker in line if worker not in state.leaving]
@@ -102,7 +102,8 @@ def new_epoch(
         wanted = new.wanted if new.wanted_moves else ()
         new = new._replace(wanted=wanted, wanted_why=new.wanted_why if wanted else "")
     new = new._replace(wanted_at_start=new.wanted if new.wanted_moves else ())
-    may_hold = state.options.redundant and new.members and not state.is_over  # a member may have an unknown replica
+    is_healing = state.options.redundant or state.wanted_at_start  # a member may have a replica that nobody knows of
+    may_hold = is_healing and new.members and not state.is_over
     return state_lost(new, inherited.lost) if inherited.lost and not may_hold else new
 
 
