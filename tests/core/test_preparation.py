@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.core.coordinator import preparation
 from engine.core.coordinator.state import Preparation
-from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted
+from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted, Wanted
 from engine.core.membership.state import Phase, State
 from engine.core.ownership import Grid, Ownership
 from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
@@ -17,9 +19,9 @@ NOW_NS = 1000 * S
 class Prepared:
     """A preparation, and its orders so far."""
 
-    def __init__(self, grace_ns: int = 120 * S):
+    def __init__(self, grace_ns: int = 120 * S, elastic: bool = False):
         self.orders: list[PrepareMessage] = []
-        self.of = preparation.noticed(Preparation(NOW_NS), 2, NOW_NS + grace_ns)
+        self.of = preparation.noticed(Preparation(NOW_NS, elastic=elastic), 2, NOW_NS + grace_ns)
 
     def look(self, state: State) -> None:
         """Looks at a state, with the shadows that it has."""
@@ -123,3 +125,42 @@ def test_a_commit_that_changes_nothing_is_decided_alone() -> None:
     prepared.look(state)
     assert prepared.orders == []
     assert [type(event) for event in prepared.commit(state)] == [StepCommitted]
+
+
+MUCH = 60 * S  # for steps of a second
+STEPPED = LEAVING._replace(steps_ns=(S,))
+SHIFTED = ((2, 1), (0, 2), (1, 0))  # worker 0 holds stage 2 as well
+
+
+def owners_after(prepared: Prepared, state: State) -> tuple[int, ...]:
+    """Returns the owners of the epoch that is prepared for the commit of the open step; the present ones if none is."""
+    prepared.look(state)
+    event = prepared.commit(state)[0]
+    assert isinstance(event, StepCommitted)
+    return told(state, replace(event, waits=False)).owners
+
+
+def test_a_leaver_with_much_time_keeps_its_slots_until_the_wanted_owners_are_whole() -> None:
+    wanted = told(STEPPED, Wanted(5, (0, 1, 0), "a test"))
+    assert owners_after(Prepared(MUCH, elastic=True), wanted) == (0, 1, 2), "worker 0 has no replica of its slot yet"
+    healed = wanted._replace(shadows=SHIFTED)
+    assert owners_after(Prepared(MUCH, elastic=True), healed) == (0, 1, 0)
+    assert owners_after(Prepared(MUCH, elastic=True), STEPPED) == (0, 1, 2), "the policy has not been asked yet"
+
+
+def test_a_leaver_with_little_time_or_no_policy_hands_over_to_its_shadow() -> None:
+    wanted = told(STEPPED, Wanted(5, (0, 1, 0), "a test"))
+    assert owners_after(Prepared(9 * S, elastic=True), wanted) == (0, 1, 1)
+    assert owners_after(Prepared(MUCH), wanted) == (0, 1, 1)
+    assert owners_after(Prepared(MUCH, elastic=True), wanted._replace(steps_ns=(S, 7 * S))) == (0, 1, 1)
+    assert owners_after(Prepared(MUCH, elastic=True), wanted._replace(steps_ns=())) == (0, 1, 1), (
+        "steps of unknown time"
+    )
+
+
+def test_no_leaver_is_patient_for_ever() -> None:
+    def committed(step: int) -> State:
+        return STEPPED._replace(committed=step)
+
+    owners = [owners_after(Prepared(MUCH, elastic=True), committed(step)) for step in range(-1, 6)]
+    assert owners == [(0, 1, 2)] * 5 + [(0, 1, 1)] * 2

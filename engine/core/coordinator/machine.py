@@ -82,7 +82,7 @@ def _is_noticed(state: CoordinatorState, notice: Notice) -> Decided:
     if worker is None:
         return decide(state, notice)
     state = state._replace(
-        preparation=noticed(state.preparation, worker, notice.now_ns + grace_ns),
+        preparation=noticed(state.preparation, worker, notice.now_ns + grace_ns, state.membership.committed),
         graces_ns={**state.graces_ns, worker: grace_ns},
     )
     record = NoticeRecord(of=worker, grace_s=grace_ns / 1e9)

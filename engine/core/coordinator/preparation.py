@@ -10,6 +10,9 @@ from the commit: every replica has voted for it and is therefore whole at the bo
 step. If another event comes first, the prepared epoch is not used. An answer counts only for the plan that the commit
 then needs. No worker waits for an answer: if one is missing, the epoch comes one step later, provided that the grace of
 each leaving worker is long enough, and one step only. Another coordinator prepares anew.
+
+In an elastic job a leaving worker with much time keeps its slots for some steps, until the owners that the policy wants
+hold whole replicas. So the slots move once, and not to a shadow first.
 """
 
 from __future__ import annotations
@@ -35,11 +38,28 @@ from engine.core.recovery.plan_messages import (
 )
 
 _STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within three, and later steps take longer
+_STEPS_TO_SETTLE = 5  # in which the policy is asked, the members learn of its wish, and replicas are sent
 
 
-def noticed(preparation: Preparation, worker: int, until_ns: int) -> Preparation:
-    """Returns the preparation after the notice of a worker."""
-    return preparation._replace(deadlines_ns={worker: until_ns, **preparation.deadlines_ns})
+def noticed(preparation: Preparation, worker: int, until_ns: int, committed: int = -1) -> Preparation:
+    """Returns the preparation after the notice of a worker, which came after the commit of a step."""
+    return preparation._replace(
+        deadlines_ns={worker: until_ns, **preparation.deadlines_ns},
+        noticed_after={worker: committed, **preparation.noticed_after},
+    )
+
+
+def patient(preparation: Preparation, state: State, now_ns: int) -> tuple[int, ...]:
+    """Returns the leaving workers that keep their slots at the next commit, unless the wanted owners can take them."""
+    if not preparation.elastic or not state.steps_ns:
+        return ()
+    leaves_at_ns = now_ns + (_STEPS_TO_SETTLE + _STEPS_TO_LEAVE) * max(state.steps_ns)
+    return tuple(
+        worker
+        for worker in state.leaving
+        if preparation.deadlines_ns.get(worker, 0) > leaves_at_ns
+        and state.committed - preparation.noticed_after.get(worker, state.committed) < _STEPS_TO_SETTLE
+    )
 
 
 def looked(
@@ -49,7 +69,7 @@ def looked(
 
     The workers in `joins` become members with it.
     """
-    prepared = prepare_epoch(state, ownership, now_ns, joins)
+    prepared = prepare_epoch(state, ownership, now_ns, joins, patient(preparation, state, now_ns))
     if prepared is None or prepared.document == preparation.document:
         return preparation, None
     number = preparation.number + 1
@@ -76,14 +96,15 @@ def at_commit(
     No member waits for the workers in `joins`: they join with a prepared epoch only.
     """
     new = preparation._replace(begun_ns=commit.now_ns)
-    prepared = prepare_epoch(state, ownership, commit.now_ns, joins)
+    commit = replace(commit, patient=patient(preparation, state, commit.now_ns))
+    prepared = prepare_epoch(state, ownership, commit.now_ns, joins, commit.patient)
     if prepared is None:
         return new, (commit,)
     document, digests = prepared.document, preparation.digests
     if document == preparation.document and all(worker in digests for worker in document.members):
         answers = {each: PlannedMessage(document.epoch, digests[each], ()) for each in document.members}
         return new, (*prepared.events, *(Heard(commit.now_ns, each, answer) for each, answer in answers.items()))
-    if joins and prepare_epoch(state, ownership, commit.now_ns) is None:
+    if joins and prepare_epoch(state, ownership, commit.now_ns, (), commit.patient) is None:
         return new, (commit,)
     leaves_at_ns = commit.now_ns + _STEPS_TO_LEAVE * (commit.now_ns - preparation.begun_ns)
     has_time = leaves_at_ns < min((preparation.deadlines_ns.get(worker, 0) for worker in state.leaving), default=inf)
@@ -100,11 +121,13 @@ class PreparedEpoch:
     document: PlanMessage
 
 
-def prepare_epoch(state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = ()) -> PreparedEpoch | None:
+def prepare_epoch(
+    state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = (), patient: tuple[int, ...] = ()
+) -> PreparedEpoch | None:
     """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
     if state.phase is not Phase.RUNNING or not (state.leaving or state.wanted or joins):
         return None
-    commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows, joins=joins)
+    commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows, joins=joins, patient=patient)
     new, effects = step(state, commit)
     if new.phase is not Phase.RECONFIGURING:
         return None

@@ -48,6 +48,8 @@ class Preparation(NamedTuple):
     digests: Mapping[int, str] = {}  # the answers, by worker
     deadlines_ns: Mapping[int, int] = {}  # the end of the grace of each worker that has given notice
     waited_in: int = 0  # the latest epoch that went on for one more step
+    elastic: bool = False
+    noticed_after: Mapping[int, int] = {}  # the last commit before the notice of each worker
 
 
 class CoordinatorState(NamedTuple):
@@ -97,7 +99,7 @@ def begin(job: Job, membership: State, now_ns: int) -> CoordinatorState:
     """
     begun = membership.committed
     told = CommitMessage(begun, 1.0, "step") if begun >= 0 else None
-    preparation = Preparation(now_ns)
+    preparation = Preparation(now_ns, elastic=job.elastic)
     return CoordinatorState(job, membership, validated=begun, told=told, preparation=preparation, kept_ns=now_ns)
 
 

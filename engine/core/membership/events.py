@@ -60,7 +60,8 @@ class StepCommitted(Event):
 
     `shadows` are the shadows of each slot with a whole replica, in the order of succession; empty if unchanged. With
     `waits`, hand-overs and departures wait for the next commit, so that the next epoch can be prepared meanwhile. With
-    this commit the waiting workers in `joins` become members: their group is formed.
+    this commit the waiting workers in `joins` become members: their group is formed. The `patient` workers leave, and
+    have time to keep their slots until the wanted owners hold whole replicas.
     """
 
     epoch: int
@@ -68,6 +69,7 @@ class StepCommitted(Event):
     shadows: tuple[tuple[int, ...], ...] = ()
     waits: bool = False
     joins: tuple[int, ...] = ()
+    patient: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

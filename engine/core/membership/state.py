@@ -132,6 +132,7 @@ class State(NamedTuple):
     digests: Mapping[int, str] = {}  # of this epoch's plan
     done: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()  # workers that have given notice
+    patient: tuple[int, ...] = ()  # those of them that have time, as of the last commit
     leaving_at_start: tuple[int, ...] = ()  # workers that had given notice when this epoch was made
     wanted: tuple[int, ...] = ()  # the wanted owner of each slot; empty: the present ones
     wanted_why: str = ""

@@ -162,6 +162,7 @@ def commits(state: State, event: events.StepCommitted) -> State:
     new = state._replace(
         committed=event.step,
         shadows=event.shadows or state.shadows,
+        patient=event.patient,
         repeats={},
         moved_ns=event.now_ns,
         committed_ns=event.now_ns,
