@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,3 +50,19 @@ def test_a_slow_worker_is_told_and_an_elastic_job_relieves_it(
         assert (owned, moved) == ([4], [])
     awake = {**TIMED.model_args, "forward_ms": 0, "backward_ms": 0}
     assert outcome_of(ending.view.run_state) == runs.twin(replace(job, blocks=1, elastic=False, model_args=awake))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_busy_machine_moves_nothing_in_a_thousand_steps(tmp_path: Path, server: ForkServer) -> None:
+    job = replace(TIMED, model="mlp", model_args={"depth": 11, "width": 64}, data_args={}, steps=1000, elastic=True)
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        ending, events = Runs(tmp_path, server).run(job, [])
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert ending.outcome == "finished"
+    assert [event for event in events if event["event"] == "policy" and event["owners"]] == []
+    assert [event["epoch"] for event in events if event["event"] == "epoch"] == [1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any
 
 import pytest
 import torch
 
-from engine.runtime.transport.bulk_transfer import post_bulk, receive_bulk, send_bulk
+from engine.runtime.transport.bulk_transfer import arriving, post_bulk, receive_bulk, send_bulk
 from engine.runtime.transport.tensor_spec import TensorSpec
 
 MIB = 1 << 20
@@ -51,3 +52,18 @@ def test_a_receive_that_was_posted_ahead_is_not_posted_again(
     assert all(torch.equal(*pair) for pair in zip(got, tensors, strict=True))
     assert not line.sent
     assert not line.posted
+
+
+def test_a_receiver_that_takes_each_tensor_as_it_arrives_keeps_no_other() -> None:
+    line: Any = Line()
+    tensors = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate((9, 2 * MIB, 20 * MIB, 0))]
+    send_bulk(line, (0,), "key", tensors)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    arrived = []
+    for index, tensor in arriving(line, 0, "key", [TensorSpec.of(each) for each in tensors]):
+        assert torch.equal(tensor, tensors[index])
+        assert not any(each() is not None for each in kept)
+        kept.append(weakref.ref(tensor))
+        arrived.append(index)
+        del tensor
+    assert sorted(arrived) == [0, 1, 2, 3]

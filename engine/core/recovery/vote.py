@@ -27,7 +27,7 @@ class SlotVote:
     loaded: tuple[int, ...] = ()  # microbatches, in a step with an audit
     marks: tuple[str, ...] = ()  # of these microbatches
     took_ns: tuple[int, ...] = ()  # of an owner: its forwards and backwards, 0 unless it ran those of all microbatches
-    sizes: tuple[int, ...] = ()  # the `StageBytes` of an owned slot, in the first step of a program
+    sizes: tuple[int, ...] = ()  # the `StageBytes` of an owned slot, in the first steps of a program
 
 
 @message

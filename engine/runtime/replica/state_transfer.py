@@ -2,13 +2,14 @@
 
 A header lists the tensors and the SHA-256 of each. The new shadow waits for all tensors, fills its replica and compares
 the hashes. The owner sends without a copy: weights and optimizer state change only after the new shadow has voted for
-the commit, and every replica keeps copies of the buffers of the boundary.
+the commit, and every replica keeps copies of the buffers of the boundary. The new shadow puts each tensor in its
+place as it arrives: beside the replica it holds one tensor and one chunk.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from engine.core.errors import InvariantError
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.transport.bulk_transfer import receive_bulk, send_bulk
+from engine.runtime.transport.bulk_transfer import arriving, send_bulk
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfer_key import AsideKey
 from engine.runtime.transport.transport import Channel
@@ -57,16 +58,17 @@ def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: St
     header = _take(channel, source, key, TensorSpec((length,), torch.uint8, False))
     entries = json.loads(header.cpu().numpy().tobytes())
     specs = [TensorSpec.from_json(spec) for _, spec, *_ in entries]
-    tensors = receive_bulk(channel, source, key, specs)
     for optimizer in stage.optimizers.values():
         optimizer.state = {name: {} for name in optimizer.state}
-    boundary: list[list[Tensor]] = [[] for _ in stage.boundary]
-    for (place, _, stride, is_on_host, _), tensor in zip(entries, tensors, strict=True):
-        to = "cpu" if is_on_host else tensor.device
-        laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=to)
-        overwrite(laid_out, tensor)
-        _fill(stage, tuple(place), laid_out, boundary)
-    stage.boundary = tuple(map(tuple, boundary))
+    for what, layer, name, state in (place for place, *_ in entries):
+        if what == "optimizer":  # large tensors arrive first, and the order of the owner counts
+            stage.optimizers[layer].state[name][state] = torch.empty(0)
+    boundary: list[dict[int, Tensor]] = [{} for _ in stage.boundary]
+    for index, tensor in arriving(channel, source, key, specs):
+        place, _, stride, is_on_host, _ = entries[index]
+        _fill(stage, tuple(place), _laid_out(tensor, stride, is_on_host), boundary)
+        del tensor  # before the next one comes
+    stage.boundary = tuple(tuple(buffers[number] for number in sorted(buffers)) for buffers in boundary)
     _compare(stage, {tuple(place): digest for place, *_, digest in entries})
 
 
@@ -76,7 +78,17 @@ def _take(channel: Channel[AsideKey], source: int, key: AsideKey, spec: TensorSp
     return tensor
 
 
-def _fill(stage: Stage, place: StatePlace, tensor: Tensor, boundary: list[list[Tensor]]) -> None:
+def _laid_out(tensor: Tensor, stride: Sequence[int], is_on_host: bool) -> Tensor:
+    """Returns a tensor with the strides that it has at the owner, on the host or its device."""
+    if tensor.stride() == tuple(stride) and not (is_on_host and tensor.device.type != "cpu"):
+        return tensor
+    to = "cpu" if is_on_host else tensor.device
+    laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=to)
+    overwrite(laid_out, tensor)
+    return laid_out
+
+
+def _fill(stage: Stage, place: StatePlace, tensor: Tensor, boundary: list[dict[int, Tensor]]) -> None:
     what, index, name, key = place
     with torch.no_grad():
         if what == "weight":
@@ -84,7 +96,7 @@ def _fill(stage: Stage, place: StatePlace, tensor: Tensor, boundary: list[list[T
         elif what == "optimizer":
             stage.optimizers[index].state[name][key] = tensor
         else:
-            boundary[index].append(tensor)
+            boundary[index][int(name)] = tensor
             if index == stage.pipeline:
                 overwrite(stage.buffers()[int(name)], tensor)
 

@@ -6,7 +6,7 @@ Small tensors are copied into common chunks. A large tensor is sent in slices of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,17 +62,33 @@ def receive_bulk(
     channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec], is_posted: bool = False
 ) -> list[Tensor]:
     """Waits for a bulk transfer from `source`, which `post_bulk` may have posted; returns its tensors, contiguous."""
-    tensors = [spec.empty(channel.device) for spec in specs]
-    payload = [bytes_of(tensor) for tensor in tensors]
-    for number, chunk in enumerate(chunks_of([len(each) for each in payload])):
+    found = dict(arriving(channel, source, key, specs, is_posted))
+    return [found[index] for index in range(len(specs))]
+
+
+def arriving(
+    channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec], is_posted: bool = False
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields each tensor of a bulk transfer with its index as soon as it is whole, large ones first.
+
+    So a receiver that puts each in its place, and forgets it, holds one tensor and one chunk beside.
+    """
+    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+    yield from ((index, specs[index].empty(channel.device)) for index, size in enumerate(sizes) if size == 0)
+    tensor: Tensor | None = None
+    for number, chunk in enumerate(chunks_of(sizes)):
         if number or not is_posted:
             channel.post(source, key, _border_of(chunk))
         (arrived,) = channel.take(source, key)
         at = 0
         for index, start, end in chunk:
-            payload[index][start:end] = arrived[at : at + end - start]
+            tensor = specs[index].empty(channel.device) if tensor is None else tensor
+            bytes_of(tensor)[start:end] = arrived[at : at + end - start]
             at += end - start
-    return tensors
+            if end == sizes[index]:
+                yield index, tensor
+                tensor = None
+        del arrived  # before the next chunk comes
 
 
 def _border_of(chunk: Sequence[ByteRange]) -> Border:

@@ -38,6 +38,8 @@ from engine.runtime.transport.transfer_key import AsidePurpose, ProgramKey, Prog
 from engine.runtime.transport.transport import Transport
 from engine.runtime.worker.worker_context import WorkerContext
 
+_STEPS_OF_SIZES = 2  # of a program; before the first step of all an optimizer has no state
+
 
 class StepEnd:
     """The reduced gradients and log entries of one worker in the open step."""
@@ -66,7 +68,7 @@ class StepEnd:
         self._posted = None
         self._num_posted = 0
         self.bytes_healed = 0
-        self._tells_sizes = True
+        self._tells_sizes = _STEPS_OF_SIZES
 
     def clear(self) -> None:
         """Drops the reduced gradients and log entries of the open step."""
@@ -234,7 +236,7 @@ class StepEnd:
         if len(self._votes) == len(self._ownership.held_by(self.worker)):
             for votes in in_messages(self._votes.values()):
                 self.context.control.send(VoteMessage(self.context.control.accepted, step, votes))
-            self._tells_sizes = False
+            self._tells_sizes = max(0, self._tells_sizes - 1)
 
     def take_step(self, action: Action, step: int) -> None:
         """Takes the optimizer step of one replica from its log entry."""
