@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.runtime.device.device import HOST
 from engine.runtime.transport.bulk_transfer import arriving, post_bulk, receive_bulk, send_bulk
 from engine.runtime.transport.tensor_spec import TensorSpec
 
@@ -17,6 +18,8 @@ MIB = 1 << 20
 
 class Line:
     """A channel to itself that refuses a message whose receive was not posted, or posted in another size."""
+
+    device = HOST
 
     def __init__(self) -> None:
         self.sent: deque[tuple[Any, ...]] = deque()
