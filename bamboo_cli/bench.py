@@ -25,7 +25,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers,
 Quick = Annotated[bool, typer.Option("--quick", help="Measure just enough to see that it works.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 Results = Annotated[Path, typer.Option(help="Folder that receives bench/NAME-TIME.csv.")]
-Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose name contains this.")]
+Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose name contains this, or is this.")]
 
 
 # Name of a benchmark -> the function in engine/bench that returns its cases, the help.
@@ -89,14 +89,14 @@ def _register(name: str, function: str, help_text: str) -> None:
 
 
 def _chosen(case: str, cases: Cases) -> Cases:
-    """Returns the cases whose names contain `case`.
+    """Returns the case that has the name `case`, or all whose names contain it.
 
     Raises:
         NothingMatchedError: there is no such case.
     """
     from engine.core.errors import NothingMatchedError, nearest
 
-    found = {name: measure for name, measure in cases.items() if case in name}
+    found = {name: measure for name, measure in cases.items() if name == case or (case in name and case not in cases)}
     if not found:
         raise NothingMatchedError(f"no case {case!r}", nearest(case, cases))
     return found

@@ -140,11 +140,13 @@ def compare(
     weights: Annotated[
         float | None, typer.Option(help="Cost of its part for the weights.", show_default="half of it")
     ] = None,
+    transfer: Annotated[float, typer.Option(help="Time of a transfer, in which its sender goes on.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare every schedule on the workers of a job: length over ideal, bubble, peak stash, transfers.
 
-    Transfers cost nothing. With `--redundancy eager`: also the time that redundant forwards add to a step.
+    With `--transfer` a value arrives that much after it is made, so the table shows what a schedule hides.
+    With `--redundancy eager`: also the time that redundant forwards add to a step.
     """
     from bamboo_cli.terminal.console import say
     from engine.core.analysis.schedule_comparison import compare as comparison_of
@@ -152,7 +154,7 @@ def compare(
 
     job = resolved.job
     weights = backward / 2 if weights is None else weights
-    _check_costs(forward, backward, weights)
+    _check_costs(forward, backward, weights, transfer)
     costs = op_costs(forward, backward, weights)
     comparison = comparison_of(
         job.stages,
@@ -162,6 +164,7 @@ def compare(
         job.redundancy,
         job.redundancy_level,
         begin=_say if job.stages * job.microbatches > _SLOW else str,
+        latency=transfer,
     )
     if as_json:
         echo(json.dumps(asdict(comparison)))
@@ -169,6 +172,7 @@ def compare(
     say(
         f"{job.stages // job.stages_per_worker} workers, {job.stages} stages, {job.microbatches} microbatches; "
         f"forward {forward:g}, backward {backward:g}, of which {weights:g} for the weights"
+        + (f"; a transfer takes {transfer:g}" if transfer else "")
     )
     _print_comparison(comparison, job.redundancy == "eager")
 
@@ -177,13 +181,15 @@ def _say(name: str) -> None:
     echo(f"comparing {name}", err=True)
 
 
-def _check_costs(forward: float, backward: float, weights: float) -> None:
+def _check_costs(forward: float, backward: float, weights: float, transfer: float) -> None:
     """Raises UserError with every impossible cost."""
     problems = [
         Problem(name, "a finite number > 0", f"{cost:g}")
         for name, cost in (("--forward", forward), ("--backward", backward))
         if not 0 < cost < math.inf
     ]
+    if not 0 <= transfer < math.inf:
+        problems.append(Problem("--transfer", "a finite number >= 0", f"{transfer:g}"))
     if not problems and not 0 <= weights <= backward:
         problems.append(Problem("--weights", f"a number from 0 to the whole backward's {backward:g}", f"{weights:g}"))
     if problems:

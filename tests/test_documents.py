@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import COMMANDS, app, load
 from engine.core.errors import ExitCode
+from engine.core.schedules.registry import SCHEDULES
 from engine.models.model_registry import DATA, MODELS
 from engine.runtime.faults.registry import kinds
 from tests.house_rules import PRONOUNS
@@ -226,10 +227,12 @@ def test_each_of_twenty_questions_has_an_answer_of_at_most_three_files() -> None
     assert [each for each in answers if not 1 <= len(each) <= 3] == []
 
 
-def test_pages_name_every_model_every_source_and_every_kind_of_fault() -> None:
+def test_pages_name_every_model_source_schedule_and_kind_of_fault() -> None:
     models = DOCUMENTS["docs/training-your-own-model.md"] + DOCUMENTS["docs/data.md"]
     faults = DOCUMENTS["docs/faults-and-matrices.md"]
+    schedules = DOCUMENTS["docs/schedules-of-your-own.md"]
     assert [name for name in (*MODELS, *DATA) if f"`{name}`" not in models] == []
+    assert [name for name in SCHEDULES if f"`{name}`" not in schedules.partition("## A schedule of your own")[0]] == []
     assert [name for name in kinds() if f"`{name}`" not in faults] == []
 
 

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from bamboo_cli.__main__ import main
 from bamboo_cli.app import COMMANDS, app, load
-from bamboo_cli.bench import _BENCHMARKS
+from bamboo_cli.bench import _BENCHMARKS, _chosen
+from engine.bench.figures.rows import Cases
 
 STRUCK_AT = """
 import os, signal, sys
@@ -149,6 +150,13 @@ def test_whoever_asks_for_json_gets_one_object_whatever_is_wrong(arguments: tupl
     assert said["error"].startswith(error)
     assert (done.returncode, said["exit_code"], said["outcome"]) == (2, 2, "refused")
     assert error.split(maxsplit=1)[0] in done.stderr
+
+
+def test_a_case_is_chosen_by_its_whole_name_or_by_a_part() -> None:
+    cases: Cases = {name: lambda folder: [] for name in ("1f1b P=4", "eager-1f1b P=4", "1f1b P=8")}
+    assert [*_chosen("1f1b P=4", cases)] == ["1f1b P=4"]
+    assert [*_chosen("P=4", cases)] == ["1f1b P=4", "eager-1f1b P=4"]
+    assert [*_chosen("", cases)] == [*cases]
 
 
 def test_every_benchmark_names_a_function_of_the_engine() -> None:

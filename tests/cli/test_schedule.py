@@ -30,7 +30,7 @@ def said(*arguments: str) -> Result:
 def test_schedules_are_compared_for_any_number_of_stages_per_worker() -> None:
     Path("job.yaml").write_text("schedule: zbv\nstages: 8\nstages_per_worker: 4\n")
     found = json.loads(said("compare", "job.yaml", "--json").stdout)
-    assert [row["stages_per_worker"] for row in found["rows"]] == [1, 1, 4, 4, 4, 1]
+    assert [row["stages_per_worker"] for row in found["rows"]] == [1, 1, 1, 4, 4, 4, 1]
     assert {"zbv", "dualpipev"} <= {*found["skipped"]}
     assert {*found["skipped"]} | {row["schedule"] for row in found["rows"]} == {*SCHEDULES}
     table = said("compare", "job.yaml").stdout
@@ -57,8 +57,18 @@ def test_costs_change_the_table_and_must_make_sense() -> None:
     with pytest.raises(UserError) as caught:
         said("compare", "--forward", "0", "--backward", "inf")
     assert [each.field for each in caught.value.problems] == ["--forward", "--backward"]
+    with pytest.raises(UserError, match="--transfer: expected a finite number >= 0, found -1"):
+        said("compare", "--transfer", "-1")
     with pytest.raises(UserError, match=r"--weights: expected a number from 0 to the whole backward's 2, found 3"):
         said("compare", "--weights", "3")
+
+
+def test_a_transfer_takes_time() -> None:
+    assert "transfer takes" not in said("compare").stdout
+    table = said("compare", "--transfer", "0.5").stdout
+    assert "for the weights; a transfer takes 0.5" in table
+    lengths = {line.split()[0]: line.split()[3] for line in table.splitlines() if " loop " in line}
+    assert (lengths["1f1b"], lengths["eager-1f1b"]) == ("41", "36")
 
 
 @pytest.mark.parametrize("redundancy", ["none", "eager"])

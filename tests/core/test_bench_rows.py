@@ -85,6 +85,13 @@ def test_slower_means_that_the_whole_interval_lies_above_one() -> None:
     assert pipeline_rows("case", mixed, peer, "", has_ideal=True)[2].met is True
 
 
+@pytest.mark.parametrize(("factor", "met"), [(0.97, True), (0.971, False)])
+def test_a_schedule_may_have_a_goal_beside_the_peer(factor: float, met: bool) -> None:
+    ours, peer = [iteration(1000 * factor)], [iteration(1000)]
+    rows = pipeline_rows("case", ours, peer, "", has_ideal=True, goal=0.97)
+    assert [(each.goal, each.met) for each in rows[1:]] == [(0.97, met), (1.0, True), (None, None)]
+
+
 def test_real_compute_has_no_ideal() -> None:
     real = [[Stamps(0, 350 * MS), Stamps(MS, 351 * MS)]]
     assert [each.metric for each in pipeline_rows("case", real, real, ", remark", has_ideal=False)] == [

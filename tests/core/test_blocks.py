@@ -67,7 +67,7 @@ def test_each_worker_owns_the_blocks_of_its_stages() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "blocks", "microbatches"),
-    [*product(("1f1b", "gpipe"), (1, 2, 5), (2, 4), (1, 3, 8))],
+    [*product(("1f1b", "eager-1f1b", "gpipe"), (1, 2, 5), (2, 4), (1, 3, 8))],
 )
 def test_blocks_take_the_time_and_the_residuals_of_stages(
     schedule: str, stages: int, blocks: int, microbatches: int
@@ -97,7 +97,7 @@ def test_every_refusal_comes_with_its_reason() -> None:
     assert [str(each) for each in check_job(job)] == [
         f"blocks: expected 1 with fsdp, found 2 ({shards})",
         f"blocks: expected 1 with stages_per_worker 2, found 2 ({order})",
-        f"blocks: expected 1 with schedule zbv, found 2 ({order}; 1f1b and gpipe take blocks)",
+        f"blocks: expected 1 with schedule zbv, found 2 ({order}; these take blocks: 1f1b, eager-1f1b, gpipe)",
     ]
     for own in ("0F0,0B0\n", "mine:lists"):
         found = [str(each) for each in check_job(Job(stages=1, microbatches=1, blocks=2, schedule=own))]

@@ -80,6 +80,24 @@ def test_what_is_sent_arrives_a_latency_later_and_holds_nobody_but_who_waits_for
     assert span_of(run, "0RECV_B0") == (32, 32)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 7, 8, 32])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_eager_1f1b_hides_every_transfer_but_those_of_the_fill_and_the_drain(stages: int, microbatches: int) -> None:
+    """As long as a transfer takes at most half of a forward and a backward; 1F1B hides none of them."""
+    ownership = one_slot_each(Grid(stages, microbatches))
+    for latency in (0.0, 0.25, 1.0, 1.5):
+        ends = (microbatches + stages - 1) * 3 + 2 * (stages - 1) * latency
+        eager = dry_run(build_program("eager-1f1b", ownership), ownership, latency=latency)
+        assert eager.makespan == ends
+        plainly = dry_run(build_program("1f1b", ownership), ownership, latency=latency)
+        if microbatches % stages == 0:
+            rounds = microbatches // stages
+            assert plainly.makespan == ends + 2 * latency * ((stages - 1) * (rounds - 1) + max(0, stages - 2))
+    if microbatches >= 2 * stages:
+        too_long = dry_run(build_program("eager-1f1b", ownership), ownership, latency=1.75)
+        assert too_long.makespan > ends + 2 * (stages - 1) * (1.75 - 1.5), "more than its fill and its drain"
+
+
 def test_reductions_begin_together() -> None:
     ownership = one_slot_each(Grid(2, 2, pipelines=3))
 

@@ -138,6 +138,7 @@ def test_the_table_compares_on_equal_work() -> None:
     assert rows.keys() == SCHEDULES.keys()
     assert {name: row.over_ideal for name, row in rows.items()} == {
         "1f1b": 66 / 48,
+        "eager-1f1b": 66 / 48,
         "gpipe": 66 / 48,
         "interleaved": 57 / 48,
         "interleaved-flexible": 57 / 48,
@@ -170,6 +171,17 @@ def test_the_table_takes_costs() -> None:
     rows = {row.schedule: row for row in compare(4, 8, 1, lambda action: costs.get(action.op, 0)).rows}
     assert rows["1f1b"].makespan == (8 + 3) * 7
     assert rows["zb1p"].makespan == 8 * 7 + 3 * (2 + 4 - 1)
+
+
+def test_the_table_shows_what_hides_a_transfer() -> None:
+    """1F1B pays for two transfers a hop in each round of P microbatches, eager-1F1B in the fill and the drain."""
+    rows = {row.schedule: row for row in compare(4, 8, 1, latency=0.5).rows}
+    assert rows["1f1b"].makespan == 33 + 2 * (3 * 8 // 4 + 2) * 0.5
+    assert rows["eager-1f1b"].makespan == 33 + 2 * 3 * 0.5
+    assert (rows["1f1b"].peak_stash, rows["eager-1f1b"].peak_stash) == (4, 7)
+    eager = {row.schedule: row for row in compare(4, 8, 1, redundancy="eager", latency=0.5).rows}
+    for name, row in rows.items():
+        assert eager[name].over_none == pytest.approx(eager[name].makespan / row.makespan - 1)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 7), (4, 8), (4, 16), (2, 8)])

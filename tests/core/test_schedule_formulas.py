@@ -37,6 +37,7 @@ def fills_and_drains(p: int, v: int, m: int) -> int:
 WAITS: dict[str, Callable[[int, int, int], int]] = {
     "gpipe": fills_and_drains,
     "1f1b": fills_and_drains,
+    "eager-1f1b": fills_and_drains,
     "interleaved": fills_and_drains,
     "interleaved-flexible": fills_and_drains,
     "looped-bfs": fills_and_drains,
@@ -54,6 +55,7 @@ def megatron_stash(longest: int, p: int, v: int, m: int, worker: int) -> int:
 STASH: dict[str, Callable[[int, int, int, int], int]] = {
     "gpipe": lambda p, v, m, worker: m,
     "1f1b": lambda p, v, m, worker: min(m, p - worker),
+    "eager-1f1b": lambda p, v, m, worker: min(m, 2 * (p - worker) - 1),
     "interleaved": lambda p, v, m, worker: megatron_stash(p + m % p if m > p else m, p, v, m, worker),
     "interleaved-flexible": lambda p, v, m, worker: megatron_stash(-(-m // max(1, m // p)), p, v, m, worker),
     "looped-bfs": lambda p, v, m, worker: v * m,

@@ -47,9 +47,11 @@ def rows_of(launch: Launch, name: str, *arguments: str, positive: bool = True) -
 
 
 def test_pipeline(launch: Launch) -> None:
-    rows = rows_of(launch, "pipeline", "--case", CASE)
-    assert {row["case"] for row in rows} == {CASE}
-    assert [row["metric"] for row in rows][:2] == ["time / ideal", "iteration s"]
+    case = f"eager-{CASE}"
+    rows = rows_of(launch, "pipeline", "--case", case)
+    assert {row["case"] for row in rows} == {case}
+    assert [row["metric"] for row in rows][:2] == ["time / ideal", "iteration s, torch's is 1F1B"]
+    assert [row["goal"] for row in rows] == [1.02, 0.97, 1.0, None]
     assert {row["n"] for row in rows} == {3}
 
 

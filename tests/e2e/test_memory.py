@@ -35,6 +35,11 @@ def test_1f1b_keeps_at_most_as_many_microbatches_as_stages_are_left(train: Calla
     assert peaks == predicted("1f1b")
 
 
+def test_eager_1f1b_keeps_one_more_for_each_hop_to_the_last_stage(train: Callable[..., Ending]) -> None:
+    peaks = measured(train, "eager-1f1b")
+    assert peaks == {stage: min(M, P - stage + P - stage - 1) for stage in range(P)} == predicted("eager-1f1b")
+
+
 def test_gpipe_keeps_all_microbatches(train: Callable[..., Ending]) -> None:
     peaks = measured(train, "gpipe")
     assert peaks == dict.fromkeys(range(P), M) == predicted("gpipe")

@@ -141,6 +141,19 @@ def test_receives_are_posted_a_few_ahead_of_use_and_in_order() -> None:
     assert len(plane.posted) == 9
 
 
+def test_a_worker_that_never_waits_posts_behind_its_sends_before_too_few_are_posted() -> None:
+    """As in eager-1F1B: each message has arrived when it is taken, and a send follows each other one."""
+    plane: Any = Posts(arrived=True)
+    receiver = Receiver(plane, RECEIVES)
+    receiver.begin()
+    for number in range(9):
+        assert not receiver.must_wait(), "it was posted before its sender had sent it"
+        receiver.take()
+        if number % 2:
+            receiver.begin()
+            assert len(plane.posted) >= min(9, number + 1 + 2), "one of either direction"
+
+
 def test_nothing_is_posted_while_there_is_no_time_for_it() -> None:
     plane: Any = Posts(arrived=True)
     receiver = Receiver(plane, RECEIVES)

@@ -238,6 +238,8 @@ def random_case(number: int) -> Case:
         case = replace(case, stages_per_worker=2, schedule=rng.choice(("interleaved", "zbv")))
     elif stages in (4, 6) and Random(f"blocks of {number}").random() < 0.3:  # noqa: S311
         case = replace(case, blocks=2)
+    if case.schedule == "1f1b" and Random(f"eager-1f1b of {number}").random() < 0.3:  # noqa: S311
+        case = replace(case, schedule="eager-1f1b")
     faults = _faults(case, rng)
     deaths = tuple(rng.randint(1, 20 * case.steps * stages) for _ in range(rng.choice((0, 0, 0, 1, 1, 2))))
     case = replace(case, deaths=deaths, validate_every=rng.choice((0, 0, 0, 1, 2)))

@@ -112,11 +112,16 @@ def paired_row(
 
 
 def pipeline_rows(
-    case: str, ours: Sequence[Sequence[Stamps]], peer: Sequence[Sequence[Stamps]], remark: str, has_ideal: bool
+    case: str,
+    ours: Sequence[Sequence[Stamps]],
+    peer: Sequence[Sequence[Stamps]],
+    remark: str,
+    has_ideal: bool,
+    goal: float | None = None,
 ) -> list[BenchRow]:
     """Returns the rows of one case from the iterations of both sides, each iteration with the stamps of every worker.
 
-    `remark` states the difference between torch's schedule and ours.
+    `remark` states the difference between torch's schedule and ours, `goal` is the limit of the ratio of the times.
     """
     rows = []
     if has_ideal:
@@ -129,7 +134,7 @@ def pipeline_rows(
     figures, metric = (median(ours_s), median(peer_s)), f"iteration s{remark}"
     return [
         *rows,
-        BenchRow(case, metric, *figures, middle, None, None, len(ours)),
+        BenchRow(case, metric, *figures, middle, goal, None if goal is None else middle <= goal, len(ours)),
         BenchRow(case, f"{metric}, low end of 95 %", *figures, low, 1.0, low <= 1.0, len(ours)),
         BenchRow(case, f"{metric}, high end of 95 %", *figures, high, None, None, len(ours)),
     ]

@@ -12,6 +12,7 @@ from engine.core.schedules.registry import SCHEDULES
 
 TORCH_NAMES = {
     "1f1b": "Schedule1F1B",
+    "eager-1f1b": "Schedule1F1B",
     "gpipe": "ScheduleGPipe",
     "interleaved": "ScheduleInterleaved1F1B",
     "interleaved-flexible": "ScheduleInterleaved1F1B",
@@ -23,6 +24,7 @@ TORCH_NAMES = {
 }
 # The differences between torch's schedules and ours; the others have the same lists of actions.
 REMARKS = {
+    "eager-1f1b": ", torch's is 1F1B",
     "zb1p": ", torch's in its own order",
     "dualpipev-overlapped": ", torch's with pairs one after the other",
 }

@@ -49,11 +49,13 @@ def compare(
     redundancy: Redundancy = "none",
     level: int = 1,
     begin: Callable[[str], object] = str,
+    latency: float = 0.0,
 ) -> ScheduleComparison:
     """Returns the comparison of all schedules on stages / V workers.
 
     `cost` is the cost of an action of one of `stages` stages. A schedule of one stage per worker runs V stages as one,
-    at V times the cost. `begin` is called with the name of each schedule that fits before its dry run.
+    at V times the cost. `begin` is called with the name of each schedule that fits before its dry run. A transfer takes
+    `latency`.
     """
     num_workers = stages // stages_per_worker
     rows: list[ComparisonRow] = []
@@ -68,18 +70,19 @@ def compare(
         ownership = fresh(Grid(num_workers * v, microbatches), v, schedule.placement)
         if redundancy == "eager":
             ownership = with_shadows(ownership, redundancy, level, ownership.workers())
-        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v)))
+        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v), latency))
     return ScheduleComparison(tuple(rows), skipped)
 
 
-def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs) -> float:
+def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs, latency: float = 0.0) -> float:
     """Returns the relative increase of the length of `run` over the same step without redundancy."""
-    return run.makespan / dry_run(build_program(schedule, ownership), ownership, cost).makespan - 1.0
+    none = dry_run(build_program(schedule, ownership), ownership, cost, latency=latency)
+    return run.makespan / none.makespan - 1.0
 
 
-def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost) -> ComparisonRow:
+def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost, latency: float) -> ComparisonRow:
     program = build_program(name, ownership, redundancy)
-    run = dry_run(program, ownership, cost)
+    run = dry_run(program, ownership, cost, latency=latency)
     work = [
         sum(cost(each) for each in actions if each.op in COMPUTE_OPS and _owns(ownership, worker, each))
         for worker, actions in program.items()
@@ -93,7 +96,7 @@ def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: 
         bubble=run.bubble,
         peak_stash=max(run.peak_stash.values()),
         transfers=sum(action.op in SEND_OPS for actions in program.values() for action in actions),
-        over_none=over_none(run, name, ownership, cost) if redundancy == "eager" else 0.0,
+        over_none=over_none(run, name, ownership, cost, latency) if redundancy == "eager" else 0.0,
     )
 
 

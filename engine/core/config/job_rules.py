@@ -119,8 +119,8 @@ def _check_blocks(job: Job) -> list[Problem]:
     if is_text(job.schedule) or FACTORY.fullmatch(job.schedule):
         found.append(("1 with a schedule of one's own", order))
     elif known is not None and not known.takes_blocks:
-        fitting = " and ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
-        found.append((f"1 with schedule {job.schedule}", f"{order}; {fitting} take blocks"))
+        fitting = ", ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
+        found.append((f"1 with schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
     return [Problem("blocks", expected, repr(job.blocks), hint) for expected, hint in found]
 
 

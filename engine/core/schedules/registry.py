@@ -9,7 +9,7 @@ from engine.core.placement import Placement
 from engine.core.schedules.compute import ComputeLists, Generator
 from engine.core.schedules.dual_pipe_v import dual_pipe_v
 from engine.core.schedules.interleaved import interleaved, interleaved_flexible, looped_bfs
-from engine.core.schedules.one_stage import gpipe, one_f_one_b
+from engine.core.schedules.one_stage import eager_one_f_one_b, gpipe, one_f_one_b
 from engine.core.schedules.zero_bubble import zb1p, zbv
 
 
@@ -37,6 +37,7 @@ class Schedule:
 _ANY = 4096
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": Schedule(one_f_one_b, takes_blocks=True),
+    "eager-1f1b": Schedule(eager_one_f_one_b, takes_blocks=True),
     "gpipe": Schedule(gpipe, takes_blocks=True),
     "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
     "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),

@@ -14,8 +14,10 @@ from engine.models.layers import Tensors
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transport import AnyKey, Channel
 
-# Receives posted ahead: two for each direction hide a transfer behind one compute action.
+# Receives posted ahead: two for each direction hide a transfer behind one compute action. With less than one for each
+# direction, an action would wait for a message that its sender has long had.
 _POSTED_AHEAD = 4
+_LEAST_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Receive(Generic[AnyKey]):
 class Receiver(Generic[AnyKey]):
     """Posts the receives of a program ahead, in order, and returns each to its action.
 
-    Posting takes time, so it happens when the worker is idle: in `begin` or before a wait.
+    Posting takes time, so it happens when the worker is idle, before a wait. A worker that never waits has it done in
+    `begin`, which it calls behind each send, before too few are posted.
     """
 
     def __init__(self, channel: Channel[AnyKey], receives: Sequence[Receive[AnyKey]]):
@@ -41,8 +44,8 @@ class Receiver(Generic[AnyKey]):
         self._num_taken = 0
 
     def begin(self) -> None:
-        """Posts the first receives, unless they are posted."""
-        if not self._num_posted:
+        """Posts receives if too few are posted."""
+        if self._num_posted < self._num_taken + _LEAST_AHEAD:
             self._post()
 
     def must_wait(self) -> bool:
