@@ -48,7 +48,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.agent": _GROUND,
     "engine.core.coordinator": _PLANS
     | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
-    | {"engine.core.faults"},
+    | {"engine.core.elastic", "engine.core.faults"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},

@@ -36,6 +36,7 @@ class Op(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     STREAM = "STREAM"
+    HAND = "HAND"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     HEAL = "HEAL"
@@ -118,6 +119,15 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
         Shown.REDUCE,
         (*_OWN_SUMS, Term(Kind.STREAMED, Where.WIRE, by=By.SHADOW)),
         (*_SUMS_TAKEN, Term(Kind.STREAMED, Where.WIRE, by=By.OWNER)),
+        touches=True,
+        closes=0,
+    ),
+    Op.HAND: OpRow(
+        "send of a slot's gradient accumulator to its next owner",
+        Stands.HAND_OVER,
+        Shown.REDUCE,
+        (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.STREAMED, Where.WIRE, by=By.OWNER)),
+        (*_OWN_SUMS, Term(Kind.STREAMED, Where.WIRE, by=By.SHADOW)),
         touches=True,
         closes=0,
     ),

@@ -25,6 +25,7 @@ class Stands(Enum):
     AGAIN = auto()  # at the owner of the slot, in the plan of a recovery only
     BORDER = auto()  # for each microbatch, at the owner of the slot if the stage `peer` further is on another worker
     STREAM = auto()  # at the owner of the slot and its shadows, for the microbatches that the program chooses
+    HAND_OVER = auto()  # in a plan only: at the owner of the slot, and at the member that has added more of it
     ANY_TIMES = auto()  # at the owner of the slot, as often as the program chooses
     STAGE = auto()  # at each owner of a stage, with the first of its pipelines
     REPLICA = auto()  # at the owner of each slot and at its shadows

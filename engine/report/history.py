@@ -39,6 +39,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "notice": lambda record: f"gave notice, {record.grace_s:g} s",
     "pace": lambda record: f"after step {record.step}: {record.why}",
     "policy": lambda record: f"asked after step {record.step}: {record.why}",
+    "way_out": lambda record: str(record.text),
     "stays": lambda record: str(record.text),
     "suspicion": lambda record: str(record.text),
     "raised": lambda record: str(record.exception.in_step(record.step)),

@@ -34,6 +34,7 @@ from engine.core.history.process_records import (
     TrainingEndedRecord,
     UnprovenRecord,
     WaitingRecord,
+    WayOutRecord,
 )
 from engine.core.history.record import VERSION, Record, kind_of
 from engine.core.history.record_lines import _NEEDED, decoded, encoded
@@ -124,6 +125,7 @@ SAMPLES: tuple[Record, ...] = (
     ScenarioRecord(**AGENT, scenario="x.yaml", text="name: x\n", seed=3, settings=("steps=3",)),
     HostRecord(**AGENT, cpu="x", cores=2, python="3.11.7", torch="2.13.0", began="2026-11-22T14:40:15+00:00"),
     StartedRecord(**AGENT, of=0, child=8, slots=((0, 0), (0, 1))),
+    WayOutRecord(**AGENT, of=0, way="inside", step=3, text="hands over inside step 3"),
     StoreRecord(**AGENT, endpoints=("http://127.0.0.1:1",), run_id="x", private=True),
     StoreEndedRecord(**AGENT),
     KeysLeftRecord(**AGENT, error="x"),

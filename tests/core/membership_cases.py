@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from engine.core.membership.effects import Effect
 from engine.core.membership.events import (
+    Departure,
     Event,
     ExitSeen,
+    HandOver,
     Heard,
     LeaseExpired,
     Notice,
@@ -144,6 +146,8 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
         Tick(40, {worker: Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)}),
         TakenOver(40),
         Restarted(40),
+        HandOver(40, worker),
+        Departure(40, worker),
         Wanted(40, (1, *state.owners[1:]), "a test"),
     )
     return next(event for event in events if kind_of(event) is kind)

@@ -180,7 +180,7 @@ class Machine:
                 self._send(worker, action)
             case Op.RECV_F | Op.RECV_B:
                 return self._receive(worker, action)
-            case Op.STREAM:
+            case Op.STREAM | Op.HAND:
                 return self._stream(worker, action)
             case Op.COMMIT:
                 assert (action.pipeline, action.stage) in self.bodies[worker].logged
@@ -244,7 +244,8 @@ class Machine:
     def _stream(self, worker: int, action: Action) -> bool:
         replica, following = self._replica(worker, action), action.microbatch + 1
         key = (self.bodies[worker].step, action)
-        if self.ownership.owner(action.pipeline, action.stage) == worker:
+        owns = self.ownership.owner(action.pipeline, action.stage) == worker
+        if owns is (action.op is Op.STREAM):
             assert replica.added == following, f"{action} after {replica.added} have been added"
             self.streams[key] = replace(replica, befores=(*replica.befores, replica.buffers)[: following + 1])
         elif key not in self.streams:
@@ -306,6 +307,7 @@ class Machine:
         return self.sums.get((body.step, (pipeline, stage)))
 
     def _step(self, body: Body) -> None:
+        body.replicas = {slot: each for slot, each in body.replicas.items() if slot in body.logged}  # of a leaver: none
         for slot, replica in body.replicas.items():
             buffers = body.logged[slot][0][1]
             weights = hashed(replica.weights, body.logged[slot])

@@ -69,8 +69,11 @@ class Failure:
         return self.machine
 
 
-def heirs(ownership: Ownership, inventories: Collection[Inventory]) -> Ownership:
-    """Returns the owner of each slot among the workers with an inventory; -1 if none of them holds the stage."""
+def heirs(ownership: Ownership, inventories: Collection[Inventory], leavers: Collection[int] = ()) -> Ownership:
+    """Returns the owner of each slot among the workers with an inventory; -1 if none of them holds the stage.
+
+    A leaver owns no slot that another worker holds; it is a shadow until it leaves.
+    """
     holders: dict[Slot, list[int]] = {}
     for inventory in inventories:
         for slot in inventory.whole:
@@ -79,13 +82,18 @@ def heirs(ownership: Ownership, inventories: Collection[Inventory]) -> Ownership
     for slot in ownership.grid.slots():
         live = [worker for worker in ownership.replicas(*slot) if worker in holders.get(slot, ())]
         others = [each for d in range(ownership.grid.pipelines) for each in holders.get((d, slot[1]), ())]
-        owners.append([*live, *others, -1][0])
+        staying = [worker for worker in (*live, *others) if worker not in leavers]
+        owners.append([*staying, *live, *others, -1][0])
         shadows.append(tuple(worker for worker in live if worker != owners[-1]))
     return replace(ownership, owners=tuple(owners), shadows=tuple(shadows))
 
 
-def fail(machine: Machine, victims: Collection[int], order: random.Random) -> Failure | None:
+def fail(
+    machine: Machine, victims: Collection[int], order: random.Random, leavers: Collection[int] = ()
+) -> Failure | None:
     """Returns the survivors after `victims` are killed, with their plan; None if a stage is lost.
+
+    The `leavers` hand over in the open step: they stay, as shadows if others hold their stages.
 
     A step with all votes may be committed or not; it must be if a worker has taken it.
     """
@@ -93,7 +101,7 @@ def fail(machine: Machine, victims: Collection[int], order: random.Random) -> Fa
     committed = newest if machine.all_voted(newest) and order.random() < 0.5 else newest - 1
     left = machine.left_by(victims)
     inventories = left.inventories()
-    ownership = heirs(machine.ownership, inventories)
+    ownership = heirs(machine.ownership, inventories, leavers)
     if -1 in ownership.owners:
         return None
     given = PlanInput(1, committed, ownership, inventories)
@@ -159,6 +167,19 @@ def _failure(machine: Machine, victim: int, order: random.Random) -> Iterator[Fa
     failure = fail(machine, [victim], order)
     if failure is not None:
         yield failure
+
+
+def hand_overs(job: Job) -> Iterator[Failure]:
+    """Yields the hand-over of each worker inside a step after each of its actions, in one run of a step."""
+    order = seeded(ANY_ORDER)
+    machine = job.machine()
+    leavers = list(machine.bodies)
+    while leavers:
+        for leaver in leavers:
+            failure = fail(machine, [], order, [leaver])
+            if failure is not None:
+                yield failure
+        leavers = [] if machine.run(order, limit=1) else [machine.done[-1][0]]
 
 
 def random_job(order: random.Random) -> Job:

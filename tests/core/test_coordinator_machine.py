@@ -25,7 +25,7 @@ from engine.core.coordinator.outputs import (
 )
 from engine.core.coordinator.state import CoordinatorState, documents, resume
 from engine.core.errors import DivergedError, ExitCode, InvariantError
-from engine.core.history.process_records import CutShortRecord, RestartRecord, UnprovenRecord
+from engine.core.history.process_records import CutShortRecord, RestartRecord, UnprovenRecord, WayOutRecord
 from engine.core.history.run_records import (
     CommitRecord,
     EpochRecord,
@@ -276,7 +276,9 @@ def leaving(grace_s: int = 120) -> CoordinatorState:
 
 def test_a_hand_over_that_all_have_prepared_is_one_decision_with_the_commit() -> None:
     state, outputs = given(training(), Notice(6, 2, 120 * S))
-    assert written(outputs) == [NoticeRecord(of=2, grace_s=120.0)]
+    near = WayOutRecord(of=2, way="boundary", step=0, text="hands over at the boundary after step 0")
+    assert written(outputs) == [NoticeRecord(of=2, grace_s=120.0), near]
+    assert outputs[-1] == Note(f"worker 2 {near.text}")
     (order,) = told(outputs)
     assert isinstance(order, PrepareMessage)
     state, outputs = given(

@@ -24,8 +24,10 @@ from engine.core.membership.effects import (
     pending_effects,
 )
 from engine.core.membership.events import (
+    Departure,
     Event,
     ExitSeen,
+    HandOver,
     LeaseExpired,
     Notice,
     Restarted,
@@ -62,6 +64,7 @@ KINDS = tuple(dict.fromkeys(kind for _, kind in TABLE))
 PAIRS = [(phase, kind) for phase in Phase for kind in KINDS]
 IMPOSSIBLE = {
     *((Phase.FORMING, kind) for kind in (InventoryMessage, PlannedMessage, StepCommitted, FinishedMessage)),
+    *((Phase.FORMING, kind) for kind in (HandOver, Departure)),
     *((phase, Restarted) for phase in (Phase.RUNNING, *GATHERING, Phase.DRAINING)),
     *((phase, FinishedMessage) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
 }

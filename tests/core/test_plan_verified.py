@@ -13,7 +13,7 @@ from engine.core.recovery.planner import PlanInput, healing_in, held_at_start, m
 from engine.core.value import Kind, Value
 from tests.core.corruptions import CORRUPTIONS
 from tests.core.drawing import program_of
-from tests.core.recovery_cases import Failure, Job, random_history, random_job, seeded, single_kills
+from tests.core.recovery_cases import Failure, Job, hand_overs, random_history, random_job, seeded, single_kills
 
 # In a plan these may be harmless: what is logged or sent may have been held at the start; `f` leaves no trace.
 _MAY_DO_NO_HARM = {"LOG behind COMMIT", "COMMIT at the front", "f in a whole step", "RECV_B at the front"}
@@ -34,6 +34,7 @@ _PLAN = f"0f0 1F0 1B0 0f1 1F1 1B1 0B1 {_END}"
 def _failures() -> list[Failure]:
     """Returns failures of random histories and of schedules with backwards in parts; their plans have been verified."""
     found = list(single_kills(Job(Grid(3, 4), "zb1p")))
+    found += hand_overs(Job(Grid(3, 2)))
     for number in range(60):
         order = seeded(number)
         history = random_history(random_job(order), order)

@@ -32,6 +32,8 @@ POINTS = (
     *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I", "W", "STREAM"),
 )
 KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
+SHORT = "short"  # a notice that does not suffice for a step boundary; the worker is killed after it
+SHORT_US = 100_000
 _SILENCES = ("silent", "silent there", "silent back", "middle")
 MOVE = "move"  # other owners are wanted, drawn from `length`
 LINK_KINDS = (*_SILENCES, "link", "network", "late", "duplicated", "flap")

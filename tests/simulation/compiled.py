@@ -129,9 +129,9 @@ def routed(program: Program, ownership: Ownership) -> _Routes:
             elif op is Op.REDUCE_GRAD:
                 for each in ownership.pipelines_of(worker, stage):
                     routes.sends(worker, key_of(REDUCED, each, stage))
-            elif op in _FROM_OWNER:
-                key = _key_from_owner(action)
-                if ownership.owner(pipeline, stage) != worker:
+            elif op in _TO_REPLICAS:
+                key = _key_to_replicas(action)
+                if not _gives(action, worker, ownership):
                     routes.takes(worker, key)
                     continue
                 routes.sends(worker, key)
@@ -142,12 +142,17 @@ def routed(program: Program, ownership: Ownership) -> _Routes:
     return routes
 
 
-_FROM_OWNER = {Op.HEAL: STATE, Op.LOG: LOGGED, Op.STREAM: STREAMED}
+_TO_REPLICAS = {Op.HEAL: STATE, Op.LOG: LOGGED, Op.STREAM: STREAMED, Op.HAND: STREAMED}
 
 
-def _key_from_owner(action: Action) -> int:
-    """Returns the number of the value that an owner sends to its shadows."""
-    return key_of(_FROM_OWNER[action.op], action.pipeline, action.stage, max(0, action.microbatch))
+def _gives(action: Action, worker: int, ownership: Ownership) -> bool:
+    """Whether a worker sends the value: the owner of its slot, save for an accumulator that the owner gets."""
+    return (ownership.owner(action.pipeline, action.stage) == worker) is (action.op is not Op.HAND)
+
+
+def _key_to_replicas(action: Action) -> int:
+    """Returns the number of the value that goes from a replica of a slot to others."""
+    return key_of(_TO_REPLICAS[action.op], action.pipeline, action.stage, max(0, action.microbatch))
 
 
 def _compiled(action: Action, worker: int, ownership: Ownership, routes: _Routes) -> tuple[Any, ...]:
@@ -199,9 +204,9 @@ def _of_replica(action: Action, worker: int, ownership: Ownership, routes: _Rout
     stage, op, microbatch, pipeline = action
     slot = (pipeline, stage)
     owns = ownership.owner(*slot) == worker
-    if op is Op.STREAM:
-        key = _key_from_owner(action)
-        if owns:
+    if op in (Op.STREAM, Op.HAND):
+        key = _key_to_replicas(action)
+        if _gives(action, worker, ownership):
             return STREAM, slot, microbatch, key, routes.targets(worker, key)
         return TAKE_STREAM, slot, microbatch, key, routes.source(key)
     if op is Op.HEAL:

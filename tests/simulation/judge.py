@@ -24,8 +24,8 @@ from engine.core.messages import EpochMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.recovery.ballot import Commit as Outcome
 from engine.core.recovery.vote import VoteMessage
-from tests.simulation.case import Fault, Violation
-from tests.simulation.compiled import KINDS, key_of, parts_of
+from tests.simulation.case import SHORT, Fault, Violation
+from tests.simulation.compiled import BACKWARD, INPUT, KINDS, key_of, parts_of
 from tests.simulation.plans import read
 from tests.simulation.provenance import fault_free
 
@@ -39,6 +39,7 @@ _STARTS = 4  # of a job whose workers die before the first step
 _OF_THE_CLOCK = frozenset({"zombie", "pause", "suspect"})
 
 
+INSIDE = "slot is handed over inside a step"
 MOVED = "slot moves to its wanted owner"
 DARK = "end of a dark edge is given up"
 
@@ -60,6 +61,7 @@ class Judge:
         self.ready: set[int] = set()  # the waiting workers of this start, so far
         self.ended: set[int] = set()  # those that were no members when they were lost, or are out
         self.epochs: dict[int, EpochMessage] = {}
+        self.backwards: Counter[tuple[int, Slot, int]] = Counter()  # runs, by step, slot and microbatch
         self.made: dict[int, tuple[int, set[int]]] = {}
         self.owners: dict[tuple[int, Slot], int] = {}  # of each slot in each epoch, as they voted
         self.votes: set[tuple[int, int, int, Slot]] = set()  # the epoch, step, worker and slot of each that counted
@@ -69,9 +71,12 @@ class Judge:
         """Notes a fault of a worker, for which it may be excluded."""
         if fault.kind == "stop":
             self.stopped = True
-        elif fault.kind == "notice":
+        elif fault.kind in ("notice", SHORT):
             self.noticed.add(worker.number)
-        elif fault.kind in ("kill", "zombie") or (fault.kind == "pause" and fault.length > _SILENCE_US):
+        if fault.kind == SHORT:
+            self.struck.add(worker.number)  # at the end of its grace
+            self.clock_may_rule = True
+        if fault.kind in ("kill", "zombie") or (fault.kind == "pause" and fault.length > _SILENCE_US):
             self.struck.add(worker.number)
         if fault.kind in _OF_THE_CLOCK or fault.hinders:
             self.clock_may_rule = True
@@ -112,6 +117,8 @@ class Judge:
             self.made[worker.number] = (worker.step, set())
         if action[6]:
             self.made[worker.number][1].add(action[4])
+        if action[0] in (BACKWARD, INPUT):
+            self.backwards[worker.step, action[1], action[2]] += 1
 
     def inventoried(self, worker: Executor, text: str) -> None:
         """Checks an inventory: complete replicas, and all values of this step that the worker has made for others."""
@@ -210,7 +217,8 @@ class Judge:
             if out.worker not in old.members:
                 raise Violation(f"worker {out.worker} is no member, and its loss makes an epoch")
             if out.cause is Cause.LEFT:
-                is_known = out.worker in self.noticed and not self._is_missed(out.worker, old)
+                is_missed = self._is_missed(out.worker, old) if new.planned else out.worker in old.owners
+                is_known = out.worker in self.noticed and not is_missed
             else:
                 links = self.world.links
                 any_end = len(old.members) == 2 or self._must_bear(old)
@@ -245,6 +253,11 @@ class Judge:
         """Checks that a slot leaves a member at a step boundary only, for a worker with a whole replica."""
         for slot, before, after in zip(self.grid.slots(), old.owners, new.owners, strict=True):
             if before == after or before not in new.members:
+                continue
+            if before in new.going:
+                self.world.turns.add(INSIDE)
+                if slot not in self.world.workers[after].replicas and after not in self.holders[slot[1]]:
+                    raise Violation(f"worker {after} takes over slot {slot} inside the step without a replica")
                 continue
             if not new.planned:
                 raise Violation(f"slot {slot} leaves worker {before} in an open step: {new.reason}")

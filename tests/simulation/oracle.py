@@ -102,7 +102,9 @@ class _Need:
     def _counters(self, slot: Slot) -> tuple[int, int]:
         """Returns the number of forwards in the owner's buffers, and of backwards that need not be added again."""
         held = self.held.get(self.ownership.owner(*slot))
-        counted, added = (held.counted.get(slot, 0), held.added.get(slot, 0)) if held else (0, 0)
+        counted = held.counted.get(slot, 0) if held and slot in held.whole else 0
+        added = max((each.added.get(slot, 0) for each in self.held.values() if slot in each.whole), default=0)
+        counted = max(counted, added)  # an accumulator comes with its forwards
         return counted, self.grid.microbatches if slot in self.done else added
 
     def _forward(self, slot: Slot, microbatch: int) -> None:

@@ -14,7 +14,7 @@ from random import Random
 
 from engine.core.ownership import Redundancy
 from tests.simulation.beginning import MOMENTS as MOMENTS_OF_START
-from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, MOVE, POINTS, Case, Fault
+from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, MOVE, POINTS, SHORT, Case, Fault
 from tests.simulation.run import run
 
 _AFTER_A_VERDICT = ("fence", "inventory", "inventoried", "plan", "planned", "go", "replayed", "HEAL")
@@ -141,6 +141,27 @@ def moving_case(number: int) -> Case:
     if rng.random() < 0.3:
         moves.append(replace(moves[-1], at=moves[-1].at + 1))  # the same again
     return replace(case, faults=(*moves, *case.faults[: rng.choice((0, 1, 1, 2))]))
+
+
+def short_notices(case: Case, stride: int = 1, first: int = 0) -> Iterator[Case]:
+    """Yields a short notice for every `stride`-th moment of every worker in the second step."""
+    place = first
+    for worker, moments in enumerate(run(case).moments):
+        step = first_step(case, moments)
+        for moment in range(step.stop, step.stop + len(step)):
+            place += 1
+            if place % stride == 0:
+                yield replace(case, seed=_TIMING[place // stride % 2], faults=(Fault(worker, "moment", moment, SHORT),))
+
+
+def parting_case(number: int) -> Case:
+    """Returns the random case of a number in which up to two workers hand over inside a step, and others die."""
+    rng = Random(number)  # noqa: S311
+    case = replace(random_case(number), steps=rng.choice((3, 4)))
+    at = [("moment", rng.randint(30, 12 * case.microbatches * case.steps)) for _ in range(2)]
+    struck = rng.sample(range(case.num_workers), min(case.num_workers, rng.choice((1, 1, 2))))
+    short = [Fault(worker, *moment, SHORT) for worker, moment in zip(struck, at, strict=False)]
+    return replace(case, faults=(*short, *case.faults[: rng.choice((0, 1, 1, 2))]))
 
 
 def waiting_case(number: int) -> Case:

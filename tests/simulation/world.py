@@ -30,7 +30,7 @@ from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shado
 from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.core.schedules.registry import SCHEDULES
-from tests.simulation.case import LINK_KINDS, MOVE, Case, Fault, Violation
+from tests.simulation.case import LINK_KINDS, MOVE, SHORT, SHORT_US, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.coordinator import Coordinator, job_of, taken_over
 from tests.simulation.executor import Executor
@@ -246,6 +246,10 @@ class World:
         ):
             self.tick_after(TICK)
 
+    def _passes(self) -> None:
+        """Shows the coordinator the time that a leaving worker has left."""
+        self.coordinator.take(inputs.Passed)
+
     # The policy
 
     def look_at_members(self) -> None:
@@ -407,6 +411,11 @@ class World:
             self.coordinator.take(Notice, None, length)
         elif fault.kind == "notice":
             self.coordinator.take(Notice, worker.number, length)
+        elif fault.kind == SHORT:
+            self.coordinator.take(Notice, worker.number, SHORT_US * 1000)
+            self.push(SHORT_US * 1000, self.end, worker, -9)
+            for after in (5, 10, 20, 40, 80):
+                self.push(after * MS, self._passes)
         elif fault.kind == MOVE:
             self.wished = self.wanted(fault.length)
             self.coordinator.take(Wanted, self.wished, "a test")

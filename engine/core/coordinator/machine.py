@@ -24,6 +24,7 @@ from typing import Any
 
 from engine.core.coordinator.hearing import RULES
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Resumed, Stopping
+from engine.core.coordinator.leaving import looks_at_ways
 from engine.core.coordinator.orders import Decided, commit_record, decide
 from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
@@ -94,7 +95,8 @@ def _is_noticed(state: CoordinatorState, notice: Notice) -> Decided:
         if new.staying.get(each) != text:
             new = new._replace(staying={**new.staying, each: text})
             outputs = (*outputs, Note(f"worker {each} {text}"), Write(StaysRecord(of=each, text=text)))
-    return new, (Write(record), *outputs)
+    new, parting = looks_at_ways(new, notice.now_ns)
+    return new, (Write(record), *outputs, *parting)
 
 
 def _ends(state: CoordinatorState, ended: Ended) -> Decided:
@@ -108,7 +110,11 @@ def _ends(state: CoordinatorState, ended: Ended) -> Decided:
 
 def _passes(state: CoordinatorState, passed: Passed) -> Decided:
     known = state._replace(places={**state.places, **passed.places})
-    return decide(known, Tick(passed.now_ns, passed.sights))
+    new, outputs = decide(known, Tick(passed.now_ns, passed.sights))
+    if not new.membership.leaving:
+        return new, outputs
+    new, parting = looks_at_ways(new, passed.now_ns)
+    return new, (*outputs, *parting)
 
 
 def _takes_over(state: CoordinatorState, taken: TakenOver) -> Decided:

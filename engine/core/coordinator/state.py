@@ -17,6 +17,7 @@ from engine.core.config.job import Job
 from engine.core.coordinator.inputs import Place
 from engine.core.coordinator.next_group import NextGroup
 from engine.core.duration import parse_duration
+from engine.core.elastic.way_out import WayOut
 from engine.core.errors import InvariantError, required
 from engine.core.membership import state as membership_state
 from engine.core.membership.state import Options, State
@@ -77,6 +78,7 @@ class CoordinatorState(NamedTuple):
     places: Mapping[int, Place] = {}
     graces_ns: Mapping[int, int] = {}  # of workers that have given notice
     restarts: int = 0  # that were ordered
+    ways: Mapping[int, WayOut] = {}  # of workers that have given notice, as last told
     staying: Mapping[int, str] = {}  # workers that have given notice and cannot leave, and why
     is_released: bool = False
     is_stopping: bool = False

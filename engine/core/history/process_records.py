@@ -29,6 +29,19 @@ class StartedRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WayOutRecord(StampedRecord):
+    """Worker `of` has given notice, and leaves by this `way` (boundary, inside, none) in or after `step`.
+
+    `text` says it in words that follow "worker N".
+    """
+
+    of: int
+    way: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRecord(StampedRecord):
     """The coordinator's store: its endpoints, the run's name in it, and whether it is private to the run."""
 

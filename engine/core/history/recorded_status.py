@@ -8,7 +8,7 @@ from typing import get_args
 
 from engine.core.history.elastic_records import PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps
-from engine.core.history.process_records import FailedRecord, StartedRecord
+from engine.core.history.process_records import FailedRecord, StartedRecord, WayOutRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
@@ -17,7 +17,7 @@ from engine.core.membership.run_status import CANNOT_LEAVE, SLOW, RunStatus, Wor
 from engine.core.ownership import Slot, by_slot
 from engine.core.samples.ledger import epoch_at
 
-_TOLD = (EpochRecord, StaysRecord, FailedRecord, CheckRecord, ComparisonRecord, NotComparedRecord)
+_TOLD = (EpochRecord, StaysRecord, WayOutRecord, FailedRecord, CheckRecord, ComparisonRecord, NotComparedRecord)
 _ENDS = get_args(WorkerEnd)  # states of a worker whose process has ended
 STARTING, COMPARING, CHECKING = "starting", "comparing with the twin", "checking the results"
 UNDER_WAY = (STARTING, COMPARING, CHECKING)  # phases of a run that is not in its store, before or after training
@@ -101,7 +101,7 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
                 yield epoch, str(record)
             case NotComparedRecord():
                 yield epoch, str(record)
-            case StaysRecord():
+            case StaysRecord() | WayOutRecord():
                 yield epoch, f"worker {record.of} {record.text}"
             case FailedRecord():
                 yield epoch, record.error

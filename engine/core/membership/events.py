@@ -81,6 +81,20 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver(Event):
+    """`worker` has given notice, and its time does not suffice for the step boundary: it hands over now."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Departure(Event):
+    """`worker` has given notice and owns no slot, and its time is nearly over."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted(Event):
     """From now on these owners of all slots are wanted, because of `why`, in words; empty: the present ones."""
 

@@ -13,8 +13,10 @@ from engine.core.errors import Impossible, InvariantError
 from engine.core.membership.effects import Effect, Fence, pending_effects
 from engine.core.membership.events import (
     Answer,
+    Departure,
     Event,
     ExitSeen,
+    HandOver,
     Heard,
     LeaseExpired,
     Notice,
@@ -24,6 +26,7 @@ from engine.core.membership.events import (
     Tick,
     Wanted,
 )
+from engine.core.membership.parting import departs, hands_over
 from engine.core.membership.requests import leaves, leaves_early, waits, wants
 from engine.core.membership.rule import Rule
 from engine.core.membership.state import GATHERING, Phase, State
@@ -80,6 +83,8 @@ _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     PlannedMessage:   (_UNASKED,       _ENDING,      _LATE,          agrees,         _LATE,          _OVER),
     StepCommitted:    (_UNTRAINED,     _ENDING,      commits,        _FROZEN,        _LATE,          _OVER),
     Notice:           (leaves_early,   leaves_early, leaves,         leaves,         _OVER,          _OVER),
+    HandOver:         (_UNTRAINED,     _ENDING,      hands_over,     _FROZEN,        _OVER,          _OVER),
+    Departure:        (_UNTRAINED,     _ENDING,      departs,        _FROZEN,        _OVER,          _OVER),
     Wanted:           (wants,          _ENDING,      wants,          wants,          _OVER,          _OVER),
     FinishedMessage:  (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
     Tick:             (looks_at_clock, _ENDING,      looks_at_clock, looks_at_clock, looks_at_clock, _OVER),

@@ -134,6 +134,7 @@ class State(NamedTuple):
     leaving: tuple[int, ...] = ()  # workers that have given notice
     patient: tuple[int, ...] = ()  # those of them that have time, as of the last commit
     leaving_at_start: tuple[int, ...] = ()  # workers that had given notice when this epoch was made
+    going: tuple[int, ...] = ()  # those of them that hand over inside the step, and not at its boundary
     wanted: tuple[int, ...] = ()  # the wanted owner of each slot; empty: the present ones
     wanted_why: str = ""
     wanted_at_start: tuple[int, ...] = ()  # as it was when this epoch was made

@@ -2,7 +2,8 @@
 
 Rules: each verdict, even an empty one, makes a new epoch, which begins without inventories. The heir of a slot is the
 first of these workers that is a member: a shadow that stays, a worker that holds the stage in another pipeline and
-stays, a shadow or such a worker that is leaving. Slots of dead workers move at once; those of leaving workers, and
+stays, a shadow or such a worker that is leaving. Slots of dead workers move at once, and so do those of workers that
+hand over inside the step, if a staying worker holds them; those of other leaving workers, and
 those with another wanted owner, at a step boundary, to a worker with a whole replica. Wanted owners without one become
 shadows in the next step that heals; then all of them take over at once. A shadow that was healed in the open step
 becomes known by its inventory and then counts as well. A slot is therefore lost only after all inventories have come,
@@ -36,7 +37,8 @@ def heirs(state: State, dead: Collection[int], hand_over: bool = False) -> Heirs
     for slot, owner in enumerate(state.owners):
         live = [worker for worker in state.shadows[slot] if worker in state.members and worker not in dead]
         heir, is_gone = owner, owner in dead or owner not in state.members
-        leaves = hand_over and owner in state.leaving and owner not in state.patient
+        hands_over = hand_over and owner in state.leaving and owner not in state.patient
+        leaves = hands_over or owner in state.going
         if is_gone or leaves or (is_ready and slot in wanted):
             line = [*live, *(worker for worker in holders_in_other_pipelines(state, slot) if worker not in dead)]
             staying = [worker for worker in line if worker not in state.leaving]
@@ -94,6 +96,7 @@ def new_epoch(
         digests={},
         done=(),
         leaving_at_start=tuple(worker for worker in state.leaving if worker not in out),
+        going=tuple(worker for worker in state.going if worker not in out),
         look=(),
         moved_ns=now_ns,
     )

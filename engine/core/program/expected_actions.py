@@ -23,6 +23,7 @@ ExpectedActions = Mapping[int, Mine]  # worker -> its actions of a step
 _AT_SHADOWS_TOO = frozenset({Stands.STREAM, Stands.REPLICA, Stands.HEALING})
 _PARTS = ops_at(Stands.PART)
 _STREAMS = ops_at(Stands.STREAM)
+_HANDS = ops_at(Stands.HAND_OVER)
 _HEALS = ops_at(Stands.HEALING)
 _COMPUTES = {Op.F: Kind.COUNTED, Op.B: Kind.ADDED}  # with the counter of those that are done
 _TRANSFERS = tuple((op, row.peer) for op, row in OP_TABLE.items() if row.stands is Stands.BORDER)
@@ -40,7 +41,7 @@ def expected_actions(
     """
     there = frozenset(held or ())
     whole: dict[int, Mine] = {worker: {} for worker in ownership.workers()}
-    progress = progress_of(ownership, there, ())
+    progress = _progress(program, ownership, there)
     for slot in ownership.grid.slots():
         pipeline, stage = slot
         owner, num_microbatches = ownership.owner(*slot), ownership.grid.microbatches
@@ -63,7 +64,29 @@ def expected_actions(
         for action in actions:
             if action.op in _STREAMS and _is_inside(action, ownership.grid):
                 _stream(whole, worker, action, ownership, healing)
+            if _gives(action, worker, ownership, there):
+                _hand(whole, worker, action, ownership)
     return whole
+
+
+def _gives(action: Action, worker: int, ownership: Ownership, there: Collection[Held]) -> bool:
+    """Says whether the action hands an accumulator that `worker` holds at the start to the owner of its slot."""
+    stage, op, microbatch, pipeline = action
+    if op not in _HANDS or not _is_inside(action, ownership.grid) or ownership.owner(pipeline, stage) == worker:
+        return False
+    return (worker, Value(Kind.ADDED, pipeline, stage, microbatch)) in there
+
+
+def _progress(program: Program, ownership: Ownership, there: Collection[Held]) -> dict[tuple[Kind, int, int], int]:
+    """Returns the microbatches that owners have counted and added, accumulators that are handed to them included."""
+    progress = progress_of(ownership, there, ())
+    for worker, actions in program.items():
+        for action in actions:
+            if _gives(action, worker, ownership, there):
+                for kind in _COMPUTES.values():
+                    at = (kind, action.pipeline, action.stage)
+                    progress[at] = max(progress.get(at, 0), action.microbatch + 1)
+    return progress
 
 
 def _is_done(slot: Slot, ownership: Ownership, there: Collection[Held]) -> bool:
@@ -112,6 +135,12 @@ def _stream(
             whole[each].setdefault((stage, op, pipeline), {})[microbatch] = False
 
 
+def _hand(whole: dict[int, Mine], worker: int, action: Action, ownership: Ownership) -> None:
+    stage, op, microbatch, pipeline = action
+    for each in (worker, ownership.owner(pipeline, stage)):
+        whole.setdefault(each, {}).setdefault((stage, op, pipeline), {})[microbatch] = False
+
+
 def _is_inside(action: Action, grid: Grid) -> bool:
     """Says whether a grid has the stage, the pipeline and the microbatch of an action."""
     return action.stage < grid.stages and action.pipeline < grid.pipelines and action.microbatch < grid.microbatches
@@ -121,13 +150,17 @@ class Duties:
     """The actions that a worker may run although a step does not need them there."""
 
     def __init__(
-        self, ownership: Ownership, healing: Collection[tuple[int, Slot]], held: Collection[Held] | None
+        self,
+        program: Program,
+        ownership: Ownership,
+        healing: Collection[tuple[int, Slot]],
+        held: Collection[Held] | None,
     ) -> None:
         self._ownership = ownership
         self._healing = healing
         self._is_plan = held is not None
         self._there = frozenset(held or ())
-        self._progress = progress_of(ownership, self._there, ())
+        self._progress = _progress(program, ownership, self._there)
 
     def why_not(self, action: Action, worker: int) -> str:
         """Returns the rule that an unexpected action breaks, or an empty text."""

@@ -52,7 +52,7 @@ def verify(
     values at the start of a plan, which is the rest of a step (of a counter the last index); None for a whole step.
     """
     whole = expected_actions(program, ownership, healing, held)  # the next line ticks off the right ones
-    violations = _wrong_actions(program, ownership, whole, Duties(ownership, healing, held))
+    violations = _wrong_actions(program, ownership, whole, Duties(program, ownership, healing, held))
     if not violations and held is not None:
         violations = _unpaired_sends(program)
     if violations:

@@ -1,10 +1,10 @@
 """The recovery planner: from the inventories of the survivors to a program for the rest of the step.
 
 It walks backwards from the values that are missing: the gradient of every slot at its owner. A value that a live worker
-holds is sent; any other value is recomputed, recursively. A backward that has been added is redone for its input
-gradient only, and a forward that its owner has counted is redone without an update. So no microbatch counts twice. The
-planner has no special case for the first or the last stage. A failure during recovery needs none either: the planner
-runs again, on new inventories.
+holds is sent, an accumulator too (`handing.py`); any other value is recomputed, recursively. A backward that has been
+added is redone for its input gradient only, and a forward that its owner has counted is redone without an update. So no
+microbatch counts twice. The planner has no special case for the first or the last stage. A failure during recovery
+needs none either: the planner runs again, on new inventories.
 
     inventories -> tasks that are left -> order on each worker, replay first -> transfers -> end of the step
 
@@ -26,6 +26,7 @@ from engine.core.program.remaining_tasks import tasks_left
 from engine.core.program.replay import replayed, shown_by
 from engine.core.program.step_end_pass import with_end_of_step
 from engine.core.program.transfer_pass import with_transfers
+from engine.core.recovery.handing import Hand, hands_in, held_after, with_hands
 from engine.core.recovery.inventory import Inventory
 from engine.core.recovery.plan import Plan
 from engine.core.value import WIRE, Held, Kind, Value
@@ -50,11 +51,13 @@ def make_plan(given: PlanInput) -> Plan:
     lost = tuple(sorted({slot[1] for slot in adopted if not _stands_for(slot, whole[ownership.owner(*slot)])}))
     if lost:
         return _digested(Plan(step, {}, (), lost, ""))
-    done, held = _done(given), held_at_start(given)
-    tasks = tasks_left(ownership, held, done)
-    compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(held))))
+    done, hands, held = _done(given), _hands(given), held_at_start(given)
+    there = held_after(held, hands)
+    tasks = tasks_left(ownership, there, done)
+    compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
     members = {worker: compute.get(worker, ()) for worker in whole}
-    program = with_end_of_step(with_transfers(members, ownership, held), ownership, held, healing_in(given))
+    sent = with_hands(with_transfers(members, ownership, held), hands, ownership)
+    program = with_end_of_step(sent, ownership, held, healing_in(given))
     refuse_stuck(program, ownership, held)
     return _digested(Plan(step, program, adopted, (), ""))
 
@@ -74,6 +77,10 @@ def _refuse_nonsense(given: PlanInput) -> None:
         counts = (*inventory.counted.values(), *inventory.added.values())
         if not all(0 <= count <= grid.microbatches for count in counts):
             raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
+
+
+def _hands(given: PlanInput) -> tuple[Hand, ...]:
+    return hands_in(given.ownership, given.committed + 1, given.inventories, _done(given))
 
 
 def _stands_for(slot: Slot, whole: Collection[Slot]) -> bool:
@@ -130,6 +137,8 @@ def _held(given: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
         for slot in ownership.shadowed_by(worker):
             if slot in done and slot in inventory.logged:
                 yield worker, Value(Kind.LOGGED, *slot)
+    for hand in _hands(given):
+        yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
 
 
 def _digested(plan: Plan) -> Plan:

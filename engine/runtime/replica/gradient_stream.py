@@ -9,6 +9,8 @@ shadow sets its buffers and its count of forwards to that point, unless it has r
 newest gradients aside, and moves them into its replica only in `settle`, before it reports its inventory. `settle` also
 takes a stream that has arrived completely. Streams are messages aside, so that no other transfer waits behind them. For
 each slot one receive is posted ahead.
+
+A HAND is a stream to the owner of a slot, in the plan of an epoch, with the buffers before all forwards that it counts.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class GradientStreams:
         self.job = job
         self.worker = worker
         self.replicas = replicas
-        self._receipts: dict[Slot, tuple[int, ...]] = {}  # microbatches of the streams to receive in a program
-        self._coming: dict[Slot, deque[int]] = {}  # the rest of them in the open step
+        self._receipts: dict[Slot, tuple[Action, ...]] = {}  # the streams to receive in a program
+        self._coming: dict[Slot, deque[Action]] = {}  # the rest of them in the open step
         self._newest: dict[Slot, tuple[int, list[Tensor | None]]] = {}  # (number of backwards, gradients)
 
     def enter(self, plane: Transport, ownership: Ownership, routes: Routes, actions: Sequence[Action]) -> None:
@@ -52,14 +54,18 @@ class GradientStreams:
         self._ownership = ownership
         self._routes = routes
         self._receipts = {}
-        for stage, op, microbatch, pipeline in actions:
-            slot = (pipeline, stage)
-            if op is Op.STREAM and ownership.owner(*slot) != self.worker:
-                self._receipts[slot] = (*self._receipts.get(slot, ()), microbatch)
+        for action in actions:
+            slot = _slot(action)
+            if action.op in (Op.STREAM, Op.HAND) and not self._gives(action):
+                self._receipts[slot] = (*self._receipts.get(slot, ()), action)
+
+    def _gives(self, action: Action) -> bool:
+        owns = self._ownership.owner(*_slot(action)) == self.worker
+        return owns is (action.op is Op.STREAM)
 
     def begin(self) -> None:
         """Begins the program: posts the first receipt of each slot."""
-        self._coming = {slot: deque(microbatches) for slot, microbatches in self._receipts.items()}
+        self._coming = {slot: deque(actions) for slot, actions in self._receipts.items()}
         for slot in self._coming:
             self._post(slot)
 
@@ -68,20 +74,26 @@ class GradientStreams:
         self._coming, self._newest = {}, {}
 
     def run(self, action: Action, step: int) -> None:
-        """Runs a STREAM: the owner of the slot sends its accumulator, a shadow waits for it."""
-        slot, microbatch = (action.pipeline, action.stage), action.microbatch
-        if self._ownership.owner(*slot) == self.worker:
-            stream = packed(self.replicas.stages[slot], microbatch, self.job.log_every)
-            for target in self._routes.targets[_value(slot, microbatch)]:
-                self._channel.send(target, self._key(slot, microbatch), (stream,))
+        """Runs a STREAM or a HAND: one end of it sends its accumulator, the other waits for it."""
+        slot = _slot(action)
+        if self._gives(action):
+            stream = packed(self.replicas.stages[slot], action.microbatch, self._told(action))
+            for target in self._routes.targets[_value(action)]:
+                self._channel.send(target, self._key(action), (stream,))
             return
         (arrived,) = self._channel.take(*self._next(slot))
         self._take_in(slot, arrived)
+        if action.op is Op.HAND:
+            self.replicas.stages[slot].take_added(*self._newest.pop(slot))
         self._post(slot)
+
+    def _told(self, action: Action) -> int:
+        """Returns of how many forwards a stream has the buffers."""
+        return self.job.log_every if action.op is Op.STREAM else action.microbatch + 1
 
     def settle(self) -> None:
         """Moves the newest accumulators, without waiting, into the replicas; later ones of this program are ignored."""
-        for slot in [slot for slot, microbatches in self._coming.items() if microbatches]:
+        for slot in [slot for slot, actions in self._coming.items() if actions]:
             arrived = self._channel.take_arrived(*self._next(slot))
             if arrived is not None:
                 self._take_in(slot, arrived[0])
@@ -91,25 +103,27 @@ class GradientStreams:
 
     def _next(self, slot: Slot) -> tuple[int, AsideKey]:
         """Returns the source and the key of the next stream of a slot."""
-        microbatch = self._coming[slot][0]
-        return self._routes.sources[_value(slot, microbatch)], self._key(slot, microbatch)
+        action = self._coming[slot][0]
+        return self._routes.sources[_value(action)], self._key(action)
 
-    def _key(self, slot: Slot, microbatch: int) -> AsideKey:
-        return aside_key(self._ownership.grid, AsidePurpose.STREAM, *slot, microbatch)
+    def _key(self, action: Action) -> AsideKey:
+        return aside_key(self._ownership.grid, AsidePurpose.STREAM, *_slot(action), action.microbatch)
 
     def _post(self, slot: Slot) -> None:
         if self._coming[slot]:
-            specs = specs_of(self.replicas.stages[slot], self._coming[slot][0], self.job.log_every)
+            action = self._coming[slot][0]
+            specs = specs_of(self.replicas.stages[slot], action.microbatch, self._told(action))
             source, key = self._next(slot)
             self._channel.post(source, key, (TensorSpec((sum(map(_room, specs)),), torch.uint8, False),))
 
     def _take_in(self, slot: Slot, arrived: Tensor) -> None:
-        microbatch, replica = self._coming[slot].popleft(), self.replicas.stages[slot]
-        parts = iter(unpacked(arrived, specs_of(replica, microbatch, self.job.log_every)))
+        action, replica = self._coming[slot].popleft(), self.replicas.stages[slot]
+        microbatch, told = action.microbatch, self._told(action)
+        parts = iter(unpacked(arrived, specs_of(replica, microbatch, told)))
         present = next(parts).tolist()
         losses = next(parts).tolist() if replica.is_last else []
         template = replica.history.before(microbatch)
-        befores = {each: _filled(template, parts) for each in _told_forwards(microbatch, self.job.log_every)}
+        befores = {each: _filled(template, parts) for each in _told_forwards(microbatch, told)}
         if microbatch >= replica.counted:
             replica.history.note(replica.counted)
             replica.history.take_over(befores)
@@ -119,21 +133,28 @@ class GradientStreams:
         self._newest[slot] = (microbatch + 1, gradients)
 
 
-def _value(slot: Slot, microbatch: int) -> Value:
-    return Value(Kind.STREAMED, *slot, microbatch)
+def _slot(action: Action) -> Slot:
+    return action.pipeline, action.stage
 
 
-def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
-    """Returns the stream of a slot after the backward of `microbatch`: a uint8 tensor of one dimension."""
+def _value(action: Action) -> Value:
+    return Value(Kind.STREAMED, *_slot(action), action.microbatch)
+
+
+def packed(stage: Stage, microbatch: int, told: int) -> Tensor:
+    """Returns the stream of a slot after the backward of `microbatch`, with the buffers of the last `told` forwards.
+
+    It is a uint8 tensor of one dimension.
+    """
     gradients = [parameter.grad for parameter in stage.trained()]
     there = [gradient is not None for gradient in gradients]
     parts: list[Tensor | None] = [torch.tensor(there, dtype=torch.uint8, device="cpu")]
     if stage.is_last:
         losses = [stage.losses[each] for each in range(microbatch + 1)]
         parts.append(torch.tensor(losses, dtype=torch.float64, device="cpu"))
-    for each in _told_forwards(microbatch, log_every):
+    for each in _told_forwards(microbatch, told):
         parts += stage.history.before(each).tensors()
-    specs = specs_of(stage, microbatch, log_every)
+    specs = specs_of(stage, microbatch, told)
     stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8, device=stage.device.place)
     for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
         if part is not None:
@@ -141,12 +162,12 @@ def packed(stage: Stage, microbatch: int, log_every: int) -> Tensor:
     return stream
 
 
-def specs_of(stage: Stage, microbatch: int, log_every: int) -> list[TensorSpec]:
+def specs_of(stage: Stage, microbatch: int, told: int) -> list[TensorSpec]:
     """Returns the specs of the parts of a stream, equal at owner and shadow."""
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     losses = [TensorSpec((microbatch + 1,), torch.float64, False)] if stage.is_last else []
     buffers = [TensorSpec.of(buffer) for buffer in stage.history.before(microbatch).tensors()]
-    return [TensorSpec((len(gradients),), torch.uint8, False), *losses, *buffers * log_every, *gradients]
+    return [TensorSpec((len(gradients),), torch.uint8, False), *losses, *buffers * told, *gradients]
 
 
 def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
@@ -157,9 +178,9 @@ def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
         at += _room(spec)
 
 
-def _told_forwards(microbatch: int, log_every: int) -> range:
-    """Returns the forwards for which a stream has the buffers before: the last N and the next one."""
-    return range(microbatch + 2 - log_every, microbatch + 2)
+def _told_forwards(microbatch: int, told: int) -> range:
+    """Returns the forwards for which a stream has the buffers before: the last `told` less one, and the next one."""
+    return range(microbatch + 2 - told, microbatch + 2)
 
 
 def _filled(template: BufferSnapshot, parts: Iterator[Tensor]) -> BufferSnapshot:

@@ -78,6 +78,7 @@ class Executor:
             Op.SEND_B: self._send,
             Op.RECV_B: self._receive,
             Op.STREAM: self.streams.run,
+            Op.HAND: self.streams.run,
             Op.HEAL: end.heal,
             Op.REDUCE_GRAD: end.reduce,
             Op.LOG: end.log,

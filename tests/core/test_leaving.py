@@ -1,0 +1,61 @@
+"""Leaving: the coordinator says at once how a notice is honoured, and carries it out when its time comes."""
+
+from __future__ import annotations
+
+from engine.core.coordinator.inputs import Passed
+from engine.core.coordinator.outputs import Kill, Note, Write
+from engine.core.coordinator.state import CoordinatorState
+from engine.core.history.process_records import WayOutRecord
+from engine.core.history.run_records import NoticeRecord
+from engine.core.membership.events import Notice
+from engine.core.messages import EpochMessage
+from tests.core.coordinator_cases import S, answers, committed, given, told, training, written
+
+
+def in_a_step(*durations_s: int) -> CoordinatorState:
+    """Returns a job in its second step, after steps of these durations; time stands at 20 ns."""
+    state, _ = committed(training())
+    return state._replace(membership=state.membership._replace(steps_ns=tuple(each * S for each in durations_s)))
+
+
+def test_a_notice_that_does_not_suffice_for_the_boundary_is_honoured_inside_the_step() -> None:
+    state = in_a_step(2)
+    now_ns = state.membership.committed_ns
+    state, outputs = given(state, Notice(now_ns, 2, S))
+    short = "the next step boundary is about 2.2 s away, and 1.0 s are left"
+    inside = WayOutRecord(of=2, way="inside", step=1, text=f"hands over inside step 1: {short}")
+    assert written(outputs)[:2] == [NoticeRecord(of=2, grace_s=1.0), inside]
+    (epoch,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
+    assert (epoch.members, epoch.gather, epoch.regroup) == ((0, 1, 2), True, True)
+    known = state.membership
+    assert (known.reason, known.owners, known.verdict) == ("worker 2 hands over inside step 1", (0, 1, 1), ())
+    assert 2 in known.shadows[2], "it is a shadow until it leaves"
+    state, _ = given(state, *answers(state))
+    assert given(state, Passed(now_ns + S // 4))[0].membership.members == (0, 1, 2)
+    state, outputs = given(state, Passed(now_ns + S // 2))
+    (epoch,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
+    assert epoch.members == (0, 1)
+    assert state.membership.reason == "worker 2 has left inside step 1"
+    assert not [each for each in outputs if isinstance(each, Kill)], "it leaves by itself"
+
+
+def test_a_boundary_that_does_not_come_in_time_is_given_up() -> None:
+    state = in_a_step(2)
+    now_ns = state.membership.committed_ns
+    state, outputs = given(state, Notice(now_ns, 2, 3 * S))
+    assert [each.way for each in written(outputs) if isinstance(each, WayOutRecord)] == ["boundary"]
+    state, outputs = given(state, Passed(now_ns + 2 * S))
+    assert written(outputs) == []
+    state, outputs = given(state, Passed(now_ns + 2 * S + S // 2))
+    assert [each.way for each in written(outputs) if isinstance(each, WayOutRecord)] == ["inside"]
+    assert state.membership.going == (2,)
+
+
+def test_a_notice_that_nobody_can_honour_is_said_once() -> None:
+    state = in_a_step(2)
+    now_ns = state.membership.committed_ns
+    state, outputs = given(state, Notice(now_ns, 2, S // 20))
+    short = "the next step boundary is about 2.2 s away, and 0.1 s are left"
+    text = f"cannot hand over in time, and its end will be a death: {short}"
+    assert outputs[-2:] == (Write(WayOutRecord(of=2, way="none", step=1, text=text)), Note(f"worker 2 {text}"))
+    assert written(given(state, Passed(now_ns + S // 100))[1]) == []

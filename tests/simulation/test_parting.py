@@ -1,0 +1,102 @@
+"""Short notices in the simulation: a worker hands over inside a step, at every point of it, also while others die."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from engine.core.membership.state import Phase
+from tests.simulation import plans
+from tests.simulation.case import SHORT, Case, Fault
+from tests.simulation.judge import INSIDE
+from tests.simulation.planting import SMALL, all_well, caught
+from tests.simulation.replica import Replica, Stream
+from tests.simulation.run import run
+from tests.simulation.schedules import first_step, parting_case, short_notices, take_overs
+from tests.simulation.world import World
+
+HISTORIES = 120
+SHAPES = (
+    Case(3, 4),
+    Case(4, 3, redundancy="eager"),
+    Case(3, 2, 2),
+    Case(3, 4, log_every=1),
+    Case(6, 3, blocks=2),
+    Case(2, 3, 2, "reroute"),
+    Case(3, 2, ties=((0, 2),), schedule="gpipe"),
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=Case.text)
+def test_no_backward_is_run_again_wherever_a_worker_is_told(shape: Case) -> None:
+    for case in short_notices(shape, 5):
+        world = World(case)
+        world.run()
+        world.judge.end()
+        assert INSIDE in world.turns, case.text()
+        assert max(world.judge.backwards.values()) == 1, case.text()
+        (left,) = world.membership.out.values()
+        assert (world.membership.phase, left.cause) == (Phase.FINISHED, "left")
+
+
+def with_a_death(stride: int) -> Iterator[Case]:
+    """Yields short notices, each with a death of the leaver, of its heir or of another at every `stride`-th moment."""
+    case = replace(SMALL, level=2)
+    told = replace(case, faults=(Fault(1, "moment", first_step(case, run(case).moments[1]).stop + 5, SHORT),))
+    for worker, moments in enumerate(run(told).moments):
+        for moment in range(told.faults[0].at // 2, moments + 1, stride):
+            yield replace(told, seed=moment % 4, faults=(*told.faults, Fault(worker, "moment", moment)))
+
+
+def test_every_death_beside_a_hand_over_inside_a_step() -> None:
+    histories = all_well(with_a_death(2))
+    assert {history.phase for history in histories} == {Phase.FINISHED}
+    assert sum(INSIDE in history.turns for history in histories) > len(histories) * 0.5
+
+
+def test_a_coordinator_that_dies_is_replaced() -> None:
+    (told, *_) = short_notices(SMALL, 7)
+    histories = all_well(take_overs(told, 2))
+    assert sum(INSIDE in history.turns for history in histories) > len(histories) * 0.5
+
+
+def test_random_histories() -> None:
+    histories = all_well(map(parting_case, range(HISTORIES)))
+    turns = Counter(turn for history in histories for turn in history.turns)
+    assert turns[INSIDE] > HISTORIES * 0.3, turns
+
+
+@pytest.mark.soak
+def test_many_random_histories() -> None:
+    all_well(map(parting_case, range(HISTORIES, 25_000)))
+
+
+# Planted bugs
+
+
+@pytest.fixture
+def _fresh_answers() -> Iterator[None]:
+    plans.forget()
+    yield
+    plans.forget()
+
+
+@pytest.mark.usefixtures("_fresh_answers")
+def test_accumulators_that_are_sent_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Replica.take_stream
+
+    def take_stream(self: Replica, stream: Stream) -> None:
+        take(self, stream)
+        self.added, self.backwards = 0, []
+
+    monkeypatch.setattr(Replica, "take_stream", take_stream)
+    caught(short_notices(SMALL, 5), "backward . of slot .* after 0 have been added|has counted .* and added")
+
+
+@pytest.mark.usefixtures("_fresh_answers")
+def test_accumulators_that_are_planned_as_if_they_were_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.core.recovery.planner.held_after", lambda held, hands: held)
+    caught(short_notices(SMALL, 5), "more and nothing less than it must")
