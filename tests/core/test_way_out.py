@@ -50,8 +50,10 @@ def test_without_a_usual_step_the_boundary_counts_as_near() -> None:
 
 
 def test_who_has_handed_over_leaves_before_its_end() -> None:
-    assert not departs(S)
-    assert departs(S // 2)
+    assert not departs(S, 120 * S)
+    assert departs(S // 2, 120 * S)
+    assert not departs(S // 2, S // 2), "it needs time to send"
+    assert departs(S // 4, S // 2)
 
 
 def test_heirs_are_staying_workers_with_whole_replicas() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.action import parse_action
+from engine.core.action import Op, parse_action
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
@@ -171,6 +171,21 @@ def test_whoever_is_warned_hands_over_and_leaves(strike: Strike, faultless: Call
     assert struck.codes[1] == ExitCode.LEFT_WITH_NOTICE
     (notice,) = struck.events("notice")
     assert notice["grace_s"] == 20
+
+
+def test_whoever_is_warned_half_a_step_before_its_end_hands_over_inside_the_step(
+    strike: Strike, faultless: Callable[..., Any]
+) -> None:
+    slow = {"model": "timed", "model_args": {"forward_ms": 100}, "steps": 2}
+    struck = strike(at("1F2", "terminate", step=1, grace_ns=600_000_000), **slow)
+    check(struck, faultless(**slow), 1)
+    assert struck.codes[1] == ExitCode.LEFT_WITH_NOTICE
+    (way,) = struck.events("way_out")
+    assert way["way"] == "inside"
+    done = [(each["step"], each["action"]) for each in struck.events("action")]
+    backwards = [each for each in done if parse_action(each[1]).op in (Op.B, Op.I)]
+    assert len(backwards) == len(set(backwards)) == 2 * 3 * 4
+    assert any(action.startswith("1HAND") for _, action in done)
 
 
 def test_whoever_is_warned_too_late_is_killed(strike: Strike, faultless: Callable[..., Any]) -> None:

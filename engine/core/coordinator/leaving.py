@@ -28,7 +28,7 @@ def looks_at_ways(state: CoordinatorState, now_ns: int) -> Decided:
             state, told = _says(state, worker, until_ns - now_ns, now_ns)
             outputs = (*outputs, *told)
             event = HandOver(now_ns, worker) if state.ways.get(worker) is WayOut.INSIDE else None
-        elif worker not in known.owners and departs(until_ns - now_ns):
+        elif worker not in known.owners and departs(until_ns - now_ns, state.graces_ns[worker]):
             event = Departure(now_ns, worker)
         if event is not None:
             state, found = decide(state, event)

@@ -22,7 +22,7 @@ _S = 1_000_000_000
 HAND_OVER_NS = _S // 10  # at least
 _LATE_NS = _S // 2  # kept back for a step that takes longer than usual: two ticks of the clock
 _SHARE = 10  # of a usual step: the tenth part may be missing in an estimate
-_DEPARTURE_NS = _S // 2  # before the end of its grace a worker without slots leaves
+_DEPARTURE_NS = _S // 2  # so long before its end, or in the second half of its grace, a worker without slots leaves
 
 
 class WayOut(StrEnum):
@@ -51,9 +51,9 @@ def until_boundary_ns(spent_ns: int, steps_ns: Collection[int]) -> int:
     return max(usual_ns - spent_ns, 0 if spent_ns < usual_ns else _LATE_NS) + usual_ns // _SHARE
 
 
-def departs(left_ns: int) -> bool:
+def departs(left_ns: int, grace_ns: int) -> bool:
     """Returns whether a worker that has handed over inside the step must not wait for the boundary any longer."""
-    return left_ns <= _DEPARTURE_NS
+    return left_ns <= min(_DEPARTURE_NS, grace_ns // 2)
 
 
 def has_heirs(state: State, worker: int) -> bool:

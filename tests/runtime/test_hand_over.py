@@ -1,0 +1,84 @@
+"""A worker that hands over inside a step, in whole runs of threads: real accumulators and buffers, the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.core.action import Action
+from engine.core.checks.trajectory import trajectory_hash
+from engine.core.coordinator import leaving
+from engine.core.elastic.way_out import WayOut
+from engine.core.worker.inputs import NoticeGiven
+from engine.runtime.replica.gradient_stream import GradientStreams
+from engine.runtime.worker.executor import Executor
+from engine.runtime.worker.training import Training
+from engine.runtime.worker.worker_protocol import WorkerProtocol
+from tests.runtime.small_jobs import NORMED, STATEFUL, TIED_GPT, small_job
+from tests.runtime.thread_runs import run_in_threads
+
+JOBS: dict[str, dict[str, Any]] = {
+    "normed": NORMED,
+    "normed, two pipelines": NORMED | {"pipelines": 2, "redundancy": "reroute"},
+    "tied gpt, recomputed": TIED_GPT | {"activation_checkpoint": 2},
+    "stateful, streamed": STATEFUL | {"log_every": 2},
+}
+_PLACES = ("1B0", "1SEND_B2", "1B3")
+_UNDISTURBED: dict[str, str] = {}
+
+
+def trajectory(values: dict[str, Any]) -> str:
+    ending = run_in_threads(small_job(**{"steps": 3, **values}))
+    assert (ending.outcome, ending.error) == ("finished", None)
+    return trajectory_hash(ending.view.run_state.rows)
+
+
+def undisturbed(name: str) -> str:
+    if name not in _UNDISTURBED:
+        _UNDISTURBED[name] = trajectory(JOBS[name])
+    return _UNDISTURBED[name]
+
+
+class Hands:
+    """Gives notice for worker 1 behind an action of step 1, and counts the accumulators and the backwards of it."""
+
+    def __init__(self, place: str, patch: pytest.MonkeyPatch):
+        self.place = place
+        self.handed = 0
+        self.backwards: list[tuple[int, str]] = []
+        self.protocol: WorkerProtocol | None = None
+        run, streamed, made = Executor._run, GradientStreams.run, Training.__init__
+
+        def note(training: Training, context: Any, *words: Any, **named: Any) -> None:
+            made(training, context, *words, **named)
+            if context.worker == 1:
+                self.protocol = training._protocol
+
+        def count(executor: Executor, action: Action, text: str, method: Any) -> None:
+            run(executor, action, text, method)
+            self.backwards += [(executor.step, text)] if action.op in ("B", "I") else []
+            if (executor.context.worker, executor.step, text) == (1, 1, self.place) and self.protocol is not None:
+                protocol, self.protocol = self.protocol, None
+                protocol.feed_aside(NoticeGiven())
+
+        def hand(streams: GradientStreams, action: Action, step: int) -> None:
+            self.handed += action.op == "HAND"
+            streamed(streams, action, step)
+
+        patch.setattr(Training, "__init__", note)
+        patch.setattr(Executor, "_run", count)
+        patch.setattr(GradientStreams, "run", hand)
+        patch.setattr(leaving, "way_out", lambda *known: WayOut.INSIDE)
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("place", _PLACES)
+def test_a_hand_over_inside_a_step_changes_no_bit(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = undisturbed(name)
+    seen = Hands(place, monkeypatch)
+    assert trajectory(JOBS[name]) == expected
+    assert seen.protocol is None, "the notice was given"
+    if place == "1B0" and name != "stateful, streamed":  # else it may be logged, or have come by a stream
+        assert seen.handed
+    assert len(seen.backwards) == len(set(seen.backwards)), "no backward is run again"
