@@ -101,12 +101,12 @@ def a_slot_moves_in_an_open_step(patch: Patch) -> None:
 def a_half_healed_replica_inherits(patch: Patch) -> None:
     real = verdicts.handed_over
 
-    def hasty(state: State, now_ns: int) -> State:
+    def hasty(state: State, now_ns: int, joins: tuple[int, ...] = ()) -> State:
         wanted = state.wanted_moves
         lines = [
             (*line, *({wanted[slot]} - {*line} if slot in wanted else ())) for slot, line in enumerate(state.shadows)
         ]
-        return real(state._replace(shadows=tuple(lines)), now_ns)
+        return real(state._replace(shadows=tuple(lines)), now_ns, joins)
 
     patch.setattr(transitions, "handed_over", hasty)
 
