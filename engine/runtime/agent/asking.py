@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.wishes import wish
@@ -27,6 +28,8 @@ def ask(
 
 
 def _free_bytes() -> int | None:
-    """Returns the bytes of memory of this host that processes can still get."""
+    """Returns the bytes of memory of this host that processes can still get; None where workers may compute on GPUs."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return None
     with open("/proc/meminfo") as facts:
         return next((1024 * int(line.split()[1]) for line in facts if line.startswith("MemAvailable:")), None)
