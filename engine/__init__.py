@@ -66,7 +66,7 @@ member: a worker that belongs to the current epoch.
 membership: the members, and the owners of all slots.
 epoch: the number of the current membership.
 notice: the announcement that a worker, or the whole job, is going to end.
-hand-over: the move of slots to other workers, which hold whole replicas, at a step boundary or, for a short notice, in it.
+hand-over: the move of slots to other workers with whole replicas, at a step boundary or, for a short notice, inside.
 failure: the sign of a fault that the system sees.
 verdict: the decision which workers are out with an epoch, each with a cause.
 heir: the worker that owns a slot after a verdict or a hand-over.
