@@ -62,7 +62,7 @@ def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: St
         optimizer.state = {name: {} for name in optimizer.state}
     for what, layer, name, state in (place for place, *_ in entries):
         if what == "optimizer":  # large tensors arrive first, and the order of the owner counts
-            stage.optimizers[layer].state[name][state] = torch.empty(0)
+            stage.optimizers[layer].state[name][state] = torch.empty(0, device="cpu")
     boundary: list[dict[int, Tensor]] = [{} for _ in stage.boundary]
     for index, tensor in arriving(channel, source, key, specs):
         place, _, stride, is_on_host, _ = entries[index]

@@ -1,0 +1,212 @@
+"""The device of a worker: jobs on a double of a GPU have the bits of the host, and each forgotten copy is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.core.checkpoints.resumption import Resumption
+from engine.core.checks.trajectory import trajectory_hash
+from engine.core.config.job import Job
+from engine.core.errors import EnvironmentLacksError
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.models.layers import LayerSpec, Model
+from engine.models.losses import default_loss
+from engine.runtime.agent import session
+from engine.runtime.agent.run_view import Ending
+from engine.runtime.device.device import HOST, Device, open_device, ordinal
+from engine.runtime.replica import state_transfer
+from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.transport.group_end import EndChannel
+from engine.runtime.worker import microbatch_loader
+from tests.doubles.fake_gpu import PLACE, FakeGpu, MixedDevicesError, fake_gpu
+from tests.kills import parse_kills
+from tests.runtime.small_jobs import NORMED as WITH_BUFFERS
+from tests.runtime.thread_runs import run_in_threads
+
+GPU = Device(PLACE, is_host=False)
+MLP: dict[str, Any] = {"model": "mlp", "steps": 3, "stages": 3, "microbatches": 2, "validate_every": 2}
+GPT: dict[str, Any] = {**MLP, "model": "gpt", "model_args": {"width": 8, "depth": 1, "heads": 1, "tied": True}}
+RESNET: dict[str, Any] = {**MLP, "model": "resnet18", "model_args": {"width": 4}, "microbatch_size": 2}
+LONGER: dict[str, Any] = {"steps": 4, "microbatches": 4}
+NORMED: dict[str, Any] = {**MLP, **WITH_BUFFERS}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A double of one GPU, which the launcher finds too."""
+    monkeypatch.setattr(session, "refuse_what_this_host_lacks", lambda job: None)
+    with fake_gpu() as gpu:
+        yield gpu
+
+
+def run(job: Job, *kills: str, **options: Any) -> Ending:
+    ending = run_in_threads(job, parse_kills(kills, job), **options)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert [worker.state for worker in ending.view.workers].count("dead") == len(kills)
+    return ending
+
+
+def trajectory(ending: Ending) -> str:
+    return trajectory_hash(ending.view.run_state.rows)
+
+
+def same_bits(gpu: FakeGpu, fields: dict[str, Any]) -> None:
+    expected = trajectory(run(Job(**fields), "1:1:B:1"))
+    assert not gpu.copies and not gpu.opened_in
+    assert trajectory(run(Job(**fields, device="cuda", share_gpu=True), "1:1:B:1")) == expected
+    assert min(gpu.copies["to host"], gpu.copies["to device"]) > 10
+    assert len(gpu.opened_in) == Job(**fields).num_workers
+
+
+@pytest.mark.parametrize("fields", [{**GPT, "log_every": 1}, NORMED], ids=["gpt", "normed"])
+def test_a_job_with_a_death_and_a_heal_has_the_bits_of_the_host(gpu: FakeGpu, fields: dict[str, Any]) -> None:
+    same_bits(gpu, fields)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**MLP, **LONGER},
+        {**GPT, **LONGER, "log_every": 2, "redundancy": "eager"},
+        {**RESNET, **LONGER, "log_every": 2},
+        {**MLP, **LONGER, "pipelines": 2, "redundancy": "reroute"},
+        {**GPT, **LONGER, "pipelines": 2, "activation_checkpoint": 1},
+        {**MLP, **LONGER, "optimizer": "adam", "clip_norm": 0.1},
+        {**MLP, **LONGER, "optimizer": "nadam", "schedule": "zb-h1"},
+        {**MLP, **LONGER, "optimizer": "sgd", "optimizer_args": {"momentum": 0.9}, "partition": "profile"},
+        {**MLP, **LONGER, "blocks": 2, "model_args": {"depth": 4}},
+    ],
+    ids=lambda fields: "-".join(map(str, [fields["model"], *list(fields)[5:]])),
+)
+def test_every_way_of_state_has_the_bits_of_the_host(gpu: FakeGpu, fields: dict[str, Any]) -> None:
+    same_bits(gpu, fields)
+
+
+@pytest.mark.parametrize("fields", [MLP, pytest.param(RESNET, marks=pytest.mark.soak)], ids=["mlp", "resnet18"])
+def test_a_checkpoint_of_either_device_is_resumed_on_the_other(
+    gpu: FakeGpu, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """The double computes as the host does, so the rows of both are those of a run without an end."""
+    job = Job(**fields | {"steps": 3, "checkpoint_every": "1", "checkpoints": str(tmp_path / "kept")})
+    on_gpu = replace(job, device="cuda", share_gpu=True)
+    whole = run(on_gpu).view.run_state.rows
+    names = {each.step: each.file for each in checkpoints_at(job.checkpoints).names()}
+    origin = Resumption(1, job.checkpoints, names[1])
+    for each in (job, on_gpu):
+        rest = run(replace(each, checkpoints=str(tmp_path / each.device)), origin=origin).view.run_state.rows
+        assert [row for row in whole if row.step == 2] == [row for row in rest if row.step == 2]
+
+
+def _losses_on_host(stage: Any) -> tuple[Tensor, ...]:
+    return (torch.tensor([0.0] * stage.job.microbatches, dtype=torch.float64, device="cpu"),) if stage.is_last else ()
+
+
+def _seed_of_host_only(device: Device, key: int) -> None:
+    torch.default_generator.manual_seed(key)
+
+
+def _taken_on_host(channel: Any, source: int, key: Any) -> Any:
+    return channel._of.arrived.pop((source, key), None)
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a batch": lambda patch: patch.setattr(microbatch_loader, "on_device", lambda batch, device: batch),
+    "a message": lambda patch: patch.setattr(EndChannel, "take_arrived", _taken_on_host),
+    "losses beside buffers": lambda patch: patch.setattr("engine.runtime.worker.step_end.losses_of", _losses_on_host),
+    "a number of an optimizer": lambda patch: patch.setattr(state_transfer, "_on_host", lambda tensor: True),
+    "the seed": lambda patch: patch.setattr(Device, "seed", _seed_of_host_only),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_slip_is_found(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fields = {"a batch": MLP, "the seed": GPT, "a number of an optimizer": MLP | {"steps": 6}}.get(name, NORMED)
+    job = Job(**fields, device="cuda", share_gpu=True)
+    PLANTED[name](monkeypatch)
+    ending = run_in_threads(job, parse_kills(["1:1:B:1"], job))
+    assert ending.outcome == "failed", name
+
+
+def test_buffers_that_share_memory_share_it_on_the_device_too() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 3).t())
+            self.register_buffer("whole", torch.arange(6.0))
+            self.register_buffer("part", self.get_buffer("whole")[2:4])
+            self.register_buffer("again", self.get_buffer("whole"))
+
+    model = Model((LayerSpec("shared", "Shared", Shared),), default_loss)
+    with fake_gpu() as gpu:
+        layer = build_layer(Job(), model, 0, GPU)
+        whole, part, again = (layer.get_buffer(name) for name in ("whole", "part", "again"))
+        assert gpu.holds(whole) and gpu.holds(layer.get_parameter("weight")) and again is whole
+        assert layer.get_parameter("weight").stride() == (1, 3)
+        part.fill_(9.0)
+        assert whole.tolist() == [0.0, 1.0, 9.0, 9.0, 4.0, 5.0]
+
+
+def test_the_double_refuses_what_a_gpu_refuses() -> None:
+    with fake_gpu() as gpu:
+        there, here = torch.ones(3, device=PLACE), torch.ones(3, device="cpu")
+        assert (there.device, here.device) == (PLACE, torch.device("cpu"))
+        assert (there * torch.tensor(2.0)).device == PLACE
+        for forbidden in (
+            lambda: there + here,
+            lambda: torch.cat([there, here]),
+            lambda: here.index_add(0, there, here),
+        ):
+            with pytest.raises(MixedDevicesError):
+                forbidden()
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+        with pytest.raises(RuntimeError, match="generator"):
+            torch.randn(3, generator=torch.Generator(), device=PLACE)
+        assert there.cpu().numpy().tolist() == [1, 1, 1] and gpu.copies["to host"] == 1
+
+
+@pytest.mark.parametrize(
+    ("worker", "num_gpus", "shares", "number"),
+    [
+        (0, 1, False, 0),
+        (3, 4, False, 3),
+        (3, 1, True, 0),
+        (3, 2, True, 1),
+        (0, 0, False, -1),
+        (0, 0, True, -1),
+        (1, 1, False, -1),
+        (4, 4, False, -1),
+    ],
+)
+def test_each_worker_has_a_gpu_of_its_own_unless_they_share(
+    worker: int, num_gpus: int, shares: bool, number: int
+) -> None:
+    if number >= 0:
+        assert ordinal(worker, num_gpus, shares=shares) == number
+        return
+    with pytest.raises(EnvironmentLacksError, match=f"worker {worker} finds {num_gpus} GPU"):
+        ordinal(worker, num_gpus, shares=shares)
+
+
+def test_on_the_host_nothing_is_copied() -> None:
+    tensors = (torch.ones(3),)
+    assert open_device("cpu", 5) is HOST
+    assert HOST.put(tensors[0]) is tensors[0]
+    assert HOST.put_all(tensors) is tensors and HOST.fetched(tensors) is tensors
+
+
+def test_an_ordinary_module_is_refused_on_a_gpu(gpu: FakeGpu) -> None:
+    job = Job(
+        model="tests.e2e.ordinary_modules:language_model", data="text", device="cuda", share_gpu=True, stages=2, steps=1
+    )
+    ending = run_in_threads(job)
+    assert ending.outcome == "failed"
+    assert "cpu for a module whose forward is recorded" in str(ending.error)
