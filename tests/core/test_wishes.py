@@ -5,8 +5,10 @@ from __future__ import annotations
 from engine.core.config.job import Job
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.wishes import wish
-from engine.core.membership.events import Notice, Wanted
+from engine.core.membership.effects import plan_document
+from engine.core.membership.events import ExitSeen, Heard, Notice, Wanted
 from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.messages import WaitingMessage
 from tests.core.membership_cases import told
 
 JOB = Job(stages=3, blocks=4, elastic=True)
@@ -45,3 +47,24 @@ def test_a_leaver_is_not_wanted() -> None:
 
 def test_nothing_is_wanted_in_a_recovery() -> None:
     assert wish(ASKED, JOB, trains()._replace(phase=Phase.FAILING_OVER, members=(0, 2)), 7) == (ASKED, "", None)
+
+
+def test_a_verdict_that_takes_a_worker_in_names_its_slots_in_its_plan() -> None:
+    """So the joiner becomes a shadow in the next step, and no epoch of its own is needed for the wish."""
+    waiting = told(trains(), Heard(1, 3, WaitingMessage(), "host"))
+    verdict = told(waiting, ExitSeen(2, 1, -9))
+    assert (verdict.phase, verdict.members, verdict.awaits_inventories) == (Phase.FAILING_OVER, (0, 2, 3), True)
+    found = wish(ASKED, JOB, verdict, 7, takes_in=True)
+    assert found.wanted is not None and sorted(found.wanted.owners) == [0] * 4 + [2] * 4 + [3] * 4
+    new = told(verdict, found.wanted)
+    assert new.wanted_at_start == found.wanted.owners
+    assert plan_document(new).wanted == found.wanted.owners
+    assert wish(found.asked, JOB, new, 8, takes_in=True).why == ""
+    whole = new._replace(inventories=dict.fromkeys(new.members, "{}"))
+    assert wish(ASKED, JOB, whole, 7, takes_in=True).why == "", "its plan is made"
+
+
+def test_a_wish_in_training_waits_for_an_epoch() -> None:
+    merged = trains((0,) * 8 + (2,) * 4, ((0, 2),) * 12)
+    wanted = wish(ASKED, JOB, merged, 7).wanted
+    assert wanted is not None and told(merged, wanted).wanted_at_start == ()

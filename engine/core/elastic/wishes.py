@@ -1,6 +1,8 @@
 """Wishes: the wanted owners of an elastic job, when the policy is due to be asked.
 
-Rule: the host of the coordinator asks at a tick of the clock: no verdict and no commit must wait for the search.
+Rules: the host of the coordinator asks at a tick of the clock: no verdict and no commit must wait for the search. It
+asks at a verdict, too, that takes workers in, while all members count their inventories: so these get their slots with
+the plan of that epoch, and become shadows in the next step.
 """
 
 from __future__ import annotations
@@ -33,13 +35,18 @@ def wish(
     now_ns: int,
     times: WorkerTimes | None = None,
     free_bytes: Callable[[], int | None] = lambda: None,
+    *,
+    takes_in: bool = False,
 ) -> Wish:
-    """Asks the policy if that is due; `free_bytes` are those of the host of all workers, as far as they are known."""
+    """Asks the policy if that is due; `free_bytes` are those of the host of all workers, as far as they are known.
+
+    `takes_in`: a verdict has just taken workers in, and the document of its plan is not made.
+    """
     times = times or WorkerTimes()
     staying = tuple(worker for worker in known.members if worker not in known.leaving)
     workers = (*staying, *known.joiners) if staying else ()
     slow, settled = speeds(members_only(times.paces, workers)), are_settled(times, job.slots)
-    if known.phase is not Phase.RUNNING or not workers:
+    if not (known.phase is Phase.RUNNING or (takes_in and known.awaits_inventories)) or not workers:
         return Wish(asked)
     if not is_due(asked, known.committed, workers, slow, knows_times=settled):
         return Wish(asked)

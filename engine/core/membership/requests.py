@@ -53,4 +53,8 @@ def wants(state: State, event: events.Wanted) -> State:
     """Records the wanted owners; the slots move at step boundaries, as soon as these hold whole replicas."""
     ensure(len(event.owners) in (0, len(state.owners)), f"{len(event.owners)} owners for {len(state.owners)} slots")
     new = state._replace(wanted=event.owners, wanted_why=event.why)
-    return new if new.wanted_moves or new.awaits_joiners else new._replace(wanted=(), wanted_why="")
+    if not (new.wanted_moves or new.awaits_joiners):
+        new = new._replace(wanted=(), wanted_why="")
+    if not state.awaits_inventories:
+        return new
+    return new._replace(wanted_at_start=new.wanted if new.wanted_moves else ())  # it goes out with the plan

@@ -186,6 +186,11 @@ class State(NamedTuple):
         return tuple(sorted((*eager, *others[:missing])))
 
     @property
+    def awaits_inventories(self) -> bool:
+        """Whether a verdict was made, and the document of its plan is not."""
+        return self.phase is Phase.FAILING_OVER and len(self.inventories) < len(self.members)
+
+    @property
     def awaits_joiners(self) -> bool:
         """Whether a worker that is about to join is wanted as an owner."""
         return bool(self.wanted and self.waiting) and not set(self.wanted).isdisjoint(self.joiners)

@@ -65,12 +65,16 @@ class Agent(EndsOfRun):
         revive: Callable[[Agent], Resumption | None] = lambda agent: None,
         folder: str = "",  # of the run; without it no checkpoint is kept
         begins: Resumption | None = None,
+        on_joiners: Callable[[Agent], None] = lambda agent: None,
     ):
-        """`before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`."""
+        """`on_joiners` is called when a verdict takes workers in, before any answer to it is heard.
+
+        `before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`.
+        """
         after = begun_with(begins)
         run_state: RunState = RunState(job, after) if before is None else before.run_state.again(after)
         super().__init__(members, recorder, run_state)
-        self.node, self.tick, self._board = node, tick, board
+        self.node, self.tick, self._board, self._on_joiners = node, tick, board, on_joiners
         self._revive = revive
         self.newcomers = Newcomers(members, lambda: node.state)
         self.grace_ns = round(grace_s * 1e9)
@@ -150,13 +154,15 @@ class Agent(EndsOfRun):
         """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
         found: tuple[outputs.CoordinatorOutput, ...] = ()
         with self.failing():
-            owners = self.node.coordination.owners
+            owners, members = self.node.coordination.owners, self.node.state.members
             found = self.node.handle(given)
             if self.node.coordination.owners != owners:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
             for output in found:
                 self.carry_out(output)
+            if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
+                self._on_joiners(self)
         return found
 
     def carry_out(self, output: outputs.CoordinatorOutput | HostOutput) -> None:

@@ -15,10 +15,16 @@ from engine.runtime.ipc.recorder import Recorder, now_ns
 
 
 def ask(
-    asked: Rebalancing, run: RunState, known: State, recorder: Recorder, decide: Callable[[Wanted], object]
+    asked: Rebalancing,
+    run: RunState,
+    known: State,
+    recorder: Recorder,
+    decide: Callable[[Wanted], object],
+    *,
+    takes_in: bool = False,
 ) -> Rebalancing:
     """Asks if that is due, and records the answer. Returns what was asked; workers that begin again need a new one."""
-    found = wish(asked, run.job, known, now_ns(), run.times, _free_bytes)
+    found = wish(asked, run.job, known, now_ns(), run.times, _free_bytes, takes_in=takes_in)
     if found.why:
         owners = found.wanted.owners if found.wanted else ()
         recorder.write(PolicyRecord(step=known.committed, why=found.why, owners=owners))

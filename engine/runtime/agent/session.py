@@ -94,7 +94,7 @@ def run_session(
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
-                look = partial(_ticking, job, watch, requests)
+                look = partial(_Look, job, watch, requests)
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
@@ -121,7 +121,7 @@ def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, starte
 def _trained(
     launch: Launch,
     made: Callable[..., Agent],
-    look: Callable[[ProgressBoard], Callable[[Agent], None]],
+    look: Callable[[ProgressBoard], _Look],
     run: Callable[[Agent], None],
     faults: Sequence[Fault],
     origin: Resumption | None,
@@ -132,8 +132,15 @@ def _trained(
         left = faults if agent is None else _restarted(agent, launch.ownership)
         origin = _origin(launch.recorder, origin, agent)
         crew = launch.start(left, origin)
-        board = crew.board
-        agent = made(members=crew.members, tick=look(board), before=agent, board=board, begins=origin)
+        board, at = crew.board, look(crew.board)
+        agent = made(
+            crew.members,
+            tick=at.tick,
+            on_joiners=partial(at.ask, takes_in=True),
+            before=agent,
+            board=board,
+            begins=origin,
+        )
         for member in crew.members.values():
             agent.node.enrol(member.worker, member.child.pid, member.slots)
         run(agent)
@@ -184,21 +191,23 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
         recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
 
 
-def _ticking(
-    job: Job, watch: Callable[[RunView], None], requests: FaultRequests, board: ProgressBoard
-) -> Callable[[Agent], None]:
-    """Returns the work of every tick of an agent."""
-    asked = Rebalancing(())
+class _Look:
+    """The work of every tick of an agent; the policy is also asked at a verdict that takes workers in."""
 
-    def tick(agent: Agent) -> None:
-        nonlocal asked
-        watch(_view(agent, board))
-        requests.look(agent.injector)
+    def __init__(self, job: Job, watch: Callable[[RunView], None], requests: FaultRequests, board: ProgressBoard):
+        self._job, self._watch, self._requests, self._board = job, watch, requests, board
+        self._asked = Rebalancing(())
+
+    def tick(self, agent: Agent) -> None:
+        self._watch(_view(agent, self._board))
+        self._requests.look(agent.injector)
         agent.checkpoints.record()
-        if job.elastic and not agent.is_stopping:
-            asked = ask(asked, agent.run_state, agent.node.state, agent.recorder, agent.decide)
+        self.ask(agent)
 
-    return tick
+    def ask(self, agent: Agent, *, takes_in: bool = False) -> None:
+        if self._job.elastic and not agent.is_stopping:
+            run, known = agent.run_state, agent.node.state
+            self._asked = ask(self._asked, run, known, agent.recorder, agent.decide, takes_in=takes_in)
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:
