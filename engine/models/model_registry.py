@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.core.config.job import FACTORY, Job
-from engine.core.config.partition import MOST_LAYERS, cutting_problems
+from engine.core.config.partition import MOST_LAYERS, cutting_problems, smallest_stage
 from engine.core.errors import Problem, nearest
 from engine.core.scalar import Args
 from engine.models.arguments import argument_problems, builtin_arguments
@@ -183,6 +183,14 @@ def layer_problems(job: Job) -> list[Problem]:
         expected = f"a whole number <= {MOST_LAYERS - entry.layers}"
         return [Problem(f"model_args.{more}", expected, str(num_layers - entry.layers))]
     return cutting_problems(job.partition, job.stages, num_layers, job.blocks)
+
+
+def layers_of_smallest_stage(job: Job) -> int | None:
+    """Returns the layers of the smallest stage of a built-in model; None if only the cut of the model tells."""
+    entry = MODELS.get(job.model)
+    if entry is None or entry.factory.problems("model_args", job.model_args) or job.stages < 1:
+        return None
+    return smallest_stage(job.partition, job.stages, entry.num_layers(job.model_args))
 
 
 def data_problems(job: Job) -> list[Problem]:

@@ -78,13 +78,8 @@ def check_job(job: Job) -> list[Problem]:
         expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
         problems.append(Problem("microbatches", expected, str(num_actions)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [
-        *_check_blocks(job),
-        *_check_elastic(job),
-        *_check_device(job),
-        *update_problems(job),
-        *scaling_problems(job),
-    ]
+    problems += [*_check_blocks(job), *_check_elastic(job), *_check_standby(job), *_check_device(job)]
+    problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
     if job.split.isdecimal() and int(job.split) == 0:
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
@@ -104,24 +99,39 @@ def check_job(job: Job) -> list[Problem]:
 
 
 def _check_blocks(job: Job) -> list[Problem]:
-    """A block moves by itself, so it needs a replica of its own, and an order of actions that takes runs of blocks."""
     if job.blocks <= 1:
         return []
+    problems = [Problem("blocks", f"1 with {each}", repr(job.blocks), hint) for each, hint in no_blocks(job)]
+    if job.slots > _AT_MOST["stages"] >= max(job.stages, job.blocks):
+        problems.insert(0, Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks)))
+    return problems
+
+
+def no_blocks(job: Job) -> list[tuple[str, str]]:
+    """Returns all that keeps slots from being taken over one by one, each with the reason.
+
+    Such a slot needs a replica of its own, and an order of actions that takes runs of blocks.
+    """
     order = "its order of actions is made for one slot per stage"
     known = SCHEDULES.get(job.schedule)
     found = []
-    if job.slots > _AT_MOST["stages"] >= max(job.stages, job.blocks):
-        found.append(("a number with which stages x blocks <= 4096", ""))
     if job.fsdp:
-        found.append(("1 with fsdp", "shards lie over whole stages, and no worker can take over from a shard"))
+        found.append(("fsdp", "shards lie over whole stages, and no worker can take over from a shard"))
     if job.stages_per_worker > 1:
-        found.append((f"1 with stages_per_worker {job.stages_per_worker}", order))
+        found.append((f"stages_per_worker {job.stages_per_worker}", order))
     if is_text(job.schedule) or FACTORY.fullmatch(job.schedule):
-        found.append(("1 with a schedule of one's own", order))
+        found.append(("a schedule of one's own", order))
     elif known is not None and not known.takes_blocks:
         fitting = ", ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
-        found.append((f"1 with schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
-    return [Problem("blocks", expected, repr(job.blocks), hint) for expected, hint in found]
+        found.append((f"schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
+    return found
+
+
+def _check_standby(job: Job) -> list[Problem]:
+    """A joiner takes over blocks, or stages that are as small."""
+    if job.standby < 1:
+        return []
+    return [Problem("standby", f"0 with {each}", repr(job.standby), hint) for each, hint in no_blocks(job)]
 
 
 def _check_elastic(job: Job) -> list[Problem]:

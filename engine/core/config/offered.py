@@ -19,6 +19,7 @@ class Offered:
     keeps its name, and no rule about the program is checked. A value of these fields from a file that the command line
     does not name as a job is refused, unless the user `trusts_files`. `samples_of`
     counts the training samples of a job with epochs: 0 for data without an end, None if they are not counted.
+    `smallest_stage` returns the layers of the smallest stage, None if only the cut of the model tells.
     """
 
     problems: Callable[[Job], Iterable[Problem]]
@@ -26,6 +27,7 @@ class Offered:
     acts_on: tuple[str, ...] = ACTING
     trusts_files: bool = False
     samples_of: Callable[[Job], int | None] | None = None
+    smallest_stage: Callable[[Job], int | None] = lambda job: None
 
     @property
     def calls_code(self) -> bool:

@@ -66,6 +66,16 @@ def cutting_problems(form: str, num_stages: int, num_layers: int, blocks: int = 
     return []
 
 
+def smallest_stage(form: str, num_stages: int, num_layers: int) -> int | None:
+    """Returns the layers of the smallest stage; None if the number of layers does not decide it, or `form` is wrong."""
+    starts = written(form, num_stages) if form[:1].isdigit() else None
+    if form == "uniform" and num_stages <= num_layers:
+        starts = _uniform(num_layers, num_stages)
+    if starts is None or starts[-1] >= num_layers:
+        return None
+    return min(end - first for first, end in pairwise((*starts, num_layers)))
+
+
 def _small_stages(starts: Sequence[int], num_layers: int, blocks: int) -> list[Problem]:
     """Returns the problem of the stages that have fewer layers than blocks."""
     sizes = [end - first for first, end in pairwise((*starts, num_layers))]

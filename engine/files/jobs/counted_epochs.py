@@ -15,7 +15,7 @@ from engine.core.config.job import Job
 from engine.core.config.offered import Offered
 from engine.core.duration import MILLI, parse_epochs
 from engine.core.errors import Problem, UserError, required
-from engine.files.jobs.job_layers import Layer
+from engine.files.jobs.job_layers import Layer, last_with
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, IN_EPOCHS, Given
 
 
@@ -58,7 +58,7 @@ def _steps(job: Job, thousandths: int, samples: int) -> int:
 
 def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
     """Returns whether epochs decide the steps, False for a record with both, None if steps count instead."""
-    at = {name: _last_with(name, layers) for name in ("epochs", "steps")}
+    at = {name: last_with(name, layers) for name in ("epochs", "steps")}
     if not job.epochs or at["steps"] > at["epochs"]:
         return None
     layer = layers[at["epochs"]]
@@ -68,9 +68,3 @@ def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
         (given,) = [each for each in layer.given if each.name == "epochs"]
         raise UserError([given.problem("no steps beside it", str(job.steps), "give epochs or steps, not both")])
     return False
-
-
-def _last_with(name: str, layers: Sequence[Layer]) -> int:
-    return max(
-        (index for index, layer in enumerate(layers) if any(each.name == name for each in layer.given)), default=-1
-    )

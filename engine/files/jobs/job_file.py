@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.config.job import Job
-from engine.core.config.job_rules import check_job
+from engine.core.config.job_rules import check_job, no_blocks
 from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import MASK, Problem, UserError, is_secret
 from engine.files.accelerators import accelerators, device_for
 from engine.files.jobs.counted_epochs import in_steps, spans_of
+from engine.files.jobs.elastic_defaults import FOR_JOINERS, with_elastic_defaults
 from engine.files.jobs.file_kind import init_of, with_its_faults
 from engine.files.jobs.job_layers import (
     PROJECT_FILE,
@@ -88,6 +89,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
         problems += [_at_its_place(own, given)]
     else:
         job = replace(job, schedule=own)
+    job = with_elastic_defaults(job, layers, {each.path[0] for each in given.values()}, offered, not no_blocks(job))
     problems += [
         _at_its_place(problem, given)
         for problem in check_job(job)
@@ -101,6 +103,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
     counted, origins = in_steps(job, layers, spans, offered), _origins(job, given)
+    origins |= {name: FOR_JOINERS for name in ("elastic", "blocks") if origins[name] == "default" and job.elastic}
     if counted.epochs and counted.steps != job.steps:
         origins["steps"] = origins["epochs"]
     origins |= {name: f"{origins[name]} ({text})" for name, text in spans.items()}

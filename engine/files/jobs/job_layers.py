@@ -6,7 +6,7 @@ Texts of the command line and the environment are YAML scalars; a text field tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -184,3 +184,10 @@ def keyword_layer(values: Mapping[str, Any], source: str) -> Layer:
         else:
             _add_field(layer, Given((name,), value, source, source))
     return layer
+
+
+def last_with(name: str, layers: Sequence[Layer]) -> int:
+    """Returns the number of the last layer that gives a field; -1 if none does."""
+    return max(
+        (index for index, layer in enumerate(layers) if any(each.name == name for each in layer.given)), default=-1
+    )
