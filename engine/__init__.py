@@ -90,7 +90,7 @@ Processes:
 launcher: the process of the command line, which starts a run.
 agent: the part of the launcher that starts, watches and ends the workers of its host.
 coordinator: the part of the agent, or the process, that decides on membership.
-standby: the coordinator that waits, and takes over when the first has ended.
+standby: a waiting worker that was started with the run; as a process, the coordinator that takes over from the first.
 waiting: said of a worker that has code and data, and no slot, rank or vote; an epoch makes it a member.
 joiner: a waiting worker that becomes a member without a failure, at a step boundary.
 next group: the process group of a coming epoch, which is formed while training goes on.

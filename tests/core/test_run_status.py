@@ -11,9 +11,10 @@ import pytest
 from bamboo_cli.terminal.status_picture import headline
 from engine.core.errors import InvariantError
 from engine.core.history.recorded_status import live_status, status_of_history
-from engine.core.membership.events import ExitSeen, Notice
+from engine.core.membership.events import ExitSeen, Heard, Notice
 from engine.core.membership.run_status import RunStatus, WorkerStatus, status_of_keys
 from engine.core.membership.state import to_json
+from engine.core.messages import WaitingMessage
 from tests.core.made_records import made_history
 from tests.core.membership_cases import committed, running, told
 
@@ -209,3 +210,28 @@ def test_a_worker_that_a_verdict_put_out_is_dead() -> None:
     ]
     workers = status_of_history("mine", made_history(events)).workers
     assert [each.state for each in workers] == ["finished", "dead", "left", "stopped"]
+
+
+def test_a_worker_that_is_no_member_waits_or_starts() -> None:
+    state = told(running(), Heard(5, 3, WaitingMessage(), "host"), Heard(6, 5, WaitingMessage(), "host"))
+    state = told(state, ExitSeen(7, 5, -9))
+    more = {f"members/{worker}": json.dumps(MEMBER | {"now": []}).encode() for worker in (3, 4, 5)}
+    found = status_of_keys("run", keys(state=to_json(state).encode(), **more), NOW_NS)
+    assert {each.worker: each.state for each in found.workers if each.worker > 2} == {
+        3: "waiting",
+        4: "starting",
+        5: "out",
+    }
+
+
+def test_records_tell_who_waits_and_who_was_lost() -> None:
+    started: list[dict[str, Any]] = [
+        {"event": "started", "of": worker, "child": worker + 9, "slots": []} for worker in (3, 4, 5)
+    ]
+    waits = [{"event": "waiting", "of": worker, "lost": ""} for worker in (3, 5)]
+    lost = [{"event": "waiting", "of": 5, "lost": "was ended by SIGKILL"}]
+    ended = [{"event": "exit", "of": 5, "code": -9, "expected": True}]
+    epoch = [{"event": "epoch", "epoch": 1, "members": [0, 1, 2], "owners": [0, 1, 2], "shadows": [[], [], []]}]
+    history = made_history([*started, *waits, *epoch, *lost, *ended])
+    states = {each.worker: each.state for each in status_of_history("run", history).workers}
+    assert states == {3: "waiting", 4: "starting", 5: "dead"}

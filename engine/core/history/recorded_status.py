@@ -8,17 +8,18 @@ from typing import get_args
 
 from engine.core.history.elastic_records import PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps
-from engine.core.history.process_records import FailedRecord, StartedRecord, WayOutRecord
+from engine.core.history.process_records import FailedRecord, StartedRecord, WaitingRecord, WayOutRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.core.history.worker_ends import WorkerEnd, worker_ends
-from engine.core.membership.run_status import CANNOT_LEAVE, SLOW, RunStatus, WorkerStatus
+from engine.core.membership.run_status import CANNOT_LEAVE, LOADS, SLOW, WAITS, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 from engine.core.samples.ledger import epoch_at
 
 _TOLD = (EpochRecord, StaysRecord, WayOutRecord, FailedRecord, CheckRecord, ComparisonRecord, NotComparedRecord)
 _ENDS = get_args(WorkerEnd)  # states of a worker whose process has ended
+_LIVES = ("in", WAITS, LOADS, SLOW, CANNOT_LEAVE)
 STARTING, COMPARING, CHECKING = "starting", "comparing with the twin", "checking the results"
 UNDER_WAY = (STARTING, COMPARING, CHECKING)  # phases of a run that is not in its store, before or after training
 
@@ -86,8 +87,17 @@ def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) 
     if (last := history.last_action.get(started.of)) is not None:
         status = replace(status, step=last.step, last_action=last.action)
     stays = any(each.of == started.of for each in history.of(StaysRecord))
-    state = CANNOT_LEAVE if stays else SLOW if started.of in slow_workers(history) else status.state
+    is_slow = started.of in slow_workers(history)
+    state = CANNOT_LEAVE if stays else SLOW if is_slow else _state_word(started, history)
     return replace(status, state=end or state)
+
+
+def _state_word(started: StartedRecord, history: RunHistory) -> str:
+    """Returns the word for a worker whose end was not seen; before the first epoch an owner is in."""
+    members = history.epochs[-1].members if history.epochs else ()
+    if started.of in members or (not members and started.slots):
+        return "in"
+    return WAITS if any(each.of == started.of for each in history.of(WaitingRecord)) else LOADS
 
 
 def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
@@ -126,7 +136,5 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
 
 def without_word(status: RunStatus) -> RunStatus:
     """Returns the status of a run after its launcher is gone without a last record: its workers are gone too."""
-    workers = tuple(
-        replace(each, state="gone") if each.state in ("in", SLOW, CANNOT_LEAVE) else each for each in status.workers
-    )
+    workers = tuple(replace(each, state="gone") if each.state in _LIVES else each for each in status.workers)
     return replace(status, phase="launcher gone", workers=workers)

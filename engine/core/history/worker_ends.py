@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 from engine.core.exclusion import Cause
-from engine.core.history.process_records import ExitRecord
+from engine.core.history.process_records import ExitRecord, WaitingRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import EpochRecord, FinishedRecord
+from engine.core.history.run_records import EpochRecord, FinishedRecord, NoticeRecord
 
 WorkerEnd = Literal["dead", "left", "finished", "stopped"]
 
@@ -19,8 +19,10 @@ WorkerEnd = Literal["dead", "left", "finished", "stopped"]
 def worker_ends(history: RunHistory) -> dict[int, WorkerEnd]:
     """Returns the end of each worker whose process has ended."""
     out = {each.worker: each for epoch in history.of(EpochRecord) for each in epoch.verdict}
-    lost = {worker for worker, each in out.items() if each.is_loss}
-    left = {worker for worker, each in out.items() if each.cause is Cause.LEFT}
+    noticed = {each.of for each in history.of(NoticeRecord)}
+    not_taken_in = {each.of for each in history.of(WaitingRecord) if each.lost}
+    lost = {worker for worker, each in out.items() if each.is_loss} | not_taken_in - noticed
+    left = {worker for worker, each in out.items() if each.cause is Cause.LEFT} | not_taken_in & noticed
     finished = {each.of for each in history.of(FinishedRecord)}
     ends: dict[int, WorkerEnd] = {}
     for each in history.of(ExitRecord):

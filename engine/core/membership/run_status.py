@@ -14,6 +14,8 @@ from engine.core.ownership import Slot, by_slot
 
 Slots = tuple[Slot, ...]
 SLOW = "slow"  # a worker that takes 1.5 times its usual time or more
+WAITS = "waiting"  # a worker that is no member, and has code and data
+LOADS = "starting"  # one that does not wait yet
 CANNOT_LEAVE = "cannot leave"  # a worker that has given notice, but whose stages no worker can take over
 
 
@@ -89,7 +91,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunSt
                 member["pid"],
                 member["node"],
                 *_now_and_before(worker, member, state),
-                "out" if worker in state.out else CANNOT_LEAVE if worker in held else "in",
+                CANNOT_LEAVE if worker in held else _state_word(worker, state),
                 heard_s.get(worker),
             )
             for worker, member in sorted(found.items())
@@ -107,6 +109,12 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunSt
         unwritten_s=unwritten_s,
         noun=state.options.noun,
     )
+
+
+def _state_word(worker: int, state: State) -> str:
+    if worker in state.out or worker in state.lost:
+        return "out"
+    return "in" if worker in state.members else WAITS if worker in state.waiting else LOADS
 
 
 def _now_and_before(worker: int, member: Mapping[str, Any], state: State) -> tuple[Slots, Slots]:

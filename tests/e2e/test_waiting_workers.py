@@ -1,0 +1,144 @@
+"""Waiting workers: one takes the place of a worker that dies, and its own death is no matter of the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.core.config.job import Job
+from engine.core.history.process_records import StartedRecord
+from engine.core.scalar import Args
+from engine.runtime.process.fork_client import ForkServer
+from tests.e2e.conftest import Launch
+from tests.e2e.kill_runs import Runs, differences
+from tests.e2e.launcher import Launcher
+from tests.e2e.test_real_kills import exits_of, fault
+from tests.e2e.test_restarts import Killer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+JOB = Job(
+    model="mlp",
+    model_args={"width": 16, "depth": 11, "dropout": 0.1},
+    stages=3,
+    blocks=4,
+    microbatches=6,
+    microbatch_size=2,
+    steps=14,
+    validate_every=0,
+    elastic=True,
+    standby=1,
+)
+TIMED: Args = {"layers": 12, "forward_ms": 2, "backward_ms": 4, "width": 16}
+LONG = (
+    "run --model mlp --set model_args.depth=10 --stages 3 --microbatches 4 --steps 100000 --validate-every 0 --audit 0 "
+    "--checkpoint-every 0 --no-twin"
+).split()
+MOST_SHARE = 0.001  # of a core
+MOST_BYTES = 40 * 2**20
+
+
+@pytest.mark.parametrize("moment", ["5:5:F:2", "5:0:B:1", "5:11:STEP"])
+def test_a_waiting_worker_takes_the_place_of_a_dead_one(tmp_path: Path, server: ForkServer, moment: str) -> None:
+    runs = Runs(tmp_path, server)
+    ending, events = runs.run(JOB, [fault(moment, JOB, "kill")])
+    assert list(differences(ending, runs.twin(replace(JOB, standby=0)))) == []
+    first, verdict, moved = (event for event in events if event["event"] == "epoch")
+    (victim,) = set(first["members"]) - set(verdict["members"])
+    assert first["members"] == [0, 1, 2]
+    assert moved["members"] == verdict["members"] == sorted({0, 1, 2, 3} - {victim})
+    assert [each["planned"] for each in (first, verdict, moved)] == [False, False, True]
+    assert {each: moved["owners"].count(each) for each in moved["members"]} == dict.fromkeys(moved["members"], 4)
+    formed = {event["epoch"] for event in events if event["event"] == "mark" and event["phase"] == "regroup"}
+    assert formed == {verdict["epoch"]}, "no second group is formed"
+    assert exits_of(events) == {each: -9 if each == victim else 0 for each in range(4)}
+
+
+def test_it_owns_a_full_share_two_steps_after_the_open_one(tmp_path: Path, server: ForkServer) -> None:
+    """Steps are long enough to prepare the hand-over in one, also on a busy machine."""
+    job = replace(JOB, model="timed", model_args=TIMED, data_args={"features": 16}, steps=6)
+    ending, events = Runs(tmp_path, server).run(job, [fault("1:5:F:2", job, "kill")])
+    assert ending.error is None
+    _, verdict, moved = (event for event in events if event["event"] == "epoch")
+    plans = {event["epoch"]: event for event in events if event["event"] == "plan"}
+    open_step = plans[verdict["epoch"]]["committed"] + 1
+    handed_over = plans[moved["epoch"]]
+    assert (open_step, handed_over["prepared"], handed_over["committed"] + 1) == (1, True, open_step + 2)
+    assert moved["owners"].count(3) == job.blocks
+
+
+def test_the_death_of_a_waiting_worker_is_no_epoch(launch: Launch) -> None:
+    run = launch(*LONG, "--standby", "2")
+    waits_in(run, 2)
+    os.kill(pid_of(run, 3), signal.SIGKILL)
+    run.wait_until(lambda: any(event["lost"] for event in run.events("waiting")))
+    committed = len(run.events("commit"))
+    run.wait_until(lambda: len(run.events("commit")) > committed + 5)
+    run.interrupt()
+    assert run.wait().code == 130
+    lost = [(event["of"], event["lost"]) for event in run.events("waiting") if event["lost"]]
+    assert lost == [(3, "was ended by SIGKILL")]
+    assert len(run.events("epoch")) == 1
+    ends = {event["of"]: (event["code"], event["expected"]) for event in run.events("exit")}
+    assert ends == {0: (0, True), 1: (0, True), 2: (0, True), 3: (-9, True), 4: (0, True)}
+
+
+def test_the_next_coordinator_knows_who_waits(launch: Launch) -> None:
+    """The epoch with which it begins takes the waiting worker in."""
+    run = launch(*LONG, "--standby", "1", "--standby-coordinator")
+    waits_in(run, 1)
+    os.kill(run.events("coordinator")[0]["child"], signal.SIGKILL)
+    run.wait_until(lambda: len(run.events("epoch")) >= 2)
+    run.wait_until(lambda: 3 in run.events("epoch")[-1]["owners"])
+    run.interrupt()
+    assert run.wait().code == 130
+    assert [event["members"] for event in run.events("epoch")][:2] == [[0, 1, 2], [0, 1, 2, 3]]
+    assert len(run.events("coordinator_ended")) == 1
+
+
+def test_a_death_before_training_starts_all_workers_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer
+) -> None:
+    Killer(monkeypatch, StartedRecord, 1)
+    runs = Runs(tmp_path, server)
+    ending, events = runs.run(JOB, steps=2)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert [each["of"] for each in events if each["event"] == "started"] == [0, 1, 2, 3] * 2
+    assert [each["event"] for each in events].count("restart") == 1
+    assert len([each for each in events if each["event"] == "epoch"]) == 1
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.soak)])
+def test_a_waiting_worker_costs_almost_nothing(launch: Launch, seconds: float) -> None:
+    run = launch(*LONG, "--standby", "1")
+    waits_in(run, 1)
+    waiting = psutil.Process(pid_of(run, 3))
+    before, committed = processor_ns(waiting), len(run.events("commit"))
+    with pytest.raises(psutil.TimeoutExpired):
+        waiting.wait(seconds)
+    spent = processor_ns(waiting) - before
+    used = waiting.memory_full_info().uss
+    print(f"{spent / 1e6:.2f} ms of processor time in {seconds} s, {used / 2**20:.1f} MiB of its own")
+    assert len(run.events("commit")) > committed, "the others train meanwhile"
+    assert spent <= MOST_SHARE * seconds * 1e9
+    assert used <= MOST_BYTES
+
+
+def waits_in(run: Launcher, number: int) -> None:
+    """Waits until so many workers wait, and the others train."""
+    run.wait_until(lambda: len(run.events("waiting")) == number and len(run.events("commit")) > 3)
+
+
+def pid_of(run: Launcher, worker: int) -> int:
+    return next(int(event["child"]) for event in run.events("started") if event["of"] == worker)
+
+
+def processor_ns(process: psutil.Process) -> int:
+    """Returns the processor time of all threads of a process, finer than the ticks of its accounts."""
+    threads = Path(f"/proc/{process.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads)
