@@ -59,3 +59,14 @@ def test_a_notice_that_nobody_can_honour_is_said_once() -> None:
     text = f"cannot hand over in time, and its end will be a death: {short}"
     assert outputs[-2:] == (Write(WayOutRecord(of=2, way="none", step=1, text=text)), Note(f"worker 2 {text}"))
     assert written(given(state, Passed(now_ns + S // 100))[1]) == []
+
+
+def test_a_leaver_that_waits_for_the_wanted_owners_says_so() -> None:
+    state = in_a_step(2)
+    now_ns = state.membership.committed_ns
+    later = " or a few later, when the wanted owners hold its stages"
+    for elastic, words in ((True, later), (False, "")):
+        asked = state._replace(preparation=state.preparation._replace(elastic=elastic))
+        _, outputs = given(asked, Notice(now_ns, 2, 60 * S))
+        (said,) = [each for each in written(outputs) if isinstance(each, WayOutRecord)]
+        assert said.text == f"hands over at the boundary after step 1{words}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from engine.core.coordinator.orders import Decided, Outputs, decide
 from engine.core.coordinator.outputs import Note, Write
+from engine.core.coordinator.preparation import patient
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.elastic.way_out import WayOut, departs, has_heirs, until_boundary_ns, way_out
 from engine.core.history.process_records import WayOutRecord
@@ -46,8 +47,10 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
         return state, ()
     step, rest_s = known.committed + 1, until_boundary_ns(spent_ns, known.steps_ns) / 1e9
     short = f"the next step boundary is about {rest_s:.1f} s away, and {max(0, left_ns) / 1e9:.1f} s are left"
+    later = f" or a few later, when the wanted owners hold its {state.job.slot_noun}s"
+    is_patient = worker in patient(state.preparation, known, now_ns)
     text = {
-        WayOut.BOUNDARY: f"hands over at the boundary after step {step}",
+        WayOut.BOUNDARY: f"hands over at the boundary after step {step}{later if is_patient else ''}",
         WayOut.INSIDE: f"hands over inside step {step}: {short}",
         WayOut.NONE: f"cannot hand over in time, and its end will be a death: {short}",
     }[way]
