@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-churn soak-formulas clean
+.PHONY: demo test test-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-churn soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -22,10 +22,16 @@ TIMED := tests/e2e/test_etcd_faults.py
 
 # The byte code of our own modules is kept, whatever the environment says: the hundreds of programs that tests start
 # would else compile the same modules, each a third of a second long.
+# Tests know the bits of the CPU, so they see no GPU.
 test: export PYTHONDONTWRITEBYTECODE :=
+test: export CUDA_VISIBLE_DEVICES :=
 test: $(TEST_STAMP)
 	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal $(TIMED:%=--ignore=%)
 	.venv/bin/python -m pytest --numprocesses 2 $(TIMED)
+
+# On a machine with a GPU, in .venv with a CUDA build of torch; it writes a page into docs/hardware. Skipped elsewhere, with the reason.
+test-gpu: $(TEST_STAMP)
+	.venv/bin/python -m pytest -m gpu tests/gpu
 
 check: $(TEST_STAMP)
 	.venv/bin/ruff format --check .

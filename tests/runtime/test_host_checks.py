@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ExitCode
+from engine.files.accelerators import Accelerators
 from engine.runtime.doctor import host_checks
 from engine.runtime.doctor.etcd_probes import Client, Latency, Server
 from engine.runtime.doctor.host_checks import HostCheck
@@ -25,6 +26,10 @@ FACTS: dict[str, Any] = {
     "onednn": True,
 }
 GIB = 1 << 30
+NO_GPU = Accelerators()
+H100 = Accelerators(1, ("NVIDIA H100",), "580.65", "13.0")
+MIXED = replace(H100, num_gpus=2, names=("NVIDIA H100", "NVIDIA A100"))
+ONE_GPU = {"num_gpus": 1, "nccl": True}
 CLIENT = Client(("etcd3 0.12.0",), "7.1", "upb", "1.8")
 TWO = replace(CLIENT, owners=("etcd3 0.12.0", "etcd3-py 0.1.6"))
 OTHER = Client(("etcdpy",), error="TypeError: no")
@@ -73,31 +78,35 @@ def test_verdicts(check: HostCheck, status: str, part_of_found: str, part_of_fix
 
 
 @pytest.mark.parametrize(
-    ("change", "num_gpu_devices", "name", "status", "part_of_found"),
+    ("change", "gpus", "name", "status", "part_of_found"),
     [
-        ({}, 0, "torch", "ok", "2.13.0+cpu"),
-        ({"version": "2.9.1"}, 0, "torch", "missing", "2.9.1"),
-        ({}, 0, "gloo", "ok", "20 ms"),
-        ({"gloo_error": "no route"}, 0, "gloo", "missing", "no route"),
-        ({}, 0, "gpu", "ok", "CPU"),
-        ({}, 4, "gpu", "warn", "4 GPUs that torch 2.13.0+cpu cannot use"),
-        ({"num_gpus": 4, "nccl": True}, 4, "gpu", "ok", "4 GPUs, NCCL"),
-        ({"num_gpus": 4}, 4, "gpu", "warn", "no NCCL"),
-        ({}, 0, "arithmetic", "ok", "AVX2, MKL, oneDNN"),
-        ({"isa": "DEFAULT"}, 0, "arithmetic", "warn", "DEFAULT"),
-        ({"isa": "DEFAULT", "machine": "aarch64", "blas": "no MKL"}, 0, "arithmetic", "ok", "DEFAULT, no MKL"),
+        ({}, NO_GPU, "torch", "ok", "2.13.0+cpu"),
+        ({"version": "2.9.1"}, NO_GPU, "torch", "missing", "2.9.1"),
+        ({}, NO_GPU, "gloo", "ok", "20 ms"),
+        ({"gloo_error": "no route"}, NO_GPU, "gloo", "missing", "no route"),
+        ({}, NO_GPU, "gpu", "ok", "CPU"),
+        ({}, Accelerators(4), "gpu", "warn", "4 GPUs that torch 2.13.0+cpu cannot use: it was built without CUDA"),
+        ({}, Accelerators(1, torch_cuda="13.0"), "gpu", "warn", "1 GPU that torch"),
+        ({}, replace(H100, driver="550.54"), "gpu", "warn", "driver 550.54, and CUDA 13.0 needs 580 or newer"),
+        (ONE_GPU, H100, "gpu", "ok", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, NCCL; a worker each"),
+        (ONE_GPU | {"nccl": False}, H100, "gpu", "warn", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, no NCCL"),
+        (ONE_GPU | {"num_gpus": 2}, MIXED, "gpu", "warn", "2 x NVIDIA H100 and NVIDIA A100"),
+        ({"num_gpus": 4, "nccl": True}, Accelerators(), "gpu", "ok", "4 GPUs, NCCL"),
+        ({}, NO_GPU, "arithmetic", "ok", "AVX2, MKL, oneDNN"),
+        ({"isa": "DEFAULT"}, NO_GPU, "arithmetic", "warn", "DEFAULT"),
+        ({"isa": "DEFAULT", "machine": "aarch64", "blas": "no MKL"}, NO_GPU, "arithmetic", "ok", "DEFAULT, no MKL"),
     ],
 )
 def test_verdicts_on_torch(
-    change: dict[str, Any], num_gpu_devices: int, name: str, status: str, part_of_found: str
+    change: dict[str, Any], gpus: Accelerators, name: str, status: str, part_of_found: str
 ) -> None:
-    (check,) = [each for each in host_checks.judge_torch(FACTS | change, "", num_gpu_devices) if each.name == name]
+    (check,) = [each for each in host_checks.judge_torch(FACTS | change, "", gpus) if each.name == name]
     assert (check.status, bool(check.fix)) == (status, status != "ok")
     assert part_of_found in check.found
 
 
 def test_without_torch_nothing_else_is_said_about_it() -> None:
-    (check,) = host_checks.judge_torch({}, "ModuleNotFoundError: No module named 'torch'", 0)
+    (check,) = host_checks.judge_torch({}, "ModuleNotFoundError: No module named 'torch'", NO_GPU)
     assert (check.name, check.status, check.fix) == ("torch", "missing", "pip install 'torch>=2.10'")
 
 

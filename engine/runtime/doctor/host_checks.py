@@ -17,8 +17,10 @@ from typing import Any, Literal
 import psutil
 
 from engine.core.errors import ExitCode
+from engine.files.accelerators import Accelerators, accelerators
 from engine.runtime.doctor import etcd_probes, host_probes
 from engine.runtime.doctor.etcd_probes import Client, Latency, Server
+from engine.runtime.doctor.gpu_checks import judge_gpus
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -62,7 +64,7 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
             judge_terminal(sys.stdout.isatty(), sys.stdout.encoding, shutil.get_terminal_size().columns),
         ]
         facts, error = host_probes.finish_torch_probe(torch_probe)
-    return *checks, *judge_torch(facts, error, host_probes.num_gpu_devices())
+    return *checks, *judge_torch(facts, error, accelerators())
 
 
 def check_etcd() -> list[HostCheck]:
@@ -183,32 +185,22 @@ def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> HostCh
     return HostCheck("terminal", "ok", found)
 
 
-def judge_torch(facts: dict[str, Any], error: str, num_gpu_devices: int) -> list[HostCheck]:
-    """Judges torch, its Gloo, its GPUs and its arithmetic; `num_gpu_devices` is the number in /dev."""
+def judge_torch(facts: dict[str, Any], error: str, gpus: Accelerators) -> list[HostCheck]:
+    """Judges torch, its Gloo, its arithmetic, and the GPUs of the host."""
     install = f"pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}'"
     if error:
         return [HostCheck("torch", "missing", error, install)]
     version = tuple(int(part) for part in facts["version"].split(".")[:2])
     if version < MIN_TORCH:
         return [HostCheck("torch", "missing", facts["version"], install)]
-    return [HostCheck("torch", "ok", facts["version"]), _gloo(facts), _gpus(facts, num_gpu_devices), _arithmetic(facts)]
+    of_gpus = HostCheck("gpu", *judge_gpus(facts, gpus))
+    return [HostCheck("torch", "ok", facts["version"]), _gloo(facts), of_gpus, _arithmetic(facts)]
 
 
 def _gloo(facts: dict[str, Any]) -> HostCheck:
     if facts["gloo_error"]:
         return HostCheck("gloo", "missing", facts["gloo_error"], "install a build of torch with Gloo; allow 127.0.0.1")
     return HostCheck("gloo", "ok", f"two ranks met and passed a tensor in {facts['gloo_ms']:.0f} ms")
-
-
-def _gpus(facts: dict[str, Any], num_gpu_devices: int) -> HostCheck:
-    if facts["num_gpus"] and facts["nccl"]:
-        return HostCheck("gpu", "ok", f"{facts['num_gpus']} GPUs, NCCL")
-    if facts["num_gpus"]:
-        return HostCheck("gpu", "warn", f"{facts['num_gpus']} GPUs, no NCCL", "install a build of torch with NCCL")
-    if num_gpu_devices:
-        found = f"{num_gpu_devices} GPUs that torch {facts['version']} cannot use"
-        return HostCheck("gpu", "warn", found, "install a CUDA build of torch that fits the driver")
-    return HostCheck("gpu", "ok", "none: workers run on the CPU, with Gloo")
 
 
 def _arithmetic(facts: dict[str, Any]) -> HostCheck:

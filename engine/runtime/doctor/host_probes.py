@@ -31,11 +31,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def num_gpu_devices() -> int:
-    """Returns the number of NVIDIA devices in /dev; torch may not be able to use them."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
 def missing_kernel_calls() -> list[str]:
     """Returns the kernel calls that the fork server needs and this system lacks, each with the error."""
 

@@ -1,0 +1,86 @@
+"""What is promised on a GPU, with tensors that go through host memory: `make test-gpu` tries it, and writes a page.
+
+Elsewhere each test is skipped with the reason. Nothing here has been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.checks.trajectory import TrajectoryRow
+from engine.core.config.job import Job
+from engine.files.accelerators import accelerators, lacks
+from engine.files.host_facts import host_facts
+from engine.files.trajectory_file import trajectory_rows
+from tests.gpu.hardware_page import Figure, page
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ["--steps", "6", "--stages", "2", "--device", "cuda", "--backend", "gloo", "--share-gpu"]
+FACTS = ("gpus", "driver", "torch", "torch_cuda", "python", "kernel", "cpu", "git_commit")
+WHY = lacks(Job(share_gpu=True), accelerators())
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[list[Figure]]:
+    """The results so far; at the end they become a page of docs/hardware."""
+    found: list[Figure] = []
+    yield found
+    facts = host_facts(ROOT)
+    name, text = page(date.today(), {each: facts[each] for each in FACTS}, found)
+    folder = ROOT / "docs" / "hardware"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def run(folder: Path, *options: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bamboo_cli", "run", "--json", "--results", str(folder), *options]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return dict(json.loads(ended.stdout))
+
+
+def note(figures: list[Figure], what: str, found: str, since_s: float) -> None:
+    figures.append(Figure(what, found, time.monotonic() - since_s))
+
+
+@pytest.mark.parametrize("fields", [["--model", "mlp"], [], ["--model", "resnet18"]], ids=["mlp", "gpt", "resnet18"])
+def test_a_job_has_the_same_bits_each_time_and_after_a_kill(
+    figures: list[Figure], tmp_path: Path, fields: list[str]
+) -> None:
+    since_s, name = time.monotonic(), (fields or ["", "gpt"])[-1]
+    first = run(tmp_path, *JOB, *fields)
+    again = run(tmp_path, *JOB, *fields)
+    assert first["trajectory"] == again["trajectory"]
+    memory = ", ".join(f"{mib:.0f}" for mib in first["peak_memory_mib"].values())
+    found = f"trajectory {first['trajectory'][:12]} both times; host memory of the workers {memory} MiB"
+    note(figures, f"{name}, twice", found, since_s)
+    since_s = time.monotonic()
+    killed = run(tmp_path, *JOB, *fields, "--kill", "3:1")
+    assert killed["trajectory"] == first["trajectory"]
+    note(figures, f"{name}, one kill", "the same trajectory", since_s)
+
+
+def test_a_checkpoint_is_resumed_with_the_same_bits(figures: list[Figure], tmp_path: Path) -> None:
+    since_s = time.monotonic()
+    whole = run(tmp_path, *JOB, "--checkpoint-every", "3")
+    rest = run(tmp_path, "--resume", f"{whole['run_dir']}@2")
+    assert rest["resumed_after"] == 2
+    rows = [[row for row in rows_of(each) if row.step > 2] for each in (whole, rest)]
+    assert rows[0] == rows[1] != []
+    note(figures, "gpt, resumed after step 2", f"{len(rows[0])} equal hashes of layers", since_s)
+
+
+def rows_of(result: dict[str, Any]) -> list[TrajectoryRow]:
+    path = Path(result["run_dir"], "trajectory.csv")
+    return trajectory_rows(path.read_text(), path)
