@@ -122,7 +122,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.models", "engine.models.sources", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness.cases": _GROUND
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}
-    | {"engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
+    | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
     "engine.harness": _HOST
     | {"engine.harness.cases"}
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
-_PASSED_ON = ("faults", "grace_s", "injectable", "standby_coordinator")  # fields of a case for its session
+_PASSED_ON = ("faults", "grace_s", "injectable", "standby_coordinator", "notices")  # fields of a case for its session
 _QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.core.agent.notice_answer import NoticeFrom
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault, to_plain
@@ -32,6 +33,7 @@ class Case:
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
     file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby_coordinator`: a second coordinator
     waits. It begins after the checkpoint `origin`. The given weights must have the hash `init`, if it is not empty.
+    `notices` are asked for.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Case:
     standby_coordinator: bool = False
     origin: Resumption | None = None
     init: str = ""
+    notices: NoticeFrom | None = None
 
 
 def folder_name(text: str, otherwise: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from engine.core.agent.notice_answer import NoticeFrom
 from engine.core.checkpoints.resumption import Resumption, begun_with
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership, shadowed
@@ -34,6 +35,7 @@ from engine.runtime.agent.asking import ask
 from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
+from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, worker_view
 from engine.runtime.agent.start_up import Launch, recording
@@ -67,13 +69,15 @@ def run_session(
     host: HostRecord | None = None,
     origin: Resumption | None = None,
     revive: Callable[[Agent], Resumption | None] = lambda agent: None,
+    notices: NoticeFrom | None = None,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
     Without `etcd`, starts a private one. `ownership` assigns slots, `ranks` orders the process group. A worker is
     killed `grace_s` after its notice. `faults` strike workers, and requests if `injectable`. A fork `server` that runs
     saves the start of another. Training begins after the checkpoint `origin`; after the loss of a state, it goes on
-    with the one that `revive` names. Raises EnvironmentLacksError or CoordinatorUnavailableError.
+    with the one that `revive` names. `notices` are asked for. Raises EnvironmentLacksError or
+    CoordinatorUnavailableError.
     """
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
@@ -91,10 +95,11 @@ def run_session(
                 stack.enter_context(_renewing(node, server))
                 ranks, place = ranks or ownership.workers(), place_of(job, folder)
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
+                source = asked_for(stack, notices)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
-                look = partial(_Look, job, watch, requests)
+                look = partial(_Look, job, watch, requests, source)
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
@@ -194,13 +199,22 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
 class _Look:
     """The work of every tick of an agent; the policy is also asked at a verdict that takes workers in."""
 
-    def __init__(self, job: Job, watch: Callable[[RunView], None], requests: FaultRequests, board: ProgressBoard):
-        self._job, self._watch, self._requests, self._board = job, watch, requests, board
+    def __init__(
+        self,
+        job: Job,
+        watch: Callable[[RunView], None],
+        requests: FaultRequests,
+        source: NoticeSource | None,
+        board: ProgressBoard,
+    ):
+        self._job, self._watch, self._requests, self._source, self._board = job, watch, requests, source, board
         self._asked = Rebalancing(())
 
     def tick(self, agent: Agent) -> None:
         self._watch(_view(agent, self._board))
         self._requests.look(agent.injector)
+        if self._source is not None:
+            self._source.look(agent)
         agent.checkpoints.record()
         self.ask(agent)
 

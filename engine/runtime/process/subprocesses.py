@@ -39,10 +39,14 @@ def start(
     *,
     fd: int | None = None,
     log: IO[bytes] | int | None = None,
+    out: IO[bytes] | int | None = None,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program that inherits `fd`, without standard input; a Ctrl-C of the terminal does not reach it."""
+    """Starts a program that inherits `fd`, without standard input; a Ctrl-C of the terminal does not reach it.
+
+    It prints to `log`, its standard output to `out` if that is given.
+    """
     with ctrl_c_held():
         return subprocess.Popen(
             command,
@@ -50,7 +54,7 @@ def start(
             cwd=folder,
             env=inherited() if environment is None else environment,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=log if out is None else out,
             stderr=log,
             start_new_session=True,
         )

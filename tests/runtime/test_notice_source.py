@@ -1,0 +1,188 @@
+"""The notice source, with real commands and a real HTTP server: answers, limits, and nothing that stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.core.agent.notice_answer import NoticeFrom
+from engine.runtime.agent.notice_source import NoticeSource
+
+SOON_S = 20.0
+
+
+class Host:
+    """Stands for the agent: its workers, the signals that they got, and the lines for the user."""
+
+    def __init__(self, num_workers: int = 3):
+        self.signalled: list[tuple[int, int]] = []
+        self.notes: list[str] = []
+        self.is_stopping = False
+        self.node = SimpleNamespace(state=SimpleNamespace(members=tuple(range(num_workers))))
+        self.run_state = SimpleNamespace(note=self.notes.append)
+        self.members = {each: SimpleNamespace(child=self._child(each)) for each in range(num_workers)}
+
+    def _child(self, worker: int) -> Any:
+        return SimpleNamespace(signal=lambda number: self.signalled.append((worker, number)))
+
+
+@contextmanager
+def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/notice"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def says(status: int, body: bytes, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(body)
+
+    return answer
+
+
+def told(wanted: NoticeFrom, until: Callable[[Host], object], wait_s: float = SOON_S) -> Host:
+    """Returns the host after it has asked until something holds, or for some time."""
+    host: Any = Host()
+    source = NoticeSource(wanted._replace(every_s=0.05))
+    with source.asking():
+        end_s = time.monotonic() + wait_s
+        while time.monotonic() < end_s and not until(host):
+            source.look(host)
+            time.sleep(0.02)
+    source.look(host)
+    found: Host = host
+    return found
+
+
+def of_command(script: str, until: Callable[[Host], object] = lambda host: host.signalled, **more: Any) -> Host:
+    return told(NoticeFrom((sys.executable, "-S", "-c", script)), until, **more)
+
+
+def test_workers_that_a_command_names_get_sigterm_once() -> None:
+    assert of_command("print('workers 0 2')").signalled == [(0, signal.SIGTERM), (2, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("script", ["pass", "print('[]')", "print('1'); raise SystemExit(1)"])
+def test_nothing_and_a_failing_command_are_no_notice(script: str) -> None:
+    host = of_command(script, wait_s=0.8)
+    assert (host.signalled, host.notes) == ([], [])
+
+
+def test_a_worker_that_is_no_member_is_no_notice() -> None:
+    assert of_command("print('7')", wait_s=0.8).signalled == []
+
+
+@pytest.mark.parametrize("text", ["TRUE", "[0, 1, 2]"])
+def test_a_notice_for_the_host_is_said_and_is_one_for_the_launcher(text: str) -> None:
+    caught: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    try:
+        host = of_command(f"print('{text}')", lambda host: host.notes)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught == [signal.SIGTERM]
+    assert host.signalled == []
+    assert host.notes == ["--notice-command: a notice for all workers, which no other host takes over: the run ends"]
+
+
+def test_a_command_that_stays_is_killed_with_its_children(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    script = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+open({str(pids)!r}, "a").write(f"{{os.getpid()}}\\n{{child.pid}}\\n")
+time.sleep(600)
+"""
+    of_command(script, lambda host: pids.exists() and len(pids.read_text().split()) >= 2)
+    for pid in map(int, pids.read_text().split()):
+        end_s = time.monotonic() + SOON_S
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end_s, f"process {pid} stays behind"
+            time.sleep(0.02)
+
+
+def test_no_shell_reads_a_command(tmp_path: Path) -> None:
+    file = tmp_path / "made"
+    command = (sys.executable, "-S", "-c", "pass", f"; touch {file}", f"$(touch {file})", "|", "touch", str(file))
+    assert told(NoticeFrom(command), lambda host: False, wait_s=0.5).notes == []
+    assert not file.exists()
+
+
+def test_a_url_names_workers() -> None:
+    with serving(says(200, b"[1]")) as url:
+        assert told(NoticeFrom(url=url), lambda host: host.signalled).signalled == [(1, signal.SIGTERM)]
+
+
+def test_a_url_is_asked_as_clouds_want_it() -> None:
+    seen: list[tuple[str | None, str | None]] = []
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        seen.append((request.headers["Metadata-Flavor"], request.headers["Metadata"]))
+        says(404, b"")(request)
+
+    with serving(answer) as url:
+        told(NoticeFrom(url=url), lambda host: seen)
+    assert seen[0] == ("Google", "true")
+
+
+@pytest.mark.parametrize("status", [404, 403, 500, 204])
+def test_another_status_is_no_notice(status: int) -> None:
+    with serving(says(status, b"" if status == 204 else b"[1]")) as url:
+        host = told(NoticeFrom(url=url), lambda host: host.signalled, wait_s=0.5)
+    assert (host.signalled, host.notes) == ([], [])
+
+
+def test_no_redirection_is_followed() -> None:
+    with serving(says(200, b"[1]")) as other, serving(says(302, b"", Location=other)) as url:
+        host = told(NoticeFrom(url=url), lambda host: host.signalled, wait_s=0.5)
+    assert host.signalled == []
+
+
+def test_an_address_that_cannot_be_reached_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "http_proxy", "http://127.0.0.1:9")  # it is not asked
+    host = told(NoticeFrom(url="http://127.0.0.1:1/x"), lambda host: False, wait_s=0.5)
+    (note,) = host.notes
+    assert note.startswith("--notice-url cannot be asked: ") and "refused" in note
+
+
+def test_an_address_that_does_not_answer_takes_no_time_of_the_run() -> None:
+    goes_on = threading.Event()
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        goes_on.wait(SOON_S)
+
+    with serving(answer) as url:
+        began_s = time.monotonic()
+        host = told(NoticeFrom(url=url), lambda host: host.notes)
+        took_s = time.monotonic() - began_s
+        goes_on.set()
+    assert "timed out" in host.notes[0]
+    assert took_s < SOON_S / 2
