@@ -51,6 +51,10 @@ EPILOG = (
     "|  bamboo run results/latest/run.json  |  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
 )
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout; progress to stderr.")]
+_Explained = Annotated[bool, typer.Option("--explain", help="Print each value and its origin; start no process.")]
+_InProcess = Annotated[
+    bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
+]
 
 
 @takes_job
@@ -67,17 +71,13 @@ def run(
     notice_url: NoticeUrl = "",
     notice_every: NoticeEvery = "5s",
     injectable: Injectable = YesNo.YES,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
-    ] = False,
+    in_process: _InProcess = False,
     second: StandbyCoordinator = False,
     resume: Resume = None,
     other_bits: OtherBits = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
-    explained: Annotated[
-        bool, typer.Option("--explain", help="Print each value and its origin; start no process.")
-    ] = False,
+    explained: _Explained = False,
     keywords: Keywords = False,
 ) -> None:
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
@@ -85,12 +85,8 @@ def run(
 
     scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin, after=begun_with(resolved.origin))
     faults = expand(scenario, resolved.job.seed)
-    options: dict[str, Any] = {
-        "grace_s": grace_seconds(grace),
-        "injectable": injectable is YesNo.YES,
-        "standby_coordinator": second,
-    }
-    options["notices"] = notices_from(notice_command, notice_url, notice_every)
+    options: dict[str, Any] = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES}
+    options |= {"standby_coordinator": second, "notices": notices_from(notice_command, notice_url, notice_every)}
     if resolved.with_faults and not faults:
         echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
     if explained:
@@ -105,10 +101,10 @@ def run(
         from engine.runtime.process.interrupts import holding
 
         try:
+            case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
             with holding(), _server(in_process, second) as server:
-                case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
-                shown = announcing(screen(tee=tee), keywords)
-                code = _print_result(run_case(case, store, shown, server), resolved, as_json)
+                result = run_case(case, store, announcing(screen(tee=tee), keywords), server)
+                code = _print_result(result, resolved, as_json)
         except UserError as error:
             raise _with_origins(error, resolved) from None
         raise typer.Exit(code)

@@ -18,7 +18,7 @@ def test_a_command_or_a_url_or_none() -> None:
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(UserError) as caught:
         notices_from("no-such-program-of-mine -x", "file:///etc/passwd", "0s")
-    wrong = [(each.what, each.expected) for each in caught.value.problems]
+    wrong = [(each.field, each.expected) for each in caught.value.problems]
     assert [what for what, _ in wrong] == ["--notice-url", "--notice-command", "--notice-url", "--notice-every"]
     assert "http://" in wrong[2][1]
 

@@ -19,17 +19,37 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import OK
-from typing import Any
+from typing import Any, Protocol
 from urllib.error import HTTPError
 
 from engine.core.agent.notice_answer import MOST_BYTES, NoticeAnswer, NoticeFrom, answer_of
-from engine.runtime.agent.agent import Agent
+from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.process.subprocesses import is_readable, module, start
 
 _COMMAND_S, _URL_S, _LOOK_S = 5.0, 1.0, 0.1
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # two clouds answer to requests with theirs only
+
+
+class Noticed(Protocol):
+    """The agent, as its notice source sees it."""
+
+    @property
+    def members(self) -> Mapping[int, WorkerHandle]:
+        """The workers of this host."""
+
+    @property
+    def node(self) -> Any:
+        """The host's place in the job."""
+
+    @property
+    def run_state(self) -> Any:
+        """The lines for the user."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends now."""
 
 
 class NoticeSource:
@@ -93,7 +113,7 @@ class NoticeSource:
         finally:
             os.close(pidfd)
 
-    def look(self, agent: Agent) -> None:
+    def look(self, agent: Noticed) -> None:
         """Passes on the answers that have come, in the thread of the agent."""
         while not self._answers.empty():
             found = self._answers.get()
@@ -102,7 +122,7 @@ class NoticeSource:
             elif not agent.is_stopping:
                 self._tell(agent, found)
 
-    def _tell(self, agent: Agent, notice: NoticeAnswer) -> None:
+    def _tell(self, agent: Noticed, notice: NoticeAnswer) -> None:
         members = set(agent.node.state.members)
         named = members if notice.workers is None else members.intersection(notice.workers)
         if not members <= named | self._given:

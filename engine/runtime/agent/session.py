@@ -73,11 +73,9 @@ def run_session(
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
-    Without `etcd`, starts a private one. `ownership` assigns slots, `ranks` orders the process group. A worker is
-    killed `grace_s` after its notice. `faults` strike workers, and requests if `injectable`. A fork `server` that runs
-    saves the start of another. Training begins after the checkpoint `origin`; after the loss of a state, it goes on
-    with the one that `revive` names. `notices` are asked for. Raises EnvironmentLacksError or
-    CoordinatorUnavailableError.
+    Without `etcd` it starts one. `ownership` assigns slots, `ranks` orders the group. Workers are killed `grace_s`
+    after their notice; asks for `notices`. `faults` strike workers, requests if `injectable`. Begins after `origin`,
+    and after the loss of a state as `revive` says. Raises EnvironmentLacksError, CoordinatorUnavailableError.
     """
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
@@ -95,11 +93,10 @@ def run_session(
                 stack.enter_context(_renewing(node, server))
                 ranks, place = ranks or ownership.workers(), place_of(job, folder)
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
-                source = asked_for(stack, notices)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
-                look = partial(_Look, job, watch, requests, source)
+                look = partial(_Look, job, watch, requests, asked_for(stack, notices))
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
