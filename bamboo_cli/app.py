@@ -27,6 +27,7 @@ from engine.core.texts import printable
 COMMANDS = {
     "run": "Train a model in a pipeline of worker processes.",
     "doctor": "Check this machine, one line per check with the fix",
+    "agent": "Add a worker to a running job, and follow it",
     "status": "Show the owners of the stages of a run, its step, heartbeats and verdicts",
     "inject": "Run a scenario: its job, its faults, its fault-free twin; then check its expectations.",
     "validate": "Check scenarios, matrices and jobs: fields, possible moments, existing victims.",
@@ -48,6 +49,7 @@ _PLACES = {
     "clean": ("stock.clean", "clean"),
     "checkpoint": ("stock.checkpoint", "checkpoint"),
     "export": ("stock.export", "export"),
+    "agent": ("hosts.agent", "agent"),
 }
 
 

@@ -146,6 +146,7 @@ ROOMS: dict[str, frozenset[str]] = {
 }
 COMMANDS = (
     "bamboo_cli",
+    "bamboo_cli.hosts",
     "bamboo_cli.options",
     "bamboo_cli.stock",
     "bamboo_cli.terminal",

@@ -34,6 +34,7 @@ class WelcomeMessage(ToWorker):
     checkpoints: str = ""  # the folder or the URL of the checkpoints; empty if the job keeps none
     run: str = ""  # the name of its folder
     waits: bool = False  # it owns nothing, and waits until an epoch makes it a member
+    joins: bool = False  # without a failure, too
 
 
 @message

@@ -54,6 +54,11 @@ def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) ->
     write_atomically(path, f"{text}{_hash(fingerprint, text)}\n")
 
 
+def own_sources() -> str:
+    """Returns the hash of the engine's code."""
+    return source_hash(Path(__file__).parents[1])
+
+
 def source_hash(package: Path) -> str:
     """Returns the SHA-256 (hex) over the Python files of a package: changed code may compute other bits."""
     digest = hashlib.sha256()

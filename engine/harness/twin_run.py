@@ -72,9 +72,9 @@ def _naming() -> Callable[[Job], str | None]:
     from engine.files.host_facts import host_facts
     from engine.files.jobs.data_files import data_files
     from engine.files.jobs.given_weights import with_weights_hash
-    from engine.files.twin_file import source_hash
+    from engine.files.twin_file import own_sources
 
-    facts, sources = host_facts(Path.cwd()), source_hash(Path(__file__).parents[1])
+    facts, sources = host_facts(Path.cwd()), own_sources()
     return lambda job: fingerprint(with_weights_hash(job), facts, sources, data_files(job))
 
 

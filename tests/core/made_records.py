@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Position, excluded
-from engine.core.history.elastic_records import PaceRecord, PolicyRecord
+from engine.core.history.elastic_records import AddedRecord, PaceRecord, PolicyRecord
 from engine.core.history.process_records import (
     CoordinatorEndedRecord,
     CoordinatorRecord,
@@ -150,6 +150,7 @@ SAMPLES: tuple[Record, ...] = (
     EndedRecord(**AGENT, outcome="finished", exit_code=0),
     PaceRecord(**AGENT, of=0, step=9, slowness=2.0, why="x"),
     PolicyRecord(**AGENT, step=9, why="x", owners=(0, 0)),
+    AddedRecord(**AGENT, request="join-1.json", of=3, joins=True),
     ComparingRecord(**AGENT),
     TwinRecord(**AGENT, losses=((0, 0.5), (1, 0.25))),
     ComparisonRecord(

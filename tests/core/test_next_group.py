@@ -8,17 +8,17 @@ import pytest
 
 from engine.core.coordinator.machine import is_to_be_kept
 from engine.core.coordinator.next_group import NextGroup, attempted
-from engine.core.coordinator.outputs import Note, Tell
+from engine.core.coordinator.outputs import Kill, Note, Tell
 from engine.core.coordinator.state import CoordinatorState, documents, resume
-from engine.core.errors import InvariantError
+from engine.core.errors import ExitCode, InvariantError
 from engine.core.membership.events import Notice, Wanted
 from engine.core.membership.state import Phase
-from engine.core.messages import CommitMessage, EpochMessage, WaitingMessage
+from engine.core.messages import CommitMessage, EpochMessage, HeartbeatMessage, WaitingMessage
 from engine.core.process_messages import ByeMessage, KeyMessage, NextGroupFormedMessage, NextGroupMessage
 from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
-from engine.core.worker.inputs import GroupKey, NextGroupFormed, Told
+from engine.core.worker.inputs import GroupKey, NextGroupFormed, NoticeGiven, Told
 from engine.core.worker.machine import step as worker_step
-from engine.core.worker.outputs import EnterNextGroup, FormNextGroup, LeaveNextGroups, MarkPhase, Say
+from engine.core.worker.outputs import End, EnterNextGroup, FormNextGroup, LeaveNextGroups, MarkPhase, Say
 from engine.core.worker.state import Mode, WorkerState
 from tests.core.coordinator_cases import (
     Outputs,
@@ -183,6 +183,12 @@ def test_a_wish_that_names_a_joiner_waits_for_it_as_a_whole() -> None:
     assert lost.membership.wanted_moves == {0: 1}
 
 
+def test_a_sign_of_life_of_a_worker_that_is_still_being_started_is_not_answered() -> None:
+    """It would take an epoch without it for the verdict on it, and end."""
+    beat = HeartbeatMessage(0, 0, 0, False)
+    assert given(training(), heard(3, beat))[1] == ()
+
+
 def test_the_keys_of_the_group_reach_the_joiner() -> None:
     state, _ = joining()
     ((tell),) = given(state, heard(0, KeyMessage(2, "a", "b")))[1]
@@ -264,6 +270,16 @@ def test_any_other_epoch_gives_the_group_up() -> None:
 def test_a_waiting_worker_ignores_the_commit_that_comes_again_with_its_epoch() -> None:
     assert worker_step(waiting(), Told(CommitMessage(3, 1.0, "epoch"))) == (waiting(), ())
     assert worker_step(WorkerState(mode=Mode.WAITING), Told(ByeMessage()))[0].mode is Mode.OUT
+
+
+def test_a_worker_that_gives_notice_while_it_waits_leaves_with_the_code_of_a_notice() -> None:
+    state, _ = joining()
+    state, outputs = given(state, Notice(6, 3, S))
+    assert Tell((3,), ByeMessage()) in outputs
+    assert not any(isinstance(each, Kill) for each in outputs)
+    assert worker_step(waiting(), Told(ByeMessage()))[1] == (End(ExitCode.OK),)
+    noticed = fed(waiting(), NoticeGiven())
+    assert worker_step(noticed, Told(ByeMessage()))[1] == (End(ExitCode.LEFT_WITH_NOTICE),)
 
 
 def test_a_plan_is_made_by_its_members_only() -> None:

@@ -29,7 +29,7 @@ from engine.core.coordinator.outputs import (
 from engine.core.coordinator.preparation import looked
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import ensure, required
-from engine.core.exclusion import Verdict, in_words
+from engine.core.exclusion import Cause, Verdict, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership import effects
@@ -234,6 +234,10 @@ def _healing(state: CoordinatorState) -> CoordinatorState:
 
 
 def _evict(state: CoordinatorState, effect: effects.Evict) -> Decided:
+    """Ends the process of a worker that is out; one that gave notice while it waited owes nothing, and leaves."""
+    lost = state.membership.lost.get(effect.worker)
+    if lost is not None and lost.cause is Cause.LEFT:
+        return state, (Tell((effect.worker,), ByeMessage()),)
     return state, (Kill(effect.worker),)
 
 

@@ -1,4 +1,4 @@
-"""The records of a run about the paces of its workers, and about the answers of the policy."""
+"""The records of a run about the paces of its workers, the answers of the policy, and workers that were added."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ class PolicyRecord(StampedRecord):
     step: int
     why: str
     owners: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedRecord(StampedRecord):
+    """The launcher has taken a `request`, a file in the run folder, and starts worker `of`, which will wait.
+
+    `joins`: it becomes a member without a failure, too.
+    """
+
+    request: str
+    of: int
+    joins: bool

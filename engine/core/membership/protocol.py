@@ -48,6 +48,7 @@ from engine.core.membership.transitions import (
     takes_over,
     takes_over_at_end,
 )
+from engine.core.membership.waiting import is_unknown
 from engine.core.message_codec import Message
 from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage, SuspicionMessage, WaitingMessage
 from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
@@ -124,7 +125,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
         waits = waits or (event.worker in state.waiting and isinstance(about, HeartbeatMessage))
         is_past = isinstance(about, Answer) and about.epoch < state.epoch
         if (event.worker not in state.members and not waits) or is_past:
-            return state, (Fence(state.epoch, event.worker),)
+            # A newcomer that is still being started is no member yet.
+            return state, () if is_unknown(state, event.worker) else (Fence(state.epoch, event.worker),)
     if isinstance(about, Answer | StepCommitted) and about.epoch != state.epoch:
         return state, ()  # late if the epoch is lower; if it is higher, this coordinator has been replaced
     rule = TABLE[state.phase, type(about)]

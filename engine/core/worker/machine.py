@@ -43,6 +43,7 @@ from engine.core.worker.step_rules import (
     has_run,
     heals,
     is_known,
+    is_let_go,
     is_validated,
     joins,
     leaves,
@@ -93,7 +94,7 @@ _SOMETIMES: dict[type[Message] | type[inputs.Input], tuple[WorkerRule | Impossib
 _WHILE_WAITING: dict[type[Message] | type[inputs.Input], WorkerRule] = {
     EpochMessage: is_taken_in,
     StopMessage: stops,
-    ByeMessage: stops,
+    ByeMessage: is_let_go,
     CommitMessage: changes_nothing,  # it comes again with the epoch that it begins
     inputs.NoticeGiven: gives_notice,
     PrepareMessage: prepares,

@@ -165,6 +165,12 @@ def leaves(state: WorkerState, told: Message) -> Stepped:
     return state._replace(mode=Mode.OUT), (CloseGroup(), End(ExitCode.OK))
 
 
+def is_let_go(state: WorkerState, told: Message) -> Stepped:
+    """Ends the wait of a worker that is no member: all have finished, or it has given notice."""
+    code = ExitCode.LEFT_WITH_NOTICE if state.has_given_notice else ExitCode.OK
+    return state._replace(mode=Mode.OUT), (End(code),)
+
+
 def stops(state: WorkerState, told: Message) -> Stepped:
     """Ends at once."""
     return state._replace(mode=Mode.OUT), (End(ExitCode.OK),)

@@ -97,6 +97,7 @@ def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
 def write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
     """Writes `run.json`, with the result of the case once it is known."""
     from engine.files.host_facts import host_facts
+    from engine.files.twin_file import own_sources
 
     facts: dict[str, Any] = {
         "run": folder.path.name,
@@ -104,6 +105,7 @@ def write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = N
         "origins": case.origins,
         "injectable": case.injectable,
         "host": host_facts(Path.cwd()),
+        "sources": own_sources(),
     }
     if case.init:
         facts["init"] = {"file": case.scenario.job.init, "sha256": case.init}

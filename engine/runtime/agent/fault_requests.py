@@ -1,24 +1,19 @@
 """Faults that are requested while a job runs, by files ``request-<hex>.json`` in its run folder.
 
-Rules: a request is read once, answered by a record, and removed. It must be a regular file of this user without access
-for others. Its size, its depth, its faults and their numbers are bounded. Every field is checked; a request with a
-wrong field is refused as a whole. It can only strike workers of this run, and no content of a file ends the launcher.
-A run that is not injectable refuses every request.
+Rules: the faults of a request and their numbers are bounded. Every field is checked; a request with a wrong field is
+refused as a whole. It can only strike workers of this run. A run that is not injectable refuses every request.
+`request_files.py` has the rules of the files.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from collections.abc import Collection, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from engine.core.config.job import Job
-from engine.core.errors import BambooError
 from engine.core.faults.fault import (
     PHASES,
     ROLES,
@@ -35,108 +30,57 @@ from engine.core.faults.fault import (
 from engine.core.faults.fault_kind import MOST_NS
 from engine.core.history.run_records import RefusedRecord, RequestRecord
 from engine.runtime.agent.injector import Injector
+from engine.runtime.agent.request_files import MAX_BYTES, RequestFiles, json_of, reason_of
 from engine.runtime.faults.registry import registered
 from engine.runtime.ipc.recorder import Recorder
 
 CLOSED = "the run was started with --injectable no"
-_BEGINNING, _ENDING = "request-", ".json"
-_MAX_BYTES = 65_536
-_MOST_DEEP = 8  # brackets in brackets; a fault has four
 _MOST_FAULTS, _MOST_VICTIMS = 256, 64
 _MOST_KNOWN = 4096  # faults of a run
-_MOST_FILES, _MOST_ANSWERS = 4096, 16  # of a look
-_MOST_OF_REASON = 500  # characters
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,99}")
-_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"?')
 
 
 class FaultRequests:
     """The requests in the folder of one run."""
 
     def __init__(self, folder: Path, job: Job, workers: Collection[int], recorder: Recorder, injectable: bool = True):
-        self._folder = folder
+        self._files = RequestFiles(folder, "request-")
         self._job = job
         self._workers = workers
         self._recorder = recorder
         self._injectable = injectable
-        self._left_there: set[str] = set()  # the names of answered requests that could not be removed
 
     def look(self, injector: Injector) -> None:
         """Answers requests since the last call: a bounded number, and one with faults, which go to every worker."""
-        for name in self._new():
-            path = self._folder / name
+        for request in self._files.new():
             faults: tuple[Fault, ...] = ()
             try:
                 if not self._injectable:
                     raise ValueError(CLOSED)
-                faults = read_request(_text(path), self._job, self._workers, injector.injection.known)
+                faults = read_request(request.text(), self._job, self._workers, injector.injection.known)
             except FileNotFoundError:
                 continue  # it was withdrawn
             except Exception as error:  # of any kind: a file of a user must not end the launcher
-                self._recorder.write(RefusedRecord(request=name, reason=_reason(error)))
+                self._recorder.write(RefusedRecord(request=request.name, reason=reason_of(error)))
             else:
-                self._recorder.write(RequestRecord(request=name, faults=tuple(fault.id for fault in faults)))
+                self._recorder.write(RequestRecord(request=request.name, faults=tuple(fault.id for fault in faults)))
                 injector.add(faults)
-            if not _removed(path):
-                self._left_there.add(name)
+            self._files.remove(request)
             if faults:
                 return
-
-    def _new(self) -> list[str]:
-        """Returns the names of the requests to answer now; those of a folder that cannot be read wait."""
-        try:
-            with os.scandir(self._folder) as entries:
-                names = [each.name for each in islice(entries, _MOST_FILES)]
-        except OSError:
-            return []
-        found = (each for each in names if each.startswith(_BEGINNING) and each.endswith(_ENDING))
-        return sorted(each for each in found if each not in self._left_there)[:_MOST_ANSWERS]
-
-
-def _removed(path: Path) -> bool:
-    """Removes a request, also an empty folder of its name; returns whether it is gone."""
-    for remove in (os.unlink, os.rmdir):
-        try:
-            remove(path)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            continue
-        return True
-    return False
-
-
-def _reason(error: Exception) -> str:
-    is_told = isinstance(error, (BambooError, OSError, ValueError))
-    return (str(error) if is_told else f"it cannot be read ({type(error).__name__})")[:_MOST_OF_REASON]
-
-
-def _text(path: Path) -> str:
-    """Returns the text of a request; raises ValueError if another user may have written it, or OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise ValueError("expected a regular file of this user with mode 0600")
-        data = os.read(fd, _MAX_BYTES + 1)
-    finally:
-        os.close(fd)
-    if len(data) > _MAX_BYTES:
-        raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
-    return data.decode()
 
 
 def read_request(text: str, job: Job, workers: Collection[int], known: Collection[str]) -> tuple[Fault, ...]:
     """Returns the faults of a request; raises ValueError, or ScheduleError for a wrong action."""
-    plain = _json(text)
+    plain = json_of(text)
     if not isinstance(plain, list):
         raise ValueError("expected a list of faults")
     if not 0 < len(plain) <= _MOST_FAULTS:
         raise ValueError(f"expected 1 to {_MOST_FAULTS} faults, found {len(plain)}")
     if len(known) + len(plain) > _MOST_KNOWN:
         raise ValueError(f"expected at most {_MOST_KNOWN} faults in a run, which has {len(known)}")
-    if len(json.dumps(plain)) > _MAX_BYTES:  # as it travels to the workers
-        raise ValueError(f"it is longer than {_MAX_BYTES} bytes in ASCII")
+    if len(json.dumps(plain)) > MAX_BYTES:  # as it travels to the workers
+        raise ValueError(f"it is longer than {MAX_BYTES} bytes in ASCII")
     faults: list[Fault] = []
     names = [str(each.get("id")) for each in plain if isinstance(each, dict)]
     for each in plain:
@@ -151,20 +95,6 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
             raise ValueError(f"{fault.id}: {problem}"[:200])
         faults.append(fault)
     return tuple(faults)
-
-
-def _json(text: str) -> Any:
-    """Returns the values of a JSON text; raises ValueError if they are too deep, or for NaN or Infinity."""
-    depth = 0
-    for each in _TEXTS.sub("", text):
-        depth += (each in "[{") - (each in "]}")
-        if depth > _MOST_DEEP:
-            raise ValueError(f"expected at most {_MOST_DEEP} brackets in brackets")
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"expected a finite number, found {name}")
 
 
 def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str]) -> str:

@@ -35,10 +35,14 @@ from engine.runtime.agent.asking import ask
 from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
+<<<<<<< HEAD
 from engine.runtime.agent.notice_source import NoticeSource, asked_for
+=======
+from engine.runtime.agent.join_requests import Hands, JoinRequests
+>>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, worker_view
-from engine.runtime.agent.start_up import Launch, recording
+from engine.runtime.agent.start_up import Crew, Launch, recording
 from engine.runtime.agent.worker_handles import start_coordinator
 from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.store_joining import join_store
@@ -96,7 +100,11 @@ def run_session(
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
+<<<<<<< HEAD
                 look = partial(_Look, job, watch, requests, asked_for(stack, notices))
+=======
+                look = partial(_Look, job, watch, requests, JoinRequests(events.parent, job, recorder))
+>>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
@@ -123,7 +131,7 @@ def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, starte
 def _trained(
     launch: Launch,
     made: Callable[..., Agent],
-    look: Callable[[ProgressBoard], _Look],
+    look: Callable[[Crew], _Look],
     run: Callable[[Agent], None],
     faults: Sequence[Fault],
     origin: Resumption | None,
@@ -134,7 +142,7 @@ def _trained(
         left = faults if agent is None else _restarted(agent, launch.ownership)
         origin = _origin(launch.recorder, origin, agent)
         crew = launch.start(left, origin)
-        board, at = crew.board, look(crew.board)
+        board, at = crew.board, look(crew)
         agent = made(
             crew.members,
             tick=at.tick,
@@ -197,6 +205,7 @@ class _Look:
     """The work of every tick of an agent; the policy is also asked at a verdict that takes workers in."""
 
     def __init__(
+<<<<<<< HEAD
         self,
         job: Job,
         watch: Callable[[RunView], None],
@@ -205,13 +214,22 @@ class _Look:
         board: ProgressBoard,
     ):
         self._job, self._watch, self._requests, self._source, self._board = job, watch, requests, source, board
+=======
+        self, job: Job, watch: Callable[[RunView], None], requests: FaultRequests, joins: JoinRequests, crew: Crew
+    ):
+        self._job, self._watch, self._requests, self._joins, self._crew = job, watch, requests, joins, crew
+>>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
         self._asked = Rebalancing(())
 
     def tick(self, agent: Agent) -> None:
-        self._watch(_view(agent, self._board))
+        self._watch(_view(agent, self._crew.board))
         self._requests.look(agent.injector)
+<<<<<<< HEAD
         if self._source is not None:
             self._source.look(agent)
+=======
+        self._joins.look(agent.node.state, _hands(agent, self._crew))
+>>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
         agent.checkpoints.record()
         self.ask(agent)
 
@@ -219,6 +237,24 @@ class _Look:
         if self._job.elastic and not agent.is_stopping:
             run, known = agent.run_state, agent.node.state
             self._asked = ask(self._asked, run, known, agent.recorder, agent.decide, takes_in=takes_in)
+
+
+def _hands(agent: Agent, crew: Crew) -> Hands:
+    """Returns what requests for workers are carried out with."""
+
+    def start(joins: bool) -> int:
+        with crew.launch.server.forking():
+            member = crew.start_waiting()
+        crew.welcome(member, joins=joins)
+        agent.add(member)
+        return member.worker
+
+    def notify(worker: int) -> bool:
+        if worker in crew.members:
+            crew.members[worker].child.signal(signal.SIGTERM)
+        return worker in crew.members
+
+    return Hands(start, notify, crew.launch.numbers, agent.is_stopping)
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:

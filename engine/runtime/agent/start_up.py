@@ -118,8 +118,8 @@ class Crew:
         """Starts a worker that will wait, with a number that no worker has had since the last start; at any time."""
         return self.start(max(self.members) + 1)
 
-    def welcome(self, member: WorkerHandle) -> None:
-        """Sends a worker its first message; one that owns nothing waits."""
+    def welcome(self, member: WorkerHandle, *, joins: bool = False) -> None:
+        """Sends a worker its first message; one that owns nothing waits, with `joins` for no failure."""
         launch, owners = self.launch, self.launch.ownership.workers()
         launch.recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
         message = WelcomeMessage(
@@ -135,6 +135,7 @@ class Crew:
             run=launch.logs.absolute().parent.name,
             checkpoint=None if self.origin is None else asdict(self.origin),
             waits=member.worker not in owners,
+            joins=joins,
         )
         member.link.send(message)
 

@@ -46,15 +46,16 @@ class Training:
         plane: Transport | None,
         protocol: WorkerProtocol,
         step: int = 0,
+        *,
+        joins: bool = False,
     ):
         """Without a `plane` the worker waits: it is in no group before an epoch makes it a member."""
         self.context = context
         self._protocol = protocol
         self._grid = ownership.grid
         job = context.job
-        self._built = inputs.Built(
-            context.worker, ownership, job.validate_every, job.audit, step, job.fsdp > 0, plane is None
-        )
+        how = (job.fsdp > 0, plane is None, joins)
+        self._built = inputs.Built(context.worker, ownership, job.validate_every, job.audit, step, *how)
         self._group = plane
         self._forming: GroupFormation | None = None
         self._executor = Executor(context, step)

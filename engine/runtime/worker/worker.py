@@ -169,7 +169,7 @@ def _run(
     if context.job.check_pure and not welcome.waits and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
     control.on_ping = lambda: None
-    code = Training(context, member.ownership, member.plane, protocol, first).run()
+    code = Training(context, member.ownership, member.plane, protocol, first, joins=welcome.joins).run()
     if code != ExitCode.OK:
         time.sleep(_LINGER_S)
     return code

@@ -1,0 +1,221 @@
+"""Adds a worker to a running job: writes a request for its launcher, then follows the worker through the events.
+
+Rules: the launcher starts the worker, on this host and from the code that it has loaded. A command with other code or
+other arithmetic is refused before that. `Joined` writes the request, readable by the user alone, and withdraws it if
+the launcher does not take it. The next host will bring processes of its own, and the request will say so.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.core.config.bit_fields import BIT_FACTS
+from engine.core.errors import (
+    BambooError,
+    EnvironmentLacksError,
+    ExitCode,
+    NothingMatchedError,
+    Problem,
+    UserError,
+    nearest,
+    required,
+)
+from engine.core.history.elastic_records import AddedRecord
+from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
+from engine.core.history.record import Record
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, EpochRecord, HeirsRecord, RefusedRecord
+from engine.core.texts import numbered, spans
+from engine.files.atomic_write import write_atomically
+from engine.files.growing_events import GrowingEvents
+from engine.files.host_facts import host_facts
+from engine.files.run_folder import RunFolder, find_run
+from engine.files.twin_file import own_sources
+from engine.harness.dead_runs import launcher_runs, live_runs
+from engine.runtime.agent.join_requests import BEGINNING, CLOSED, TOO_LATE, takes_workers
+from engine.runtime.process.interrupts import RunInterruptedError, breakable
+
+_POLL_S = 0.1
+_HEARD_WITHIN_S = 10.0
+_ENDS_WITHIN_S = 5.0  # the run, after its worker was killed: then the worker did not end alone
+
+News = dict[str, Any]  # what has happened to the worker, as JSON; `text` says it in words
+
+
+def run_to_join(results: Path, run: str) -> RunFolder:
+    """Returns a run that goes on and takes workers of this host.
+
+    Raises:
+        NothingMatchedError: there is no such run, or it has ended.
+        UserError: it was started so that no worker can join it.
+        EnvironmentLacksError: this command has other code or other arithmetic.
+    """
+    folder = find_run(results, run)
+    history = GrowingEvents(folder.events).read_on()
+    if history.training_ended is not None or not launcher_runs(history, folder.path):
+        live = live_runs(folder.path.parent)
+        hint = nearest(run, live) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
+        raise NothingMatchedError(f"{folder.path.name} has ended, and nothing can join it", hint)
+    if not takes_workers(history.job):
+        hint = "start it with --elastic, so that blocks move to a worker that joins; or with --standby N"
+        raise UserError([Problem("--join", "a run that takes workers", folder.path.name, f"{CLOSED}; {hint}")])
+    _refuse_other_bits(folder)
+    return folder
+
+
+def _refuse_other_bits(folder: RunFolder) -> None:
+    """Raises EnvironmentLacksError for each fact of this host and of the code that is not that of a run."""
+    there = json.loads(folder.run_json.read_text(encoding="utf-8"))
+    facts = host_facts(Path.cwd())
+    before = {**there.get("host", {}), "sources": there.get("sources")}
+    now = {**json.loads(json.dumps(facts)), "sources": own_sources()}
+    wrong = [name for name in (*BIT_FACTS, "sources") if before.get(name) != now.get(name)]
+    if wrong:
+        told = [
+            f"{name}: expected {before.get(name)!r} as in run {folder.path.name}, found {now[name]!r}" for name in wrong
+        ]
+        raise EnvironmentLacksError("\n".join([*told, "a worker with other code or arithmetic gives other bits"]))
+
+
+class Joined:
+    """One worker that is added to a run."""
+
+    def __init__(self, folder: RunFolder, *, is_standby: bool):
+        self.folder = folder
+        self.worker: int | None = None
+        self._is_standby = is_standby
+        self._growing = GrowingEvents(folder.events)
+        self._history = RunHistory()
+        self._members: tuple[int, ...] = ()
+        self._owned: tuple[int, ...] = ()
+        self._code: int | None = None
+
+    def follow(self) -> Iterator[News]:
+        """Asks for the worker, and yields what happens to it until it or the run has ended.
+
+        A first interrupt gives the worker its notice; then it still follows the worker to its end.
+
+        Raises:
+            NothingMatchedError: the run has ended, or its last step has begun.
+            UserError: the launcher refuses the worker.
+            BambooError: the launcher does not answer; the worker has died.
+            RunInterruptedError: at an interrupt before the launcher has answered.
+        """
+        list(self._told())  # the state before
+        path = _asked(self.folder, {"ask": "join", "standby": self._is_standby})
+        try:
+            yield from self._answered(path.name)
+        finally:
+            path.unlink(missing_ok=True)  # an interrupted command must leave no worker behind
+        try:
+            yield from self._lived(is_breakable=True)
+        except RunInterruptedError:
+            _asked(self.folder, {"ask": "leave", "worker": self.worker})
+            yield {"event": "leaves", "worker": self.worker, "text": f"worker {self.worker} gets its notice"}
+            yield from self._lived(is_breakable=False)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the run, or 0 if the worker has left it before."""
+        ended = self._history.training_ended
+        return 0 if ended is None else ended.exit_code
+
+    def _answered(self, request: str) -> Iterator[News]:
+        until_s = time.monotonic() + _HEARD_WITHIN_S
+        while self.worker is None:
+            yield from self._told(request)
+            if self._is_over():
+                raise NothingMatchedError(f"{self.folder.path.name} has ended: name a run that goes on")
+            if self.worker is None and time.monotonic() > until_s:
+                text = f"{self.folder.path}: its launcher does not answer, and did not start a worker"
+                raise BambooError(text, ExitCode.NOT_RECOVERED)
+            _pause(is_breakable=True)
+
+    def _lived(self, *, is_breakable: bool) -> Iterator[News]:
+        """Yields what happens to the worker until it has ended, or the run."""
+        until_s = float("inf")
+        while True:
+            yield from self._told()
+            if self._is_over():
+                return
+            if self._code is not None and self._code != ExitCode.OK:
+                if self._code == ExitCode.LEFT_WITH_NOTICE:
+                    return
+                until_s = min(until_s, time.monotonic() + _ENDS_WITHIN_S)
+            if time.monotonic() > until_s:
+                text = f"worker {self.worker} has ended with code {self._code}, and the run goes on without it"
+                raise BambooError(text, ExitCode.NOT_RECOVERED)
+            _pause(is_breakable=is_breakable)
+
+    def _is_over(self) -> bool:
+        return self._history.training_ended is not None or not launcher_runs(self._history, self.folder.path)
+
+    def _told(self, request: str = "") -> Iterator[News]:
+        for record in self._growing.news():
+            self._history.add(record)
+            if request and isinstance(record, RefusedRecord) and record.request == request:
+                raise self._refusal(record.reason)
+            if request and isinstance(record, AddedRecord) and record.request == request:
+                self.worker = record.of
+                yield self._said("started", f"worker {record.of} starts")
+            elif self.worker is not None:
+                yield from self._of_worker(record)
+
+    def _refusal(self, reason: str) -> BambooError:
+        if reason == TOO_LATE:
+            return NothingMatchedError(f"{self.folder.path.name}: {reason}, and nothing can join it")
+        return UserError([Problem("--join", "a worker that the run can take", self.folder.path.name, reason)])
+
+    def _of_worker(self, record: Record) -> Iterator[News]:
+        worker = required(self.worker, "the launcher has answered")
+        match record:
+            case WaitingRecord(of=of, lost="") if of == worker:
+                yield self._said("waits", f"worker {worker} has code and data, and waits")
+            case WaitingRecord(of=of, lost=lost) if of == worker:
+                yield self._said("lost", f"worker {worker} {lost}")
+            case EpochRecord(members=members, owners=owners):
+                yield from self._of_epoch(members, owners)
+            case HeirsRecord(owners=owners):
+                yield from self._of_epoch(self._members, owners)
+            case ExitRecord(of=of, code=code) if of == worker:
+                self._code = code
+                yield self._said("ended", f"worker {worker} has ended with code {code}", code=code)
+            case TrainingEndedRecord(outcome=outcome):
+                told = {"outcome": outcome, "exit_code": record.exit_code}
+                yield self._said("run ended", f"the run has ended: {outcome}", **told)
+
+    def _of_epoch(self, members: tuple[int, ...], owners: tuple[int, ...]) -> Iterator[News]:
+        after = f"after step {self._history.committed}" if self._history.of(CommitRecord) else "before the first commit"
+        if self.worker in members and self.worker not in self._members:
+            yield self._said("member", f"worker {self.worker} is a member, {after}")
+        self._members = members
+        job = self._history.job
+        owned = tuple(place for place, owner in enumerate(owners) if owner == self.worker)
+        if owned != self._owned:
+            self._owned = owned
+            slots = (
+                numbered(job.slot_noun, spans(sorted({place % job.slots for place in owned}))) if owned else "nothing"
+            )
+            yield self._said("owns", f"worker {self.worker} owns {slots}, {after}", slots=list(owned))
+
+    def _said(self, event: str, text: str, **more: object) -> News:
+        return {"event": event, "worker": self.worker, "step": self._history.committed, **more, "text": text}
+
+
+def _asked(folder: RunFolder, asks: dict[str, object]) -> Path:
+    path = folder.path / f"{BEGINNING}{secrets.token_hex(8)}.json"
+    write_atomically(path, json.dumps(asks))
+    return path
+
+
+def _pause(*, is_breakable: bool) -> None:
+    if not is_breakable:
+        time.sleep(_POLL_S)
+        return
+    with breakable():
+        time.sleep(_POLL_S)

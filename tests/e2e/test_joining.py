@@ -1,0 +1,103 @@
+"""Workers join a running job as its users see it: the same weights, nothing done twice, and each has its own words."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.core.action import COMPUTE_OPS, parse_action
+from engine.core.errors import ExitCode
+from tests.e2e.launcher import Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+Launch = Callable[..., Launcher]
+MLP = (
+    "--set",
+    "model=mlp",
+    "--set",
+    "model_args.width=16",
+    "--set",
+    "model_args.depth=11",
+    "--set",
+    "validate_every=0",
+)
+TIMED = (
+    "--set",
+    "model=timed",
+    *(f"--set=model_args.{each}" for each in ("layers=12", "forward_ms=1", "backward_ms=1")),
+)
+
+
+def joined(launch: Launch, run: Launcher, *words: str) -> Launcher:
+    return launch("agent", "--join", "latest", "--results", str(run.folder / "results"), "--json", *words)
+
+
+def told(command: Launcher, event: str) -> list[dict[str, Any]]:
+    lines = (command.folder / "stdout").read_text().split("\n")[:-1]  # without one that is half written
+    return [each for each in map(json.loads, lines) if each["event"] == event]
+
+
+def owns(run: Launcher, worker: int) -> bool:
+    return worker in run.events("epoch")[-1]["owners"]
+
+
+def test_a_worker_joins_without_a_failure_owns_blocks_and_leaves_at_ctrl_c(launch: Launch) -> None:
+    run = launch("run", *MLP, "--stages", "3", "--blocks", "4", "--elastic", "--steps", "2000", "--json")
+    run.wait_until(lambda: run.events("commit"))
+    command = joined(launch, run)
+    run.wait_until(lambda: told(command, "owns"))
+    command.interrupt(signal.SIGINT)
+    done = command.wait(60)
+    assert done.code == 0, done.stderr
+    assert [each["event"] for each in map(json.loads, done.stdout.splitlines())] == [
+        *("started", "waits", "member", "owns", "leaves", "owns", "ended")
+    ]
+    (ended,) = told(command, "ended")
+    assert (ended["worker"], ended["code"]) == (3, ExitCode.LEFT_WITH_NOTICE)
+    run.interrupt(signal.SIGTERM)
+    run.wait(60)
+    epochs = run.events("epoch")
+    assert all(each["planned"] for each in epochs[1:]), "no verdict, and no group was formed while workers waited"
+    actions = [(each, parse_action(each["action"])) for each in run.events("action")]
+    last = max(each["step"] for each in run.events("commit"))
+    counts = Counter(
+        (each["step"], each["action"]) for each, action in actions if action.op in COMPUTE_OPS and each["step"] <= last
+    )
+    assert set(counts.values()) == {1}, "no work was done again"
+    assert any(each["worker"] == 3 for each, action in actions if action.op in COMPUTE_OPS)
+
+
+def test_a_job_shrinks_by_kills_and_grows_back_and_its_weights_are_those_of_its_twin(launch: Launch) -> None:
+    """Two pipelines of two workers: four, three, two, then four again."""
+    grid = ("--pipelines", "2", "--stages", "2", "--blocks", "3", "--elastic", "--steps", "80", "--kill", "3:0")
+    run = launch("run", *TIMED, *grid, "--kill", "8:4:F:1@1", "--json")
+    run.wait_until(lambda: len(run.events("epoch")) > 1 and len(run.events("epoch")[-1]["members"]) == 2)
+    commands = [joined(launch, run), joined(launch, run, "--standby")]
+    run.wait_until(lambda: all(owns(run, worker) for worker in (4, 5)))
+    done = run.wait(120)
+    assert done.code == 0, done.stderr
+    (comparison,) = run.events("comparison")
+    assert (comparison["difference"], comparison["compared"]) == (None, 80)
+    assert [command.wait(20).code for command in commands] == [0, 0]
+    assert [told(command, "run ended")[0]["outcome"] for command in commands] == ["finished", "finished"]
+    assert {told(command, "started")[0]["worker"] for command in commands} == {4, 5}
+    last = run.events("epoch")[-1]
+    assert len(last["members"]) == 4
+    assert {4, 5} <= {*last["owners"]}
+
+
+def test_a_run_that_takes_no_workers_or_has_ended_refuses(launch: Launch) -> None:
+    run = launch("run", *MLP, "--stages", "2", "--steps", "100000")
+    run.wait_until(lambda: run.events("commit"))
+    refused = joined(launch, run).wait()
+    assert refused.code == ExitCode.USAGE
+    assert "start it with --elastic" in refused.stderr
+    run.interrupt(signal.SIGTERM)
+    run.wait(60)
+    assert joined(launch, run).wait().code == ExitCode.NOTHING_MATCHED

@@ -1,0 +1,87 @@
+"""Which runs a worker can join: one that goes on, takes workers, and has the code and the arithmetic of this host."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.core.config.job import Job
+from engine.core.errors import BambooError, ExitCode
+from engine.core.history.process_records import TrainingEndedRecord
+from engine.core.history.record import VERSION
+from engine.core.history.run_records import JobRecord
+from engine.files.events_file import add_records
+from engine.files.host_facts import host_facts
+from engine.files.run_folder import RunFolder
+from engine.files.twin_file import own_sources
+from engine.harness.join_run import run_to_join
+from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.process.folder_lock import folder_used
+
+NAME = "20260101-120000-gpt-1a2b"
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path: Path) -> Iterator[Callable[[Job], RunFolder]]:
+    """Returns a function that makes the folder of a run of this process."""
+
+    def made(job: Job) -> RunFolder:
+        fd = open_events(folder.events)
+        Recorder(fd, -1).write(JobRecord(version=VERSION, job=job, injectable=True))
+        os.close(fd)
+        folder.write_run_json({"host": host_facts(Path.cwd()), "sources": own_sources()})
+        return folder
+
+    folder = RunFolder(tmp_path / NAME)
+    folder.path.mkdir(mode=0o700)
+    with folder_used(folder.path):
+        yield made
+
+
+Made = Callable[[Job], RunFolder]
+ELASTIC = Job(elastic=True, blocks=2)
+
+
+def refused(results: Path, run: str = NAME) -> tuple[int, str]:
+    with pytest.raises(BambooError) as raised:
+        run_to_join(results, run)
+    return int(raised.value.exit_code), str(raised.value)
+
+
+def test_a_run_that_takes_workers_is_found_by_its_name_or_folder(tmp_path: Path, run: Made) -> None:
+    folder = run(ELASTIC)
+    assert run_to_join(tmp_path, NAME).path == run_to_join(tmp_path, str(folder.path)).path == folder.path
+    assert run_to_join(tmp_path, "20260101").path == folder.path
+
+
+def test_a_run_without_elastic_and_standby_is_refused_with_the_way_out(tmp_path: Path, run: Made) -> None:
+    run(Job())
+    code, text = refused(tmp_path)
+    assert code == ExitCode.USAGE
+    assert "--elastic" in text
+    assert "--standby N" in text
+
+
+def test_a_run_that_is_not_there_or_has_ended(tmp_path: Path, run: Made) -> None:
+    folder = run(ELASTIC)
+    code, text = refused(tmp_path, NAME.replace("gpt", "gpd"))
+    assert (code, NAME in text) == (ExitCode.NOTHING_MATCHED, True)
+    add_records(folder.events, TrainingEndedRecord(outcome="finished", exit_code=0))
+    code, text = refused(tmp_path)
+    assert (code, "has ended" in text) == (ExitCode.NOTHING_MATCHED, True)
+
+
+@pytest.mark.parametrize("field", ["torch", "isa", "kernel_variables", "sources"])
+def test_other_code_or_arithmetic_is_refused_with_both_values(tmp_path: Path, run: Made, field: str) -> None:
+    folder = run(ELASTIC)
+    facts = json.loads(folder.run_json.read_text())
+    place = facts if field == "sources" else facts["host"]
+    now, place[field] = place[field], "another"
+    folder.write_run_json(facts)
+    code, text = refused(tmp_path)
+    assert code == ExitCode.ENVIRONMENT
+    assert f"{field}: expected 'another' as in run {NAME}, found {now!r}" in text
