@@ -18,7 +18,6 @@ from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ALONE = "use --device cpu, or --share-gpu for a test"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,8 @@ def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None) -> 
             "use --backend gloo"
         )
     if job.device == "cuda" and (why := lacks(job, found)):
-        raise EnvironmentLacksError(f"device cuda needs one GPU per worker, and there is {why}; {_ALONE}")
+        way_out = "use --device cpu" + (", or --share-gpu for a test" if found.num_gpus and found.torch_cuda else "")
+        raise EnvironmentLacksError(f"device cuda needs one GPU per worker, and there is {why}; {way_out}")
 
 
 def device_facts(found: Accelerators) -> dict[str, object]:

@@ -97,7 +97,7 @@ def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerator
 @pytest.mark.parametrize(
     ("job", "found", "told"),
     [
-        (Job(device="cuda"), NONE, "device cuda needs one GPU per worker, and there is no GPU; use --device cpu"),
+        (Job(device="cuda"), NONE, "device cuda needs one GPU per worker, and there is no GPU; use --device cpu$"),
         (Job(device="cuda"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
         (Job(device="cuda", stages=1), replace(ONE, torch_cuda=""), "a build of torch without CUDA"),
         (Job(backend="nccl"), NONE, "nccl needs one GPU per worker: 4 wanted, 0 found; use --backend gloo"),

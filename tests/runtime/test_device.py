@@ -80,9 +80,9 @@ def test_a_job_with_a_death_and_a_heal_has_the_bits_of_the_host(gpu: FakeGpu, fi
         {**MLP, **LONGER, "pipelines": 2, "redundancy": "reroute"},
         {**GPT, **LONGER, "pipelines": 2, "activation_checkpoint": 1},
         {**MLP, **LONGER, "optimizer": "adam", "clip_norm": 0.1},
-        {**MLP, **LONGER, "optimizer": "nadam", "schedule": "zb-h1"},
+        {**MLP, **LONGER, "optimizer": "nadam", "schedule": "zb1p"},
         {**MLP, **LONGER, "optimizer": "sgd", "optimizer_args": {"momentum": 0.9}, "partition": "profile"},
-        {**MLP, **LONGER, "blocks": 2, "model_args": {"depth": 4}},
+        {**MLP, **LONGER, "blocks": 2, "model_args": {"depth": 5, "width": 8}},
     ],
     ids=lambda fields: "-".join(map(str, [fields["model"], *list(fields)[5:]])),
 )
