@@ -35,11 +35,8 @@ from engine.runtime.agent.asking import ask
 from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
-<<<<<<< HEAD
-from engine.runtime.agent.notice_source import NoticeSource, asked_for
-=======
 from engine.runtime.agent.join_requests import Hands, JoinRequests
->>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
+from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, worker_view
 from engine.runtime.agent.start_up import Crew, Launch, recording
@@ -100,11 +97,8 @@ def run_session(
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
-<<<<<<< HEAD
-                look = partial(_Look, job, watch, requests, asked_for(stack, notices))
-=======
-                look = partial(_Look, job, watch, requests, JoinRequests(events.parent, job, recorder))
->>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
+                joins = JoinRequests(events.parent, job, recorder)
+                look = partial(_Look, job, watch, requests, asked_for(stack, notices), joins)
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
@@ -205,31 +199,24 @@ class _Look:
     """The work of every tick of an agent; the policy is also asked at a verdict that takes workers in."""
 
     def __init__(
-<<<<<<< HEAD
         self,
         job: Job,
         watch: Callable[[RunView], None],
         requests: FaultRequests,
         source: NoticeSource | None,
-        board: ProgressBoard,
+        joins: JoinRequests,
+        crew: Crew,
     ):
-        self._job, self._watch, self._requests, self._source, self._board = job, watch, requests, source, board
-=======
-        self, job: Job, watch: Callable[[RunView], None], requests: FaultRequests, joins: JoinRequests, crew: Crew
-    ):
-        self._job, self._watch, self._requests, self._joins, self._crew = job, watch, requests, joins, crew
->>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
+        self._job, self._watch, self._requests, self._source = job, watch, requests, source
+        self._joins, self._crew = joins, crew
         self._asked = Rebalancing(())
 
     def tick(self, agent: Agent) -> None:
         self._watch(_view(agent, self._crew.board))
         self._requests.look(agent.injector)
-<<<<<<< HEAD
         if self._source is not None:
             self._source.look(agent)
-=======
         self._joins.look(agent.node.state, _hands(agent, self._crew))
->>>>>>> 0c5a576 (joining: bamboo agent --join RUN adds a worker to a running job through its folder, follows it, and gives it its notice at Ctrl-C; a newcomer that is being started takes no epoch for its end)
         agent.checkpoints.record()
         self.ask(agent)
 
