@@ -96,7 +96,9 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.coordinator": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}
     | {"engine.runtime.store"},
+    "engine.runtime.requests": _HOST | {"engine.core.config", "engine.core.history", "engine.core.membership"},
     "engine.runtime.agent": _HOST
+    | {"engine.runtime.requests"}
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
     | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints", "engine.files.jobs"}
     | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
@@ -124,6 +126,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}
     | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
     "engine.harness": _HOST
+    | {"engine.runtime.requests"}
     | {"engine.harness.cases"}
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
     | {"engine.core.samples", "engine.files.scenarios"}

@@ -37,8 +37,8 @@ from engine.files.host_facts import host_facts
 from engine.files.run_folder import RunFolder, find_run
 from engine.files.twin_file import own_sources
 from engine.harness.dead_runs import launcher_runs, live_runs
-from engine.runtime.agent.join_requests import BEGINNING, CLOSED, TOO_LATE, takes_workers
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
+from engine.runtime.requests.join_requests import BEGINNING, CLOSED, TOO_LATE, takes_workers
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0

@@ -15,8 +15,8 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import JobRecord, RefusedRecord
 from engine.core.membership.state import State
 from engine.files.events_file import read_history
-from engine.runtime.agent.join_requests import CLOSED, TOO_LATE, Hands, JoinRequests
 from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.requests.join_requests import CLOSED, TOO_LATE, Hands, JoinRequests
 from tests.core.membership_cases import committed, running
 
 JOIN = {"ask": "join", "standby": False}

@@ -2,7 +2,7 @@
 
 Rules: the faults of a request and their numbers are bounded. Every field is checked; a request with a wrong field is
 refused as a whole. It can only strike workers of this run. A run that is not injectable refuses every request.
-`request_files.py` has the rules of the files.
+`engine/runtime/requests/request_files.py` has the rules of the files.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from engine.core.faults.fault import (
 from engine.core.faults.fault_kind import MOST_NS
 from engine.core.history.run_records import RefusedRecord, RequestRecord
 from engine.runtime.agent.injector import Injector
-from engine.runtime.agent.request_files import MAX_BYTES, RequestFiles, json_of, reason_of
 from engine.runtime.faults.registry import registered
 from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.requests.request_files import MAX_BYTES, RequestFiles, json_of, reason_of
 
 CLOSED = "the run was started with --injectable no"
 _MOST_FAULTS, _MOST_VICTIMS = 256, 64

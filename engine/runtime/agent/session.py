@@ -35,7 +35,6 @@ from engine.runtime.agent.asking import ask
 from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
-from engine.runtime.agent.join_requests import Hands, JoinRequests
 from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, worker_view
@@ -47,6 +46,7 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
+from engine.runtime.requests.join_requests import Hands, JoinRequests
 from engine.runtime.store.etcd_settings import EtcdSettings
 
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
@@ -97,8 +97,7 @@ def run_session(
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
-                joins = JoinRequests(events.parent, job, recorder)
-                look = partial(_Look, job, watch, requests, asked_for(stack, notices), joins)
+                look = partial(_Look, job, watch, requests, asked_for(stack, notices))
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
@@ -204,11 +203,11 @@ class _Look:
         watch: Callable[[RunView], None],
         requests: FaultRequests,
         source: NoticeSource | None,
-        joins: JoinRequests,
         crew: Crew,
     ):
         self._job, self._watch, self._requests, self._source = job, watch, requests, source
-        self._joins, self._crew = joins, crew
+        self._crew, launch = crew, crew.launch
+        self._joins = JoinRequests(launch.logs.parent, job, launch.recorder)
         self._asked = Rebalancing(())
 
     def tick(self, agent: Agent) -> None:

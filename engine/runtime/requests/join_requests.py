@@ -17,8 +17,8 @@ from engine.core.config.job import Job
 from engine.core.history.elastic_records import AddedRecord
 from engine.core.history.run_records import RefusedRecord
 from engine.core.membership.state import State
-from engine.runtime.agent.request_files import RequestFiles, json_of, reason_of
 from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.requests.request_files import RequestFiles, json_of, reason_of
 
 BEGINNING = "join-"
 CLOSED = "the run was started without --elastic and without --standby, so that no worker can join it"

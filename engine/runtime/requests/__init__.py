@@ -1,0 +1,1 @@
+"""Requests to a launcher while its job runs, as files in its run folder."""
