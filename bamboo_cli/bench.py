@@ -68,6 +68,10 @@ _BENCHMARKS = {
         "events.events_cases",
         "Time and memory to report a run of a day with 1 GB of events, and to record an action: against limits.",
     ),
+    "notice": (
+        "notice.notice_cases",
+        "Work that runs twice and the pause after a SIGTERM with a grace of 0 to 120 s, scaled, against a kill.",
+    ),
     "handover": (
         "handover.handover_cases",
         "Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory.",

@@ -175,6 +175,14 @@ def test_an_interrupted_benchmark_of_the_store_leaves_nothing(launch: Launch) ->
 
 
 @pytest.mark.soak
+def test_notice(launch: Launch) -> None:
+    rows = rows_of(launch, "notice", positive=False)
+    names = ["backwards redone", "forwards redone", "pause ms", "least useful notice s"]
+    assert [row["metric"].partition(";")[0] for row in rows] == names
+    assert rows[0]["ours"] == 0 and rows[0]["peer"] > 0
+
+
+@pytest.mark.soak
 def test_handover(launch: Launch) -> None:
     rows = rows_of(launch, "handover", positive=False)
     stalls = ["stall ms, median", "stall ms, 9 of 10 within", "stall ms, most", "the same sum ms, median"]
