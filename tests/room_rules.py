@@ -107,6 +107,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | _PLANS
     | _ARRAYS
     | {"engine.core.coordinator", "engine.core.history", "engine.core.store", "engine.core.checks", "engine.files"}
+    | {"engine.core.elastic"}
     | {
         "engine.models",
         "engine.models.networks",

@@ -91,7 +91,7 @@ class NoticeSource:
             self._answers.put(text)
 
     def _of_command(self, command: Sequence[str]) -> bytes:
-        """Returns what the command prints; nothing if it fails or takes too long."""
+        """Returns the output of the command; nothing if it fails or takes too long."""
         program = shutil.which(command[0]) or command[0]
         guarded = [*module("engine.runtime.process.exec_with_parent", str(os.getpid())), program, *command[1:]]
         with tempfile.TemporaryFile() as printed:
