@@ -11,7 +11,7 @@ from engine.core.analysis.memory_model import StageBytes, WorkerBytes, worker_by
 from engine.core.history.process_records import ExitRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FinishedRecord, RaisedRecord
-from engine.core.history.worker_ends import worker_ends
+from engine.core.history.worker_ends import last_starts, since_start, worker_ends
 from engine.core.ownership import Ownership, by_slot
 from engine.report.action_arrays import Sums, Totals
 
@@ -25,18 +25,18 @@ def workers_table(history: RunHistory, sums: Sums, origin_ns: int) -> pd.DataFra
     `tensors_mib` is the prediction of the memory model for the first epoch.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for each in history.of(StartedRecord):
+    for each in last_starts(history).values():
         slots = " ".join(f"{pipeline}.{stage}" for pipeline, stage in each.slots)
         rows[each.of] = {"worker": each.of, "pid": each.child, "slots": slots, "state": "running"}
     for worker, predicted in _predicted(history).items():
         if worker in rows:
             rows[worker]["tensors_mib"] = sum(predicted) / 2**20
-    for done in history.of(FinishedRecord):
+    for done in since_start(history, FinishedRecord):
         peak_stash = max((peak for *_, peak in done.peak_stash), default=0)
         rows[done.of] |= {"peak_memory_mib": done.peak_memory_kib / 1024, "peak_stash": peak_stash, "state": "finished"}
-    raised = {each.of: f"raised {each.error.partition(':')[0]}" for each in history.of(RaisedRecord)}
+    raised = {each.of: f"raised {each.error.partition(':')[0]}" for each in since_start(history, RaisedRecord)}
     ends = worker_ends(history)
-    for end in history.of(ExitRecord):
+    for end in since_start(history, ExitRecord):
         how = ends[end.of]
         state = raised.get(end.of, how) if how in ("dead", "stopped") else how
         rows[end.of] |= {"state": state, "code": end.code, "seen_ns": end.seen_ns}

@@ -235,3 +235,25 @@ def test_records_tell_who_waits_and_who_was_lost() -> None:
     history = made_history([*started, *waits, *epoch, *lost, *ended])
     states = {each.worker: each.state for each in status_of_history("run", history).workers}
     assert states == {3: "waiting", 4: "starting", 5: "dead"}
+
+
+def test_workers_that_were_started_again_are_shown_once_by_their_last_process() -> None:
+    """All workers begin again from a checkpoint: each was listed twice, and a live one was said to be dead."""
+    again = [
+        event("exit", of=1, code=-9, expected=False, at_ns=5),
+        event("epoch", epoch=2, members=[0], owners=[0, 0], verdict=[[1, "was ended", "death"]], at_ns=6),
+        event("waiting", of=1, lost="has left while it waited", at_ns=6),
+        event("exit", of=0, code=0, expected=True, at_ns=7),
+        event("resumed", step=0, at_ns=8),
+        event("started", of=0, child=21, slots=[[0, 0]], at_ns=9),
+        event("started", of=1, child=22, slots=[[0, 1]], at_ns=9),
+    ]
+    begun = status_of_history("mine", made_history([*TRAINED, *again]))
+    assert [(each.worker, each.pid, each.state) for each in begun.workers] == [(0, 21, "in"), (1, 22, "in")]
+    formed = event("epoch", epoch=3, members=[0, 1], owners=[0, 1], at_ns=10)
+    ended = event("exit", of=0, code=0, expected=True, at_ns=11)
+    found = status_of_history("mine", made_history([*TRAINED, *again, formed, event("finished", of=0, at_ns=10), ended]))
+    assert [(each.now, each.before, each.state) for each in found.workers] == [
+        (((0, 0),), (), "finished"),
+        (((0, 1),), (), "in"),
+    ]

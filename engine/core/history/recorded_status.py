@@ -12,7 +12,7 @@ from engine.core.history.process_records import FailedRecord, StartedRecord, Wai
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
-from engine.core.history.worker_ends import WorkerEnd, worker_ends
+from engine.core.history.worker_ends import WorkerEnd, last_starts, since_start, worker_ends
 from engine.core.membership.run_status import CANNOT_LEAVE, LOADS, SLOW, WAITS, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 from engine.core.samples.ledger import epoch_at
@@ -27,10 +27,9 @@ UNDER_WAY = (STARTING, COMPARING, CHECKING)  # phases of a run that is not in it
 def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
     """Returns the status of a run after its last record."""
     epoch = history.epochs[-1].epoch if history.epochs else 0
-    started = sorted(history.of(StartedRecord), key=lambda each: each.of)
     ends = worker_ends(history)
     cut = history.first(PartitionRecord)
-    workers = tuple(_worker(each, history, ends.get(each.of)) for each in started)
+    workers = tuple(_worker(each, history, ends.get(each.of)) for _, each in sorted(last_starts(history).items()))
     return RunStatus(
         run_id,
         _phase(history),
@@ -51,7 +50,7 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
 
 def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
     """Returns the last change of the pace of each worker that is slow, since it was started the last time."""
-    begun_ns = {each.of: each.at_ns for each in history.of(StartedRecord)}
+    begun_ns = {each.of: each.at_ns for each in last_starts(history).values()}
     last = {each.of: each for each in history.of(PaceRecord) if each.at_ns >= begun_ns.get(each.of, 0)}
     ends = worker_ends(history)
     return {worker: last[worker] for worker in sorted(last) if last[worker].slowness > 1 and worker not in ends}
@@ -78,7 +77,7 @@ def _phase(history: RunHistory) -> str:
 
 def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) -> WorkerStatus:
     owned = [started.slots]
-    for epoch in history.epochs:
+    for epoch in [each for each in history.epochs if each.at_ns >= started.at_ns]:
         owners = by_slot(epoch.owners, history.job.slots)
         now = tuple(slot for slot, owner in owners.items() if owner == started.of)
         owned += [now] if now != owned[-1] else []
@@ -86,7 +85,7 @@ def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) 
     status = WorkerStatus(started.of, started.child, "", owned[-1], before)
     if (last := history.last_action.get(started.of)) is not None:
         status = replace(status, step=last.step, last_action=last.action)
-    stays = any(each.of == started.of for each in history.of(StaysRecord))
+    stays = any(each.of == started.of for each in since_start(history, StaysRecord))
     is_slow = started.of in slow_workers(history)
     state = CANNOT_LEAVE if stays else SLOW if is_slow else _state_word(started, history)
     return replace(status, state=end or state)
@@ -94,10 +93,10 @@ def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) 
 
 def _state_word(started: StartedRecord, history: RunHistory) -> str:
     """Returns the word for a worker whose end was not seen; before the first epoch an owner is in."""
-    members = history.epochs[-1].members if history.epochs else ()
+    members = history.epochs[-1].members if history.epochs and history.epochs[-1].at_ns >= started.at_ns else ()
     if started.of in members or (not members and started.slots):
         return "in"
-    return WAITS if any(each.of == started.of for each in history.of(WaitingRecord)) else LOADS
+    return WAITS if any(each.of == started.of for each in since_start(history, WaitingRecord)) else LOADS
 
 
 def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
