@@ -252,7 +252,9 @@ def test_workers_that_were_started_again_are_shown_once_by_their_last_process() 
     assert [(each.worker, each.pid, each.state) for each in begun.workers] == [(0, 21, "in"), (1, 22, "in")]
     formed = event("epoch", epoch=3, members=[0, 1], owners=[0, 1], at_ns=10)
     ended = event("exit", of=0, code=0, expected=True, at_ns=11)
-    found = status_of_history("mine", made_history([*TRAINED, *again, formed, event("finished", of=0, at_ns=10), ended]))
+    found = status_of_history(
+        "mine", made_history([*TRAINED, *again, formed, event("finished", of=0, at_ns=10), ended])
+    )
     assert [(each.now, each.before, each.state) for each in found.workers] == [
         (((0, 0),), (), "finished"),
         (((0, 1),), (), "in"),
