@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -17,6 +17,8 @@ from bamboo_cli.options.job import FLAG_FIELDS, takes_job
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.files.accelerators import Accelerators
+from engine.files.jobs import job_file
 from engine.files.jobs.resolved_job import Resolved
 from tests.files.test_checkpoint_choice import keep
 
@@ -42,6 +44,7 @@ def show(resolved: Resolved) -> None:
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(job_file, "accelerators", Accelerators)  # a host without a GPU
     seen.clear()
 
 
@@ -64,7 +67,8 @@ def test_a_command_gets_the_job_and_its_own_options(monkeypatch: pytest.MonkeyPa
         "--set",
         "optimizer_args.eps=1e-3",
     )
-    assert resolved.job == Job(stages=2, steps=4, seed=5, model_args={"width": 8}, optimizer_args={"eps": 1e-3})
+    args: dict[str, Any] = {"model_args": {"width": 8}, "optimizer_args": {"eps": 1e-3}}
+    assert resolved.job == Job(stages=2, steps=4, seed=5, device="cpu", **args)
     assert dry_run is True
     assert resolved.origins["steps"] == "--steps"
     assert resolved.origins["seed"] == "BAMBOO_SEED"
@@ -73,7 +77,7 @@ def test_a_command_gets_the_job_and_its_own_options(monkeypatch: pytest.MonkeyPa
 
 def test_every_command_takes_the_same_job() -> None:
     resolved, own = invoke("show", "--lr-schedule", "linear")
-    assert (resolved.job, own) == (Job(lr_schedule="linear"), "show")
+    assert (resolved.job, own) == (Job(lr_schedule="linear", device="cpu"), "show")
 
 
 def test_mistakes_of_flags_are_user_errors_all_at_once() -> None:
@@ -122,6 +126,6 @@ def test_no_new_job_begins_where_a_checkpoint_was_meant(arguments: tuple[str, ..
 def test_a_resumed_run_names_its_origin_at_the_start(tmp_path: Path) -> None:
     """Only the last line of the run named it."""
     run = "20261122-100000-a-0000"
-    place = keep(tmp_path / "results", run, (3,))
+    place = keep(tmp_path / "results", run, (3,), Job(device="cpu"))
     said = CliRunner().invoke(bamboo, ["run", "--dry-run", "--json", "--resume", "latest"], catch_exceptions=False)
     assert said.stderr.splitlines() == [f"goes on after step 3 of run {run} ({place})"]

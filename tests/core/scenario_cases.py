@@ -23,7 +23,7 @@ KINDS = {
     )
 }
 ENDING = {name for name, kind in KINDS.items() if kind.ends}
-JOB = Job(stages=4, pipelines=2, microbatches=4, steps=12)
+JOB = Job(stages=4, pipelines=2, microbatches=4, steps=12, device="cpu")
 
 
 def at(step: int, action: str, when: When = "before") -> At:

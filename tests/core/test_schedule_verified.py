@@ -49,7 +49,8 @@ def test_there_are_many_kinds_of_corruption() -> None:
     assert len(CORRUPTIONS) >= 30
 
 
-@pytest.mark.parametrize("kind", CORRUPTIONS)
+# A whole step hands nothing over: the plans of hand-overs are spoiled in test_plan_verified.py.
+@pytest.mark.parametrize("kind", [each for each in CORRUPTIONS if "HAND" not in each])
 def test_a_corrupted_program_is_refused(kind: str) -> None:
     order, found = seeded(2), 0
     while found < 25:

@@ -12,7 +12,7 @@ import pytest
 from engine.core.action import Op, parse_action
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
+from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, When, Worker, slot_owner
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.faults.registry import kinds
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 SMALL: dict[str, Any] = {"model": "mlp", "stages": 3, "microbatches": 4, "steps": 6, "validate_every": 0}
 HANG_S, BUSY_S = 1.5, 1.0  # from a hang to its verdict, and more on a busy machine
 SILENCE_S = 2.0  # longer than a busy machine keeps a healthy worker from running
+LEAVER = 1  # the owner of stage 1
 TWO_SHADOWS: dict[str, Any] = {"stages": 4, "redundancy_level": 2}
 
 
@@ -186,6 +187,21 @@ def test_whoever_is_warned_half_a_step_before_its_end_hands_over_inside_the_step
     backwards = [each for each in done if parse_action(each[1]).op in (Op.B, Op.I)]
     assert len(backwards) == len(set(backwards)) == 2 * 3 * 4
     assert any(action.startswith("1HAND") for _, action in done)
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+@pytest.mark.parametrize("victim", [0, 1], ids=["heir", "leaver"])
+def test_a_kill_in_a_hand_over_inside_a_step_changes_no_bit(
+    strike: Strike, faultless: Callable[..., Any], victim: int, when: When
+) -> None:
+    """The leaver has added a microbatch of stage 1, so it sends its accumulators in an action of their own."""
+    slow = {"model": "timed", "model_args": {"forward_ms": 100}, "steps": 2, "redundancy_level": 2}
+    warned = at("1F2", "terminate", step=1, grace_ns=600_000_000)
+    killed = Fault("second", At(1, parse_action("1HAND0"), when), (Worker(victim),))
+    struck = strike(warned, killed, **slow)
+    check(struck, faultless(**slow), *([victim] if victim == LEAVER else [victim, LEAVER]))
+    assert struck.confirmed == ["first", "second"]
+    assert struck.codes[victim] == -signal.SIGKILL
 
 
 def test_whoever_is_warned_too_late_is_killed(strike: Strike, faultless: Callable[..., Any]) -> None:
