@@ -139,7 +139,8 @@ def with_shadows(
     `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no other worker holds the stage in
     another pipeline. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The `wanted`
     owner of a slot becomes a shadow first, beside those that it has. A leaving worker stays a shadow until it has left.
-    Where `host_of` names hosts, a worker on a host without a replica of the slot comes first. Of a run of several
+    Where `host_of` names hosts, a worker on a host without a replica of the slot comes first; and a slot whose replicas
+    are all on one host gets one more, so that one of the others is surplus the next time. Of a run of several
     blocks, the owner of the run before shadows the first half, and that of the run behind (cyclic), or another worker,
     the second half. So two workers share the blocks of one that dies. Any other slot gets the least loaded worker; of
     several, the owner of the nearest preceding stage (cyclic), then those of other pipelines.
@@ -159,7 +160,7 @@ def with_shadows(
 
     for slot in slots:
         staying = tuple(each for each in shadows[slot] if each not in leaving)
-        shadows[slot] = staying if due else staying[: count(slot)]
+        shadows[slot] = staying if due else _kept(ownership.owner(*slot), staying, count(slot), host_of or {})
     for slot in slots:
         if slot in due:
             shadows[slot] = tuple(dict.fromkeys((*shadows[slot], due[slot])))
@@ -168,9 +169,55 @@ def with_shadows(
             if not able:
                 break
             shadows[slot] = (*shadows[slot], _best(able, ownership, shadows, slot))
+        if host_of and shadows[slot] and count(slot) and _on_one_host(ownership.owner(*slot), shadows[slot], host_of):
+            able = _elsewhere(ownership, shadows[slot], slot, members, leaving, host_of)
+            shadows[slot] += (_best(able, ownership, shadows, slot),) if able else ()
     for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
     return replace(ownership, shadows=tuple(shadows[slot] for slot in slots))
+
+
+def healed(
+    ownership: Ownership,
+    redundancy: Redundancy,
+    level: int,
+    members: tuple[int, ...],
+    leaving: tuple[int, ...],
+    wanted: tuple[int, ...],
+    hosts: tuple[int, ...],
+) -> Ownership:
+    """Returns the ownership of the next step, which all members and the coordinator compute from one document.
+
+    `hosts` has a number for the host of each member; it is empty if all are on one.
+    """
+    host_of = {each: str(host) for each, host in zip(members, hosts, strict=True)} if hosts else None
+    return with_shadows(ownership, redundancy, level, members, leaving, wanted, host_of)
+
+
+def _elsewhere(
+    ownership: Ownership,
+    present: tuple[int, ...],
+    slot: Slot,
+    members: Collection[int],
+    leaving: Collection[int],
+    host_of: Mapping[int, str],
+) -> list[int]:
+    """Returns the workers on other hosts than the owner of a slot that may become its next shadow, in order."""
+    able = _able(ownership, present, slot, members, leaving, host_of)
+    return [each for each in able if host_of.get(each) != host_of.get(ownership.owner(*slot))]
+
+
+def _kept(owner: int, staying: tuple[int, ...], most: int, host_of: Mapping[int, str]) -> tuple[int, ...]:
+    """Returns the shadows that stay, the first `most`; the last of them is on another host if no other one is."""
+    kept = staying[:most]
+    if not kept or not _on_one_host(owner, kept, host_of):
+        return kept
+    elsewhere = [each for each in staying[most:] if host_of.get(each) != host_of.get(owner)]
+    return (*kept[:-1], elsewhere[0]) if elsewhere else kept
+
+
+def _on_one_host(owner: int, shadows: tuple[int, ...], host_of: Mapping[int, str]) -> bool:
+    return {host_of.get(each) for each in shadows} == {host_of.get(owner)}
 
 
 def _due(

@@ -140,7 +140,7 @@ def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = told(state, holds(31, 2, 2, "two"))
     state, effects = step(state, holds(32, 0, 2, "none"))
     inventories = ((0, "none"), (2, "two"))
-    document = PlanMessage(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), inventories)
+    document = PlanMessage(2, 0, (0, 2), (), (0, 0, 2), ((2,), (), ()), inventories, hosts=(0, 1))
     assert effects == (PublishPlanInput(2, document),)
     state = told(state, plans(33, 0, 2, "same"))
     state, effects = step(state, plans(34, 2, 2, "same"))

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from tests.simulation.case import Case
+from tests.simulation.case import Case, Fault
 from tests.simulation.compiled import Compiled
 from tests.simulation.provenance import Reference
 from tests.simulation.world import World
 
 MOMENTS = 3  # of a worker before it has joined
 _POINTS = frozenset({"welcome", "partition", "ready", "waiting"})
+_LOST_HOST = Fault(0, "never", kind="zombie")  # it strikes nobody; a world with it has a host for each worker
 
 
 def begun(case: Case) -> World:
@@ -26,7 +27,7 @@ def begun(case: Case) -> World:
     is_early = any(fault.point in _POINTS or (fault.point == "moment" and fault.at <= MOMENTS) for fault in case.faults)
     if case.spread or case.deaths or is_early:
         return World(case)
-    world = _beginning(replace(case, seed=0, faults=()))()
+    world = _beginning(replace(case, seed=0, faults=(_LOST_HOST,) if case.loses_a_host else ()))()
     world.takes(case)
     return world
 

@@ -94,6 +94,11 @@ class Case:
         """The number of workers before any failure."""
         return self.stages // self.blocks // self.stages_per_worker * self.pipelines
 
+    @property
+    def loses_a_host(self) -> bool:
+        """Whether a whole host is lost; then each worker has a host of its own, else two have one."""
+        return any(fault.kind == "zombie" for fault in self.faults)
+
     def text(self) -> str:
         """Returns the case as one line of JSON, without default values."""
         usual = asdict(Case())

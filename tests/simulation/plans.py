@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from engine.core.ownership import Grid, Ownership, Redundancy, Slot, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, healed
 from engine.core.program.build import build_program
 from engine.core.recovery.inventory import Inventory, from_json
 from engine.core.recovery.plan import EpochPlan
@@ -39,16 +39,17 @@ def next_program(
     members: tuple[int, ...],
     leaving: tuple[int, ...],
     wanted: tuple[int, ...],
+    hosts: tuple[int, ...],
 ) -> tuple[Ownership, bool, dict[int, Compiled]]:
     """Returns the ownership after a step of a recovery, whether it heals, and each worker's share of its program."""
-    healed = with_shadows(ownership, redundancy, level, members, leaving, wanted)
+    after = healed(ownership, redundancy, level, members, leaving, wanted, hosts)
     new = [
         (worker, slot)
         for slot in ownership.grid.slots()
-        for worker in healed.shadows_of(*slot)
+        for worker in after.shadows_of(*slot)
         if worker not in ownership.replicas(*slot)
     ]
-    return healed, bool(new), shares_of(schedule, healed, redundancy, frozenset(new), log_every)
+    return after, bool(new), shares_of(schedule, after, redundancy, frozenset(new), log_every)
 
 
 @lru_cache(maxsize=4096)

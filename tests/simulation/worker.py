@@ -322,7 +322,10 @@ class Worker(Joining):
         """Plans the next step in the planner thread."""
         case = self.case
         how = (case.schedule, output.ownership, case.redundancy, case.level, case.log_every)
-        self.next_step = (self.planned_at(), next_program(*how, output.members, output.leaving, output.wanted))
+        self.next_step = (
+            self.planned_at(),
+            next_program(*how, output.members, output.leaving, output.wanted, output.hosts),
+        )
         return None
 
     def take_next_step(self, output: outputs.TakeNextStep) -> Answer:

@@ -46,7 +46,7 @@ MOST_RESTARTS = 3
 ASKED = "policy wants other owners"
 _SAID_ONCE = (KeptMessage, VoteMessage)  # no coordinator asks for it again in an epoch
 _CODES = (-9, -11, 0, 1)  # of a process that dies
-_NODES = [f"node-{worker}" for worker in range(64)]
+_NODES = [f"node-{number}" for number in range(64)]
 
 
 @cache
@@ -237,7 +237,7 @@ class World:
             return
         for worker in self.workers:
             if worker.alive and not worker.paused:
-                self.coordinator.take(Heard, worker.number, worker.heartbeat(), _NODES[worker.number])
+                self.coordinator.take(Heard, worker.number, worker.heartbeat(), self.node_of(worker.number))
         self.coordinator.take(inputs.Passed)
         if (
             self.membership.look
@@ -288,13 +288,13 @@ class World:
         for number, code in self.ended.items():
             self.coordinator.take(inputs.Ended, number, code)
         for number in sorted(self.said_ready):
-            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), _NODES[number])
+            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), self.node_of(number))
         unheard, self.unheard = self.unheard, []
         for number, message in unheard:
             self._hear(number, message, self.starts)
         if self.membership.phase is Phase.FORMING:
             for number, message in self.told_early:
-                self.coordinator.take(Heard, number, message, _NODES[number])
+                self.coordinator.take(Heard, number, message, self.node_of(number))
 
     def stop(self, why: outputs.Stop) -> None:
         """Ends the run."""
@@ -330,7 +330,7 @@ class World:
         if not self.coordinator.alive:
             return
         self.note(_WORDS.get(type(message), _OTHER), number)
-        self.coordinator.take(Heard, number, message, _NODES[number])
+        self.coordinator.take(Heard, number, message, self.node_of(number))
 
     def await_parts(self, told: ToWorker) -> None:
         """Awaits the parts of a checkpoint, if a message orders one; its hashes agree. A stage counts as a layer."""
@@ -450,10 +450,14 @@ class World:
         self.ended[number] = code
         self.coordinator.take(inputs.Ended, number, code)
         if number in self.said_ready and self.case.seed % 2:  # its word comes again, and late
-            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), _NODES[number])
+            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), self.node_of(number))
+
+    def node_of(self, number: int) -> str:
+        """Returns the host of a worker."""
+        return _NODES[number if self.case.loses_a_host else number // 2]
 
     def _lose_node(self, number: int) -> None:
-        self.coordinator.take(LeaseExpired, _NODES[number])
+        self.coordinator.take(LeaseExpired, self.node_of(number))
 
 
 def _in_words(numbers: tuple[int, ...]) -> str:

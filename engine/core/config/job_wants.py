@@ -29,15 +29,9 @@ def known_ownership(job: Job) -> Ownership | None:
     return fresh_ownership(replace(job, schedule=Job().schedule))  # any schedule has this placement
 
 
-def shadowed(
-    job: Job,
-    ownership: Ownership,
-    members: Collection[int],
-    leaving: Collection[int] = (),
-    wanted: tuple[int, ...] = (),
-) -> Ownership:
-    """Returns the ownership with the shadows that the policy of the job and the `wanted` owners ask for."""
-    return with_shadows(ownership, job.redundancy, job.redundancy_level, members, leaving, wanted)
+def shadowed(job: Job, ownership: Ownership, members: Collection[int]) -> Ownership:
+    """Returns the ownership with the shadows that the policy of the job asks for."""
+    return with_shadows(ownership, job.redundancy, job.redundancy_level, members)
 
 
 def holders(job: Job) -> list[frozenset[int]]:

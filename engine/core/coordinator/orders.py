@@ -37,14 +37,14 @@ from engine.core.membership.events import Event
 from engine.core.membership.protocol import step
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
-from engine.core.ownership import with_shadows
+from engine.core.ownership import healed
 from engine.core.process_messages import ByeMessage
 from engine.core.recovery.ballot import open_ballot
 
 Outputs = tuple[CoordinatorOutput, ...]
 Decided = tuple[CoordinatorState, Outputs]
 _TRAINING = (Phase.RUNNING, Phase.DRAINING)
-_with_shadows = lru_cache(maxsize=256)(with_shadows)
+_healed = lru_cache(maxsize=256)(healed)
 
 
 def decide(state: CoordinatorState, *events: Event) -> Decided:
@@ -170,8 +170,8 @@ def _send_plan(state: CoordinatorState, effect: effects.PublishPlanInput) -> Dec
     if effect.epoch <= state.planned:
         return state, ()
     document = effect.document
-    leaving, wanted = document.leaving, document.wanted
-    new = state._replace(planned=effect.epoch, leaving=leaving, wanted=wanted, owners=document.owners)
+    leaving, wanted, hosts = document.leaving, document.wanted, document.hosts
+    new = state._replace(planned=effect.epoch, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
     if document.owners != state.owners:  # an heir became known by its inventory
         heirs = HeirsRecord(epoch=effect.epoch, owners=document.owners, shadows=document.shadows)
@@ -228,8 +228,8 @@ def commit_record(state: CoordinatorState) -> CommitRecord:
 def _healing(state: CoordinatorState) -> CoordinatorState:
     """Returns the state with the ballot of the next step and the wanted shadows; workers compute the same ownership."""
     last, job = required(state.ballot, "a ballot is open in training"), state.job
-    policy = (job.redundancy, job.redundancy_level)
-    ownership = _with_shadows(last.ownership, *policy, state.membership.members, state.leaving, state.wanted)
+    given = (state.membership.members, state.leaving, state.wanted, state.hosts)
+    ownership = _healed(last.ownership, job.redundancy, job.redundancy_level, *given)
     return state._replace(ballot=open_ballot(last.epoch, last.step + 1, ownership, state.job.clip_norm))
 
 

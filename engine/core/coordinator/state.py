@@ -73,6 +73,7 @@ class CoordinatorState(NamedTuple):
     planned: int = 0  # the last epoch whose plan was sent
     leaving: tuple[int, ...] = ()  # in the last plan
     wanted: tuple[int, ...] = ()  # in the last plan
+    hosts: tuple[int, ...] = ()  # in the last plan
     told: CommitMessage | None = None  # the last one that was sent
     owners: tuple[int, ...] = ()  # as last recorded
     places: Mapping[int, Place] = {}

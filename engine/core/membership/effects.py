@@ -108,6 +108,13 @@ def _gathering(state: State) -> list[Effect]:
     return [PublishPlanInput(state.epoch, plan_document(state))]
 
 
+def _hosts(state: State) -> tuple[int, ...]:
+    """Returns a number for the host of each member, by which the members place shadows; empty if all are on one."""
+    nodes = [state.nodes.get(worker, "") for worker in state.members]
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return tuple(numbers[node] for node in nodes) if len(numbers) > 1 else ()
+
+
 def plan_document(state: State) -> PlanMessage:
     """Returns the input of the plan of this epoch, once all inventories have come."""
     return PlanMessage(
@@ -118,5 +125,6 @@ def plan_document(state: State) -> PlanMessage:
         state.owners,
         state.shadows,
         wanted=state.wanted_at_start,
+        hosts=_hosts(state),
         inventories=tuple(sorted(state.inventories.items())),
     )

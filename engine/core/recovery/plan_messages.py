@@ -20,6 +20,7 @@ class PlanMessage(ToWorker):
     shadows: tuple[tuple[int, ...], ...]
     inventories: tuple[tuple[int, str], ...]  # worker and text
     wanted: tuple[int, ...] = ()  # the wanted owner of each slot, which becomes a shadow; empty if no slot is to move
+    hosts: tuple[int, ...] = ()  # a number for the host of each member; empty if all are on one
 
 
 @message

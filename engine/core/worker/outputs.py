@@ -118,8 +118,8 @@ class LoadPlan(Output):
 class PlanNextStep(Output):
     """Begins to make the program of the step after a step of a recovery, in the planner thread.
 
-    `ownership` is that of `step`, which is about to begin; the next step adds shadows among the members that stay, and
-    the `wanted` owners.
+    `ownership` is that of `step`, which is about to begin; the next step adds shadows among the members that stay, on
+    other `hosts` first, and the `wanted` owners.
     """
 
     step: int
@@ -127,6 +127,7 @@ class PlanNextStep(Output):
     members: tuple[int, ...]
     leaving: tuple[int, ...]
     wanted: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

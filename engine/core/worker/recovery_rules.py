@@ -133,6 +133,7 @@ def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: 
         members=told.members,
         leaving=told.leaving,
         wanted=told.wanted,
+        hosts=told.hosts,
     )
     if commit is not None and commit.step >= state.step:
         here = f"worker {state.worker} is at {state.step}"
@@ -192,7 +193,7 @@ def _goes_now(state: WorkerState) -> Stepped:
     new = state._replace(program="usual" if state.plan is None else "plan", opens=False, is_over=state.go.end)
     outputs: tuple[Output, ...] = (Enter(new.ownership),)
     if new.plan is not None and not new.is_over:
-        outputs = (*outputs, PlanNextStep(new.step, new.ownership, new.members, new.leaving, new.wanted))
+        outputs = (*outputs, PlanNextStep(new.step, new.ownership, new.members, new.leaving, new.wanted, new.hosts))
     if state.go.keep:
         new, outputs = keeps(new, outputs)
     if state.go.validate:

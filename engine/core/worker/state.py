@@ -43,6 +43,7 @@ class WorkerState(NamedTuple):
     members: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()  # members that had given notice when the epoch was made
     wanted: tuple[int, ...] = ()  # the owners of all slots that were wanted then; empty if none moves
+    hosts: tuple[int, ...] = ()  # a number for the host of each member; empty if all are on one
     told: EpochMessage | None = None  # the message of the epoch
     plan: EpochPlan | None = None  # of the epoch
     go: GoMessage | None = None  # of the epoch

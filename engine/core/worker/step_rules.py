@@ -123,7 +123,7 @@ def heals(state: WorkerState, made: inputs.NextStepMade) -> Stepped:
     )
     outputs: tuple[Output, ...] = (Enter(ownership),)
     if made.is_healing:
-        outputs = (*outputs, PlanNextStep(new.step, ownership, new.members, new.leaving, new.wanted))
+        outputs = (*outputs, PlanNextStep(new.step, ownership, new.members, new.leaving, new.wanted, new.hosts))
     return go_on(new, outputs)
 
 

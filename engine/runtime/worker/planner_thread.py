@@ -17,10 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import NamedTuple
 
-from engine.core.config.job_wants import shadowed
 from engine.core.errors import required
 from engine.core.history.run_records import PreparedRecord
-from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.ownership import Grid, Ownership, Slot, healed
 from engine.core.program.build import build_program
 from engine.core.recovery.plan import EpochPlan
 from engine.core.recovery.plan_messages import PrepareMessage
@@ -100,7 +99,15 @@ class PlannerThread:
 
         def plan() -> NextStep:
             with self._turn_in(given.step):
-                ownership = shadowed(self._context.job, before, given.members, given.leaving, given.wanted)
+                ownership = healed(
+                    before,
+                    self._context.job.redundancy,
+                    self._context.job.redundancy_level,
+                    given.members,
+                    given.leaving,
+                    given.wanted,
+                    given.hosts,
+                )
                 new = frozenset(
                     (worker, slot)
                     for slot in before.grid.slots()
