@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from engine.core.ownership import Redundancy
-from tests.simulation.case import HEALS_IN_TIME_US, MOVE, Case, Fault
+from tests.simulation.case import HEALS_IN_TIME_US, MOVE, SHORT, Case, Fault
 
 _MOST_REACHED = 120  # moments of a coordinator: few histories have more
 _GRACE_US = 60_000_000
@@ -34,6 +34,7 @@ class Strike(NamedTuple):
 STRIKES = (
     Strike(6, "kill", ("moment", "moment", *_VERDICT, *_BOUNDARY, "HEAL")),
     Strike(5, "notice", ("moment", *_VERDICT, *_BOUNDARY), length=_GRACE_US),
+    Strike(3, SHORT, ("moment", "moment", *_VERDICT, *_BOUNDARY)),
     Strike(2, "zombie", ("moment", *_BOUNDARY), length=60_000),
     Strike(1, "pause", ("moment", *_BOUNDARY), length=12_000_000),
     Strike(1, "suspect", ("moment", "replayed"), length=5),
@@ -44,6 +45,7 @@ STRIKES = (
     Strike(1, "zombie", ("waiting", "inventory", "HEAL"), waiting=True, length=60_000),
     Strike(1, "pause", ("waiting", "HEAL", "stepped"), waiting=True, length=25_000_000),
     Strike(1, "notice", ("waiting", "planned", "HEAL", "stepped"), waiting=True, length=_GRACE_US),
+    Strike(1, SHORT, ("moment", "waiting", "planned", "HEAL", "stepped", *_JOIN), waiting=True),
     Strike(2, "kill", _JOIN),
     Strike(3, "kill", (*_JOIN, "HEAL"), waiting=True),
     Strike(1, "pause", _JOIN, waiting=True, length=25_000_000),
