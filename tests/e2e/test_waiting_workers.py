@@ -13,7 +13,6 @@ import pytest
 from engine.core.config.job import Job
 from engine.core.history.process_records import StartedRecord
 from engine.core.scalar import Args
-from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.conftest import Launch
 from tests.e2e.kill_runs import Runs, differences
@@ -40,11 +39,6 @@ LONG = (
     "run --model mlp --set model_args.depth=10 --stages 3 --microbatches 4 --steps 100000 --validate-every 0 --audit 0 "
     "--checkpoint-every 0 --no-twin"
 ).split()
-SLOW = (
-    "run --model timed --set model_args.layers=3 --set model_args.forward_ms=1000 --set model_args.backward_ms=1000 "
-    "--stages 3 --blocks 1 --microbatches 2 --steps 100000 --validate-every 0 --no-twin"
-).split()
-LOADS_WITHIN_NS = 100_000_000
 MOST_SHARE = 0.001  # of a core
 MOST_BYTES = 40 * 2**20
 
@@ -92,43 +86,6 @@ def test_the_death_of_a_waiting_worker_is_no_epoch(launch: Launch) -> None:
     assert len(run.events("epoch")) == 1
     ends = {event["of"]: (event["code"], event["expected"]) for event in run.events("exit")}
     assert ends == {0: (0, True), 1: (0, True), 2: (0, True), 3: (-9, True), 4: (0, True)}
-
-
-def test_signals_to_the_launcher_and_to_a_waiting_worker_need_no_sigkill(launch: Launch) -> None:
-    """A step of the members takes longer than the second that an interrupted run has for it."""
-    run = launch(*SLOW, "--standby", "2")
-    run.wait_until(lambda: len(run.events("waiting")) == 2 and run.events("go"))
-    os.kill(pid_of(run, 3), signal.SIGTERM)
-    run.wait_until(lambda: run.events("exit"))
-    run.interrupt(signal.SIGTERM)
-    assert run.wait().code == 143
-    lost = {event["of"]: event["lost"] for event in run.events("waiting") if event["lost"]}
-    assert lost == {3: "has left while it waited", 4: "was let go, because the run ends"}
-    assert [event["of"] for event in run.events("killed")] == [0, 1, 2]
-    assert {event["of"]: event["code"] for event in run.events("exit")} == {0: -9, 1: -9, 2: -9, 3: 86, 4: 0}
-
-
-def test_a_waiting_worker_that_hangs_while_it_loads_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer
-) -> None:
-    """It is stopped by a signal at its start, as if its data never opened; the members train meanwhile."""
-    late = Newcomers.late
-    monkeypatch.setattr(Newcomers, "late", lambda own, now_ns, limit_ns: late(own, now_ns, LOADS_WITHIN_NS))
-    Killer(monkeypatch, StartedRecord, 3, number=signal.SIGSTOP)
-    job = replace(JOB, model="timed", model_args=TIMED, data_args={"features": 16}, steps=40)
-    ending, events = Runs(tmp_path, server).run(job)
-    assert (ending.outcome, ending.error) == ("finished", None)
-    assert [(event["of"], event["why"]) for event in events if event["event"] == "killed"] == [
-        (3, "has not loaded its code and data within 600 s")
-    ]
-    assert [(event["of"], event["lost"]) for event in events if event["event"] == "waiting"] == [
-        (3, "was ended by SIGKILL")
-    ]
-    given_up, lost = ending.view.run_state.notes
-    assert given_up.startswith("worker 3 (pid ")
-    assert ", which was no member yet, has not loaded its code and data within 600 s, and is given up; see " in given_up
-    assert lost == "worker 3, which was no member yet, was ended by SIGKILL"
-    assert len([event for event in events if event["event"] == "epoch"]) == 1
 
 
 def test_the_next_coordinator_knows_who_waits(launch: Launch) -> None:

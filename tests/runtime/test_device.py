@@ -20,6 +20,7 @@ from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.runtime.agent import session
 from engine.runtime.agent.run_view import Ending
+from engine.runtime.device.copies import StreamCopies
 from engine.runtime.device.device import HOST, Device, open_device, ordinal
 from engine.runtime.replica import state_transfer
 from engine.runtime.stage.build_layer import build_layer
@@ -30,7 +31,6 @@ from tests.kills import parse_kills
 from tests.runtime.small_jobs import NORMED as WITH_BUFFERS
 from tests.runtime.thread_runs import run_in_threads
 
-GPU = Device(PLACE, is_host=False)
 MLP: dict[str, Any] = {"model": "mlp", "steps": 3, "stages": 3, "microbatches": 2, "validate_every": 2}
 GPT: dict[str, Any] = {**MLP, "model": "gpt", "model_args": {"width": 8, "depth": 1, "heads": 1, "tied": True}}
 RESNET: dict[str, Any] = {**MLP, "model": "resnet18", "model_args": {"width": 4}, "microbatch_size": 2}
@@ -147,7 +147,7 @@ def test_buffers_that_share_memory_share_it_on_the_device_too() -> None:
 
     model = Model((LayerSpec("shared", "Shared", Shared),), default_loss)
     with fake_gpu() as gpu:
-        layer = build_layer(Job(), model, 0, GPU)
+        layer = build_layer(Job(), model, 0, Device(PLACE, is_host=False, copies=StreamCopies(PLACE)))
         whole, part, again = (layer.get_buffer(name) for name in ("whole", "part", "again"))
         assert gpu.holds(whole) and gpu.holds(layer.get_parameter("weight")) and again is whole
         assert layer.get_parameter("weight").stride() == (1, 3)
@@ -201,7 +201,7 @@ def test_on_the_host_nothing_is_copied() -> None:
     tensors = (torch.ones(3),)
     assert open_device("cpu", 5) is HOST
     assert HOST.put(tensors[0]) is tensors[0]
-    assert HOST.put_all(tensors) is tensors and HOST.fetched(tensors) is tensors
+    assert HOST.put_all(tensors) is tensors and HOST.copies.fetched(tensors) is tensors
 
 
 def test_an_ordinary_module_is_refused_on_a_gpu(gpu: FakeGpu) -> None:

@@ -1,7 +1,7 @@
 """The device of a worker: its layers, their state and their gradients lie on it, and its random numbers come from it.
 
 Rules: each function gets the device that it works on; there is no global default. A message, a file and a batch of data
-lie on the host: a tensor gets from one to the other by `put` and `fetched` only. Layers are built on the host, so that
+lie on the host: a tensor gets from one to the other by `put` and `copies` only. Layers are built on the host, so that
 they begin with the same bits on every device. Only a worker opens a device: the fork server must never start CUDA,
 because a context does not survive a fork.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
+from engine.runtime.device.copies import HOST_COPIES, Copies, Leaving, StreamCopies
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -29,33 +30,15 @@ class Device:
 
     place: torch.device
     is_host: bool
+    copies: Copies = HOST_COPIES
 
     def put(self, tensor: Tensor) -> Tensor:
         """Returns a tensor on the device, detached; itself if it is there."""
-        if self.is_host:
-            return tensor
-        moved = tensor.detach().to(self.place, non_blocking=tensor.is_pinned())
-        return moved.requires_grad_(tensor.requires_grad)
+        return self.put_all((tensor,))[0]
 
-    def put_all(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Returns tensors on the device, each detached."""
-        return tensors if self.is_host else tuple(self.put(each) for each in tensors)
-
-    def fetched(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Returns complete copies in pinned host memory, contiguous; a tensor of the host is returned itself."""
-        if self.is_host:
-            return tensors
-        return tuple(each if each.device.type == "cpu" else self._copied(each) for each in tensors)
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        return copy.copy_(tensor.detach())  # waits for the work that makes the tensor
-
-    def room_for(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns uninitialised host memory for a message, pinned if it goes on to another device."""
-        if self.is_host:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    def put_all(self, tensors: Leaving) -> tuple[Tensor, ...]:
+        """Returns tensors on the device, each detached; they may be on their way to the host."""
+        return self.copies.admitted(self.copies.landed(tensors))
 
     def seed(self, key: int) -> None:
         """Sets the default generators of the host and of the device to the position of a key."""
@@ -73,9 +56,9 @@ class Device:
         return torch.autocast(self.place.type, dtype=dtype, enabled=enabled)
 
     def wait(self) -> None:
-        """Waits until all work that was given to the device is done, so that a time can be read."""
+        """Waits until all computing that was given to the device is done, so that a time can be read."""
         if not self.is_host:
-            torch.cuda.synchronize(self.place)
+            torch.cuda.current_stream(self.place).synchronize()
 
 
 HOST: Final = Device(torch.device("cpu"), is_host=True)
@@ -106,4 +89,4 @@ def open_device(kind: str, worker: int, *, shares: bool = False) -> Device:
     torch.cuda.set_device(place)
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
-    return Device(place, is_host=False)
+    return Device(place, is_host=False, copies=StreamCopies(place))

@@ -42,7 +42,7 @@ def send_bulk(channel: Channel[AnyKey], targets: Iterable[int], key: AnyKey, ten
     """
     payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
     payloads = [
-        channel.device.fetched((_joined([payload[index][start:end] for index, start, end in chunk]),))
+        channel.device.copies.fetched((_joined([payload[index][start:end] for index, start, end in chunk]),))
         for chunk in chunks_of([len(each) for each in payload])
     ]
     for target in targets:

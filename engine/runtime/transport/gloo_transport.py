@@ -81,7 +81,6 @@ class _GlooChannel(EndChannel[AnyKey]):
     def _begin_works(self, target: int, key: AnyKey, tensors: Tensors) -> tuple[Tensors, list[Work]]:
         """Begins the sends of one message; returns the tensors that must stay until they are done."""
         end, sent = self._end, tuple(tensor.detach().contiguous() for tensor in tensors)
-        end.bytes_sent += sum([tensor.nbytes for tensor in sent])
         rank, tag = end.rank[target], key.number * MAX_TENSORS
         try:  # not `suspecting`, to save microseconds
             return sent, [end.gloo.send([tensor], rank, tag + part) for part, tensor in enumerate(sent)]
@@ -135,19 +134,19 @@ class GlooTransport(GroupEnd):
 
     def release_sent(self) -> None:
         """Releases the messages of a committed step. It does not block: they have all been received."""
-        for target, works, _ in self.in_order.sends:
+        sends, self.in_order.sends = self.in_order.sends, []
+        for target, works, _ in sends:
             with suspecting(f"transfer to worker {target}", target):
                 for work in works:
                     work.wait()
-        self.in_order.sends = []
 
     def abandon(self) -> None:
         """Breaks off all messages and leaves the group, within milliseconds."""
         self.cuts.leave(self)
-        for each in self._queues.values():
+        for each in list(self._queues.values()):  # a thread that sends may start one
             each.items.put(None)
         shut_down(self._sockets)
-        for each in self._queues.values():
+        for each in list(self._queues.values()):
             each.thread.join(_JOIN_S)
         self.in_order.sends = []
 

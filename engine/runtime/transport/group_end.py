@@ -9,6 +9,7 @@ from typing import Generic
 
 from engine.core.errors import TransferFailedError
 from engine.models.layers import Tensors
+from engine.runtime.device.copies import Arriving, Leaving, tensors_of
 from engine.runtime.device.device import Device
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
@@ -27,7 +28,7 @@ class GroupEnd:
         self.epoch = epoch
         self.bytes_sent = 0
         self.failed: TransferFailedError | None = None
-        self.arrived: dict[tuple[int, ProgramKey | AsideKey], Tensors] = {}
+        self.arrived: dict[tuple[int, ProgramKey | AsideKey], Arriving] = {}
         self.num_sent = dict.fromkeys(members, 0)
         self.num_posted = self.num_sent.copy()
         self._num_received = self.num_sent.copy()
@@ -39,8 +40,9 @@ class GroupEnd:
 
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
         """Takes in a message whose receive was posted; any thread may call it."""
+        arriving = self.device.copies.landed(tensors)
         with self._counting:
-            self.arrived[source, key] = tensors
+            self.arrived[source, key] = arriving
             self._num_received[source] += 1
         self.cuts.waiter.wake()
 
@@ -48,6 +50,12 @@ class GroupEnd:
         """Ends every wait for a message by an error; any thread may call it."""
         self.failed = error
         self.cuts.waiter.wake()
+
+    def fails_to(self, target: int, error: Exception) -> None:
+        """Ends every wait by the error of a message that could not be sent; any thread may call it."""
+        if not isinstance(error, TransferFailedError):
+            error = TransferFailedError(f"transfer to worker {target} failed: {error}", target)
+        self.fails(error)
 
     def traffic(self) -> Mapping[int, Traffic]:
         """Returns the numbers of messages in both channels by member, as this worker sees them; kept ones are sent."""
@@ -75,8 +83,8 @@ class EndChannel(Generic[AnyKey]):
     def take_arrived(self, source: int, key: AnyKey) -> Tensors | None:
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
         end = self._of
-        tensors = None if source in end.cuts.back else end.arrived.pop((source, key), None)
-        return tensors if tensors is None else end.device.put_all(tensors)
+        arriving = None if source in end.cuts.back else end.arrived.pop((source, key), None)
+        return arriving if arriving is None else end.device.copies.admitted(arriving)
 
     def take(self, source: int, key: AnyKey) -> Tensors:
         """Waits for a posted message and returns its tensors; raises Stopped, or TransferFailedError if it broke."""
@@ -89,13 +97,18 @@ class EndChannel(Generic[AnyKey]):
 
         return end.cuts.waiter.wait_until(look)
 
-    def send(self, target: int, key: AnyKey, tensors: Tensors) -> None:
+    def send(self, target: int, key: AnyKey, tensors: Leaving) -> None:
         """Starts one message, or keeps it behind a cut; it must not change before the moment that `Channel` names."""
         end = self._of
         end.num_sent[target] += 1
-        tensors = end.device.fetched(tensors)
-        if target not in end.cuts.there or not end.cuts.keeps(target, partial(self._begin, target, key, tensors)):
-            self._begin(target, key, tensors)
+        leaving = end.device.copies.fetched(tensors)
+        end.bytes_sent += sum([each.nbytes for each in tensors_of(leaving)])
+        if target not in end.cuts.there or not end.cuts.keeps(target, partial(self._leave, target, key, leaving)):
+            self._leave(target, key, leaving)
+
+    def _leave(self, target: int, key: AnyKey, leaving: Leaving) -> None:
+        end = self._of
+        end.device.copies.when_fetched(leaving, partial(self._begin, target, key), partial(end.fails_to, target))
 
     def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
         raise NotImplementedError

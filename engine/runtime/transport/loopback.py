@@ -180,7 +180,6 @@ class _LoopbackChannel(EndChannel[AnyKey]):
             other = end.ends[target]
             if end.is_closed or other.is_closed:
                 raise broken("to", target)
-            end.bytes_sent += sum(copy.nbytes for copy in copies)
             other.early.setdefault((end.worker, key), deque()).append((end.epoch, copies))
             other.match((end.worker, key))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ class TensorSpec:
         """Returns the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of such a tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
     def fits(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has this spec."""
         same_form = tensor.shape == self.shape and tensor.dtype == self.dtype
@@ -42,7 +48,7 @@ class TensorSpec:
 
     def room(self, device: Device) -> Tensor:
         """Returns uninitialised host memory for a receive."""
-        return device.room_for(self.shape, self.dtype)
+        return device.copies.room(self.shape, self.dtype)
 
     def empty(self, device: Device) -> Tensor:
         """Returns an uninitialised tensor on a device."""

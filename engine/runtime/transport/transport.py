@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from engine.models.layers import Tensors
+from engine.runtime.device.copies import Leaving
 from engine.runtime.device.device import Device
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
@@ -63,7 +64,7 @@ class Channel(Protocol[_Key_contra]):
     def take_arrived(self, source: int, key: _Key_contra) -> Tensors | None:
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
 
-    def send(self, target: int, key: _Key_contra, tensors: Tensors) -> None:
+    def send(self, target: int, key: _Key_contra, tensors: Leaving) -> None:
         """Starts one message to worker `target`; never waits. Raises TransferFailedError if the connection broke.
 
         In program order, the tensors must not change before the commit of the step. Aside, they must not change before

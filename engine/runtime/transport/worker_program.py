@@ -31,6 +31,10 @@ class WorkerProgram:
     next_forwards: Mapping[Action, Action]
     is_awaited: bool  # it begins with an own forward: the other workers wait for its first SEND
 
+    def received_bytes(self) -> set[int]:
+        """Returns the sizes of the tensors in the messages that it receives."""
+        return {spec.num_bytes for receive in self.receives for spec in receive.border}
+
 
 def worker_program(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> WorkerProgram:
     """Returns the part of `worker` in the program of all workers."""

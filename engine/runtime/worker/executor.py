@@ -43,6 +43,7 @@ class Executor:
         self.step = step
         self.num_computed = 0
         self._times = ComputeTimes(context.job.microbatches)
+        self._copies = context.replicas.device.copies
         self.value_store = ValueStore(context.job.retains)
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
@@ -61,6 +62,7 @@ class Executor:
         self.streams.enter(plane, program.ownership, program.routes, [action for action, _ in program.actions])
         if self.context.shards is not None:
             self.context.shards.enter(plane, program.ownership)
+        self._copies.make_rooms(program.received_bytes)
         methods = [(action, text, self._methods[action.op]) for action, text in program.actions]
         self._actions = [each for each in methods if each[0].op is not Op.STEP]
         self._steps = [each for each in methods if each[0].op is Op.STEP]
@@ -162,6 +164,7 @@ class Executor:
 
     def _take(self, commit: CommitMessage, steps: Sequence[QueuedAction]) -> None:
         self.end.clip_factor = commit.clip_factor
+        self._copies.settle()
         self._run_all(steps, lambda: None)
         replicas = self.context.replicas
         for slot in [slot for slot in replicas.stages if slot not in self.end.logged]:
@@ -256,7 +259,8 @@ class Executor:
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]
-        tensors, channel = self.value_store.to_send(carried(action)), self._plane.in_order
+        channel = self._plane.in_order
+        tensors = self._copies.fetched(self.value_store.to_send(carried(action)))
         for target in targets:
             channel.send(target, key, tensors)
         self._receiver.begin()
