@@ -1,4 +1,4 @@
-"""Waiting workers are refused where no worker can take over single slots, and nowhere else."""
+"""Waiting workers and the policy are refused where no worker can take over single slots, and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from engine.core.errors import UserError
 from engine.core.schedules.registry import SCHEDULES
 
 
-def refused(**fields: Any) -> list[str]:
-    """Returns the problems with the waiting workers of a job."""
-    return [str(each) for each in check_job(Job(standby=1, **fields)) if each.field == "standby"]
+def refused(field: str = "standby", **fields: Any) -> list[str]:
+    """Returns the problems with the waiting workers of a job, or with its policy."""
+    asked = {"standby": 1} if field == "standby" else {"elastic": True}
+    return [str(each) for each in check_job(Job(**asked, **fields)) if each.field == field]
 
 
 def test_a_negative_number_is_refused() -> None:
@@ -23,17 +24,20 @@ def test_a_negative_number_is_refused() -> None:
     assert problem == "standby: expected a whole number >= 0, found -1"
 
 
-def test_shards_and_other_schedules_are_refused_all_at_once_with_the_reason() -> None:
-    found = refused(pipelines=2, fsdp=1, redundancy="none", schedule="interleaved", stages_per_worker=2)
+@pytest.mark.parametrize(("field", "off"), [("standby", "0"), ("elastic", "false")])
+def test_shards_and_other_schedules_are_refused_all_at_once_with_the_reason(field: str, off: str) -> None:
+    found = refused(field, pipelines=2, fsdp=1, redundancy="none", schedule="interleaved", stages_per_worker=2)
     assert len(found) == 3
-    assert "0 with fsdp" in found[0] and "no worker can take over from a shard" in found[0]
-    assert "0 with stages_per_worker 2" in found[1]
-    assert "0 with schedule interleaved" in found[2] and "these take blocks: 1f1b, " in found[2]
+    assert f"{off} with fsdp" in found[0] and "no worker can take over from a shard" in found[0]
+    assert f"{off} with stages_per_worker 2" in found[1]
+    assert f"{off} with schedule interleaved" in found[2] and "these take blocks: 1f1b, " in found[2]
 
 
+@pytest.mark.parametrize("field", ["standby", "elastic"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_waiting_workers_need_a_schedule_that_takes_blocks(schedule: str) -> None:
-    assert bool(refused(schedule=schedule)) != SCHEDULES[schedule].takes_blocks
+def test_joiners_and_moves_need_a_schedule_that_takes_blocks(schedule: str, field: str) -> None:
+    """The policy took the two stages of each worker apart at once, without a failure: a step was longer from then on."""
+    assert bool(refused(field, schedule=schedule)) != SCHEDULES[schedule].takes_blocks
 
 
 def test_the_usual_schedules_take_blocks() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.config.job import Job
+from engine.core.errors import UserError
 from engine.files.jobs.elastic_defaults import FOR_JOINERS
 from engine.files.jobs.job_file import resolve_job
 from engine.harness.job_checks import readable
@@ -48,8 +49,12 @@ def test_a_cut_that_only_the_workers_know_has_one_block() -> None:
     assert resolved(*DEEP, "partition=parameters", standby="1")[0].blocks == 1
 
 
-def test_elastic_alone_keeps_stages_where_blocks_cannot_be() -> None:
-    assert resolved(*DEEP, "schedule=interleaved", "stages_per_worker=2", elastic="true")[0].blocks == 1
+@pytest.mark.parametrize("flag", ["elastic", "standby"])
+def test_one_flag_is_refused_by_its_own_name(flag: str) -> None:
+    """Who asked for waiting workers alone reads nothing of a policy that nobody gave."""
+    with pytest.raises(UserError) as refusal:
+        resolved(*DEEP, "schedule=interleaved", "stages_per_worker=2", **{flag: "1" if flag == "standby" else "true"})
+    assert {each.field for each in refusal.value.problems} == {flag}
 
 
 def test_a_value_that_is_given_wins() -> None:

@@ -135,9 +135,10 @@ def _check_standby(job: Job) -> list[Problem]:
 
 
 def _check_elastic(job: Job) -> list[Problem]:
-    if not (job.elastic and job.fsdp):
+    """The policy gives each worker one run of neighbouring slots: it would take two stages of a worker apart."""
+    if not job.elastic:
         return []
-    return [Problem("elastic", "false with fsdp", "true", "a shard is no replica, so no other worker can own it")]
+    return [Problem("elastic", f"false with {each}", "true", hint) for each, hint in no_blocks(job)]
 
 
 def _check_device(job: Job) -> list[Problem]:

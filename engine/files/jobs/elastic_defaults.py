@@ -22,7 +22,7 @@ def with_elastic_defaults(
     job: Job, layers: Sequence[Layer], given: Collection[str], offered: Offered, takes_blocks: bool
 ) -> Job:
     """Returns the job with these defaults; `given` has the names of the fields that a layer gives."""
-    if job.standby > 0 and not job.fsdp and last_with("standby", layers) > last_with("elastic", layers):
+    if job.standby > 0 and takes_blocks and last_with("standby", layers) > last_with("elastic", layers):
         job = replace(job, elastic=True)
     if not job.elastic or "blocks" in given or not takes_blocks:
         return job
