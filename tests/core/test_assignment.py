@@ -125,6 +125,24 @@ def test_a_leaver_in_the_middle_goes_to_both_neighbours() -> None:
     assert makespan(found.owners, grid) == 162
 
 
+@pytest.mark.parametrize("taken_over", [(2, 2, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2), (0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0)])
+def test_two_runs_of_a_worker_stay_where_one_would_make_the_step_longer(taken_over: tuple[int, ...]) -> None:
+    """The first or the last of three workers has died: 4 or 8 blocks moved, and a step took 162 units from then on."""
+    ownership = Ownership(Grid(12, 8, blocks=4), taken_over)
+    found = assign(ownership, {*taken_over})
+    assert found.owners == taken_over
+    assert found.why.startswith("nothing moves: ")
+    assert makespan(taken_over, ownership.grid) <= 158 < makespan((*[1] * 6, *[2] * 6), ownership.grid) == 162
+
+
+def test_two_runs_of_a_worker_become_one_where_that_pays() -> None:
+    taken_over = (0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 0)
+    ownership = Ownership(Grid(12, 8, blocks=3), taken_over)
+    found = assign(ownership, [0, 1, 2])
+    assert are_whole(runs_of(found.owners, ownership.grid))
+    assert makespan(found.owners, ownership.grid) == 120 < makespan(taken_over, ownership.grid)
+
+
 @pytest.mark.parametrize("num_workers", range(3, 9))
 @pytest.mark.parametrize("rounds", [1, 4, 8])
 def test_one_worker_less_costs_little_more_than_its_share(num_workers: int, rounds: int) -> None:

@@ -1,11 +1,12 @@
 """The policy: from measured facts, members and present replicas to the wanted owners and shadows, with the reason.
 
-Rules: each worker has one run of consecutive slots in a pipeline at most. The step with the shortest dry run wins, and
-of several such the one with the fewest bytes that move. Slots move only if the next hundred steps pay the move back:
-the price of an ownership is the time of a hundred steps, and the time of the hand-over. A worker whose memory does not
-suffice for one slot gets none. A slow worker keeps one if the step is little longer for it. Pipelines, microbatches and
-the order of samples stay, so no bit depends on an owner. The same facts give the same owners in each process: no loop
-follows the order of a set.
+Rules: a move gives each worker one run of consecutive slots in a pipeline at most. The step with the shortest dry run
+wins, and of several such the one with the fewest bytes that move. Slots move only if the next hundred steps pay the
+move back: the price of an ownership is the time of a hundred steps, and the time of the hand-over. So a worker keeps
+the two runs that a death has left it while no move is better. A worker whose memory does not suffice for one slot gets
+none. A slow worker keeps one if the step is little longer for it. Pipelines, microbatches and the order of samples
+stay, so no bit depends on an owner. The same facts give the same owners in each process: no loop follows the order of
+a set.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def assign(
         options = _Options(ownership, replace(known, memory={}), whole or {}, len(able))
         found = required(_best(options, able), "without limits of memory there is a cut")
     found = _with_slow(options, found, able)
-    stays = options.option(ownership.owners) if _may_stay(ownership, able) else None
+    stays = options.option(ownership.owners) if {*ownership.owners} <= {*able} else None
     if stays is not None and (found.price >= stays.price or found.time > (1 - _LEAST_GAIN) * stays.time):
         found = stays
     words = [*_move_words(options, found, stays), *words]
@@ -159,11 +160,6 @@ def _able(workers: list[int], measured: MeasuredFacts, grid: Grid) -> tuple[list
         if worker not in able
     ]
     return able or workers, words
-
-
-def _may_stay(ownership: Ownership, able: Collection[int]) -> bool:
-    """Returns whether the present owners are all able, and have one run in a pipeline at most."""
-    return all(owner in able for owner in ownership.owners) and are_whole(runs_of(ownership.owners, ownership.grid))
 
 
 def _best(options: _Options, able: list[int]) -> _Option | None:
