@@ -36,7 +36,7 @@ def test_shards_and_other_schedules_are_refused_all_at_once_with_the_reason(fiel
 @pytest.mark.parametrize("field", ["standby", "elastic"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_joiners_and_moves_need_a_schedule_that_takes_blocks(schedule: str, field: str) -> None:
-    """The policy took the two stages of each worker apart at once, without a failure: a step was longer from then on."""
+    """The policy took the two stages of each worker apart at once, without a failure: steps took longer."""
     assert bool(refused(field, schedule=schedule)) != SCHEDULES[schedule].takes_blocks
 
 
