@@ -34,6 +34,7 @@ from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.evaluations import evaluation_words
 from engine.core.checkpoints.resumption import begun_with
+from engine.core.checks.determinism import promises
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.scalar import finite
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
@@ -133,7 +134,7 @@ def _server(in_process: bool, second: bool) -> contextlib.AbstractContextManager
 
 
 def _print_explanation(resolved: Resolved, as_json: bool) -> None:
-    rows = explain(resolved)
+    rows = [*explain(resolved), *promises(resolved.job)]
     if as_json:
         echo(json.dumps({field: {"value": value, "origin": origin} for field, value, origin in rows}))
         return

@@ -71,7 +71,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
-    "engine.runtime.device": _GROUND,
+    "engine.runtime.device": _GROUND | {"engine.core.checks"},
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models", "engine.runtime.device"},
     "engine.runtime.optimizers": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.runtime.stage": _PLANS

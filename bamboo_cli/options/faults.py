@@ -94,11 +94,14 @@ def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool, after: int =
     """
     from engine.core.faults.fault import At
     from engine.core.faults.kill_text import kill_scenario
+    from engine.core.faults.outcome_rules import NO_TWIN
     from engine.core.faults.scenario import Expect
 
     if kills and with_twin and not job.audit:
         hint = "without hashes there is nothing to compare; give --no-twin"
         raise UserError([Problem("audit", "1 or more with --kill", "0", hint)])
+    if kills and with_twin and not job.deterministic:
+        raise UserError([Problem("deterministic", "true with --kill", "false", f"{NO_TWIN}; give --no-twin")])
     scenario = kill_scenario(kills, job, Expect(trajectory="as far as hashed" if kills and with_twin else None))
     if never := [
         (each, at.step) for each in scenario.faults if isinstance(at := each.trigger, At) and at.step <= after

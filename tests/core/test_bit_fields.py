@@ -17,6 +17,7 @@ DECISIVE = {
     "split",
     "init",
     "device",
+    "deterministic",
     "data",
     "data_args",
     "collate",
@@ -85,6 +86,14 @@ def test_a_secret_argument_is_compared_without_its_value() -> None:
 def test_a_field_that_the_kept_job_did_not_know_has_no_value_before() -> None:
     before = {name: value for name, value in asdict(Job()).items() if name != "clip_norm"}
     assert bit_differences(before, FACTS, Job(), FACTS) == [BitDifference("clip_norm", None, 1.0)]
+
+
+def test_jobs_of_older_versions_were_deterministic() -> None:
+    before = {name: value for name, value in asdict(Job()).items() if name not in ("deterministic", "device")}
+    assert bit_differences(before, FACTS, Job(device="cpu"), FACTS) == []
+    assert bit_differences(before, FACTS, Job(device="cpu", deterministic=False), FACTS) == [
+        BitDifference("deterministic", True, False)
+    ]
 
 
 def test_the_cheapest_job_differs_in_neutral_fields_only() -> None:

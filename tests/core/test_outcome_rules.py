@@ -56,6 +56,12 @@ RECOVERED, LOST = Expect(), Expect("state-lost")
         ((PAIR,), LOST, {"redundancy_level": 2}, "(2 workers are lost, and each stage is held by 3)"),
         ((NOTHING,), LOST, {}, "(no worker is lost, and each stage is held by 2)"),
         ((NOTHING,), Expect(recovery=Limits(max_ns=1)), {}, "expect.recovery: expected a fault that ends a worker"),
+        (
+            (KILL,),
+            Expect(trajectory="identical"),
+            {"deterministic": False},
+            "deterministic: expected true beside a comparison with a twin, found false (a run without the settings",
+        ),
         ((KILL,), Expect(culprit="nobody"), {}, "expect.culprit: expected exact beside a kill, found 'nobody'"),
         (
             (KILL,),

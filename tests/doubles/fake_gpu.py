@@ -308,6 +308,5 @@ def fake_gpu(num_gpus: int = 1) -> Iterator[FakeGpu]:
         gpu.streams.patch(patch)
         patch.setattr(Tensor, "record_stream", partialmethod(_record, gpu))  # torch takes no stream but its own
         patch.setattr(torch.cuda, "default_generators", (gpu.generator,) * num_gpus)
-        patch.setattr(torch, "use_deterministic_algorithms", lambda *given, **options: None)
         with gpu.modes():
             yield gpu

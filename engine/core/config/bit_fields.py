@@ -57,7 +57,8 @@ NEUTRAL: Mapping[str, Any] = {
 # The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
 OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
 # The values that older versions had for fields that they did not know.
-_BEFORE: Mapping[str, object] = {"device": "cpu"}
+# On a GPU they were deterministic, and on the CPU that changes no bits but those that were others each time.
+_BEFORE: Mapping[str, object] = {"device": "cpu", "deterministic": True}
 # The facts of a host that select the compute kernels, and so the bits.
 BIT_FACTS = ("python", "torch", "machine", "cpu", "isa", "kernel_variables")
 OF_GPUS = ("gpus", "torch_cuda")  # of a job that computes on GPUs

@@ -20,6 +20,7 @@ from engine.core.faults.scenario import NOTICES, Every, Expect, FaultSpec
 from engine.core.texts import numbered
 
 _PLACE = "expect.outcome"
+NO_TWIN = "a run without the settings of a deterministic one may have other bits each time"
 
 
 def impossible_expectations(
@@ -32,6 +33,8 @@ def impossible_expectations(
     if expect.trajectory == "identical" and job.audit != 1:
         hint = "the comparison needs the hashes of every step: set audit: 1 in the job"
         yield Problem("expect.trajectory", "a job that hashes every step", f"audit {job.audit}", hint)
+    if expect.trajectory is not None and not job.deterministic:
+        yield Problem("deterministic", "true beside a comparison with a twin", "false", NO_TWIN)
     if expect.outcome != "recovered" and expect.recovery is not None:
         hint = "a run that stops has no recovery to time"
         yield Problem("expect.recovery", "outcome recovered beside it", repr(expect.outcome), hint)

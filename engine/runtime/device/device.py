@@ -9,7 +9,6 @@ because a context does not survive a fork.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -20,8 +19,6 @@ from torch import Tensor
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
 from engine.runtime.device.copies import HOST_COPIES, Copies, Leaving, StreamCopies
-
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +75,9 @@ def ordinal(worker: int, num_gpus: int, *, shares: bool) -> int:
 
 
 def open_device(kind: str, worker: int, *, shares: bool = False) -> Device:
-    """Returns the device of a worker, of a kind ``cpu`` or ``cuda``; the latter starts CUDA in this process.
-
-    Only arithmetic that gives the same bits each time is let run on it: a layer without such a kernel raises.
-    """
+    """Returns the device of a worker, of a kind ``cpu`` or ``cuda``; the latter starts CUDA in this process."""
     if kind != "cuda":  # a job in memory that no file resolved has `auto`
         return HOST
     place = torch.device("cuda", ordinal(worker, torch.cuda.device_count(), shares=shares))
-    os.environ.setdefault(_CUBLAS, ":4096:8")  # read when CUDA starts; else a sum may depend on the streams
     torch.cuda.set_device(place)
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True)
     return Device(place, is_host=False, copies=StreamCopies(place))

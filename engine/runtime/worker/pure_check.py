@@ -11,9 +11,11 @@ which it has accepted when the borders were learned.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.core.checks.determinism import without_form
 from engine.core.checks.purity import DATA, OPTIMIZER, DigestByName, impure_layer
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
@@ -24,6 +26,7 @@ from engine.core.process_messages import PureMessage
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
 from engine.models.model_registry import is_own
+from engine.runtime.device.determinism import WithoutForm, unwritten_filled
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, drawn_like
@@ -92,6 +95,7 @@ class PureCheck:
     unchecked: list[str] = field(default_factory=list)
     _data_trial: DataTrial = field(init=False)
     _batches: list[Batch] = field(default_factory=list)
+    _without_form: dict[str, list[str]] = field(default_factory=dict)  # operations by the name of their layer
 
     def __post_init__(self) -> None:
         self._data_trial = DataTrial(self.job, self.data, self.worker)
@@ -122,8 +126,9 @@ class PureCheck:
             trials = self._first_trials(layers, inputs)
             if len(trials) == len(layers):
                 break
-        for trial in reversed(trials) if twice else ():
-            trial.second()
+        with unwritten_filled() if self.job.deterministic else contextlib.nullcontext():
+            for trial in reversed(trials) if twice else ():
+                trial.second()
         self.trials += trials
         self.unchecked += [self.model.layers[index].name for index in layers[len(trials) :]]
 
@@ -143,16 +148,22 @@ class PureCheck:
         for index in layers:
             targets = [batch.targets for batch in self._batches]
             trial = LayerTrial(self.job, self.model, index, inputs, targets, self.device)
+            operations = WithoutForm()
             try:
-                inputs = trial.first()
+                with operations if self.job.deterministic else contextlib.nullcontext():
+                    inputs = trial.first()
             except Exception:
                 break
+            finally:
+                self._without_form[trial.marked.name] = operations.found
             trials.append(trial)
         return trials
 
     def _problems(self) -> Iterator[Problem]:
         if self._data_trial.problem:
             yield self._data_trial.problem
+        for name, operations in self._without_form.items():
+            yield from (without_form(name, each) for each in operations)
         for trial in self.trials:
-            if trial.marked.sign:
+            if trial.marked.sign and not self._without_form.get(trial.marked.name):
                 yield impure_layer(trial.marked.name, trial.marked.sign + trial.changed_attributes())

@@ -10,6 +10,7 @@ to the agent, which decides how the run goes on.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ import torch
 
 from engine.core import messages
 from engine.core.checkpoints.resumption import Resumption, begun_with
+from engine.core.checks.determinism import settings_of
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
 from engine.core.errors import BambooError, ExitCode, Problem, TransferFailedError, UserError, ensure
@@ -38,6 +40,7 @@ from engine.models.user_code import RAISED, exception_of, log_exception
 from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
 from engine.runtime.checkpoint.loader import load
 from engine.runtime.checkpoint.writer import CheckpointWriter
+from engine.runtime.device.determinism import WithoutForm, changed, set_up
 from engine.runtime.device.device import HOST, Device, open_device
 from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
 from engine.runtime.ipc.link import Link
@@ -153,6 +156,7 @@ def _run(
     first = begun_with(origin) + 1
     control.at = (first, 0, False)
     control.on_ping = StartWatch(control).look
+    set_up(settings := settings_of(job))
     try:
         device = open_device(job.device, welcome.worker, shares=job.share_gpu)
         member = join(control, welcome, record_fds, board_fd, backend_of(welcome, device), device)
@@ -168,6 +172,8 @@ def _run(
             optimizer.prepare()
     if context.job.check_pure and not welcome.waits and context.replicas.model.check_pure:
         check_pure(context, member.ownership)
+    if problems := changed(settings):
+        raise UserError(problems)
     control.on_ping = lambda: None
     code = Training(context, member.ownership, member.plane, protocol, first, joins=welcome.joins).run()
     if code != ExitCode.OK:
@@ -242,8 +248,15 @@ def join(
 def _partition(job: Job, model: Model, data: Data, device: Device) -> tuple[int, ...]:
     kinds = [layer.kind for layer in model.layers]
     is_weighed = job.slots <= len(kinds) and job.partition in ("parameters", "profile")
-    weights = weigh_layers(job, model, data, device) if is_weighed else ()
+    with _before_its_trial(job, model):
+        weights = weigh_layers(job, model, data, device) if is_weighed else ()
     return partition(job.partition, job.stages, kinds, weights, job.blocks)
+
+
+def _before_its_trial(job: Job, model: Model) -> contextlib.AbstractContextManager[object]:
+    """Returns the block in which layers run before their trial, which names the operations without a fixed form."""
+    is_tried = job.deterministic and job.check_pure and model.check_pure
+    return WithoutForm() if is_tried else contextlib.nullcontext()
 
 
 def _learn_borders(
@@ -253,7 +266,9 @@ def _learn_borders(
     borders: list[Border] = []
     for index in range(ownership.grid.stages):
         if ownership.owner(0, index) == worker:
-            border = _probed(replicas.stages[0, index], borders, data)
+            stage = replicas.stages[0, index]
+            with _before_its_trial(stage.job, stage.model):
+                border = _probed(stage, borders, data)
             control.send(messages.BorderMessage(index, tuple(spec.to_json() for spec in border)))
         learned = control.take(messages.BorderMessage)
         ensure(learned.stage == index, f"the border of stage {learned.stage} came where {index} was due")
