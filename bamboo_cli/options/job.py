@@ -83,7 +83,7 @@ def resolve_options(
     from engine.files.jobs.job_file import resolve_job
     from engine.harness.job_checks import named, offered, readable
 
-    flags = {name: _text(values[name]) for name in FLAG_FIELDS if values[name] is not None}
+    flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
     check = (named if program_only else readable if is_plan else offered).trusting(values["trust_code"])
     _refuse_a_library_name(values["job_file"])
     layers = values["job_file"], os.environ, values["set"] or (), flags
@@ -102,8 +102,8 @@ def _refuse_a_library_name(path: Path | None) -> None:
     raise UserError([Problem("", "a job file", kind, f"run it with: bamboo {command} {name}", name)])
 
 
-def _text(value: str | bool) -> str:
-    return value if isinstance(value, str) else str(value).lower()
+def _text(name: str, value: str | bool) -> str:
+    return value if isinstance(value, str) else str(not _DEFAULTS[name]).lower()
 
 
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
@@ -127,9 +127,9 @@ def _parameter(name: str, annotation: Any, default: object = None) -> inspect.Pa
 def _flag(name: str, default: object) -> Any:
     kind, flag = FIELD_TYPES[name], name.replace("_", "-")
     help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
-    if kind is bool:  # with a default of true, there is a flag for either; --set sets either
-        names = f"--{flag}/--no-{flag}" if default else f"--{flag}"
-        option = typer.Option(names, help=FIELD_HELP[name], show_default=bool(default), rich_help_panel="Job")
+    if kind is bool:  # the flag sets the opposite of the default; --set sets either
+        help_text = f"leave out {FIELD_HELP[name]}" if default else FIELD_HELP[name]
+        option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
         return Annotated[bool | None, option]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     complete = completion.one_of(choices) if choices else completion.FIELDS.get(name)

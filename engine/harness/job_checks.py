@@ -17,7 +17,13 @@ from engine.core.scalar import Scalar
 from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.code_files import module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
-from engine.models.model_registry import argument_names, layer_problems, layers_of_smallest_stage, problems_of
+from engine.models.model_registry import (
+    argument_names,
+    job_defaults,
+    layer_problems,
+    layers_of_smallest_stage,
+    problems_of,
+)
 from engine.observers.registry import logger_problems
 from engine.runtime.process.subprocesses import ask
 
@@ -114,7 +120,13 @@ def _nearest_module(module: str) -> str:
 
 
 # Enough for commands that only make the program.
-named = Offered(_named_problems, _argument_names, acts_on=("schedule",), smallest_stage=layers_of_smallest_stage)
+named = Offered(
+    _named_problems,
+    _argument_names,
+    acts_on=("schedule",),
+    smallest_stage=layers_of_smallest_stage,
+    defaults=job_defaults,
+)
 # Also the cut of the model into stages, the modules of a user's own model and data, and the place of checkpoints.
 offered = Offered(
     lambda job: [
@@ -127,6 +139,7 @@ offered = Offered(
     _argument_names,
     samples_of=samples_of,
     smallest_stage=layers_of_smallest_stage,
+    defaults=job_defaults,
 )
 # For dry runs and checks of files, which run no code of the user's.
 readable = replace(offered, acts_on=(), samples_of=samples_without_code)

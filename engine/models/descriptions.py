@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 _RESIDUAL = "residual network with {} weight layers, for images"
 MODEL_TEXTS: dict[str, str] = {
     "gpt": "transformer that predicts the next byte of a text",
+    "gpt-100m": "the same with 100 million parameters, in bfloat16, with fused attention",
+    "gpt-1b": "the same with a thousand million parameters",
     "bert": "transformer that predicts hidden bytes of a text",
     **{f"resnet{layers}": _RESIDUAL.format(layers) for layers in (18, 34, 50, 101, 152)},
     "vgg19": "convolutional network of 19 weight layers, for images",

@@ -10,14 +10,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.core.config.job import FACTORY, Job
 from engine.core.config.partition import MOST_LAYERS, cutting_problems, smallest_stage
 from engine.core.errors import Problem, nearest
-from engine.core.scalar import Args
+from engine.core.scalar import Args, Scalar
 from engine.models.arguments import argument_problems, builtin_arguments
 
 if TYPE_CHECKING:
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A factory of this package: its module, its name, its first arguments."""
+    """A factory of this package: its module, its name, its first arguments, other defaults than its own."""
 
     module: str
     name: str
     first: tuple[object, ...] = ()
+    defaults: Args = field(default_factory=dict)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Imports the factory and calls it."""
-        return getattr(import_module(self._module), self.name)(*self.first, *args, **kwargs)
+        return getattr(import_module(self._module), self.name)(*self.first, *args, **(self.defaults | kwargs))
 
     def problems(self, field: str, args: Args) -> list[Problem]:
         """Returns the problems with the arguments that a user gave in a field."""
@@ -42,7 +43,7 @@ class Builtin:
 
     def arguments(self, args: Args) -> Args:
         """Returns the user's arguments together with the defaults of the others."""
-        return {**builtin_arguments(self._module, self.name), **args}
+        return {**builtin_arguments(self._module, self.name), **self.defaults, **args}
 
     @property
     def _module(self) -> str:
@@ -62,6 +63,7 @@ class ModelEntry:
     layers: int = 0
     more_layers: str = ""
     divisor: tuple[str, str] | None = None  # the first of these arguments divides the second
+    job: Mapping[str, Scalar] = field(default_factory=dict)  # other defaults of a job with this model, by field
 
     def num_layers(self, args: Args) -> int:
         """Returns the number of layers for valid arguments."""
@@ -73,16 +75,24 @@ def _resnet(is_bottleneck: bool, *blocks: int) -> ModelEntry:
     return ModelEntry(factory, _IMAGES, "digits", least_microbatch_size=2, layers=2 + sum(blocks))
 
 
-def _transformer(name: str, task: Task) -> ModelEntry:
-    divisor = ("heads", "width")
-    return ModelEntry(
-        Builtin("networks.transformer", name), (task,), "text", layers=2, more_layers="depth", divisor=divisor
-    )
+def _transformer(name: str, task: Task, **others: Any) -> ModelEntry:
+    divisor, defaults = ("heads", "width"), others.pop("defaults", {})
+    factory = Builtin("networks.transformer", name, (), defaults)
+    return ModelEntry(factory, (task,), "text", layers=2, more_layers="depth", divisor=divisor, **others)
+
+
+def _large_gpt(width: int, depth: int, heads: int) -> ModelEntry:
+    """Returns a gpt of a real size, as such ones are trained: in bfloat16, with fused attention and no dropout."""
+    defaults: Args = {"width": width, "depth": depth, "heads": heads, "dropout": 0.0, "fused": True}
+    job: dict[str, Scalar] = {"dtype": "bfloat16", "lr": 3e-4, "data_args.sequence": 1024}
+    return _transformer("gpt", "causal", defaults=defaults, job=job)
 
 
 _IMAGES: tuple[Task, ...] = ("classify",)
 MODELS: dict[str, ModelEntry] = {
     "gpt": _transformer("gpt", "causal"),
+    "gpt-100m": _large_gpt(width=768, depth=14, heads=12),
+    "gpt-1b": _large_gpt(width=2048, depth=20, heads=16),
     "bert": _transformer("bert", "masked"),
     "resnet18": _resnet(False, 2, 2, 2, 2),
     "resnet34": _resnet(False, 3, 4, 6, 3),
@@ -183,6 +193,13 @@ def layer_problems(job: Job) -> list[Problem]:
         expected = f"a whole number <= {MOST_LAYERS - entry.layers}"
         return [Problem(f"model_args.{more}", expected, str(num_layers - entry.layers))]
     return cutting_problems(job.partition, job.stages, num_layers, job.blocks)
+
+
+def job_defaults(job: Job) -> Mapping[str, Scalar]:
+    """Returns the fields that have other defaults with the model of a job; those of data with its own data only."""
+    entry = MODELS.get(job.model)
+    own = entry.job if entry is not None else {}
+    return {name: value for name, value in own.items() if job.data == "auto" or not name.startswith("data_args.")}
 
 
 def layers_of_smallest_stage(job: Job) -> int | None:

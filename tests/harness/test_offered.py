@@ -39,7 +39,8 @@ steps: -2
 """
 SCENARIO = "version: 1\nname: x\nabout: z\nfaults:\n  - {at: {step: 1, stage: 1}, do: kill}\n"
 TOLD = [
-    "2:10: model_args.widht: expected one of depth, dropout, heads, tied, width, found 'widht' (did you mean 'width'?)",
+    "2:10: model_args.widht: expected one of depth, dropout, fused, heads, tied, width, found 'widht' "
+    "(did you mean 'width'?)",
     "3:10: model_args.depth: expected a whole number >= 1, found 0",
     "4:22: data_args.seqence: expected one of sequence, found 'seqence' (did you mean 'sequence'?)",
     "5:32: optimizer_args.weight_deacy: expected one of beta1, beta2, eps, weight_decay, found 'weight_deacy' "
@@ -68,7 +69,7 @@ def test_all_that_is_wrong_comes_at_once_each_at_its_place() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("model: gtp", ["1:8: model: expected one of alexnet, bert, gpt, mlp, "]),
+        ("model: gtp", ["1:8: model: expected one of alexnet, bert, gpt, gpt-100m, gpt-1b, mlp, "]),
         ("data: syntetic", ["1:7: data: expected one of auto, digits, synthetic, text, a file, a folder, or "]),
         ("model: resnet18\ndata: text", ["2:7: data: expected data that resnet18 can learn, such as digits, "]),
         ("model: resnet18\nmicrobatch_size: 1", ["2:18: microbatch_size: expected a whole number >= 2 for batch norm"]),

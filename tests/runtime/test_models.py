@@ -23,6 +23,8 @@ from engine.models.sources.open_data import open_data
 IMAGENET = DataFacts(task="classify", num_classes=1000, channels=3, height=224, width=224)
 SMALL_ARGS: dict[str, Args] = {
     "gpt": {"width": 16, "depth": 2},
+    "gpt-100m": {"width": 16, "depth": 2, "heads": 2},
+    "gpt-1b": {"width": 16, "depth": 2, "heads": 2, "dropout": 0.1},
     "bert": {"width": 16, "depth": 2, "tied": True},
     "vgg19": {"width": 4, "hidden": 32},
     "alexnet": {"width": 4, "hidden": 32},
@@ -88,6 +90,30 @@ def test_the_parameters_of_a_gpt_are_those_of_its_formula() -> None:
     assert sum(parameter.numel() for layer in layers for parameter in layer.parameters()) == expected
 
 
+@pytest.mark.parametrize(("name", "millions"), [("gpt-100m", 100.4), ("gpt-1b", 1010.3)])
+def test_a_model_of_a_real_size_has_the_parameters_of_its_name(name: str, millions: float) -> None:
+    """On the meta device, so that nothing is allocated."""
+    facts = open_data(Job(data_args={"sequence": 1024})).facts
+    with torch.device("meta"):
+        layers = [spec.build() for spec in build_model(Job(model=name), facts).layers]
+        scores = outputs_of(layers, (torch.empty(1, 1024, dtype=torch.int64),))[-1]
+    assert round(sum(each.numel() for layer in layers for each in layer.parameters()) / 1e6, 1) == millions
+    assert scores.shape == (1, 1024, 256)
+    assert not any(list(layer.buffers()) for layer in layers), "no mask of the square of the sequence"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_attention_is_the_same_function(dtype: torch.dtype) -> None:
+    args = {"width": 32, "depth": 1, "heads": 2, "dropout": 0.0}
+    found = []
+    for fused in (False, True):
+        model, batch = opened(Job(model="gpt", model_args={**args, "fused": fused}))
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            found.append(outputs_of(build(model), batch.inputs)[-1].float())
+    torch.testing.assert_close(*found, atol=1e-5 if dtype == torch.float32 else 2e-3, rtol=0)
+    assert not torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_train_one_by_one_on_detached_inputs(name: str) -> None:
     model, batch = opened(job_of(name))
@@ -114,7 +140,7 @@ def test_layers_train_one_by_one_on_detached_inputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gpt", "bert", "resnet18", "resnet50", "vgg19", "alexnet", "mlp"])
+@pytest.mark.parametrize("name", ["gpt", "gpt-1b", "bert", "resnet18", "resnet50", "vgg19", "alexnet", "mlp"])
 def test_a_forward_without_gradients_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
     model, batch = opened(job_of(name))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):

@@ -123,7 +123,7 @@ class Job:
     )
     share_gpu: bool = _field(False, "several workers may share a GPU: a mode for tests, as they wait for each other")
     deterministic: bool = _field(
-        True, "the settings of torch and CUDA with which an operation gives the same bits each time; they decide bits"
+        True, "the settings of torch and CUDA that give an operation the same bits each time; they decide bits"
     )
     backend: Backend = _field("auto", "auto, gloo (through host memory) or nccl (between GPUs)")
     seed: int = _field(0, "seed of weights, data and dropout")

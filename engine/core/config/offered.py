@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.core.config.job import ACTING, Job
 from engine.core.errors import Problem
+from engine.core.scalar import Scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Offered:
     keeps its name, and no rule about the program is checked. A value of these fields from a file that the command line
     does not name as a job is refused, unless the user `trusts_files`. `samples_of`
     counts the training samples of a job with epochs: 0 for data without an end, None if they are not counted.
-    `smallest_stage` returns the layers of the smallest stage, None if only the cut of the model tells.
+    `smallest_stage` returns the layers of the smallest stage, None if only the cut of the model tells. `defaults`
+    returns the fields and arguments that have other defaults with the model of a job.
     """
 
     problems: Callable[[Job], Iterable[Problem]]
@@ -28,6 +30,7 @@ class Offered:
     trusts_files: bool = False
     samples_of: Callable[[Job], int | None] | None = None
     smallest_stage: Callable[[Job], int | None] = lambda job: None
+    defaults: Callable[[Job], Mapping[str, Scalar]] = lambda job: {}
 
     @property
     def calls_code(self) -> bool:

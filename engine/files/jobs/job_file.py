@@ -32,6 +32,7 @@ from engine.files.jobs.job_layers import (
     set_layer,
 )
 from engine.files.jobs.job_value import A_FIELD, ARGS_FIELDS, FIELD_TYPES, Given
+from engine.files.jobs.model_defaults import with_model_defaults
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
 from engine.files.jobs.trust import LYING_THERE, foreign_values
@@ -89,6 +90,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
         problems += [_at_its_place(own, given)]
     else:
         job = replace(job, schedule=own)
+    job, of_model = with_model_defaults(job, given, offered)
     job = with_elastic_defaults(job, layers, {each.path[0] for each in given.values()}, offered, not no_blocks(job))
     problems += [
         _at_its_place(problem, given)
@@ -102,7 +104,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     problems += refused
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
-    counted, origins = in_steps(job, layers, spans, offered), _origins(job, given)
+    counted, origins = in_steps(job, layers, spans, offered), _origins(job, given) | of_model
     origins |= {name: FOR_JOINERS for name in ("elastic", "blocks") if origins[name] == "default" and job.elastic}
     if counted.epochs and counted.steps != job.steps:
         origins["steps"] = origins["epochs"]

@@ -1,7 +1,8 @@
 """Transformers over tokens: `gpt` predicts the next token from the past, `bert` predicts hidden tokens from all others.
 
-Layers: the embedding, `depth` pre-norm blocks, the head. Attention is matrix products and a softmax. Torch's fused
-kernels are not used: the choice of a kernel depends on dropout and gradients, and another kernel gives other bits.
+Layers: the embedding, `depth` pre-norm blocks, the head. Attention is matrix products and a softmax. With `fused` it is
+one of torch's kernels, which torch chooses by shape and dtype among those that a deterministic job leaves on. Dropout
+inside of attention has another kernel, so big models have none.
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ WEIGHT_STD = 0.02
 
 
 def gpt(
-    facts: DataFacts, *, width: int = 128, depth: int = 4, heads: int = 4, dropout: float = 0.1, tied: bool = False
+    facts: DataFacts,
+    *,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    dropout: float = 0.1,
+    tied: bool = False,
+    fused: bool = False,
 ) -> Model:
-    """Returns a decoder; with `tied`, the head uses the weight of the embedding."""
-    return _transformer(facts, width, depth, heads, dropout, is_causal=True, tied=tied)
+    """Returns a decoder; with `tied`, the head uses the embedding's weight; with `fused`, attention is one kernel."""
+    return _transformer(facts, width, depth, heads, dropout, is_causal=True, tied=tied, is_fused=fused)
 
 
 def bert(
@@ -34,9 +42,17 @@ def bert(
 
 
 def _transformer(
-    facts: DataFacts, width: int, depth: int, heads: int, dropout: float, *, is_causal: bool, tied: bool
+    facts: DataFacts,
+    width: int,
+    depth: int,
+    heads: int,
+    dropout: float,
+    *,
+    is_causal: bool,
+    tied: bool,
+    is_fused: bool = False,
 ) -> Model:
-    block = partial(Block, width, heads, depth, facts.sequence, dropout, is_causal)
+    block = partial(Block, width, heads, depth, facts.sequence, dropout, is_causal, is_fused)
     layers = (
         LayerSpec("embedding", "Embedding", partial(Embedding, facts.vocabulary, facts.sequence, width, dropout)),
         *(LayerSpec(f"block{index}", "Block", block) for index in range(depth)),
@@ -73,7 +89,9 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Self-attention and a feed-forward of four times the width, each with a residual connection."""
 
-    def __init__(self, width: int, heads: int, depth: int, sequence: int, dropout: float, is_causal: bool):
+    def __init__(
+        self, width: int, heads: int, depth: int, sequence: int, dropout: float, is_causal: bool, is_fused: bool
+    ):
         super().__init__()
         # Scaled so that the variance of the sum of 2 x depth residual branches does not grow with depth.
         residual_std = WEIGHT_STD / math.sqrt(2 * depth)
@@ -85,7 +103,8 @@ class Block(nn.Module):
         self.feedforward_in = _linear(width, 4 * width)
         self.feedforward_out = _linear(4 * width, width, residual_std)
         self.dropout = nn.Dropout(dropout)
-        hidden = torch.ones(sequence, sequence, dtype=torch.bool).triu(1) if is_causal else None
+        self.is_fused = is_fused
+        hidden = torch.ones(sequence, sequence, dtype=torch.bool).triu(1) if is_causal and not is_fused else None
         self.register_buffer("hidden", hidden, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,6 +117,10 @@ class Block(nn.Module):
         size, sequence, width = x.shape
         per_head = self.query_key_value(x).view(size, sequence, 3 * self.heads, width // self.heads).transpose(1, 2)
         query, key, value = per_head.chunk(3, dim=1)
+        if self.is_fused:
+            share = self.dropout.p if self.training else 0.0
+            mixed = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=share, is_causal=True)
+            return mixed.transpose(1, 2).reshape(size, sequence, width)
         scores = query @ key.transpose(-2, -1) / math.sqrt(width // self.heads)
         if self.hidden is not None:
             scores = scores.masked_fill(self.hidden, -math.inf)

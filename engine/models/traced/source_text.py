@@ -6,6 +6,7 @@ operation came from, so that messages show that line.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -170,7 +171,7 @@ def _pattern(results: Any) -> str:
 def _compiled(text: str, names: dict[str, Any]) -> Callable[..., Tensors]:
     module = compile(text, _FILE, "exec")
     code = next(each for each in module.co_consts if hasattr(each, "co_code"))
-    return FunctionType(code, names)
+    return FunctionType(code, names | {"__builtins__": builtins})  # torch may import a module in any of the calls
 
 
 @contextlib.contextmanager
