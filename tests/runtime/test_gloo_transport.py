@@ -300,6 +300,33 @@ def test_close_ends_a_blocked_receive_at_once(peers: PeerServer) -> None:
     assert others == ["transfer from worker 0"] * ROUNDS
 
 
+def leaves_and_keeps_all_ends(prefix: str, worker: int) -> list[tuple[int, int]]:
+    """Leaves groups whose ends it keeps; returns its descriptors and threads, before the first and after each."""
+    process, other = psutil.Process(), 1 - worker
+    controls, kept = [new_control() for _ in range(ROUNDS)], []
+    has = [(process.num_fds(), process.num_threads())]
+    for number, control in enumerate(controls):
+        plane = GlooJoining(LinkCuts(control), connect(f"{prefix}/{number}"), worker, (0, 1)).join()
+        plane.in_order.post(other, an_order(1), (spec(1),))
+        plane.in_order.send(other, an_order(1), (torch.ones(1),))
+        plane.in_order.take(other, an_order(1))
+        plane.release_sent()
+        plane.close()
+        kept.append(plane)
+        with pytest.raises(TransferFailedError, match="the group was left"):
+            plane.in_order.send(other, an_order(2), (torch.ones(1),))
+        has.append((process.num_fds(), process.num_threads()))
+    return has
+
+
+def test_a_group_that_was_left_holds_no_descriptor_and_no_thread(peers: PeerServer) -> None:
+    started = [peers.start(leaves_and_keeps_all_ends, "kept", worker) for worker in (0, 1)]
+    for peer in started:
+        before, *after = peer.result()
+        assert max(fds for fds, _ in after) <= before[0], after
+        assert max(threads for _, threads in after) <= before[1] + 1, after
+
+
 def is_stopped_while_blocked(prefix: str) -> list[float]:
     """Blocks in a take until its agent says stop; returns the seconds from the word to the main thread."""
     took_s = []

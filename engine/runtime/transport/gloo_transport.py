@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch.distributed import Work
 
@@ -56,6 +57,16 @@ class _WorkQueue:
             if key is not None:
                 self._end.arrives(peer, key, tensors)
             del item, tensors, works  # so that a waiting thread keeps no tensor alive
+
+
+class _LeftGroup:
+    """Stands for a group that was left, whose memory, threads and sockets are free."""
+
+    def send(self, *_: object) -> Work:
+        """Refuses a transfer, as gloo does on a broken connection."""
+        raise RuntimeError("the group was left")
+
+    recv = send
 
 
 class _GlooChannel(EndChannel[AnyKey]):
@@ -118,9 +129,9 @@ class GlooTransport(GroupEnd):
 
     def __init__(self, cuts: LinkCuts, group: Group, workers: Sequence[int], epoch: int, device: Device):
         super().__init__(cuts, workers, epoch, device)
-        self.gloo = group.gloo
+        self.gloo: Any = group.gloo
         self.rank = {each: rank for rank, each in enumerate(workers)}
-        self._sockets = group.sockets
+        self._sockets: Collection[int] = group.sockets
         self._queues: dict[_QueueName, _WorkQueue] = {}
         self.in_order = _InOrder(self)
         self.aside = _Aside(self)
@@ -149,6 +160,9 @@ class GlooTransport(GroupEnd):
         for each in list(self._queues.values()):
             each.thread.join(_JOIN_S)
         self.in_order.sends = []
+        # The channels and this end refer to each other: without these lines the group waits for a search for garbage.
+        self._queues, self._sockets = {}, ()
+        self.gloo = _LeftGroup()
 
     def close(self) -> None:
         """Leaves the group: its sockets have nothing on their way."""
