@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ class Run:
         self.folder, self.state, self.is_stopping = folder, running(), False
         self.joins: list[bool] = []
         self.noticed: list[int] = []
+        self.on_start: Callable[[], object] = lambda: None
         self.events = folder / "events.jsonl"
         self._recorder = Recorder(open_events(self.events), -1)
         self._recorder.write(JobRecord(version=VERSION, job=job, injectable=True))
@@ -44,6 +46,7 @@ class Run:
     def look(self) -> RunHistory:
         def start(joins: bool) -> int:
             self.joins.append(joins)
+            self.on_start()
             return 2 + len(self.joins)
 
         def notify(worker: int) -> bool:
@@ -76,6 +79,17 @@ def test_one_worker_is_started_at_a_look(run: Run) -> None:
     for number in range(3):
         run.ask(json.dumps(JOIN), f"join-{number}.json")
     assert [len(run.look().of(AddedRecord)) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_request_that_is_withdrawn_leaves_no_worker(run: Run) -> None:
+    """The command was interrupted before it has the number of its worker."""
+    run.on_start = run.ask(json.dumps(JOIN)).unlink
+    run.look()
+    assert (run.joins, run.noticed) == ([True], [3])
+    run.on_start = lambda: None
+    run.ask(json.dumps(JOIN))
+    run.look()
+    assert (run.joins, run.noticed) == ([True, True], [3])
 
 
 def test_a_notice_goes_to_the_worker(run: Run) -> None:

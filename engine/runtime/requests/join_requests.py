@@ -27,7 +27,7 @@ _MOST_WORKERS = 4096  # numbers of one run
 
 
 class Hands(NamedTuple):
-    """What the requests are carried out with: `start` starts a worker and returns its number, `notify` gives notice.
+    """The means for requests: `start` starts a worker and returns its number, `notify` gives notice.
 
     `notify` returns False if there is no such worker; `is_stopping` if the run ends already.
     """
@@ -59,8 +59,10 @@ class JoinRequests:
             if added is not None:
                 worker, joins = added
                 self._recorder.write(AddedRecord(request=request.name, of=worker, joins=joins))
-            self._files.remove(request)
+            is_there = self._files.remove(request)
             if added is not None:
+                if not is_there:  # withdrawn meanwhile: no command follows the worker
+                    hands.notify(added[0])
                 return
 
     def _carry_out(self, asked: Any, state: State, hands: Hands) -> tuple[int, bool] | None:

@@ -70,23 +70,18 @@ class RequestFiles:
         waiting = sorted(each for each in found if each not in self._left_there)
         return [RequestFile(self._folder / each) for each in waiting[:_MOST_ANSWERS]]
 
-    def remove(self, request: RequestFile) -> None:
-        """Removes an answered request; one that stays there is not answered again."""
-        if not _removed(request.path):
-            self._left_there.add(request.name)
-
-
-def _removed(path: Path) -> bool:
-    """Removes a request, also an empty folder of its name; returns whether it is gone."""
-    for remove in (os.unlink, os.rmdir):
-        try:
-            remove(path)
-        except FileNotFoundError:
+    def remove(self, request: RequestFile) -> bool:
+        """Removes an answered request; one that stays there is not answered again. Returns False if it was gone."""
+        for remove in (os.unlink, os.rmdir):  # it may be an empty folder of its name
+            try:
+                remove(request.path)
+            except FileNotFoundError:
+                return False
+            except OSError:
+                continue
             return True
-        except OSError:
-            continue
+        self._left_there.add(request.name)
         return True
-    return False
 
 
 def reason_of(error: Exception) -> str:
