@@ -29,7 +29,7 @@ from engine.core.history.elastic_records import AddedRecord
 from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, EpochRecord, HeirsRecord, RefusedRecord
+from engine.core.history.run_records import CommitRecord, EpochRecord, HeirsRecord, JobRecord, RefusedRecord
 from engine.core.texts import numbered, spans
 from engine.files.atomic_write import write_atomically
 from engine.files.growing_events import GrowingEvents
@@ -37,11 +37,12 @@ from engine.files.host_facts import host_facts
 from engine.files.run_folder import RunFolder, find_run
 from engine.files.twin_file import own_sources
 from engine.harness.dead_runs import launcher_runs, live_runs
-from engine.runtime.process.interrupts import RunInterruptedError, breakable
+from engine.runtime.process.interrupts import RunInterruptedError, breakable, present
 from engine.runtime.requests.join_requests import BEGINNING, CLOSED, TOO_LATE, takes_workers
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
+_MOST_TO_LEAVE_S = 86_400.0  # the run ends a worker after its grace; a second signal ends the command
 _ENDS_WITHIN_S = 5.0  # the run, after its worker was killed: then the worker did not end alone
 
 News = dict[str, Any]  # what has happened to the worker, as JSON; `text` says it in words
@@ -59,6 +60,8 @@ def run_to_join(results: Path, run: str) -> RunFolder:
     history = GrowingEvents(folder.events).read_on()
     if history.training_ended is not None or not launcher_runs(history, folder.path):
         live = live_runs(folder.path.parent)
+        if not history.of(JobRecord) and folder.path.name in live:
+            raise NothingMatchedError(f"{folder.path.name} has not begun yet, and nothing can join it", "try it again")
         hint = nearest(run, live) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
         raise NothingMatchedError(f"{folder.path.name} has ended, and nothing can join it", hint)
     if not takes_workers(history.job):
@@ -103,15 +106,18 @@ class Joined:
         Raises:
             NothingMatchedError: the run has ended, or its last step has begun.
             UserError: the launcher refuses the worker.
-            BambooError: the launcher does not answer; the worker has died.
+            BambooError: the launcher does not answer, or was killed; the worker has died.
             RunInterruptedError: at an interrupt before the launcher has answered.
         """
         list(self._told())  # the state before
         path = _asked(self.folder, {"ask": "join", "standby": self._is_standby})
         try:
             yield from self._answered(path.name)
-        finally:
-            path.unlink(missing_ok=True)  # an interrupted command must leave no worker behind
+        except BaseException:
+            self._withdraw(path)
+            raise
+        if (signals := present()) is not None:
+            signals.limit_s = _MOST_TO_LEAVE_S
         try:
             yield from self._lived(is_breakable=True)
         except RunInterruptedError:
@@ -125,6 +131,15 @@ class Joined:
         ended = self._history.training_ended
         return 0 if ended is None else ended.exit_code
 
+    def _withdraw(self, request: Path) -> None:
+        """Leaves no worker behind: the launcher gives its notice to one whose request is gone too soon."""
+        try:
+            request.unlink()
+        except FileNotFoundError:  # it was answered meanwhile
+            list(self._told(request.name))
+            if self.worker is not None:
+                _asked(self.folder, {"ask": "leave", "worker": self.worker})
+
     def _answered(self, request: str) -> Iterator[News]:
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while self.worker is None:
@@ -134,7 +149,8 @@ class Joined:
             if self.worker is None and time.monotonic() > until_s:
                 text = f"{self.folder.path}: its launcher does not answer, and did not start a worker"
                 raise BambooError(text, ExitCode.NOT_RECOVERED)
-            _pause(is_breakable=True)
+            if self.worker is None:
+                _pause(is_breakable=True)
 
     def _lived(self, *, is_breakable: bool) -> Iterator[News]:
         """Yields what happens to the worker until it has ended, or the run."""
@@ -142,6 +158,10 @@ class Joined:
         while True:
             yield from self._told()
             if self._is_over():
+                yield from self._told()
+                if self._history.training_ended is None:
+                    text = f"{self.folder.path.name}: its launcher was killed, and all its workers with it"
+                    raise BambooError(text, ExitCode.NOT_RECOVERED)
                 return
             if self._code is not None and self._code != ExitCode.OK:
                 if self._code == ExitCode.LEFT_WITH_NOTICE:
