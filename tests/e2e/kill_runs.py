@@ -76,6 +76,11 @@ class Runs:
         """The folder of the last run."""
         return self._folder / str(self._count)
 
+    @property
+    def requests(self) -> Path:
+        """The folder in which the launchers of all runs look for requests."""
+        return self._folder
+
     def run(
         self, job: Job, faults: Sequence[Fault] = (), origin: Resumption | None = None, **fields: Any
     ) -> tuple[Ending, list[Event]]:
