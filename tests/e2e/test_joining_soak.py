@@ -13,7 +13,7 @@ import pytest
 
 from engine.core.errors import ExitCode
 from tests.e2e.launcher import Launcher
-from tests.e2e.test_joining import MLP, joined, owns, told
+from tests.e2e.test_joining import MLP, joined, told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -35,6 +35,14 @@ def steps_s(run: Launcher) -> dict[int, float]:
     return {later["step"]: (later["at_ns"] - each["at_ns"]) / 1e9 for each, later in pairwise(commits)}
 
 
+def until_owns(run: Launcher, command: Launcher) -> None:
+    run.wait_until(lambda: told(command, "owns"), 200)
+
+
+def until_step(run: Launcher, step: int) -> None:
+    run.wait_until(lambda: run.events("commit")[-1]["step"] >= step, 200)
+
+
 def leave(run: Launcher, command: Launcher) -> None:
     command.interrupt(signal.SIGINT)
     assert command.wait(120).code == 0
@@ -51,11 +59,10 @@ def test_no_step_is_longer_because_a_worker_joins(launch: Launch) -> None:
     joins: list[int] = []  # the first step of each epoch with a joiner
     for _ in range(JOINS):
         command = joined(launch, run)
-        run.wait_until(lambda command=command: told(command, "owns"))
+        until_owns(run, command)
         joins.append(told(command, "member")[0]["step"] + 1)
         leave(run, command)
-        until = run.events("commit")[-1]["step"] + 2 * BEFORE
-        run.wait_until(lambda until=until: run.events("commit")[-1]["step"] > until)
+        until_step(run, run.events("commit")[-1]["step"] + 2 * BEFORE)
     run.interrupt(signal.SIGTERM)
     run.wait(60)
     taken = steps_s(run)
@@ -73,9 +80,9 @@ def test_eight_workers_become_four_and_eight_again(launch: Launch) -> None:
     run = launch("run", *MLP, *grid, "--set", "model_args.dropout=0.1")
     run.wait_until(lambda: run.events("epoch") and len(run.events("epoch")[-1]["members"]) == 4)
     commands = []
-    for worker in range(8, 12):
+    for _ in range(4):
         commands.append(joined(launch, run))
-        run.wait_until(lambda worker=worker: owns(run, worker))
+        until_owns(run, commands[-1])
     done = run.wait(600)
     assert done.code == 0, done.stderr
     (comparison,) = run.events("comparison")
@@ -104,12 +111,12 @@ def test_fifty_workers_leave_and_are_replaced(launch: Launch) -> None:
     before: dict[str, dict[str, float]] = {}
     command = joined(launch, run)
     for number in range(DEPARTURES):
-        run.wait_until(lambda: told(command, "owns"), 120)  # noqa: B023 it is called before the next one
+        until_owns(run, command)
         if number == 10:
             before = held(run)
         leave(run, command)
         command = joined(launch, run)
-    run.wait_until(lambda: told(command, "owns"))
+    until_owns(run, command)
     after = held(run)
     print("before:", before, "after:", after)
     numbers = [each["of"] for each in run.events("added")]
