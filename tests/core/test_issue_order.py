@@ -8,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, Program
+from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, Op, Program
 from engine.core.errors import ScheduleError
 from engine.core.op_row import Where
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import carried, makes, needs
+from engine.core.program.issue_order import WITHOUT_TAGS, Issue, RoutedValue, issue_order
 from engine.core.recovery.planner import PlanInput, make_plan
 from engine.core.schedules.registry import SCHEDULES
 from engine.core.value import WIRE, Kind
@@ -28,22 +29,23 @@ from tests.core.recovery_cases import (
     random_job,
     seeded,
 )
-from tests.doubles.issue_order import ASIDE, IN_ORDER, Issue, RoutedValue, issue_order
 from tests.doubles.ordered_machine import OrderedMachine
 from tests.doubles.ordered_wire import MismatchError, Operation, OrderedWire
 
 _EVERY = 20  # kills, times pipelines and stages of a worker, one is tried
 _SHAPES = [(name, v) for name, schedule in SCHEDULES.items() for v in (1, 2) if schedule.takes(v)]
+_LATE = frozenset({Kind.STREAMED, Kind.STATE})  # values that a worker may miss, or gets late
 Issues = Mapping[int, tuple[Issue, ...]]
 
 
 class EagerMachine(OrderedMachine):
-    """A machine on whose wire every second send, as drawn, ends before its receive has begun."""
+    """A machine that receives early, and on whose wire every second send, as drawn, ends before its receive begins."""
 
     def enter(self, programs: object, ownership: Ownership) -> None:
         """Begins programs with other draws each time."""
         order = seeded(len(self.done))
         self.buffers = lambda: order.random() < 0.5
+        self.receives_early = True
         super().enter(programs, ownership)  # type: ignore[arg-type]
 
 
@@ -68,19 +70,18 @@ def finish(failure: Failure, job: Job, heals: bool) -> None:
         assert_faultless(machine)
 
 
-def test_every_kind_on_the_wire_has_a_channel() -> None:
-    sent = {term.kind for row in OP_TABLE.values() for term in row.makes if term.at is Where.WIRE}
-    assert sent - {Kind.VOTED} <= IN_ORDER | ASIDE
-    assert not IN_ORDER & ASIDE
+def test_only_transfers_of_a_step_are_issued() -> None:
+    sent = {term.kind for op in SEND_OPS for term in OP_TABLE[op].makes if term.at is Where.WIRE}
+    assert sent == WITHOUT_TAGS
+    others = {term.kind for op in {*Op} - SEND_OPS for term in OP_TABLE[op].makes if term.at is Where.WIRE}
+    assert others >= _LATE and not others & WITHOUT_TAGS
 
 
 def test_a_receive_is_issued_where_its_taker_has_come_to() -> None:
     program = build_program("1f1b", fresh(Grid(2, 3)))
     found = issue_order(program, fresh(Grid(2, 3)))
     lines = {
-        worker: [
-            f"{program[worker][behind]} {message.value.kind[0]}{message.value.index}" for behind, (message,) in line
-        ]
+        worker: [f"{program[worker][behind]} {message.value.kind[0]}{message.value.index}" for behind, message in line]
         for worker, line in found.items()
     }  # the action before which a message is issued, and the message
     assert lines == {
@@ -186,8 +187,8 @@ def all_delivered(issues: Issues, buffers: Callable[[], bool] = lambda: False, c
     """Returns how many messages arrive if every worker issues all of its own; 0 if workers wait for each other."""
     wire = OrderedWire(buffers, checks_keys)
     for worker, line in issues.items():
-        for _, messages in line:
-            wire.issue(worker, [operation(worker, each) for each in messages])
+        for _, message in line:
+            wire.issue(worker, [operation(worker, message)])
     return 0 if wire.waiting() else wire.num_delivered
 
 
@@ -200,18 +201,18 @@ def operation(worker: int, message: RoutedValue) -> Operation:
 # Planted mistakes.
 
 
-def in_program_order(program: Program, ownership: Ownership, held: object = ()) -> Issues:
-    """Issues each transfer at its own action, as a backend with tags may do; the rest in the issue order."""
-    right = issue_order(program, ownership, held)  # type: ignore[arg-type]
-    ends = {message.value: message for line in right.values() for _, each in line for message in each}
-    found = {}
-    for worker, line in right.items():
-        issues = [each for each in line if each.messages[0].value.kind not in (Kind.ACTIVATION, Kind.GRADIENT)]
-        for at, action in enumerate(program[worker]):
-            if action.op in SEND_OPS | RECEIVE_OPS:
-                issues.append(Issue(at + (action.op in SEND_OPS), (ends[carried(action)],)))
-        found[worker] = tuple(sorted(issues, key=lambda issue: issue.behind))
-    return found
+def in_program_order(program: Program, ownership: Ownership) -> Issues:
+    """Issues each transfer at its own action, as a backend with tags may do."""
+    right = issue_order(program, ownership)
+    ends = {message.value: message for line in right.values() for _, message in line}
+    return {
+        worker: tuple(
+            Issue(at + (action.op in SEND_OPS), ends[carried(action)])
+            for at, action in enumerate(actions)
+            if action.op in SEND_OPS | RECEIVE_OPS
+        )
+        for worker, actions in program.items()
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
@@ -229,14 +230,13 @@ def test_planted_sends_of_neighbours_that_cross_wait_for_each_other(name: str) -
 def with_a_swap(issues: Issues, nth: int) -> Issues | None:
     """Returns the issues with two successive sends to one worker exchanged, the nth pair of equal size, or None."""
     for worker, line in issues.items():
-        sends = [at for at, (_, messages) in enumerate(line) if len(messages) == 1 and messages[0].source == worker]
+        sends = [at for at, (_, message) in enumerate(line) if message.source == worker]
         for one, other in pairwise(sends):
-            first, second = line[one].messages[0], line[other].messages[0]
-            kinds = {first.value.kind, second.value.kind}
-            if first.target == second.target and kinds <= {Kind.ACTIVATION, Kind.GRADIENT}:
+            first, second = line[one].message, line[other].message
+            if first.target == second.target:
                 if nth == 0:
                     swapped, behind = list(line), line[other].behind  # both are made by then
-                    swapped[one], swapped[other] = Issue(behind, (second,)), Issue(behind, (first,))
+                    swapped[one], swapped[other] = Issue(behind, second), Issue(behind, first)
                     return {**issues, worker: tuple(swapped)}
                 nth -= 1
     return None
@@ -275,24 +275,24 @@ def test_without_keys_a_swap_would_change_the_bits(checks_keys: bool) -> None:
         run_and_compare(machine)
 
 
-def with_streams_in_order(program: Program, ownership: Ownership, held: object = ()) -> Issues:
-    """Issues the streams and states too, each at its own actions, on the wire of the transfers."""
-    found = {worker: list(line) for worker, line in issue_order(program, ownership, held).items()}  # type: ignore[arg-type]
+def with_late_values(program: Program, ownership: Ownership) -> Issues:
+    """Issues the streams, states and logs too, each at its own actions, on the wire of the transfers."""
+    found = {worker: list(line) for worker, line in issue_order(program, ownership).items()}
     sources = {
         value: worker
         for worker, actions in program.items()
         for action in actions
         for place, value in makes(action, worker, ownership)
-        if place == WIRE and value.kind in ASIDE
+        if place == WIRE and value.kind in _LATE
     }
     for worker, actions in program.items():
         for at, action in enumerate(actions):
             for place, value in needs(action, worker, ownership):
-                if place == WIRE and value.kind in ASIDE:
+                if place == WIRE and value.kind in _LATE:
                     message = RoutedValue(value, sources[value], worker)
                     source = program[message.source].index(action)
-                    found[worker].append(Issue(at, (message,)))
-                    found[message.source].append(Issue(source + 1, (message,)))
+                    found[worker].append(Issue(at, message))
+                    found[message.source].append(Issue(source + 1, message))
     return {worker: tuple(sorted(line, key=lambda issue: issue.behind)) for worker, line in found.items()}
 
 
@@ -301,14 +301,14 @@ def with_streams_in_order(program: Program, ownership: Ownership, held: object =
     [("gpipe", 1, []), ("1f1b", 0, [(0, (0, 1)), (1, (0, 2)), (2, (0, 3)), (3, (0, 0))])],
 )
 @pytest.mark.parametrize("buffers", [lambda: False, lambda: True])
-def test_planted_messages_aside_in_the_order_of_the_program_are_found(
+def test_planted_late_values_on_the_wire_are_found(
     schedule: str, log_every: int, healing: list[tuple[int, tuple[int, int]]], buffers: Callable[[], bool]
 ) -> None:
     ownership = with_shadows(fresh(Grid(4, 4)), "lazy", 1, range(4))
     program = build_program(schedule, ownership, "lazy", healing, log_every)
     assert all_delivered(issue_order(program, ownership), buffers)
     with pytest.raises((MismatchError, AssertionError)):
-        assert all_delivered(with_streams_in_order(program, ownership), buffers), "workers wait for each other"
+        assert all_delivered(with_late_values(program, ownership), buffers), "workers wait for each other"
 
 
 def test_the_wire_matches_in_order_and_groups_begin_together() -> None:

@@ -1,7 +1,7 @@
 """The order in which workers issue the messages of a program on a backend without tags, such as NCCL.
 
 On such a backend the n-th receive from a worker takes its n-th send, a send may wait for its receive, and each worker
-has one queue: a message begins when those issued before it have ended. Messages that are issued as one begin together.
+has one queue: a message begins when those issued before it have ended.
 
 The walk goes through the program in columns, one compute action of each worker in turn. Where a value is sent, the
 receive is issued too, where the taker has come to. So the queues of all workers are parts of one order in which a
@@ -11,26 +11,26 @@ receive directly follows its send:
     worker 1                1RECV_F0     1F0 ...
 
 No worker waits in a circle, and no two messages cross. A RECV then only waits for a message that was issued before.
-Kinds of values that are not in `IN_ORDER` go aside: they are found by their key.
+A receive may be issued as soon as all that its worker issues before it is issued: nothing else waits for it.
+Values of other kinds than the asked ones go elsewhere, where they are found by their key; a worker waits for them too,
+so the walk has them. What nobody makes was there at the start.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
 
-from engine.core.action import COMPUTE_OPS, Action, Op, Program
+from engine.core.action import COMPUTE_OPS, Action, Program
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Ownership
 from engine.core.program.dependencies import makes, needs, rendezvous
 from engine.core.value import WIRE, Held, Kind, Value
 
-# Values of these kinds travel in the order of the program: their order between two workers is known before the step,
-# so a backend without tags can carry them. Those of other kinds go aside and are found by their key: a stream may come
-# late or never, and only its own header tells the size of a state.
-IN_ORDER = frozenset({Kind.ACTIVATION, Kind.GRADIENT, Kind.ADDED, Kind.REDUCED, Kind.LOGGED})
-ASIDE = frozenset({Kind.STREAMED, Kind.STATE})
+# The values of the SENDs and RECVs of a step: all that a backend without tags carries. Sums, logs, streams and states
+# may come late or never, or from another thread.
+WITHOUT_TAGS: Final = frozenset({Kind.ACTIVATION, Kind.GRADIENT})
 
 
 class RoutedValue(NamedTuple):
@@ -42,38 +42,49 @@ class RoutedValue(NamedTuple):
 
 
 class Issue(NamedTuple):
-    """Messages that a worker issues as one, when it has run `behind` of its actions."""
+    """A message that a worker issues when it has run `behind` of its actions, or earlier if it receives it."""
 
     behind: int
-    messages: tuple[RoutedValue, ...]
+    message: RoutedValue
 
 
-def issue_order(program: Program, ownership: Ownership, held: Collection[Held] = ()) -> Mapping[int, tuple[Issue, ...]]:
-    """Returns the issues of each worker in order; `held` are the values at the start.
+def issue_order(program: Program, ownership: Ownership) -> Mapping[int, tuple[Issue, ...]]:
+    """Returns the issues of each worker in order.
 
     Raises ScheduleError if a worker does not come to its end.
     """
-    walk = _Walk(program, ownership, held)
+    walk = _Walk(program, ownership)
     walk.run()
     return {worker: tuple(issues) for worker, issues in walk.issues.items()}
+
+
+def issued_by(worker: int, program: Program, ownership: Ownership) -> tuple[RoutedValue, ...]:
+    """Returns the messages that a worker sends and receives on a backend without tags, in its order."""
+    return tuple(issue.message for issue in issue_order(program, ownership).get(worker, ()))
 
 
 class _Walk:
     """The state of one walk: how many actions each worker has run, and the values that are there."""
 
-    def __init__(self, program: Program, ownership: Ownership, held: Collection[Held]):
+    def __init__(self, program: Program, ownership: Ownership):
         self.program = program
         self.ownership = ownership
         self.at = dict.fromkeys(program, 0)
-        self.there = set(held)
         self.met: set[tuple[int, Action]] = set()
         self.issues: dict[int, list[Issue]] = {worker: [] for worker in program}
         self.takers: dict[Value, list[int]] = defaultdict(list)
+        wanted: set[Held] = set()
+        made: set[Held] = set()
         for worker, actions in program.items():
             for action in actions:
+                made.update(makes(action, worker, ownership))
                 for place, value in needs(action, worker, ownership):
-                    if place == WIRE and value.kind in IN_ORDER and worker not in self.takers[value]:
+                    if place != WIRE:
+                        continue
+                    wanted.add((place, value))
+                    if value.kind in WITHOUT_TAGS and worker not in self.takers[value]:
                         self.takers[value].append(worker)
+        self.there = wanted - made
 
     def run(self) -> None:
         """Runs every worker to its end."""
@@ -97,12 +108,11 @@ class _Walk:
                 self.met.add((worker, action))
                 while not self.met.issuperset(others):
                     yield
-                self._exchange(action, (worker, *(other for other, _ in others)))
             self.at[worker] += 1
             made = makes(action, worker, self.ownership)
             self.there.update(made)
             for place, value in made:
-                if place == WIRE and value.kind in IN_ORDER:
+                if place == WIRE and value.kind in WITHOUT_TAGS:
                     self._send(value, worker)
             if action.op in COMPUTE_OPS:
                 yield
@@ -110,27 +120,6 @@ class _Walk:
     def _send(self, value: Value, source: int) -> None:
         for target in self.takers[value]:
             if target != source:
-                message = (RoutedValue(value, source, target),)
+                message = RoutedValue(value, source, target)
                 self.issues[source].append(Issue(self.at[source], message))
                 self.issues[target].append(Issue(self.at[target], message))
-
-    def _exchange(self, action: Action, owners: tuple[int, ...]) -> None:
-        """Issues the messages with which the owners of a stage reduce it: one issue at each of them, together."""
-        if action.op is not Op.REDUCE_GRAD or (WIRE, _share(action.stage, 0, self.ownership)) in self.there:
-            return
-        parts = {
-            owner: [
-                _share(action.stage, each, self.ownership) for each in self.ownership.pipelines_of(owner, action.stage)
-            ]
-            for owner in owners
-        }
-        for owner, mine in parts.items():
-            sends = [RoutedValue(value, owner, other) for other in owners if other != owner for value in mine]
-            takes = [RoutedValue(value, other, owner) for other in owners if other != owner for value in parts[other]]
-            self.issues[owner].append(Issue(self.at[owner], (*sends, *takes)))
-        self.there.add((WIRE, _share(action.stage, 0, self.ownership)))
-
-
-def _share(stage: int, pipeline: int, ownership: Ownership) -> Value:
-    """Returns the value that the owner of a stage in one pipeline gives to a reduction."""
-    return Value(Kind.ADDED, pipeline, stage, ownership.grid.microbatches - 1)
