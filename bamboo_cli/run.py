@@ -40,6 +40,7 @@ from engine.core.scalar import finite
 from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
 
 if TYPE_CHECKING:
+    from engine.core.config.job import Job
     from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
     from engine.harness.cases.case import Case
@@ -103,7 +104,7 @@ def run(
 
         try:
             case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
-            with holding(), _server(in_process, second) as server:
+            with holding(), _server(in_process, second, resolved.job) as server:
                 result = run_case(case, store, announcing(screen(tee=tee), keywords), server)
                 code = _print_result(result, resolved, as_json)
         except UserError as error:
@@ -119,13 +120,15 @@ def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **opt
     return Case(name, scenario, tuple(faults), resolved.origins, **options)
 
 
-def _server(in_process: bool, second: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
+def _server(in_process: bool, second: bool, job: Job) -> contextlib.AbstractContextManager[ForkServer | None]:
     """Returns what starts the workers, as a context; None for processes, whose server the run starts."""
     if not in_process:
         return contextlib.nullcontext()
     if second:
         why = "a coordinator that waits is a process, and --in-process has threads"
         raise typer.BadParameter(why, param_hint="--standby-coordinator")
+    if job.backend == "nccl":
+        raise typer.BadParameter("NCCL wants a process for each worker", param_hint="--in-process")
     from engine.runtime.in_process.thread_server import ThreadServer
 
     if not os.environ.get("PYTHONSAFEPATH"):

@@ -73,6 +73,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
     "engine.runtime.device": _GROUND | {"engine.core.checks"},
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models", "engine.runtime.device"},
+    "engine.runtime.nccl": _GROUND
+    | {"engine.models", "engine.runtime.device", "engine.runtime.process", "engine.runtime.transport"},
     "engine.runtime.optimizers": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.runtime.stage": _PLANS
     | {"engine.core.analysis", "engine.core.checks", "engine.models"}
@@ -91,7 +93,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"}
-    | {"engine.core.samples", "engine.models.sources"},
+    | {"engine.core.samples", "engine.models.sources", "engine.runtime.nccl"},
     "engine.runtime.in_process": _HOST | {"engine.runtime.device", "engine.runtime.transport"},
     "engine.runtime.coordinator": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}

@@ -36,9 +36,10 @@ from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.worker_program import worker_program
+from engine.runtime.worker.backends import gloo_backend
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.handlers import Call, Handler, register
-from engine.runtime.worker.worker import GroupMember, gloo_backend, join
+from engine.runtime.worker.worker import GroupMember, join
 from engine.runtime.worker.worker_context import WorkerContext
 
 _LEAD_NS = 5_000_000  # between the agreement on a start and the start

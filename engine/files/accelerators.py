@@ -89,12 +89,10 @@ def lacks(job: Job, found: Accelerators) -> str:
 def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None) -> None:
     """Raises EnvironmentLacksError for a job whose workers cannot compute or exchange tensors here as it says."""
     found = accelerators() if found is None else found
-    if job.backend == "nccl":
-        if found.num_gpus >= job.num_workers:
-            raise EnvironmentLacksError("backend nccl: transfers between GPUs are not built yet; use --backend gloo")
+    if job.backend == "nccl" and job.device != "cuda":
+        why = lacks(job, found) or "--device cpu"
         raise EnvironmentLacksError(
-            f"backend nccl needs one GPU per worker: {job.num_workers} wanted, {found.num_gpus} found; "
-            "use --backend gloo"
+            f"backend nccl sends between GPUs, and the workers compute on the CPU ({why}); use --backend gloo"
         )
     if job.device == "cuda" and (why := lacks(job, found)):
         way_out = "use --device cpu" + (", or --share-gpu for a test" if found.num_gpus and found.torch_cuda else "")

@@ -48,6 +48,7 @@ class _OrderedChannel:
     def __init__(self, inner: Channel[ProgramKey], note: Callable[[bool, int, ProgramKey], None]):
         self._inner, self._note, self.device = inner, note, inner.device
         self.has_arrived, self.take, self.take_arrived = inner.has_arrived, inner.take, inner.take_arrived
+        self.leaving = inner.leaving
 
     def post(self, source: int, key: ProgramKey, border: Border) -> None:
         """Posts the receive of one message."""
@@ -68,7 +69,7 @@ class OrderedTransport:
         self.aside: Channel[AsideKey] = inner.aside
         self.in_order = _OrderedChannel(inner.in_order, self._note)
         self.release_sent, self.abandon, self.close = inner.release_sent, inner.abandon, inner.close
-        self.begin = inner.begin
+        self.begin, self.expect = inner.begin, inner.expect
 
     def _note(self, is_post: bool, other: int, key: ProgramKey) -> None:
         ends = (other, self._worker) if is_post else (self._worker, other)

@@ -100,8 +100,9 @@ def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerator
         (Job(device="cuda"), NONE, "device cuda needs one GPU per worker, and there is no GPU; use --device cpu$"),
         (Job(device="cuda"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
         (Job(device="cuda", stages=1), replace(ONE, torch_cuda=""), "a build of torch without CUDA"),
-        (Job(backend="nccl"), NONE, "nccl needs one GPU per worker: 4 wanted, 0 found; use --backend gloo"),
-        (Job(backend="nccl"), FOUR, "transfers between GPUs are not built yet; use --backend gloo"),
+        (Job(backend="nccl"), NONE, r"backend nccl sends between GPUs, .* on the CPU \(no GPU\); use --backend gloo"),
+        (Job(backend="nccl"), ONE, r"on the CPU \(1 GPU for 4 workers\); use --backend gloo"),
+        (Job(device="cuda", backend="nccl"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
     ],
 )
 def test_a_host_without_what_a_job_asks_for_is_refused(job: Job, found: Accelerators, told: str) -> None:
@@ -110,7 +111,13 @@ def test_a_host_without_what_a_job_asks_for_is_refused(job: Job, found: Accelera
 
 
 @pytest.mark.parametrize(
-    ("job", "found"), [(Job(), NONE), (Job(device="cuda"), FOUR), (Job(device="cuda", share_gpu=True), ONE)]
+    ("job", "found"),
+    [
+        (Job(), NONE),
+        (Job(device="cuda"), FOUR),
+        (Job(device="cuda", backend="nccl"), FOUR),
+        (Job(device="cuda", share_gpu=True), ONE),
+    ],
 )
 def test_what_a_host_has_is_not_refused(job: Job, found: Accelerators) -> None:
     refuse_what_this_host_lacks(job, found)

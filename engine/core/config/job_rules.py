@@ -142,10 +142,14 @@ def _check_elastic(job: Job) -> list[Problem]:
 
 
 def _check_device(job: Job) -> list[Problem]:
-    if not (job.device == "cuda" and job.fsdp):
-        return []
-    hint = "shards are put together by collectives, and those between GPUs need NCCL, which is not built yet"
-    return [Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint)]
+    problems = []
+    if job.device == "cuda" and job.fsdp:
+        hint = "shards are put together by collectives, and those between GPUs are not built"
+        problems.append(Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint))
+    if job.device == "cpu" and job.backend == "nccl":
+        hint = "NCCL sends between GPUs; --device cuda computes on them"
+        problems.append(Problem("backend", "auto or gloo with device cpu", "'nccl'", hint))
+    return problems
 
 
 def _check_code(job: Job) -> list[Problem]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.errors import MASK, Problem
 from engine.files.jobs.job_value import ARGS_FIELDS
+from engine.files.nccl_settings import nccl_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ def secret_arguments(job: Job) -> list[str]:
 def explain(resolved: Resolved) -> list[tuple[str, object, str]]:
     """Returns (field, value, origin) of each field in the order of `Job`, and of each argument in a row of its own.
 
-    Secret values are masked.
+    Secret values are masked. With NCCL, the variables that its workers set follow.
     """
     job = resolved.job.masked
     rows: list[tuple[str, object, str]] = []
@@ -45,4 +47,11 @@ def explain(resolved: Resolved) -> list[tuple[str, object, str]]:
         values = {f"{each.name}.{key}": value[key] for key in value} if isinstance(value, dict) and value else None
         for name, part in (values or {each.name: value}).items():
             rows.append((name, part, resolved.origins[name]))
+    if resolved.job.backend == "nccl":
+        settings = nccl_settings("<number>", shares=resolved.job.share_gpu, environment=os.environ)
+        rows += [(name, value, _set_by(name, value)) for name, value in settings.items()]
     return rows
+
+
+def _set_by(name: str, value: str) -> str:
+    return "environment" if os.environ.get(name) == value else "each worker, before NCCL is loaded"

@@ -127,6 +127,8 @@ class _Aside(_GlooChannel[AsideKey]):
 class GlooTransport(GroupEnd):
     """The messages among `workers`; `workers[rank]` has that rank in the group."""
 
+    in_order: _InOrder
+
     def __init__(self, cuts: LinkCuts, group: Group, workers: Sequence[int], epoch: int, device: Device):
         super().__init__(cuts, workers, epoch, device)
         self.gloo: Any = group.gloo

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Generic
 
-from engine.core.errors import TransferFailedError
+from engine.core.errors import BambooError, TransferFailedError
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Arriving, Leaving, tensors_of
 from engine.runtime.device.device import Device
 from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
-from engine.runtime.transport.transport import AnyKey, Traffic
+from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey
+from engine.runtime.transport.transport import AnyKey, Channel, Traffic
 
 
 class GroupEnd:
@@ -22,12 +22,15 @@ class GroupEnd:
     Messages lie on the host; `device` takes those that arrive, and gives those that are sent.
     """
 
+    in_order: Channel[ProgramKey]
+    aside: Channel[AsideKey]
+
     def __init__(self, cuts: LinkCuts, members: Iterable[int], epoch: int, device: Device):
         self.cuts = cuts
         self.device = device
         self.epoch = epoch
         self.bytes_sent = 0
-        self.failed: TransferFailedError | None = None
+        self.failed: BambooError | None = None
         self.arrived: dict[tuple[int, ProgramKey | AsideKey], Arriving] = {}
         self.num_sent = dict.fromkeys(members, 0)
         self.num_posted = self.num_sent.copy()
@@ -36,7 +39,22 @@ class GroupEnd:
 
     def begin(self) -> None:
         """Takes the place of the group before: its connections can be cut from now on."""
-        self.cuts.enter(self)  # type: ignore[arg-type]  # the transport of a backend
+        self.cuts.enter(self)
+
+    def expect(self, step: int, issued: Sequence[Issued]) -> None:
+        """Does nothing: messages are told apart by their keys."""
+
+    def release_sent(self) -> None:
+        """Releases the messages of a committed step."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Breaks off all messages and leaves the group."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leaves the group, in which no message is under way."""
+        raise NotImplementedError
 
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
         """Takes in a message whose receive was posted; any thread may call it."""
@@ -46,7 +64,7 @@ class GroupEnd:
             self._num_received[source] += 1
         self.cuts.waiter.wake()
 
-    def fails(self, error: TransferFailedError) -> None:
+    def fails(self, error: BambooError) -> None:
         """Ends every wait for a message by an error; any thread may call it."""
         self.failed = error
         self.cuts.waiter.wake()
@@ -75,6 +93,10 @@ class EndChannel(Generic[AnyKey]):
     def device(self) -> Device:
         """The device on which the tensors of a message lie when they are taken."""
         return self._of.device
+
+    def leaving(self, key: AnyKey, tensors: Tensors) -> Leaving:
+        """Begins to bring the tensors of a message to the host, once for all of its targets."""
+        return self._of.device.copies.fetched(tensors)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
         """Returns whether `take` would return at once."""

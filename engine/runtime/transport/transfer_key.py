@@ -13,7 +13,8 @@ from engine.core.action import Action
 from engine.core.errors import ensure
 from engine.core.ownership import Grid
 from engine.core.program.dependencies import carried
-from engine.core.value import Kind
+from engine.core.value import Kind, Value
+from engine.runtime.transport.tensor_spec import Border
 
 _MAX_TIES = 64
 
@@ -59,6 +60,15 @@ class AsideKey(NamedTuple):
     number: int
 
 
+class Issued(NamedTuple):
+    """One end of a transfer of a program, in the order in which a worker issues them on a backend without tags."""
+
+    is_send: bool
+    peer: int
+    key: ProgramKey
+    border: Border
+
+
 def program_key(grid: Grid, purpose: ProgramPurpose, pipeline: int, stage: int, item: int = 0) -> ProgramKey:
     """Returns the key of a message in program order for a slot."""
     return ProgramKey(purpose, pipeline, stage, item, _number(grid, purpose, pipeline, stage, item))
@@ -77,7 +87,12 @@ def _number(grid: Grid, purpose: int, pipeline: int, stage: int, index: int) -> 
 
 def carrier_key(grid: Grid, transfer: Action) -> ProgramKey:
     """Returns the key of a SEND or RECV of a step."""
-    kind, pipeline, stage, microbatch = carried(transfer)
+    return value_key(grid, carried(transfer))
+
+
+def value_key(grid: Grid, value: Value) -> ProgramKey:
+    """Returns the key of an activation or a gradient."""
+    kind, pipeline, stage, microbatch = value
     purpose = ProgramPurpose.GRADIENT if kind is Kind.GRADIENT else ProgramPurpose.ACTIVATION
     return program_key(grid, purpose, pipeline, stage, microbatch)
 

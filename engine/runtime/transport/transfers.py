@@ -85,7 +85,12 @@ def receives_of(
 
 def border_of_carried(transfer: Action, borders: Sequence[Border]) -> Border:
     """Returns the specs of a SEND or RECV: the outputs of a stage, or the gradients of inputs that require one."""
-    kind, _, stage, _ = carried(transfer)
+    return border_of_value(carried(transfer), borders)
+
+
+def border_of_value(value: Value, borders: Sequence[Border]) -> Border:
+    """Returns the specs of an activation or a gradient."""
+    kind, _, stage, _ = value
     if kind is Kind.ACTIVATION:
         return borders[stage]
     return tuple(spec.as_gradient() for spec in borders[stage - 1] if spec.needs_grad)

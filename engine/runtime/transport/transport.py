@@ -18,7 +18,7 @@ from engine.models.layers import Tensors
 from engine.runtime.device.copies import Leaving
 from engine.runtime.device.device import Device
 from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
+from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey
 
 CutLink = Callable[[int, str, int | None], bool]  # `LinkCuts.cut`: member, direction, nanoseconds
 Found = TypeVar("Found")
@@ -64,6 +64,9 @@ class Channel(Protocol[_Key_contra]):
     def take_arrived(self, source: int, key: _Key_contra) -> Tensors | None:
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
 
+    def leaving(self, key: _Key_contra, tensors: Tensors) -> Leaving:
+        """Begins to bring the tensors of a message to where it is sent from, once for all of its targets."""
+
     def send(self, target: int, key: _Key_contra, tensors: Leaving) -> None:
         """Starts one message to worker `target`; never waits. Raises TransferFailedError if the connection broke.
 
@@ -102,6 +105,12 @@ class Transport(Protocol):
 
     def traffic(self) -> Mapping[int, Traffic]:
         """Returns the numbers of messages in both channels by other member; any thread may ask."""
+
+    def expect(self, step: int, issued: Sequence[Issued]) -> None:
+        """Takes the transfers of a program that is about to run, in the order in which a backend without tags has them.
+
+        There are some only if the job asks for such a backend.
+        """
 
     def begin(self) -> None:
         """Takes the place of the group before, after a `join` in advance: its connections can be cut from now on."""

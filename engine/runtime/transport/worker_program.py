@@ -12,10 +12,11 @@ from functools import partial
 from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import carried
+from engine.core.program.issue_order import issued_by
 from engine.core.program.routes import Routes, routes_of
 from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.transport.transfer_key import ProgramKey, carrier_key
-from engine.runtime.transport.transfers import Receive, receives_of
+from engine.runtime.transport.transfer_key import Issued, ProgramKey, carrier_key, value_key
+from engine.runtime.transport.transfers import Receive, border_of_value, receives_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class WorkerProgram:
     receives: Sequence[Receive[ProgramKey]]
     targets: Mapping[Action, tuple[tuple[int, ...], ProgramKey]]  # send -> (target workers, key)
     next_forwards: Mapping[Action, Action]
+    issued: tuple[Issued, ...]  # its transfers, in the order for a backend without tags, if that was asked for
     is_awaited: bool  # it begins with an own forward: the other workers wait for its first SEND
 
     def received_bytes(self) -> set[int]:
@@ -36,8 +38,10 @@ class WorkerProgram:
         return {spec.num_bytes for receive in self.receives for spec in receive.border}
 
 
-def worker_program(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> WorkerProgram:
-    """Returns the part of `worker` in the program of all workers."""
+def worker_program(
+    worker: int, program: Program, ownership: Ownership, borders: Sequence[Border], *, has_tags: bool = True
+) -> WorkerProgram:
+    """Returns the part of `worker` in the program of all workers; a backend without tags needs the order of all."""
     actions = program.get(worker, ())
     routes = routes_of(worker, program, ownership)
     owned = frozenset(ownership.slots_of(worker))
@@ -54,8 +58,18 @@ def worker_program(worker: int, program: Program, ownership: Ownership, borders:
             if action.op in SEND_OPS
         },
         _next_forwards(actions),
+        () if has_tags else _issued(worker, program, ownership, borders),
         bool(actions) and actions[0].op is Op.F and (actions[0].pipeline, actions[0].stage) in owned,
     )
+
+
+def _issued(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> tuple[Issued, ...]:
+    ends = []
+    for value, source, target in issued_by(worker, program, ownership):
+        peer = target if source == worker else source
+        border = border_of_value(value, borders)
+        ends.append(Issued(source == worker, peer, value_key(ownership.grid, value), border))
+    return tuple(ends)
 
 
 def _next_forwards(actions: Sequence[Action]) -> dict[Action, Action]:

@@ -97,6 +97,7 @@ class Executor:
 
         Raises Stopped, Fenced or TransferFailedError from a wait, and the exceptions of layers.
         """
+        self._plane.expect(self.step, self._worker_program.issued)
         self._receiver = Receiver(self._plane.in_order, self._worker_program.receives)
         if not self._worker_program.is_awaited:
             self._receiver.begin()
@@ -260,7 +261,7 @@ class Executor:
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]
         channel = self._plane.in_order
-        tensors = self._copies.fetched(self.value_store.to_send(carried(action)))
+        tensors = channel.leaving(key, self.value_store.to_send(carried(action)))
         for target in targets:
             channel.send(target, key, tensors)
         self._receiver.begin()

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import NamedTuple
 
+from engine.core.action import Program
 from engine.core.errors import required
 from engine.core.history.run_records import PreparedRecord
 from engine.core.ownership import Grid, Ownership, Slot, healed
@@ -65,15 +66,19 @@ class PlannerThread:
         prepared = next((program for each, program in self._prepared if each is plan), None)
         if prepared is not None:
             return prepared
-        return worker_program(self._context.worker, plan.plan.program, plan.ownership, self._context.borders)
+        return self._part(plan.plan.program, plan.ownership)
 
     def default_program(
         self, ownership: Ownership, healing: frozenset[tuple[int, Slot]] = frozenset()
     ) -> WorkerProgram:
         """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL."""
-        job, context = self._context.job, self._context
+        job = self._context.job
         program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
-        return worker_program(context.worker, program, ownership, context.borders)
+        return self._part(program, ownership)
+
+    def _part(self, program: Program, ownership: Ownership) -> WorkerProgram:
+        context, has_tags = self._context, self._context.job.backend != "nccl"
+        return worker_program(context.worker, program, ownership, context.borders, has_tags=has_tags)
 
     def _on_prepare(self, told: PrepareMessage) -> None:
         self._thread.submit(self._prepare, told).add_done_callback(_log_error)

@@ -14,7 +14,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from engine.core.errors import BambooError, ExitCode, Problem, TransferFailedErr
 from engine.core.faults.fault import from_plain
 from engine.core.history.step_files import span_of
 from engine.core.ownership import Ownership
-from engine.core.process_messages import UnprovenMessage
 from engine.core.random_key import random_key
 from engine.core.worker.inputs import NoticeGiven, Told
 from engine.models.data import Data
@@ -58,12 +56,9 @@ from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.tied import tied_stages
 from engine.runtime.stage.weigh_layers import weigh_layers
-from engine.runtime.transport.gloo_backend import GlooBackend
-from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.pair_guard import PairGuard
-from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.tensor_spec import Border, TensorSpec
 from engine.runtime.transport.transport import Transport, TransportBackend
+from engine.runtime.worker.backends import backend_for
 from engine.runtime.worker.failpoints import Failpoints
 from engine.runtime.worker.microbatch_loader import on_device
 from engine.runtime.worker.pure_check import check_pure
@@ -97,7 +92,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
     def backend_of(welcome: messages.WelcomeMessage, device: Device) -> TransportBackend:
         is_guarded = network_fd is not None or bool(welcome.pair_key)
         ensure(is_guarded, "the transfers of a run lie in its network, or have its key")
-        return gloo_backend(control, welcome, network_fd, device)
+        return backend_for(control, welcome, network_fd, device)
 
     return work(control, (events_fd, steps_fd), board_fd, backend_of, takes_sigterm=True)
 
@@ -179,18 +174,6 @@ def _run(
     if code != ExitCode.OK:
         time.sleep(_LINGER_S)
     return code
-
-
-def gloo_backend(
-    control: Control, welcome: messages.WelcomeMessage, network_fd: int | None = None, device: Device = HOST
-) -> GlooBackend:
-    """Returns the backend of a worker that has been welcomed."""
-
-    def tell(peer: int | None, words: str) -> None:
-        control.send(UnprovenMessage(peer, words))
-
-    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
-    return GlooBackend(LinkCuts(control), welcome.worker, partial(Rendezvous, control), guard, device)
 
 
 def join(

@@ -1,0 +1,99 @@
+"""A queue of work on a device beside its computing one, and moments in both: streams and events of CUDA.
+
+Rules: memory of a queue is taken by `room` and may be used by the computing queue after `hand_over`. A moment is waited
+for by a queue (`behind`) or by a thread (`wait`); nothing here waits for the whole device. Without a device the work of
+a queue is done at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from engine.runtime.device.device import Device
+
+
+class QueueMoment:
+    """A moment in the work that was given to a device; `of` is its event, None on the host."""
+
+    def __init__(self, of: torch.cuda.Event | None):
+        self.of = of
+
+    def wait(self) -> None:
+        """Waits until all work before the moment is done; any thread may call."""
+        if self.of is not None:
+            self.of.synchronize()
+
+    def has_come(self) -> bool:
+        """Returns whether all work before the moment is done; never waits."""
+        return self.of is None or self.of.query()
+
+
+def moment_now(device: Device) -> QueueMoment:
+    """Returns the present moment of the queue into which this thread gives its computing."""
+    if device.is_host:
+        return QueueMoment(None)
+    return QueueMoment(torch.cuda.current_stream(device.place).record_event(torch.cuda.Event(blocking=True)))
+
+
+class SideQueue:
+    """One queue of a device."""
+
+    def __init__(self, device: Device):
+        self.device = device
+        self._stream = None if device.is_host else torch.cuda.Stream(device.place)
+        self._reading = None if device.is_host else torch.cuda.Stream(device.place)
+        self._computing = None if device.is_host else torch.cuda.current_stream(device.place)
+
+    @property
+    def handle(self) -> int:
+        """The stream, as a library in C takes it."""
+        return 0 if self._stream is None else int(self._stream.cuda_stream)
+
+    def enter(self) -> None:
+        """Makes the device that of this thread."""
+        if not self.device.is_host:
+            torch.cuda.set_device(self.device.place)
+
+    def behind(self, moment: QueueMoment) -> None:
+        """Lets the coming work of this queue wait for a moment of another one."""
+        if self._stream is not None and moment.of is not None:
+            self._stream.wait_event(moment.of)
+
+    def given(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a block in which the work of this thread is given to this queue."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def lend(self, tensors: tuple[Tensor, ...]) -> None:
+        """Lets this queue use memory of the computing one, which is not given free before."""
+        if self._stream is not None:
+            for each in tensors:
+                each.record_stream(self._stream)
+
+    def moment(self) -> QueueMoment:
+        """Returns the present moment of this queue."""
+        if self._stream is None:
+            return QueueMoment(None)
+        return QueueMoment(self._stream.record_event(torch.cuda.Event(blocking=True)))
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns uninitialised memory, which belongs to this queue."""
+        if self._stream is None:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        with self.given():
+            return torch.empty(shape, dtype=dtype, device=self.device.place)
+
+    def read(self, tensor: Tensor) -> list[int]:
+        """Returns the numbers of a tensor on which no work is under way; waits for no other work."""
+        if self._reading is None:
+            return list(tensor.tolist())
+        with torch.cuda.stream(self._reading):
+            return list(tensor.tolist())
+
+    def hand_over(self, tensor: Tensor) -> Tensor:
+        """Lets the computing queue use memory of this queue, whose work on it is done."""
+        if self._computing is not None:
+            tensor.record_stream(self._computing)
+        return tensor

@@ -1,0 +1,55 @@
+"""The seam to NCCL: all that bamboo asks of it, so that a double can stand in its place.
+
+Rules: one thread of a worker calls everything here but `PendingWork.wait`. A send and a receive only give work to the
+queue of the device: the work of one communicator is done in the order in which it was given, and the n-th receive from
+a rank takes the n-th send to it. A RuntimeError is a suspicion: a peer that was killed may give no error at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.models.layers import Tensors
+from engine.runtime.device.side_queue import SideQueue
+
+
+class PendingWork(Protocol):
+    """The end of work that was given to a queue."""
+
+    def wait(self) -> None:
+        """Waits until the work is done, or has been aborted; any thread may call."""
+
+
+class Communicator(Protocol):
+    """One end of a group of ranks."""
+
+    def send(self, tensors: Tensors, rank: int) -> None:
+        """Gives contiguous tensors to a rank, as one; never waits for it. They must not change before they are sent."""
+
+    def receive(self, tensors: Tensors, rank: int) -> None:
+        """Fills contiguous tensors with those of the next send of a rank; never waits for it."""
+
+    def pending(self) -> PendingWork:
+        """Returns the end of all work that was given so far."""
+
+    def failure(self) -> str:
+        """Returns the words of an error since; empty without one. Never waits."""
+
+    def abort(self) -> None:
+        """Ends all work and the communicator, without the other ranks. It may hang."""
+
+
+class Communicators(Protocol):
+    """How a worker comes to its communicators."""
+
+    def new_id(self) -> bytes:
+        """Returns the id of a new group, which its first rank makes and tells the others."""
+
+    def open(
+        self, group_id: bytes, rank: int, size: int, queue: SideQueue, is_given_up: Callable[[], bool]
+    ) -> Communicator:
+        """Waits until all ranks have joined and are connected, each with each.
+
+        Raises RuntimeError if that fails, or when `is_given_up`; every later call of the communicator does so, too.
+        """

@@ -1,0 +1,209 @@
+"""The messages of one group on NCCL, issued in the order of the program (`engine/core/program/issue_order.py`).
+
+    main thread      expect: the messages of a program      ready: a message may be sent
+    thread of NCCL   issues the next one: a receive at once, a send when it is ready
+    landing thread   waits for each receive in turn, and tells that it has arrived
+
+Rules: a receive has arrived when the device has done all of it, and the group has not been left by then: an abort ends
+a receive too, whose memory is then worth nothing. Under audit the key of a message comes first, as a message of its
+own; until it has been compared, nothing else is issued. So a message that is not the wanted one reaches no memory.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import BambooError, InvariantError, TransferFailedError
+from engine.models.layers import Tensors
+from engine.runtime.device.side_queue import QueueMoment, SideQueue
+from engine.runtime.nccl.communicator import Communicator, PendingWork
+from engine.runtime.nccl.message_header import NUM_FIELDS, Header
+from engine.runtime.nccl.nccl_thread import NcclThread
+from engine.runtime.transport.group_end import GroupEnd
+from engine.runtime.transport.transfer_key import Issued, ProgramKey
+
+_Address = tuple[int, ProgramKey]  # the target of a message, and its key
+
+
+class Ready(NamedTuple):
+    """A message that may be sent behind a moment of the computing queue; `header` is None without an audit."""
+
+    tensors: Tensors
+    header: Tensor | None
+    moment: QueueMoment
+
+
+class _Landing(NamedTuple):
+    """A receive that was issued; `landed` is told when it is done."""
+
+    pending: PendingWork
+    landed: Callable[[], None]
+
+
+class IssueQueue:
+    """The messages of one group; `ranks` has the rank of each member in it."""
+
+    def __init__(self, end: GroupEnd, thread: NcclThread, queue_of_device: SideQueue, ranks: Mapping[int, int]):
+        self._end, self._thread, self._queue, self._ranks = end, thread, queue_of_device, ranks
+        self._communicator: Communicator | None = None
+        self._ahead: deque[tuple[Issued, Header | None]] = deque()
+        self._ready: dict[_Address, Ready] = {}
+        self._sent: list[Ready] = []
+        self._received: dict[_Address, Tensors] = {}  # until they have landed
+        self._is_comparing = False
+        self._landings: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
+        self.has_left = False
+        self.has_opened = threading.Event()  # or has failed to
+        self.num_posted = dict.fromkeys(ranks, 0)
+
+    # The main thread
+
+    def expect(self, ends: Sequence[tuple[Issued, Header | None]]) -> None:
+        """Adds the messages of a program, in the order in which they are issued."""
+        self._thread.give(partial(self._expect, tuple(ends)))
+
+    def ready(self, target: int, key: ProgramKey, ready: Ready) -> None:
+        """Lets a message go when its turn comes; a timer calls this too."""
+        self._thread.give(partial(self._take_ready, (target, key), ready))
+
+    def release_sent(self) -> None:
+        """Releases the messages that were sent before now."""
+        self._thread.give(self._sent.clear)
+
+    # The thread of NCCL
+
+    def open(self, communicator: Callable[[], Communicator]) -> None:
+        """Takes the communicator; fails all transfers if it cannot be opened."""
+        self._queue.enter()
+        try:
+            self._communicator = communicator()
+        except RuntimeError as error:
+            self._fails(TransferFailedError(f"connecting the GPUs failed: {error}"))
+            return
+        finally:
+            self.has_opened.set()
+        if self.has_left:
+            self.abort()
+            return
+        self._thread.look = self._look
+        threading.Thread(target=self._land, name="landing", daemon=True).start()
+        self._go_on()
+
+    def abort(self) -> None:
+        """Aborts the communicator, if it is open."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            self._thread.look = lambda: None
+            communicator.abort()
+            self._landings.put(None)
+        self._ahead.clear()
+        self._ready.clear()
+        self._sent, self._received = [], {}  # not before: NCCL may have written into them
+
+    def _expect(self, ends: Sequence[tuple[Issued, Header | None]]) -> None:
+        if self._ahead or self._ready:
+            left = f"{len(self._ahead)} messages to issue and {len(self._ready)} that nobody issues"
+            self._fails(InvariantError(f"a program begins, and the one before it has left {left}"))
+            return
+        self._ahead.extend(ends)
+        self._go_on()
+
+    def _take_ready(self, address: _Address, ready: Ready) -> None:
+        self._ready[address] = ready
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Issues messages up to one that is not ready."""
+        try:
+            while self._ahead and self._communicator is not None and self._may_issue():
+                if not self._issue(self._communicator, *self._ahead[0]):
+                    break
+                self._ahead.popleft()
+        except RuntimeError as error:
+            self._fails(_broken(error, self._ahead[0][0].peer))
+
+    def _may_issue(self) -> bool:
+        return not (self._is_comparing or self.has_left or self._end.failed)
+
+    def _issue(self, communicator: Communicator, issued: Issued, header: Header | None) -> bool:
+        """Issues one message, or returns False if it is not ready."""
+        rank = self._ranks[issued.peer]
+        if issued.is_send:
+            ready = self._ready.pop((issued.peer, issued.key), None)
+            if ready is None:
+                return False
+            self._queue.behind(ready.moment)
+            self._queue.lend((*ready.tensors, *(() if ready.header is None else (ready.header,))))
+            self._sent.append(ready)
+            if ready.header is not None:
+                communicator.send((ready.header,), rank)
+            communicator.send(ready.tensors, rank)
+            return True
+        self.num_posted[issued.peer] += 1
+        if header is None:
+            self._receive(communicator, issued)
+            return True
+        self._is_comparing = True
+        numbers = self._queue.room((NUM_FIELDS,), torch.int64)
+        communicator.receive((numbers,), rank)
+        self._landings.put(_Landing(communicator.pending(), partial(self._header_landed, issued, header, numbers)))
+        return True
+
+    def _receive(self, communicator: Communicator, issued: Issued) -> None:
+        tensors = tuple(self._queue.room(spec.shape, spec.dtype) for spec in issued.border)
+        self._received[issued.peer, issued.key] = tensors
+        communicator.receive(tensors, self._ranks[issued.peer])
+        self._landings.put(_Landing(communicator.pending(), partial(self._landed, issued, tensors)))
+
+    def _compare(self, issued: Issued, wanted: Header, found: Header) -> None:
+        self._is_comparing = False
+        if found != wanted:
+            self._fails(InvariantError(f"worker {issued.peer} was asked for {wanted}: {found} came"))
+        elif self._communicator is not None and not self.has_left:
+            try:
+                self._receive(self._communicator, issued)
+            except RuntimeError as error:
+                self._fails(_broken(error, issued.peer))
+            self._go_on()
+
+    def _look(self) -> None:
+        if self._communicator is not None and not self.has_left and (failure := self._communicator.failure()):
+            self._fails(TransferFailedError(f"transfers between GPUs failed: {failure}"))
+
+    def _fails(self, error: BambooError) -> None:
+        if not self.has_left and self._end.failed is None:
+            self._end.fails(error)
+
+    # The landing thread
+
+    def _land(self) -> None:
+        self._queue.enter()
+        while (landing := self._landings.get()) is not None:
+            try:
+                landing.pending.wait()
+                if self.has_left:
+                    return
+                landing.landed()
+            except RuntimeError as error:  # of the device, after which nothing works on it
+                self._fails(TransferFailedError(f"waiting for a transfer between GPUs failed: {error}"))
+                return
+            del landing
+
+    def _header_landed(self, issued: Issued, wanted: Header, numbers: Tensor) -> None:
+        self._thread.give(partial(self._compare, issued, wanted, Header(*self._queue.read(numbers))))
+
+    def _landed(self, issued: Issued, tensors: Tensors) -> None:
+        self._received.pop((issued.peer, issued.key), None)
+        self._end.arrives(issued.peer, issued.key, tuple(map(self._queue.hand_over, tensors)))
+
+
+def _broken(error: RuntimeError, peer: int) -> TransferFailedError:
+    return TransferFailedError(f"transfer between GPUs failed: {error}", peer)

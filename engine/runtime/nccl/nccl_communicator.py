@@ -1,0 +1,117 @@
+"""Communicators of NCCL itself, on one stream of the worker's GPU. None of this has run on a GPU yet.
+
+Rules: a tensor of any dtype is sent as bytes, so no number is changed. Each message is a group of its own, also of one
+tensor: its operations begin together. NCCL_RUNTIME_CONNECT=0 is about collectives: a pair is connected at its first
+message. So `open` ends with one byte from each rank to each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.models.layers import Tensors
+from engine.runtime.device.side_queue import QueueMoment, SideQueue
+from engine.runtime.nccl.library import NcclLibrary
+
+_OPEN_S = 60.0
+_GIVE_S = 10.0  # for a call that gives work; it does not wait for the work
+
+
+class NcclCommunicator:
+    """One communicator of this process."""
+
+    def __init__(self, library: NcclLibrary, own: ctypes.c_void_p, queue: SideQueue, is_given_up: Callable[[], bool]):
+        self._library, self._own, self._queue, self._is_given_up = library, own, queue, is_given_up
+
+    @contextmanager
+    def _as_one(self) -> Iterator[None]:
+        self._library.begin_group()
+        try:
+            yield
+        finally:
+            self._library.end_group()
+        self._library.settled(self._own, time.monotonic() + _GIVE_S, self._is_given_up)
+
+    def send(self, tensors: Tensors, rank: int) -> None:
+        """Gives tensors to a rank, as one."""
+        with self._as_one():
+            for each in tensors:
+                if each.nbytes:
+                    self._library.send(self._own, each.data_ptr(), each.nbytes, rank, self._queue.handle)
+
+    def receive(self, tensors: Tensors, rank: int) -> None:
+        """Fills tensors with those of the next send of a rank."""
+        with self._as_one():
+            for each in tensors:
+                if each.nbytes:
+                    self._library.receive(self._own, each.data_ptr(), each.nbytes, rank, self._queue.handle)
+
+    def connect(self, rank: int, size: int) -> None:
+        """Sends each other rank a byte, and waits until all have come."""
+        bytes_of = self._queue.room((2 * size,), torch.uint8)
+        with self._as_one():
+            for other in range(size):
+                if other != rank:
+                    at = bytes_of.data_ptr() + 2 * other
+                    self._library.send(self._own, at, 1, other, self._queue.handle)
+                    self._library.receive(self._own, at + 1, 1, other, self._queue.handle)
+        connected = self._queue.moment()
+        deadline_s = time.monotonic() + _OPEN_S
+        while not connected.has_come():
+            if self._is_given_up() or time.monotonic() > deadline_s or self.failure():
+                raise RuntimeError(self.failure() or "the first message of each pair has not come in time")
+            time.sleep(0.001)
+
+    def pending(self) -> QueueMoment:
+        """Returns the end of all work that was given so far."""
+        return self._queue.moment()
+
+    def failure(self) -> str:
+        """Returns the words of an error since; empty without one."""
+        try:
+            self._library.progress(self._own)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def abort(self) -> None:
+        """Ends all work and the communicator."""
+        self._library.abort(self._own)
+
+
+class NcclCommunicators:
+    """The communicators of one worker; NCCL is loaded for the first one."""
+
+    def __init__(self, load: Callable[[], NcclLibrary] = NcclLibrary):
+        self._load = load
+        self._library: NcclLibrary | None = None
+
+    @property
+    def _loaded(self) -> NcclLibrary:
+        if self._library is None:
+            self._library = self._load()
+        return self._library
+
+    def new_id(self) -> bytes:
+        """Returns the id of a new group."""
+        return self._loaded.new_id()
+
+    def open(
+        self, group_id: bytes, rank: int, size: int, queue: SideQueue, is_given_up: Callable[[], bool]
+    ) -> NcclCommunicator:
+        """Waits until all ranks have joined and are connected, each with each."""
+        library = self._loaded
+        own = library.begin_join(group_id, rank, size)
+        found = NcclCommunicator(library, own, queue, is_given_up)
+        try:
+            library.settled(own, time.monotonic() + _OPEN_S, is_given_up)
+            found.connect(rank, size)
+        except RuntimeError:
+            found.abort()
+            raise
+        return found

@@ -1,0 +1,218 @@
+"""The transport over NCCL: the SENDs and RECVs of programs go between GPUs, everything else over the host.
+
+    F and B transfers   the order of the program, without tags: `issue_queue.py`
+    all others          the transport `inner`, which knows tags: sums, logs, streams, heals, validation passes, barriers
+
+Rules: a message that is no transfer of the present program is a mistake, and never reaches NCCL. Leaving a group is an
+abort of its communicator, never a destruction, which would wait for the others. If the abort has not returned in time,
+the worker ends itself, and is one more verdict.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from engine.core.errors import TransferFailedError, ensure
+from engine.models.layers import Tensors
+from engine.runtime.device.copies import Leaving, tensors_of
+from engine.runtime.device.side_queue import SideQueue, moment_now
+from engine.runtime.nccl.communicator import Communicator
+from engine.runtime.nccl.issue_queue import IssueQueue, Ready
+from engine.runtime.nccl.message_header import NUM_FIELDS, Header
+from engine.runtime.nccl.nccl_thread import NcclThread
+from engine.runtime.transport.group_end import EndChannel, GroupEnd
+from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey, ProgramPurpose
+from engine.runtime.transport.transport import Channel, Traffic
+
+ABORT_S = 10.0  # for the abort of a communicator
+ENDS_ITSELF = "the communicator of a group that was left was not aborted in time: this worker ends itself"
+_WITHOUT_TAGS = frozenset({ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT})
+
+
+def goes_without_tag(key: ProgramKey) -> bool:
+    """Returns whether a message goes over NCCL."""
+    return key.purpose in _WITHOUT_TAGS
+
+
+class _BetweenGpus(EndChannel[ProgramKey]):
+    """The messages over NCCL."""
+
+    def __init__(self, end: GroupEnd, issues: IssueQueue, is_audited: bool):
+        super().__init__(end)
+        self._issues, self._is_audited = issues, is_audited
+        self._step = 0
+        self._sends: frozenset[tuple[int, ProgramKey]] = frozenset()
+        self.num_sent = dict.fromkeys(end.num_sent, 0)
+
+    def expect(self, step: int, issued: Sequence[Issued]) -> None:
+        """Takes the messages of a program that is about to run."""
+        self._step = step
+        self._sends = frozenset((each.peer, each.key) for each in issued if each.is_send)
+        headers = [self._header_of(each.key) for each in issued]
+        self._issues.expect(list(zip(issued, headers, strict=True)))
+
+    def _header_of(self, key: ProgramKey) -> Header | None:
+        return Header.of(self._of.epoch, self._step, key) if self._is_audited else None
+
+    def post(self, source: int, key: ProgramKey, border: Border) -> None:
+        """Does nothing: the receive has its place in the order of the program."""
+
+    def leaving(self, key: ProgramKey, tensors: Tensors) -> Leaving:
+        """Returns the tensors: they are sent from the device."""
+        return tensors
+
+    def send(self, target: int, key: ProgramKey, tensors: Leaving) -> None:
+        """Lets a message go when its turn comes, or keeps it behind a cut."""
+        ensure((target, key) in self._sends, f"{key} to worker {target} is no transfer of this program")
+        end = self._of
+        self.num_sent[target] += 1
+        sent = tuple(tensor.detach().contiguous() for tensor in tensors_of(tensors))
+        end.bytes_sent += sum([tensor.nbytes for tensor in sent])
+        header = self._header_of(key)
+        numbers = None
+        if header is not None:
+            on_host = end.device.copies.room((NUM_FIELDS,), torch.int64)
+            numbers = end.device.put(on_host.copy_(torch.tensor(header, dtype=torch.int64, device="cpu")))
+        ready = Ready(sent, numbers, moment_now(end.device))
+        begin = partial(self._issues.ready, target, key, ready)
+        if target not in end.cuts.there or not end.cuts.keeps(target, begin):
+            begin()
+
+
+class _SplitChannel:
+    """The messages in program order: each goes one of two ways by its key."""
+
+    def __init__(self, between: _BetweenGpus, over_host: Channel[ProgramKey]):
+        self._between, self._over_host = between, over_host
+        self.device = between.device
+
+    def _way(self, key: ProgramKey) -> Channel[ProgramKey]:
+        return self._between if goes_without_tag(key) else self._over_host
+
+    def post(self, source: int, key: ProgramKey, border: Border) -> None:
+        """Posts the receive of one message."""
+        self._way(key).post(source, key, border)
+
+    def has_arrived(self, source: int, key: ProgramKey) -> bool:
+        """Returns whether `take` would return at once."""
+        return self._way(key).has_arrived(source, key)
+
+    def take(self, source: int, key: ProgramKey) -> Tensors:
+        """Waits for a message."""
+        return self._way(key).take(source, key)
+
+    def take_arrived(self, source: int, key: ProgramKey) -> Tensors | None:
+        """Returns the tensors of a message, or None if it has not arrived."""
+        return self._way(key).take_arrived(source, key)
+
+    def leaving(self, key: ProgramKey, tensors: Tensors) -> Leaving:
+        """Begins to bring the tensors of a message to where it is sent from."""
+        return self._way(key).leaving(key, tensors)
+
+    def send(self, target: int, key: ProgramKey, tensors: Leaving) -> None:
+        """Starts one message."""
+        self._way(key).send(target, key, tensors)
+
+
+class WayOut(NamedTuple):
+    """The way out of NCCL for a worker whose abort does not return: after `abort_s`, `end_worker` gets the reason."""
+
+    end_worker: Callable[[str], None]
+    abort_s: float = ABORT_S
+
+
+class NcclTransport:
+    """The messages of one group, of which `inner` is the end over the host; `opening` opens its communicator."""
+
+    def __init__(
+        self,
+        inner: GroupEnd,
+        thread: NcclThread,
+        queue: SideQueue,
+        opening: Callable[[Callable[[], bool]], Communicator],
+        way_out: WayOut,
+        *,
+        is_audited: bool,
+    ):
+        self._inner, self._thread, self._opening, self._way_out = inner, thread, opening, way_out
+        self._issues = IssueQueue(inner, thread, queue, {each: rank for rank, each in enumerate(inner.num_sent)})
+        self._between = _BetweenGpus(inner, self._issues, is_audited)
+        self.in_order: Channel[ProgramKey] = _SplitChannel(self._between, inner.in_order)
+        self.aside: Channel[AsideKey] = inner.aside
+        self._one_leaves = threading.Lock()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the coming messages."""
+        return self._inner.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._inner.epoch = epoch
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of all messages that were begun here."""
+        return self._inner.bytes_sent
+
+    def traffic(self) -> Mapping[int, Traffic]:
+        """Returns the numbers of messages by member, both ways together."""
+        sent, posted = self._between.num_sent, self._issues.num_posted
+        return {
+            peer: each._replace(sent=each.sent + sent[peer], posted=each.posted + posted[peer])
+            for peer, each in self._inner.traffic().items()
+        }
+
+    def expect(self, step: int, issued: Sequence[Issued]) -> None:
+        """Takes the transfers of a program that is about to run, in the order in which they are issued."""
+        self._between.expect(step, issued)
+
+    def begin(self) -> None:
+        """Takes the place of the group before, and begins to connect the GPUs."""
+        self._inner.begin()
+        self.open()
+
+    def open(self) -> None:
+        """Begins to connect the GPUs: messages wait for it."""
+        issues = self._issues
+        self._thread.give(partial(issues.open, partial(self._opening, lambda: issues.has_left)))
+
+    def await_open(self) -> None:
+        """Waits until the GPUs are connected; raises TransferFailedError if they are not, or the group is left."""
+        self._issues.has_opened.wait()
+        if self._inner.failed is not None:
+            raise self._inner.failed
+        if self._issues.has_left:
+            raise TransferFailedError("the group was left while its GPUs were being connected")
+
+    def release_sent(self) -> None:
+        """Releases the messages of a committed step."""
+        self._inner.release_sent()
+        self._issues.release_sent()
+
+    def abandon(self) -> None:
+        """Leaves the group at once; the thread of NCCL aborts the communicator, within the time that it has."""
+        with self._one_leaves:
+            if self._issues.has_left:
+                return
+            self._issues.has_left = True
+        self._inner.abandon()
+        timer = threading.Timer(self._way_out.abort_s, self._way_out.end_worker, (ENDS_ITSELF,))
+        timer.daemon = True
+        timer.start()
+        self._thread.give(partial(self._abort, timer.cancel))
+
+    def _abort(self, then: Callable[[], None]) -> None:
+        self._issues.abort()
+        self._issues.has_opened.set()
+        then()
+
+    def close(self) -> None:
+        """Leaves the group, in which no message is under way."""
+        self.abandon()

@@ -1,0 +1,63 @@
+"""The backend of a worker process: over the host with Gloo, and between GPUs with NCCL if the job asks for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+
+from engine.core.config.job import Job
+from engine.core.messages import WelcomeMessage
+from engine.core.process_messages import UnprovenMessage
+from engine.files.nccl_settings import nccl_settings
+from engine.runtime.device.device import HOST, Device
+from engine.runtime.device.side_queue import SideQueue
+from engine.runtime.ipc.control import Control
+from engine.runtime.nccl.nccl_backend import NcclBackend
+from engine.runtime.nccl.nccl_communicator import NcclCommunicators
+from engine.runtime.nccl.nccl_thread import NcclThread
+from engine.runtime.nccl.nccl_transport import WayOut
+from engine.runtime.transport.gloo_backend import GlooBackend
+from engine.runtime.transport.link_cuts import LinkCuts
+from engine.runtime.transport.pair_guard import PairGuard
+from engine.runtime.transport.rendezvous import Rendezvous
+from engine.runtime.transport.transport import TransportBackend
+
+
+def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> TransportBackend:
+    """Returns the backend that the job of a worker asks for."""
+    over_host = gloo_backend(control, welcome, network_fd, device)
+    job = Job(**welcome.job)
+    if job.backend != "nccl":
+        return over_host
+    for name, value in nccl_settings(welcome.worker, shares=job.share_gpu, environment=os.environ).items():
+        os.environ[name] = value  # NCCL reads them once, when it is loaded
+    return NcclBackend(
+        over_host,
+        NcclCommunicators(),
+        welcome.worker,
+        partial(Rendezvous, control),
+        SideQueue(device),
+        NcclThread("nccl", network_fd),
+        WayOut(end_this_process),
+        is_audited=job.audit > 0,
+    )
+
+
+def end_this_process(why: str) -> None:
+    """Ends this worker at once: nothing of it can be trusted to return. The agent sees the end of the process."""
+    print(why, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gloo_backend(
+    control: Control, welcome: WelcomeMessage, network_fd: int | None = None, device: Device = HOST
+) -> GlooBackend:
+    """Returns the backend of a worker that has been welcomed."""
+
+    def tell(peer: int | None, words: str) -> None:
+        control.send(UnprovenMessage(peer, words))
+
+    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
+    return GlooBackend(LinkCuts(control), welcome.worker, partial(Rendezvous, control), guard, device)

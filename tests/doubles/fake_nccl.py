@@ -1,0 +1,283 @@
+"""NCCL without GPUs: communicators in memory that keep its rules, and worse ones that it allows.
+
+- No tags: the n-th receive of a rank from another takes the n-th send of that one to it, whatever both mean.
+- Each rank has one queue, and its head waits for the other end: an order that NCCL could not do stands still here.
+- A tensor is read and written when both ends have come, not when the call is made.
+- A peer that dies gives no error. An abort is local; it ends receives too, whose memory then holds garbage.
+- One thread of a worker calls, and it has one communicator at a time; a call that breaks this is noted in `wrongs`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from engine.models.layers import Tensors
+from engine.runtime.device.device import HOST, Device
+from engine.runtime.device.side_queue import QueueMoment, SideQueue
+from engine.runtime.nccl.nccl_backend import NcclBackend, NcclJoining
+from engine.runtime.nccl.nccl_thread import NcclThread
+from engine.runtime.nccl.nccl_transport import NcclTransport, WayOut
+from engine.runtime.transport.link_cuts import LinkCuts
+from engine.runtime.transport.loopback import Groups, LoopbackBackend
+from engine.runtime.transport.tensor_spec import bytes_of
+
+_GARBAGE = 0xA5
+_TIMEOUT_S = 30.0
+
+
+class FakeNccl:
+    """The NCCL of all workers of a run; `wrongs` are calls against its rules, `num_sent` what has been transferred."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.groups: dict[bytes, _FakeGroup] = {}
+        self.wrongs: list[str] = []
+        self.num_sent = 0
+        self.num_aborted = 0
+        self.ended: list[str] = []  # the reasons of workers that ended themselves
+        self.hang_in_abort: set[int] = set()  # workers
+        self._told: dict[object, dict[str, bytes]] = {}
+
+    def meeting(self, place: object, epoch: int, name: str) -> _MeetingDouble:
+        """Returns the meeting of a group; those of one `place` see each other."""
+        with self.lock:
+            return _MeetingDouble(self.lock, self._told.setdefault((place, epoch, name), {}))
+
+
+class _MeetingDouble:
+    def __init__(self, lock: threading.Condition, told: dict[str, bytes]):
+        self._lock, self._told, self._is_over = lock, told, False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Tells a value."""
+        with self._lock:
+            self._told[key] = value
+            self._lock.notify_all()
+
+    def get(self, key: str) -> bytes:
+        """Waits for a value."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_over or key in self._told, _TIMEOUT_S)
+            if key not in self._told:
+                raise RuntimeError(f"{key} was not told")
+            return self._told[key]
+
+    def give_up(self) -> None:
+        """Ends every wait."""
+        with self._lock:
+            self._is_over = True
+            self._lock.notify_all()
+
+
+class _Work:
+    """One operation in the queue of a rank, or the end of it."""
+
+    def __init__(self, is_send: bool, peer: int, tensors: Tensors):
+        self.is_send, self.peer, self.tensors = is_send, peer, tensors
+        self.is_done = threading.Event()
+        self._moment: QueueMoment | None = None
+
+    def ends(self, moment: QueueMoment | None = None) -> None:
+        """Ends the work, on a device behind a moment of its queue."""
+        self._moment = moment
+        self.is_done.set()
+
+    def wait(self) -> None:
+        """Waits until the work is done or aborted."""
+        self.is_done.wait()
+        if self._moment is not None:
+            self._moment.wait()
+
+
+class _FakeGroup:
+    """The queues of the ranks of one group; the lock of the run guards them."""
+
+    def __init__(self, size: int):
+        self.queues: list[deque[_Work]] = [deque() for _ in range(size)]
+        self.of_device: dict[int, SideQueue] = {}
+        self.left: set[int] = set()
+
+    def meet(self, nccl: FakeNccl) -> None:
+        """Transfers between all heads that wait for each other."""
+        moves = True
+        while moves:
+            moves = False
+            for rank, queue in enumerate(self.queues):
+                if not queue or not queue[0].is_send or queue[0].peer in self.left or rank in self.left:
+                    continue
+                others = self.queues[queue[0].peer]
+                if others and not others[0].is_send and others[0].peer == rank:
+                    sent, received = queue.popleft(), others.popleft()
+                    source, target = self.of_device[rank], self.of_device[sent.peer]
+                    target.behind(source.moment())
+                    with target.given():
+                        _transfer(nccl, sent.tensors, received.tensors)
+                    source.behind(target.moment())
+                    sent.ends(source.moment())
+                    received.ends(target.moment())
+                    moves = True
+
+
+def _transfer(nccl: FakeNccl, sent: Tensors, received: Tensors) -> None:
+    nccl.num_sent += 1
+    sizes = [each.nbytes for each in sent], [each.nbytes for each in received]
+    if sizes[0] != sizes[1]:
+        nccl.wrongs.append(f"a message of {sizes[0]} bytes met a receive of {sizes[1]}")
+        return
+    for source, target in zip(sent, received, strict=True):
+        _bytes(target).copy_(_bytes(source))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return bytes_of(tensor.detach())
+
+
+class FakeCommunicator:
+    """One end of a group in memory."""
+
+    def __init__(self, owner: FakeCommunicators, group: _FakeGroup, rank: int):
+        self._owner, self._group, self._rank = owner, group, rank
+        self._last = _Work(True, rank, ())
+        self._last.ends()
+
+    def _give(self, work: _Work) -> None:
+        self._owner.is_called()
+        nccl = self._owner.nccl
+        with nccl.lock:
+            if self._rank in self._group.left:
+                nccl.wrongs.append(f"rank {self._rank} gives work to a communicator that it has aborted")
+            self._last = work
+            self._group.queues[self._rank].append(work)
+            self._group.meet(nccl)
+
+    def send(self, tensors: Tensors, rank: int) -> None:
+        """Gives tensors to a rank."""
+        self._give(_Work(True, rank, tensors))
+
+    def receive(self, tensors: Tensors, rank: int) -> None:
+        """Fills tensors with those of the next send of a rank."""
+        self._give(_Work(False, rank, tensors))
+
+    def pending(self) -> _Work:
+        """Returns the end of all work so far."""
+        return self._last
+
+    def failure(self) -> str:
+        """Returns nothing, whoever has died."""
+        self._owner.is_called()
+        return ""
+
+    def abort(self) -> None:
+        """Ends all work here; the other ranks do not notice."""
+        self._owner.is_called()
+        nccl = self._owner.nccl
+        while self._owner.worker in nccl.hang_in_abort:
+            time.sleep(0.005)
+        with nccl.lock:
+            self._group.left.add(self._rank)
+            nccl.num_aborted += 1
+            for work in self._group.queues[self._rank]:
+                for tensor in () if work.is_send else work.tensors:
+                    _bytes(tensor).fill_(_GARBAGE)
+                work.ends()
+            self._owner.present = None
+
+
+class FakeCommunicators:
+    """The communicators of one worker."""
+
+    def __init__(self, nccl: FakeNccl, worker: int):
+        self.nccl, self.worker = nccl, worker
+        self.present: FakeCommunicator | None = None
+        self._thread = 0
+
+    def is_called(self) -> None:
+        """Notes a call from another thread than the one that called before."""
+        thread = threading.get_ident()
+        if self._thread not in (0, thread):
+            self.nccl.wrongs.append(f"two threads of worker {self.worker} are in NCCL")
+        self._thread = thread
+
+    def new_id(self) -> bytes:
+        """Returns the id of a new group."""
+        self.is_called()
+        with self.nccl.lock:
+            return str(len(self.nccl.groups) + self.nccl.num_sent).encode() + bytes([self.worker])
+
+    def open(
+        self, group_id: bytes, rank: int, size: int, queue: SideQueue, is_given_up: Callable[[], bool]
+    ) -> FakeCommunicator:
+        """Waits until all ranks have joined."""
+        self.is_called()
+        nccl = self.nccl
+        if self.present is not None:
+            nccl.wrongs.append(f"worker {self.worker} has two communicators")
+        with nccl.lock:
+            group = nccl.groups.setdefault(group_id, _FakeGroup(size))
+            group.of_device[rank] = queue
+            nccl.lock.notify_all()
+            until_s = time.monotonic() + _TIMEOUT_S
+            while len(group.of_device) < size:
+                if is_given_up() or time.monotonic() > until_s:
+                    raise RuntimeError("the others did not join")
+                nccl.lock.wait(0.005)
+        self.present = FakeCommunicator(self, group, rank)
+        return self.present
+
+
+Paused = Callable[[], AbstractContextManager[None]]
+
+
+class NcclOverLoopback(NcclBackend):
+    """The transport over NCCL of a worker that is a thread: its other messages go through memory."""
+
+    def __init__(
+        self, nccl: FakeNccl, groups: Groups, cuts: LinkCuts, worker: int, paused: Paused, device: Device = HOST
+    ):
+        self._loopback = LoopbackBackend(groups, cuts, worker, paused, device)
+        self._paused, self._of_nccl = paused, NcclThread(f"nccl of worker {worker}")
+        self._transports: list[NcclTransport] = []
+        super().__init__(
+            self._loopback,
+            FakeCommunicators(nccl, worker),
+            worker,
+            partial(nccl.meeting, groups),
+            SideQueue(device),
+            self._of_nccl,
+            WayOut(nccl.ended.append),
+            is_audited=True,
+        )
+
+    def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> _PausedJoining:  # type: ignore[override]
+        """Returns the attempt to join a group, during which other workers have their turns."""
+        return _PausedJoining(super().joining(epoch, members, attempt), self._paused)
+
+    def transport(self, *given: Any) -> NcclTransport:
+        """Returns the transport of a group."""
+        self._transports.append(super().transport(*given))
+        return self._transports[-1]
+
+    def leave(self) -> None:
+        """Ends what the end of the process would end."""
+        self._loopback.leave()
+        for each in list(self._transports):
+            each.abandon()
+        self._of_nccl.end()
+
+
+class _PausedJoining:
+    def __init__(self, inner: NcclJoining, paused: Paused):
+        self._inner, self._paused, self.abandon = inner, paused, inner.abandon
+
+    def join(self) -> NcclTransport:
+        """Waits until all members have joined."""
+        with self._paused():
+            return self._inner.join()
