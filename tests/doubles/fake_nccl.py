@@ -24,7 +24,7 @@ from engine.runtime.device.device import HOST, Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
 from engine.runtime.nccl.nccl_backend import NcclBackend, NcclJoining
 from engine.runtime.nccl.nccl_thread import NcclThread
-from engine.runtime.nccl.nccl_transport import NcclTransport, WayOut
+from engine.runtime.nccl.nccl_transport import LastResort, NcclTransport
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.loopback import Groups, LoopbackBackend
 from engine.runtime.transport.tensor_spec import bytes_of
@@ -252,7 +252,7 @@ class NcclOverLoopback(NcclBackend):
             partial(nccl.meeting, groups),
             SideQueue(device),
             self._of_nccl,
-            WayOut(nccl.ended.append),
+            LastResort(nccl.ended.append),
             is_audited=True,
         )
 

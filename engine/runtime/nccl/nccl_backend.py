@@ -15,7 +15,7 @@ from engine.core.errors import TransferFailedError
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.nccl.communicator import Communicator, Communicators
 from engine.runtime.nccl.nccl_thread import NcclThread
-from engine.runtime.nccl.nccl_transport import NcclTransport, WayOut
+from engine.runtime.nccl.nccl_transport import LastResort, NcclTransport
 from engine.runtime.transport.group_end import GroupEnd
 from engine.runtime.transport.suspicion import suspecting
 from engine.runtime.transport.transport import CutLink
@@ -69,14 +69,14 @@ class NcclBackend:
         meet: Callable[[int, str], Meeting],
         queue: SideQueue,
         thread: NcclThread,
-        way_out: WayOut,
+        last_resort: LastResort,
         *,
         is_audited: bool,
     ):
         self.cut: CutLink = inner.cut
         self.open_collectives = inner.open_collectives
         self._inner, self._communicators, self._worker, self._meet = inner, communicators, worker, meet
-        self._queue, self._thread, self._way_out, self._is_audited = queue, thread, way_out, is_audited
+        self._queue, self._thread, self._last_resort, self._is_audited = queue, thread, last_resort, is_audited
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> NcclJoining:
         """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
@@ -91,7 +91,7 @@ class NcclBackend:
         def opening(is_given_up: Callable[[], bool]) -> Communicator:
             return self._communicators.open(group_id, rank, size, self._queue, is_given_up)
 
-        return NcclTransport(end, self._thread, self._queue, opening, self._way_out, is_audited=self._is_audited)
+        return NcclTransport(end, self._thread, self._queue, opening, self._last_resort, is_audited=self._is_audited)
 
     def new_id(self) -> bytes:
         """Returns the id of a new communicator, which the thread of NCCL makes."""

@@ -120,7 +120,7 @@ class _SplitChannel:
         self._way(key).send(target, key, tensors)
 
 
-class WayOut(NamedTuple):
+class LastResort(NamedTuple):
     """The way out of NCCL for a worker whose abort does not return: after `abort_s`, `end_worker` gets the reason."""
 
     end_worker: Callable[[str], None]
@@ -136,11 +136,11 @@ class NcclTransport:
         thread: NcclThread,
         queue: SideQueue,
         opening: Callable[[Callable[[], bool]], Communicator],
-        way_out: WayOut,
+        last_resort: LastResort,
         *,
         is_audited: bool,
     ):
-        self._inner, self._thread, self._opening, self._way_out = inner, thread, opening, way_out
+        self._inner, self._thread, self._opening, self._last_resort = inner, thread, opening, last_resort
         self._issues = IssueQueue(inner, thread, queue, {each: rank for rank, each in enumerate(inner.num_sent)})
         self._between = _BetweenGpus(inner, self._issues, is_audited)
         self.in_order: Channel[ProgramKey] = _SplitChannel(self._between, inner.in_order)
@@ -203,7 +203,7 @@ class NcclTransport:
                 return
             self._issues.has_left = True
         self._inner.abandon()
-        timer = threading.Timer(self._way_out.abort_s, self._way_out.end_worker, (ENDS_ITSELF,))
+        timer = threading.Timer(self._last_resort.abort_s, self._last_resort.end_worker, (ENDS_ITSELF,))
         timer.daemon = True
         timer.start()
         self._thread.give(partial(self._abort, timer.cancel))

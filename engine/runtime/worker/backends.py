@@ -17,7 +17,7 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.nccl.nccl_backend import NcclBackend
 from engine.runtime.nccl.nccl_communicator import NcclCommunicators
 from engine.runtime.nccl.nccl_thread import NcclThread
-from engine.runtime.nccl.nccl_transport import WayOut
+from engine.runtime.nccl.nccl_transport import LastResort
 from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.pair_guard import PairGuard
@@ -40,7 +40,7 @@ def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | Non
         partial(Rendezvous, control),
         SideQueue(device),
         NcclThread("nccl", network_fd),
-        WayOut(end_this_process),
+        LastResort(end_this_process),
         is_audited=job.audit > 0,
     )
 
