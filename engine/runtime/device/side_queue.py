@@ -58,7 +58,7 @@ class SideQueue:
             torch.cuda.set_device(self.device.place)
 
     def behind(self, moment: QueueMoment) -> None:
-        """Lets the coming work of this queue wait for a moment of another one."""
+        """Has the coming work of this queue wait for a moment of another one."""
         if self._stream is not None and moment.of is not None:
             self._stream.wait_event(moment.of)
 
@@ -67,7 +67,7 @@ class SideQueue:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def lend(self, tensors: tuple[Tensor, ...]) -> None:
-        """Lets this queue use memory of the computing one, which is not given free before."""
+        """Has this queue use memory of the computing one, which is not given free before."""
         if self._stream is not None:
             for each in tensors:
                 each.record_stream(self._stream)
@@ -93,7 +93,7 @@ class SideQueue:
             return list(tensor.tolist())
 
     def hand_over(self, tensor: Tensor) -> Tensor:
-        """Lets the computing queue use memory of this queue, whose work on it is done."""
+        """Has the computing queue use memory of this queue, whose work on it is done."""
         if self._computing is not None:
             tensor.record_stream(self._computing)
         return tensor

@@ -71,7 +71,7 @@ class IssueQueue:
         self._thread.give(partial(self._expect, tuple(ends)))
 
     def ready(self, target: int, key: ProgramKey, ready: Ready) -> None:
-        """Lets a message go when its turn comes; a timer calls this too."""
+        """Takes a message that may go when its turn comes; a timer calls this too."""
         self._thread.give(partial(self._take_ready, (target, key), ready))
 
     def release_sent(self) -> None:

@@ -68,7 +68,7 @@ class _BetweenGpus(EndChannel[ProgramKey]):
         return tensors
 
     def send(self, target: int, key: ProgramKey, tensors: Leaving) -> None:
-        """Lets a message go when its turn comes, or keeps it behind a cut."""
+        """Gives a message to its place in the order, or keeps it behind a cut."""
         ensure((target, key) in self._sends, f"{key} to worker {target} is no transfer of this program")
         end = self._of
         self.num_sent[target] += 1
