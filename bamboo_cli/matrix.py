@@ -154,7 +154,7 @@ def _run(
     if done:
         echo(f"{len(done)} cells have passed before, {len(left)} to run", err=True)
     if found.absent:
-        echo(f"{len(found.absent)} combinations are no cells: the stage has no such action", err=True)
+        echo(f"{len(found.absent)} combinations are no cells: there is no such action", err=True)
     expected_s = estimated(
         [each.cell.name for each in left], {**seconds, **{name: each.seconds for name, each in before.items()}}
     )

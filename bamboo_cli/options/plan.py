@@ -115,7 +115,7 @@ def _left_lazy(job: Job, ownership: Ownership) -> tuple[Slot, ...]:
 
 def _redundancy_line(job: Job, ownership: Ownership) -> str:
     if job.redundancy == "reroute":
-        return "redundancy reroute: the owner of the same stage in the next pipeline takes over"
+        return f"redundancy reroute: the owner of the same {job.slot_noun} in the next pipeline takes over"
     shadows = {slot: ownership.shadows_of(*slot) for slot in ownership.grid.slots()}
     if not any(shadows.values()):
         return f"redundancy {job.redundancy}: no worker shadows a {job.slot_noun}"

@@ -215,7 +215,9 @@ class LivePicture:
             Text(self._stages(each), style=row_style),
             Text(each.state, style=style),
             str(each.progress.step),
-            each.progress.action if each.state in GONE else doing(each.progress.action, is_recovering),
+            each.progress.action
+            if each.state in GONE
+            else doing(each.progress.action, is_recovering, self.job.slot_noun),
             f"{rate:.1f}",
         )
 

@@ -18,8 +18,8 @@ _MOST_NAMED = 3
 ELLIPSIS = "\u2026"
 
 
-def doing(text: str, is_recovering: bool) -> str:
-    """Returns the present action of a worker in words: it computes, computes again, heals, or waits."""
+def doing(text: str, is_recovering: bool, noun: str) -> str:
+    """Returns the present action of a worker in words: it computes, computes again, heals a slot (`noun`), or waits."""
     try:
         action = parse_action(text)
     except ScheduleError:  # none yet, or half of one: see `ProgressBoard.read`
@@ -27,7 +27,7 @@ def doing(text: str, is_recovering: bool) -> str:
     if action.op in COMPUTE_OPS:
         return f"replay {text}" if is_recovering else text
     if action.op is Op.HEAL:
-        return f"heals stage {action.stage}"
+        return f"heals {noun} {action.stage}"
     return text if action.op is Op.STEP else f"waits in {text}"
 
 

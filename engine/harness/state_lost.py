@@ -27,7 +27,7 @@ from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import Record
 from engine.core.history.run_records import CommitRecord, EpochRecord
 from engine.core.ownership import Slot
-from engine.core.texts import counted, numbered
+from engine.core.texts import counted, spans
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.jobs.checkpoint_choice import tell_refused
 
@@ -60,15 +60,16 @@ class LostState:
         if job.fsdp:
             return "with --fsdp each owner of a stage holds one shard of it, and no other worker has a copy"
         if job.redundancy == "none":
-            return "no redundancy: each stage is held by its owners only"
+            return f"no redundancy: each {job.slot_noun} is held by its owners only"
         if self.workers == 1:
-            return "there was one worker, and no other to hold a stage"
+            return f"there was one worker, and no other to hold a {job.slot_noun}"
         level = 1 if job.redundancy == "reroute" else job.redundancy_level
         name = job.redundancy if job.redundancy == "reroute" else f"{job.redundancy} redundancy of level {level}"
         kept = min(level, self.workers - 1) + 1
         gone = "one was" if len(self.gone) == 1 else f"{len(self.gone)} were"
         return (
-            f"{name} keeps each stage on at least {kept} of {self.workers} workers; {gone} gone before others held it"
+            f"{name} keeps each {job.slot_noun} on at least {kept} of {self.workers} workers; "
+            f"{gone} gone before others held it"
         )
 
     def advice(self) -> list[str]:
@@ -123,13 +124,12 @@ def lost_state_of(job: Job, records: Iterable[Record]) -> LostState:
 
 
 def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
-    slots = [
-        f"{stage}@{pipeline}" if pipeline else str(stage)
-        for (pipeline, stage), at in sorted(owners.items())
-        if at == worker
-    ]
+    stages: dict[int, list[int]] = {}
+    for pipeline, stage in sorted(slot for slot, at in owners.items() if at == worker):
+        stages.setdefault(pipeline, []).append(stage)
+    slots = [f"{span}@{pipeline}" if pipeline else span for pipeline, of in stages.items() for span in spans(of)]
     noun = log.history.job.slot_noun
-    named = numbered(noun, slots, " and ") if slots else f"no {noun}"
+    named = f"{noun}{'s' * (sum(map(len, stages.values())) > 1)} {' and '.join(slots)}" if slots else f"no {noun}"
     at = log.last_action(worker)
     where = f"its last action was {at[1]} of step {at[0]}" if at else "it had done nothing since the last commit"
     return f"worker {worker} ({named}): {where}"

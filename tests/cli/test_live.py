@@ -155,7 +155,8 @@ def test_those_waited_for_are_named_the_longest_first() -> None:
 )
 def test_an_action_is_told_in_words(action: str, is_recovering: bool, text: str) -> None:
     """Before, LOG or COMMIT stood there after a failure, and nothing told that the worker waited."""
-    assert doing(action, is_recovering) == text
+    assert doing(action, is_recovering, "stage") == text
+    assert doing(action, is_recovering, "block") == text.replace("stage", "block")
 
 
 def test_a_recovery_stands_on_a_terminal_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +132,18 @@ def test_a_fault_at_the_last_block_stays_there_with_fewer_blocks() -> None:
         if each.job.slots < scenario.job.slots
     ]
     assert found == [(2, 1, 1), (2, 2, 3), (2, 3, 5), (1, 4, 3)]
+
+
+def test_texts_that_number_a_slot_take_its_noun_from_the_job() -> None:
+    """`Grid.noun` decides whether users read of stage 3 or of block 3."""
+    rooms = ["bamboo_cli", *(f"engine/{each}" for each in ("report", "harness", "api", "runtime/agent"))]
+    rooms += [f"engine/core/{each}" for each in ("faults", "checks", "coordinator", "membership", "elastic", "history")]
+    root = Path(__file__).parents[2]
+    wrong = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for room in rooms
+        for path in sorted((root / room).rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"f[\"'].*\bstages? \{", line)
+    ]
+    assert wrong == []

@@ -58,6 +58,7 @@ ACTION = parse_action("2B3@1")
     ],
 )
 def test_a_fault_reads_as_a_sentence_and_comes_back_from_json(fault: Fault, sentence: str) -> None:
-    assert str(fault) == sentence
+    assert fault.in_words("stage") == sentence
+    assert fault.in_words("block") == sentence.replace("stage", "block")
     assert from_plain(json.loads(json.dumps(to_plain(fault)))) == fault
     assert hash(fault) == hash(from_plain(to_plain(fault)))

@@ -155,6 +155,22 @@ def test_who_died_is_told_with_what_was_theirs() -> None:
     ]
 
 
+def test_a_job_with_blocks_is_told_in_blocks() -> None:
+    job = replace(LAZY, stages=2, blocks=4)
+    begun = [
+        {"event": "job", "stages": 2, "blocks": 4},
+        *(
+            {"event": "started", "of": worker, "slots": [[0, 4 * worker + each] for each in range(4)]}
+            for worker in (0, 1)
+        ),
+        *BEGIN[-2:],
+    ]
+    lines = state_lost_lines(job, records_of([*begun, exit_of(0), exit_of(1)]), 1)
+    assert lines[0] == "died   worker 0 (blocks 0-3): it had done nothing since the last commit"
+    assert "keeps each block on at least 2 of 2 workers" in " ".join(lines)
+    assert "each block is held" in loss(replace(job, redundancy="none"), 2, 1).why()
+
+
 def test_those_who_are_gone_count_until_their_shadows_are_whole() -> None:
     found = loss_of(LAZY, [*BEGIN, *FIRST, exit_of(0)])
     assert (found.workers, [*found.gone]) == (3, [1, 0])
@@ -169,7 +185,7 @@ def test_the_last_worker_stood_alone() -> None:
     second = [exit_of(0), epoch(2, [2, 2, 2], [[0, "hangs for 9 s"]]), commit(3), commit(4)]
     found = loss_of(LAZY, [*BEGIN, *FIRST, commit(2), *second, exit_of(2)])
     assert (found.workers, [*found.gone]) == (1, [2])
-    assert found.gone[2].startswith("worker 2 (stages 0 and 1 and 2)")
+    assert found.gone[2].startswith("worker 2 (stages 0-2)")
 
 
 def test_whoever_is_given_up_is_gone_and_whoever_leaves_is_not() -> None:

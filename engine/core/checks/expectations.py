@@ -178,7 +178,7 @@ def why_not_struck(fault: Fault, seen: Observed) -> str:
     """Returns why a fault proves nothing: it struck too few victims, or its effect was not seen; else an empty text."""
     victims = {each.of for each in seen.strikes(fault)}
     if not victims:
-        return f"{fault.id} did not strike ({fault})"
+        return f"{fault.id} did not strike ({fault.in_words(seen.history.job.slot_noun)})"
     if len(victims) < len(fault.victims):
         return f"{fault.id} struck {len(victims)} of {len(fault.victims)}"
     if all(each.fault != fault.id for each in seen.of(ConfirmedRecord)):

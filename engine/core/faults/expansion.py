@@ -170,7 +170,7 @@ def describe(faults: Sequence[Fault], job: Job) -> list[str]:
     lines = []
     ownership = known_ownership(job)
     for fault in faults:
-        lines.append(f"{fault.id}: {fault}")
+        lines.append(f"{fault.id}: {fault.in_words(job.slot_noun)}")
         slots = [each for each in fault.victims if isinstance(each, Owner)]
         if slots and ownership is not None:
             named = [f"worker {ownership.owner(each.pipeline, each.stage)}" for each in slots]

@@ -66,8 +66,9 @@ class Owner:
     pipeline: int
     stage: int
 
-    def __str__(self) -> str:
-        return f"the owner of stage {self.stage}" + (f" of pipeline {self.pipeline}" if self.pipeline else "")
+    def in_words(self, noun: str) -> str:
+        """Returns the victim in words; `noun` is that of a slot in a pipeline."""
+        return f"the owner of {noun} {self.stage}" + (f" of pipeline {self.pipeline}" if self.pipeline else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class Worker:
 
     worker: int
 
-    def __str__(self) -> str:
+    def in_words(self, noun: str) -> str:
+        """Returns the victim in words."""
         return f"worker {self.worker}"
 
 
@@ -90,7 +92,8 @@ class Role:
 
     role: RoleName
 
-    def __str__(self) -> str:
+    def in_words(self, noun: str) -> str:
+        """Returns the victim in words."""
         return f"the {self.role}"
 
 
@@ -111,9 +114,10 @@ class Fault:
     do: str = "kill"
     parameters: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
 
-    def __str__(self) -> str:
+    def in_words(self, noun: str) -> str:
+        """Returns the fault in words; `noun` is that of a slot in a pipeline of the job."""
         usual = isinstance(self.moment, At) and self.victims == (slot_owner(self.moment.action),)
-        whom = "" if usual else " " + " and ".join(str(each) for each in self.victims)
+        whom = "" if usual else " " + " and ".join(each.in_words(noun) for each in self.victims)
         how = ", ".join(f"{key.removesuffix('_ns')} {_shown(key, value)}" for key, value in self.parameters.items())
         return f"{self.do}{whom} {self.moment}{f' ({how})' if how else ''}"
 

@@ -74,15 +74,18 @@ def kill_moment(text: str, job: Job) -> At:
     when = next((each for each in WHENS if parts and parts[-1] == each), None)
     parts = parts[:-1] if when else parts
     step = _number("a step", step_text, text, problems)
-    slot = _number("a pipeline", pipeline_text or "0", text, problems), _number("a stage", stage_text, text, problems)
-    ops = _ops(parts, text, problems)
+    slot = (
+        _number("a pipeline", pipeline_text or "0", text, problems),
+        _number(f"a {job.slot_noun}", stage_text, text, problems),
+    )
+    ops = _ops(parts, text, problems, job.slot_noun)
     microbatch = _number("a microbatch", parts[1], text, problems) if len(parts) > 1 else None
     if problems:
         raise UserError(problems)
     return At(step, _action(job, slot, ops, microbatch), when or "before")
 
 
-def _ops(parts: Sequence[str], text: str, problems: list[Problem]) -> tuple[Op, ...]:
+def _ops(parts: Sequence[str], text: str, problems: list[Problem], noun: str) -> tuple[Op, ...]:
     """Returns the ops that ``ACTION[:MICROBATCH]`` can mean; appends its problems."""
     if len(parts) > 2:
         problems.append(_problem(KILL_FORM, text, f"WHEN is one of {', '.join(WHENS)}"))
@@ -93,7 +96,7 @@ def _ops(parts: Sequence[str], text: str, problems: list[Problem]) -> tuple[Op, 
         problems.append(_problem(f"an action: one of {', '.join(_OPS)}", text, nearest(parts[0], _OPS)))
         return ()
     if op in STAGE_OPS and len(parts) > 1:
-        problems.append(_problem(f"no microbatch after {op}, which concerns the whole stage", text))
+        problems.append(_problem(f"no microbatch after {op}, which concerns the whole {noun}", text))
     return (op,)
 
 

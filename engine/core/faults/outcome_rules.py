@@ -86,7 +86,7 @@ def _why_lost(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
             why = (
                 "the job has one worker"
                 if alone
-                else f"with redundancy {job.redundancy} no other worker holds its stages"
+                else f"with redundancy {job.redundancy} no other worker holds its {job.slot_noun}s"
             )
             return f"{wanted.id} ends a worker, and {why}"
         if not _comes_first(wanted, at, faults, ending):
@@ -108,7 +108,7 @@ def _why_kept(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
     if dead >= kept:
         return ""
     lost = "no worker is" if not dead else "one worker is" if dead == 1 else f"{dead} workers are"
-    return f"{lost} lost, and each stage is held by {kept}"
+    return f"{lost} lost, and each {job.slot_noun} is held by {kept}"
 
 
 def _keeps_before_the_end(job: Job) -> bool:

@@ -201,7 +201,7 @@ def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) ->
     microbatch = values.get("microbatch", job.microbatches // 2)
     if op in STAGE_OPS:
         if "microbatch" in values:
-            hint = f"{op} concerns the whole stage"
+            hint = f"{op} concerns the whole {job.slot_noun}"
             reading.refuse((*path, "microbatch"), f"no microbatch beside {op}", str(microbatch), hint, key=True)
         microbatch = WHOLE_STAGE
     if not {"step", "stage"} <= values.keys():
