@@ -171,7 +171,7 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
             say(f"{run.name}: ", (sentence, f"{STRONG} {styles[mood]}"), err=form is not Format.TERMINAL)
         for gap in run.gaps:
             echo(f"{run.name}: {gap}", err=True)
-        told = [*(line for line, _ in exceptions_in_words(run.raised)), *run.moves] if form is Format.TERMINAL else []
+        told = [*(line for line, _ in exceptions_in_words(run.raised)), *run.remarks] if form is Format.TERMINAL else []
         for line in told:
             echo(f"  {line}")
         if form is Format.TERMINAL and run.judgement.findings and not has_checks:

@@ -36,6 +36,11 @@ def spans(numbers: Iterable[int]) -> list[str]:
     return [text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
 
 
+def size_text(num_bytes: int) -> str:
+    """Returns a number of bytes with four digits, such as ``27.13 MB`` or ``12.3 kB``."""
+    return f"{num_bytes / 1e6:.4g} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.4g} kB"
+
+
 def sentence(text: str) -> str:
     """Returns a text as a sentence: with a capital letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."

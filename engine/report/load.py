@@ -13,13 +13,13 @@ Rule: tables come from events.jsonl and the folder steps alone, so all other fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
+from engine.core.checks.moves import moves_in_words
 from engine.core.config.job import Job
-from engine.core.history.elastic_records import PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import HostRecord
 from engine.core.history.record import StampedRecord
@@ -36,6 +36,7 @@ from engine.report.steps import evaluations_table, samples_table, steps_table
 from engine.report.workers import takeovers_table, workers_table
 
 TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations")
+_SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,13 +71,19 @@ class RunTables:
     gaps: tuple[str, ...] = ()  # the parts of the record that are missing, in sentences
     not_kept: str = ""  # in words, that the last checkpoint was not kept
     num_samples: int = 0  # in the training set; 0 for data without limit
-    moves: tuple[str, ...] = ()  # the slow workers, and the moves of the policy with their reasons, in sentences
+    moves: tuple[str, ...] = ()  # the slow workers, the wishes of the policy and each hand-over, in sentences
     goes_on: bool = False  # its launcher ran when the events were read; no record says so
 
     @property
     def samples(self) -> pd.DataFrame:
         """The ledger of samples; made when it is asked for, because it has a row for every microbatch."""
         return samples_table(self.job, self.steps["step"], self.num_samples)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """All that a reader of its times should know, and the moves, in sentences."""
+        shares = self.job.share_gpu and self.job.device == "cuda"
+        return (*([_SHARED] if shares else []), *self.moves)
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of a name in `TABLES`, with the name of the run as first column."""
@@ -127,16 +134,8 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         (*gaps(history), *_unread(actions.sums.unread), *_missing(history)),
         history.not_kept,
         0 if partition is None else partition.samples,
-        tuple(_moves(history)),
+        tuple(moves_in_words(history)),
     )
-
-
-def _moves(history: RunHistory) -> Iterator[str]:
-    for _, each in history.in_epochs(PaceRecord, PolicyRecord):
-        if isinstance(each, PaceRecord):
-            yield f"After step {each.step} {each.why}."
-        elif isinstance(each, PolicyRecord) and each.owners:
-            yield f"After step {each.step} the policy wanted other owners: {each.why}."
 
 
 def _unread(num_actions: int) -> list[str]:

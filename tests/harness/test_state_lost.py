@@ -157,7 +157,7 @@ def test_who_died_is_told_with_what_was_theirs() -> None:
 
 def test_a_job_with_blocks_is_told_in_blocks() -> None:
     job = replace(LAZY, stages=2, blocks=4)
-    begun = [
+    begun: list[dict[str, Any]] = [
         {"event": "job", "stages": 2, "blocks": 4},
         *(
             {"event": "started", "of": worker, "slots": [[0, 4 * worker + each] for each in range(4)]}

@@ -13,6 +13,7 @@ from engine.core.samples.ledger import samples_per_step
 from engine.report.headline import command, headline
 from engine.report.load import RunTables, joined
 from engine.report.pages.charts import charts
+from engine.report.pages.page import page
 from engine.report.pages.timeline import timeline
 from tests.report.made_up import END, PHASES_MS, MadeUpRun, agent, did, load
 
@@ -435,3 +436,20 @@ def test_what_became_of_whoever_did_not_come_to_the_end_is_told() -> None:
         "it did not end when it was to",
         "pid 8 does not end by SIGKILL",
     ]
+
+
+def test_moves_and_shared_gpus_are_remarks_on_the_page() -> None:
+    events = MadeUpRun().events()
+    assert load(events).remarks == ()
+    shared = replace(load(events).job, device="cuda", share_gpu=True)
+    moved = agent("pace", 2000, of=1, step=3, slowness=2.0, why="worker <1> is slow")
+    found = load([*events[:-3], moved, *events[-3:]])
+    run = replace(found, job=shared)
+    assert run.remarks == (
+        "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure.",
+        "After step 3 worker <1> is slow.",
+    )
+    assert found.remarks == run.remarks[1:]
+    assert "<h2>Remarks</h2>" in page(run)
+    assert "<li>After step 3 worker &lt;1&gt; is slow.</li>" in page(run)
+    assert "<h2>Remarks</h2>" not in page(load(events))

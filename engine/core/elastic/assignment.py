@@ -22,7 +22,7 @@ from engine.core.elastic.measured import MeasuredFacts
 from engine.core.elastic.runs import are_whole, load_of, runs_of, step_time
 from engine.core.errors import ensure, required
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, with_shadows
-from engine.core.texts import counted, numbered
+from engine.core.texts import counted, numbered, size_text
 
 HORIZON_STEPS = 100  # in which a move must have paid
 _LEAST_GAIN = 0.02  # of a step, below which nothing moves of the policy's own will
@@ -155,7 +155,8 @@ def _able(workers: list[int], measured: MeasuredFacts, grid: Grid) -> tuple[list
     least = min(map(measured.needed_bytes, range(grid.stages)))
     able = [worker for worker in workers if measured.memory.get(worker, least) >= least]
     words = [
-        f"worker {worker} gets no {grid.noun}: one takes {_size(least)}, and it has {_size(measured.memory[worker])}"
+        f"worker {worker} gets no {grid.noun}: one takes {size_text(least)}, "
+        f"and it has {size_text(measured.memory[worker])}"
         for worker in workers
         if worker not in able
     ]
@@ -238,7 +239,7 @@ def _move_words(options: _Options, found: _Option, stays: _Option | None) -> lis
     copied = found.moved - changed
     before = options.option(present).time
     words = f"{counted(changed, options.grid.noun)} of {len(present)} move"
-    words += f", {_size(copied)} are copied" if measured.replica_bytes else ""
+    words += f", {size_text(copied)} are copied" if measured.replica_bytes else ""
     words += f": a step takes {found.time:.4g} {unit} instead of {before:.4g}"
     if stays is not None:
         words += f", which pays in {counted(math.ceil(options.move_time(found.moved) / (before - found.time)), 'step')}"
@@ -250,7 +251,3 @@ def _move_words(options: _Options, found: _Option, stays: _Option | None) -> lis
     if new:
         parts.append(f"{numbered('worker', new)} {'is a new owner' if len(new) == 1 else 'are new owners'}")
     return parts
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.4g} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.4g} kB"

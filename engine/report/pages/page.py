@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Sequence
 from string import Template
 
 import pandas as pd
@@ -44,6 +45,7 @@ def page(run: RunTables) -> str:
         exposure=html.escape(_exposed(run)),
         memory=_section("memory") if "memory" in shown else "",
         metrics=_section("metrics") if "metrics" in shown else "",
+        remarks=_listed("Remarks", run.remarks),
         history=html_table(_history(run)),
         workers=html_table(_workers(run)),
         command=html.escape(command(run)),
@@ -63,6 +65,11 @@ def page(run: RunTables) -> str:
 
 def _section(chart: str) -> str:
     return f'<section><h2>{chart.capitalize()}</h2><div id="{chart}" class="chart"></div></section>'
+
+
+def _listed(title: str, sentences: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(each)}</li>" for each in sentences)
+    return f"<section><h2>{title}</h2><ul>{items}</ul></section>" if items else ""
 
 
 def _weights(run: RunTables) -> tuple[str, str]:
