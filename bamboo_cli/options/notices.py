@@ -46,9 +46,7 @@ NoticeEvery = Annotated[
 ]
 
 
-def notices_from(
-    command: str | None, url: str | None, every: str | None, *, in_process: bool = False
-) -> NoticeFrom | None:
+def asking(command: str | None, url: str | None, every: str | None, in_process: bool = False) -> NoticeFrom | None:
     """Returns what is asked for notices, None if nothing is; raises UserError with every problem."""
     if problems := [*_problems(command, url, every, in_process)]:
         raise UserError(problems)

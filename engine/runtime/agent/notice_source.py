@@ -98,17 +98,21 @@ class NoticeSource:
         program = shutil.which(command[0]) or command[0]
         guarded = [*module("engine.runtime.process.exec_with_parent", str(os.getpid())), program, *command[1:]]
         reads, writes = os.pipe()
-        with open(reads, "rb", buffering=0) as printed:
+        try:
             os.set_blocking(reads, False)
-            with open(writes, "wb", buffering=0) as out:
-                process = start(guarded, log=subprocess.DEVNULL, out=out)
             try:
-                said = self._printed(process.pid, printed.fileno())
+                process = start(guarded, log=subprocess.DEVNULL, out=writes)
+            finally:
+                os.close(writes)
+            try:
+                said = self._printed(process.pid, reads)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # its children too; it is not reaped yet
                 code = process.wait()
             return said if code == 0 else b""
+        finally:
+            os.close(reads)
 
     def _printed(self, pid: int, reads: int) -> bytes:
         """Returns what a command prints until it ends; a child of it that keeps the pipe open does not count."""
