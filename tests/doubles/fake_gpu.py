@@ -185,7 +185,11 @@ class _Calls(TorchFunctionMode):
         if generator is not None and generator is not gpu.generator:
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         kwargs["device"] = _HOST
-        return gpu.mark(func(*args, **kwargs))
+        made = gpu.mark(func(*args, **kwargs))
+        if "empty" not in func.__name__:
+            with gpu.streams.lock:
+                gpu.streams.operation((), memories([made]), func.__name__)
+        return made
 
     def _of_tensor(self, func: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gpu, is_there = self._gpu, self._gpu.holds(tensor)

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +35,8 @@ class FakeStreams:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.op_ns = 0
+        self.now_ns: Callable[[], int] = time.monotonic_ns
+        self.sleep_ns: Callable[[int], None] = _sleep
         self.waits: Counter[tuple[str, str]] = Counter()  # (what, name of the thread)
         self.calls: Counter[str] = Counter()
         self.behind: list[Clock] = [{}]  # of each stream
@@ -74,7 +76,7 @@ class FakeStreams:
         own = self.behind[stream]
         _join(own, self.host)
         own[stream] = number = own.get(stream, 0) + 1
-        self.busy_until_ns[stream] = max(self.busy_until_ns[stream], time.monotonic_ns()) + self.op_ns
+        self.busy_until_ns[stream] = max(self.busy_until_ns[stream], self.now_ns()) + self.op_ns
         for memory in (*reads, *writes):
             self._ordered(own, self._written.get(memory), f"{what} on stream {stream} uses what", "writes")
         for memory in writes:
@@ -130,7 +132,7 @@ class FakeStreams:
 
     def await_host(self, what: str, clock: Clock, until_ns: int) -> None:
         """Lets the host wait for operations."""
-        time.sleep(max(0, until_ns - time.monotonic_ns()) / _NS)
+        self.sleep_ns(max(0, until_ns - self.now_ns()))
         with self.lock:
             self.waits[what, threading.current_thread().name] += 1
             _join(self.host, clock)
@@ -210,7 +212,7 @@ class FakeEvent:
             streams.calls["record_event"] += 1
             number = streams.present if stream is None else stream.number
             self.clock = {**streams.behind[number]}
-            self.at_ns = max(streams.busy_until_ns[number], time.monotonic_ns())
+            self.at_ns = max(streams.busy_until_ns[number], streams.now_ns())
             streams.busy_until_ns[number] = self.at_ns
 
     def synchronize(self) -> None:
@@ -219,7 +221,7 @@ class FakeEvent:
 
     def query(self) -> bool:
         """Returns whether the event is over; then the host knows it."""
-        if time.monotonic_ns() < self.at_ns:
+        if self._streams.now_ns() < self.at_ns:
             return False
         with self._streams.lock:
             _join(self._streams.host, self.clock)
@@ -229,9 +231,13 @@ class FakeEvent:
         """Returns the milliseconds between two events that are over; raises RuntimeError if they are not."""
         if not (self._is_timed and end._is_timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
-        if max(self.at_ns, end.at_ns) > time.monotonic_ns():
+        if max(self.at_ns, end.at_ns) > self._streams.now_ns():
             raise RuntimeError("CUDA error: device not ready")
         return (end.at_ns - self.at_ns) / 1e6
+
+
+def _sleep(ns: int) -> None:
+    time.sleep(ns / _NS)
 
 
 def _join(clock: Clock, other: Clock) -> None:

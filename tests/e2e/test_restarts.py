@@ -25,17 +25,9 @@ JOB = Job(model="mlp", stages=3, microbatches=4, steps=2)
 
 
 class Killer:
-    """Sends a worker a signal when the launcher writes a record of a kind, a number of times."""
+    """Kills a worker when the launcher writes a record of a kind, a number of times."""
 
-    def __init__(
-        self,
-        patch: pytest.MonkeyPatch,
-        kind: type[Record],
-        worker: int,
-        times: int = 1,
-        number: signal.Signals = signal.SIGKILL,
-    ):
-        self.number = number
+    def __init__(self, patch: pytest.MonkeyPatch, kind: type[Record], worker: int, times: int = 1):
         self.kind = kind
         self.worker = worker
         self.left = times
@@ -53,7 +45,7 @@ class Killer:
             self.pids[record.of] = record.child
         if isinstance(record, self.kind) and getattr(record, "of", self.worker) == self.worker and self.left:
             self.left -= 1
-            os.kill(self.pids[self.worker], self.number)
+            os.kill(self.pids[self.worker], signal.SIGKILL)
 
 
 def run(folder: Path, server: ForkServer) -> tuple[Ending, list[dict[str, Any]]]:

@@ -42,8 +42,8 @@ class VoteMessage(ToAgent):
 class ComputeTimes:
     """The times of a worker's forwards and backwards in the open step, by slot; redundant forwards do not count.
 
-    It is the time on the clock, and not that of a processor: an action may compute on another device. A busy machine
-    makes all of them longer.
+    It is the time on the clock, and not that of a processor; on a GPU, that between its events. A busy machine makes
+    all of them longer.
     """
 
     def __init__(self, microbatches: int):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
+from engine.runtime.device.action_clock import ActionClock, GpuClock, TellTimes
 from engine.runtime.device.copies import HOST_COPIES, Copies, Leaving, StreamCopies
 
 
@@ -36,6 +37,10 @@ class Device:
     def put_all(self, tensors: Leaving) -> tuple[Tensor, ...]:
         """Returns tensors on the device, each detached; they may be on their way to the host."""
         return self.copies.admitted(self.copies.landed(tensors))
+
+    def clock(self, tell: TellTimes) -> ActionClock:
+        """Returns the clock of a worker's actions; it tells each one when the device has done it."""
+        return ActionClock(tell) if self.is_host else GpuClock(tell)
 
     def seed(self, key: int) -> None:
         """Sets the default generators of the host and of the device to the position of a key."""

@@ -47,6 +47,8 @@ class Executor:
         self.value_store = ValueStore(context.job.retains)
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
+        self._clock = context.replicas.device.clock(self._tell)
+        self._ended = self._clock.ended
         self._methods = self._table()
         self._loader = MicrobatchLoader(context.job, context.data, context.replicas.device)
         self._index = 0  # actions begun in the open step by all its programs: heartbeats must not go back
@@ -90,7 +92,7 @@ class Executor:
         if shards is not None:
             table[Op.UNSHARD] = lambda action, step: shards.unshard(action.stage)
             table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
-        return table
+        return {op: self._clock.timed(method) if op in _BUSY_OPS else method for op, method in table.items()}
 
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps.
@@ -134,14 +136,22 @@ class Executor:
             if strikes:
                 self._meet(action, lambda: context.failpoints.delay(step, action, start_ns))
         finally:  # the action has ended, even if the delay raises
-            end_ns = now_ns()
-            context.recorder.action(context.control.accepted, step, text, start_ns, end_ns)
-        if action.op in COMPUTE_OPS:
-            self.num_computed += 1
-            self._times.add(action, end_ns - start_ns)
+            self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
         if strikes:
             self._leave()
             self._strike(action, "after")
+
+    def _tell(self, action: Action, text: str, step: int, epoch: int, start_ns: int, end_ns: int) -> None:
+        """Records an action that the device has done; those of a step that is over count for no vote."""
+        self.context.recorder.action(epoch, step, text, start_ns, end_ns)
+        if action.op in COMPUTE_OPS:
+            self.num_computed += 1
+            if step == self.step:
+                self._times.add(action, end_ns - start_ns)
+
+    def finish(self) -> None:
+        """Records the rest of the actions, after the last step."""
+        self._clock.finish()
 
     def _strike(self, action: Action, when: When) -> None:
         self._meet(action, lambda: self.context.failpoints.at(self.step, action, when))
@@ -157,7 +167,7 @@ class Executor:
         """Takes the optimizer steps of all logged slots, after a fence before the commit of the open step."""
         slots = [slot for slot in self.context.replicas.whole() if slot in self.end.logged]
         steps = [Action(stage, Op.STEP, pipeline=pipeline) for pipeline, stage in slots]
-        self._take(commit, [(action, str(action), self.end.take_step) for action in steps])
+        self._take(commit, [(action, str(action), self._methods[Op.STEP]) for action in steps])
 
     def take_step(self, commit: CommitMessage) -> None:
         """Takes the optimizer steps of the program, after the commit of the open step."""
@@ -240,6 +250,7 @@ class Executor:
 
     def _vote(self, action: Action, step: int) -> None:
         slot = action.pipeline, action.stage
+        self._clock.look()
         self.end.vote(action, step, self._loader.marks_of(slot), self._times.of(slot))
 
     def _receive(self, action: Action, step: int) -> None:

@@ -251,6 +251,7 @@ class Training:
             self.context.checkpoints.join_copy()
 
     def _report_done(self, output: outputs.ReportDone) -> None:
+        self._executor.finish()
         if self.context.checkpoints is not None:
             self.context.checkpoints.join_writes()
         control, stages = self.context.control, self.context.replicas.stages

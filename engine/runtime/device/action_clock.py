@@ -1,0 +1,123 @@
+"""The times of actions: by the clock of the host, or by the events of a GPU, which computes later than it is asked to.
+
+    host    launch F0 | launch F1 | ...               events   begin and end of each computing action, on its stream
+    GPU            F0 F0 F0 F0 | F1 F1 F1 F1          told     when the end is over, in the order of the actions
+
+Rules: nothing waits for an event: a later action that ends looks at it. So the death of a worker loses the records of
+actions that its GPU had not done, and of those behind them. Lengths, and the gaps between actions, are the GPU's. The
+place on the host's clock follows from them: an action begins behind its launch, and ends before it is seen to be over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import NamedTuple
+
+import torch
+
+from engine.core.action import Action
+
+_NS = 1e6  # in a millisecond, in which the GPU tells times
+
+_Method = Callable[[Action, int], None]  # takes an action and the open step
+
+
+# Takes an action, its text, its step and its epoch, with begin and end in nanoseconds of the host's clock.
+TellTimes = Callable[[Action, str, int, int, int, int], None]
+
+
+class ActionClock:
+    """The times on the host: an action is over when its method returns."""
+
+    def __init__(self, tell: TellTimes):
+        self.ended = tell  # takes an action with its begin and its end on the host
+
+    def timed(self, method: _Method) -> _Method:
+        """Returns a method that computes, as the clock has to see it."""
+        return method
+
+    def look(self) -> None:
+        """Tells the actions that are over by now."""
+
+    def finish(self) -> None:
+        """Waits until all actions are over, and tells them."""
+
+
+class _Coming(NamedTuple):
+    done: tuple[Action, str, int, int]
+    start_ns: int
+    end_ns: int
+    begin: torch.cuda.Event | None  # none of an action that computes nothing
+    end: torch.cuda.Event | None
+
+
+class GpuClock(ActionClock):
+    """The times on a GPU."""
+
+    def __init__(self, tell: TellTimes):
+        super().__init__(self._ended)
+        self._tell = tell
+        self._begin: torch.cuda.Event | None = None
+        self._coming: deque[_Coming] = deque()
+        self._last: tuple[torch.cuda.Event, int] | None = None  # the end of the last one that computed
+
+    def timed(self, method: _Method) -> _Method:
+        """Returns a method that computes, as the clock has to see it."""
+
+        def run(action: Action, step: int) -> None:
+            self._begin = _event_now()
+            try:
+                method(action, step)
+            except BaseException:
+                self._begin = None
+                raise
+
+        return run
+
+    def _ended(self, action: Action, text: str, step: int, epoch: int, start_ns: int, end_ns: int) -> None:
+        begin, self._begin = self._begin, None
+        end = None if begin is None else _event_now()
+        self._coming.append(_Coming((action, text, step, epoch), start_ns, end_ns, begin, end))
+        self.look()
+
+    def look(self) -> None:
+        """Tells the actions that are over by now."""
+        while self._coming and ((end := self._coming[0].end) is None or end.query()):
+            coming = self._coming.popleft()
+            self._tell(*coming.done, *self._times_of(coming))
+
+    def _times_of(self, coming: _Coming) -> tuple[int, int]:
+        begin, end = coming.begin, coming.end
+        if begin is None or end is None:
+            return coming.start_ns, coming.end_ns
+        last, last_ns = self._last or (begin, coming.start_ns)
+        gap_ns, length_ns = int(last.elapsed_time(begin) * _NS), int(begin.elapsed_time(end) * _NS)
+        times = placed(coming.start_ns, last_ns, gap_ns, length_ns, monotonic_ns())
+        self._last = end, times[1]
+        return times
+
+    def finish(self) -> None:
+        """Waits until all actions are over, and tells them."""
+        ends = [each.end for each in self._coming if each.end is not None]
+        if ends:
+            ends[-1].synchronize()
+        self.look()
+
+
+def placed(launch_ns: int, last_ns: int, gap_ns: int, length_ns: int, seen_ns: int) -> tuple[int, int]:
+    """Returns begin and end of an action on the host's clock.
+
+    It was launched at `launch_ns`, began `gap_ns` behind the end of the one before, at `last_ns`, took `length_ns`, and
+    was over at `seen_ns`.
+    """
+    begin_ns = min(max(launch_ns, last_ns + gap_ns), seen_ns - length_ns)
+    begin_ns = max(begin_ns, last_ns)
+    return begin_ns, begin_ns + length_ns
+
+
+def _event_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
