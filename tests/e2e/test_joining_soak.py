@@ -12,18 +12,28 @@ import psutil
 import pytest
 
 from engine.core.errors import ExitCode
+from engine.core.ownership import Grid
+from tests.core.test_assignment import makespan
 from tests.e2e.launcher import Launcher
+from tests.e2e.test_block_hand_over import LONGEST
 from tests.e2e.test_joining import MLP, joined, told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(3600)]
 
 Launch = Callable[..., Launcher]
+# A backward takes twice as long as a forward, as in a dry run.
+TWELVE = (
+    "--set",
+    "model=timed",
+    *(f"--set=model_args.{each}" for each in ("layers=12", "forward_ms=1", "backward_ms=2")),
+    "--set=validate_every=0",
+)
 SLOW = (
     "--set",
     "model=timed",
     *(f"--set=model_args.{each}" for each in ("layers=12", "forward_ms=2", "backward_ms=4")),
 )
-JOINS, DEPARTURES = 9, 50
+JOINS, DEPARTURES, WARM = 9, 50, 15
 MOST_FACTOR, MOST_MORE_S = 1.05, 0.03
 AROUND = range(-4, 4)  # the steps around a join, from the request on; 0 is the first with the joiner
 BEFORE = 12
@@ -52,44 +62,61 @@ def leave(run: Launcher, command: Launcher) -> None:
 def test_no_step_is_longer_because_a_worker_joins(launch: Launch) -> None:
     """Each step around the join, from the request to the step in which the joiner owns: its median over all joins.
 
-    Any busy machine makes some steps longer, so one join proves nothing.
+    Any busy machine makes some steps longer, so one join proves nothing, and as many steps before the requests may
+    be longer too.
     """
     run = launch("run", *SLOW, "--stages", "3", "--blocks", "4", "--elastic", "--steps", "100000")
     run.wait_until(lambda: len(run.events("commit")) > 2 * BEFORE)
-    joins: list[int] = []  # the first step of each epoch with a joiner
+    joins: dict[int, int] = {}  # the first step of each epoch with a joiner, and the last one before its request
     for _ in range(JOINS):
+        asked = run.events("commit")[-1]["step"]
         command = joined(launch, run)
         until_owns(run, command)
-        joins.append(told(command, "member")[0]["step"] + 1)
+        joins[told(command, "member")[0]["step"] + 1] = asked
         leave(run, command)
         until_step(run, run.events("commit")[-1]["step"] + 2 * BEFORE)
     run.interrupt(signal.SIGTERM)
     run.wait(60)
     taken = steps_s(run)
-    usual = {first: median(taken[step] for step in range(first - BEFORE, first + AROUND[0])) for first in joins}
-    more_s = {place: median(taken[first + place] - MOST_FACTOR * usual[first] for first in joins) for place in AROUND}
-    told_ms = {place: round(seconds * 1e3) for place, seconds in more_s.items()}
-    print(f"usual step {median(usual.values()) * 1e3:.0f} ms; beyond {MOST_FACTOR} times it, by step: {told_ms}")
-    assert max(more_s.values()) <= MOST_MORE_S, more_s
+    usual = {first: median(taken[asked - place] for place in range(BEFORE)) for first, asked in joins.items()}
+
+    def beyond(begin: Callable[[int], int], places: range) -> dict[int, float]:
+        """Returns for each place the median over all joins of what its step takes beyond the factor."""
+        late = {at: [taken[begin(first) + at] - MOST_FACTOR * each for first, each in usual.items()] for at in places}
+        return {at: median(each) for at, each in late.items()}
+
+    noise_s = beyond(lambda first: joins[first] - BEFORE, range(1, BEFORE + 1))
+    more_s = beyond(lambda first: first, AROUND)
+    told_ms = [{at: round(each * 1e3) for at, each in found.items()} for found in (noise_s, more_s)]
+    print(f"usual step {median(usual.values()) * 1e3:.0f} ms; beyond {MOST_FACTOR} times it: {told_ms}")
+    assert max(more_s.values()) <= MOST_MORE_S + max(0.0, *noise_s.values()), told_ms
 
 
 def test_eight_workers_become_four_and_eight_again(launch: Launch) -> None:
-    """Two pipelines of four over twelve layers: 8, 7, 6, 5, 4 by kills, then back by joins, one after the other."""
+    """Two pipelines of four over twelve layers: 8, 7, 6, 5, 4 by kills, then back by joins, one after the other.
+
+    The policy cuts by measured times, which a busy machine makes unequal: dry runs are printed beside the promised.
+    """
     kills = ("--kill", "3:4:F:2@1", "--kill", "8:0:B:1@0", "--kill", "13:7:F:2@0", "--kill", "18:10:F:2@1")
-    grid = ("--pipelines", "2", "--stages", "4", "--blocks", "3", "--elastic", "--steps", "600", *kills)
-    run = launch("run", *MLP, *grid, "--set", "model_args.dropout=0.1")
-    run.wait_until(lambda: run.events("epoch") and len(run.events("epoch")[-1]["members"]) == 4)
+    grid = ("--pipelines", "2", "--stages", "4", "--blocks", "3", "--elastic", "--steps", "200", *kills)
+    run = launch("run", *TWELVE, *grid)
+    run.wait_until(lambda: run.events("epoch") and len(run.events("epoch")[-1]["members"]) == 4, 200)
     commands = []
     for _ in range(4):
         commands.append(joined(launch, run))
         until_owns(run, commands[-1])
-    done = run.wait(600)
+    done = run.wait(900)
     assert done.code == 0, done.stderr
     (comparison,) = run.events("comparison")
-    assert (comparison["difference"], comparison["compared"]) == (None, 600)
-    sizes = [len(each["members"]) for each in run.events("epoch")]
+    assert (comparison["difference"], comparison["compared"]) == (None, 200)
+    epochs = run.events("epoch")
+    sizes = [len(each["members"]) for each in epochs]
     assert [size for size, after in pairwise([*sizes, 0]) if size != after] == [8, 7, 6, 5, 4, 5, 6, 7, 8]
-    assert len({*run.events("epoch")[-1]["owners"]}) == 8
+    settled = [(len({*each["owners"]}), tuple(each["owners"])) for each in epochs]
+    settled = [each for each, after in pairwise([*settled, (0, ())]) if each[0] != after[0]]
+    units = [(size, makespan(owners, Grid(12, 8, pipelines=2))) for size, owners in settled]
+    print("workers that own, units of a step:", units, "promised:", LONGEST)
+    assert [size for size, _ in units] == [8, 7, 6, 5, 4, 5, 6, 7, 8]
     assert all(command.wait(60).code == 0 for command in commands)
 
 
@@ -105,26 +132,42 @@ def held(run: Launcher) -> dict[str, dict[str, float]]:
 
 
 def test_fifty_workers_leave_and_are_replaced(launch: Launch) -> None:
-    """Each departure is followed by a join; what the others hold stays as it was after the first ten."""
-    run = launch("run", *MLP, "--stages", "3", "--blocks", "4", "--elastic", "--steps", "100000")
+    """Each departure is followed by a join. What the others hold stays as it was when their memory had warmed up.
+
+    The launcher keeps the hashes of each step that has some, so that few steps have them here.
+    """
+    same = (*MLP, "--stages", "3", "--set", "audit=100", "--set", "lr_schedule=constant")
+    run = launch("run", *same, "--blocks", "4", "--elastic", "--steps", "100000")
     run.wait_until(lambda: run.events("commit"))
-    before: dict[str, dict[str, float]] = {}
+    seen: list[dict[str, dict[str, float]]] = []
     command = joined(launch, run)
-    for number in range(DEPARTURES):
+    for number in range(DEPARTURES + 1):
         until_owns(run, command)
-        if number == 10:
-            before = held(run)
-        leave(run, command)
-        command = joined(launch, run)
-    until_owns(run, command)
-    after = held(run)
-    print("before:", before, "after:", after)
+        until_step(run, run.events("commit")[-1]["step"] + BEFORE)  # the group before is left by then
+        seen.append(held(run))
+        print(number, seen[-1], flush=True)
+        if number < DEPARTURES:
+            leave(run, command)
+            command = joined(launch, run)
     numbers = [each["of"] for each in run.events("added")]
     assert numbers == list(range(3, 4 + DEPARTURES)), "no number is used twice"
     assert not [each for each in run.events("epoch")[1:] if not each["planned"]], "no verdict"
     run.interrupt(signal.SIGTERM)
     run.wait(60)
-    for name, each in before.items():
-        assert after[name]["threads"] <= each["threads"] + 1, (name, before, after)
-        assert after[name]["descriptors"] <= each["descriptors"] + 2, (name, before, after)
-        assert after[name]["bytes"] <= each["bytes"] * 1.05, (name, before, after)
+    for name, before in seen[WARM].items():
+        after = seen[-1][name]
+        assert after["threads"] <= max(each[name]["threads"] for each in seen[:WARM]), (name, before, after)
+        assert after["descriptors"] <= before["descriptors"], (name, before, after)
+        assert after["bytes"] <= before["bytes"] * 1.05, (name, before, after)
+    losses = {each["step"]: each["loss"] for each in run.events("commit")}
+    plain = launch("run", *same, "--steps", str(len(losses)))
+    assert plain.wait(900).code == 0
+    assert {each["step"]: each["loss"] for each in plain.events("commit")} == losses
+    hashes, expected = (rows_of(each, audited=len(losses) // 100 * 100) for each in (run, plain))
+    assert hashes == expected
+
+
+def rows_of(run: Launcher, audited: int) -> list[str]:
+    """Returns the hashes of the steps before one."""
+    rows = (run.run_folder / "trajectory.csv").read_text().splitlines()[1:]
+    return sorted(row for row in rows if int(row.partition(",")[0]) < audited)
