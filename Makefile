@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-churn soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-churn soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -31,7 +31,11 @@ test: $(TEST_STAMP)
 
 # On a machine with a GPU, in .venv with a CUDA build of torch; it writes a page into docs/hardware. Skipped elsewhere, with the reason.
 test-gpu: $(TEST_STAMP)
-	.venv/bin/python -m pytest -m gpu tests/gpu
+	.venv/bin/python -m pytest -m gpu tests/gpu --ignore tests/gpu/test_gpu_bench.py
+
+# The same for speed: beside plain PyTorch and torch's pipeline, and the cost of shadows, audit and determinism; ten minutes at most.
+bench-gpu: $(TEST_STAMP)
+	.venv/bin/python -m pytest -m gpu tests/gpu/test_gpu_bench.py
 
 check: $(TEST_STAMP)
 	.venv/bin/ruff format --check .

@@ -72,6 +72,10 @@ _BENCHMARKS = {
         "notice.notice_cases",
         "Work that runs twice and the pause after a SIGTERM with a grace of 0 to 120 s, scaled, against a kill.",
     ),
+    "gpu": (
+        "gpu.gpu_cases",
+        "On a GPU: a step beside plain PyTorch, the cost of shadows, audit and determinism, torch's pipelining.",
+    ),
     "handover": (
         "handover.handover_cases",
         "Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory.",
@@ -143,17 +147,18 @@ def _print_table(rows: Sequence[BenchRow]) -> None:
 
     from bamboo_cli.terminal.console import BAD, GOOD
     from bamboo_cli.terminal.tables import print_table
+    from engine.bench.figures.rows import verdict_on
 
-    met: dict[bool | None, str | Text] = {True: Text("yes", GOOD), False: Text("no", BAD), None: ""}
+    styles = {"yes": GOOD, "no": BAD}
     print_table(
         ("case", "metric", "ours", "peer", "ratio", "goal", "met", "n"),
         (False, False, True, True, True, True, False, True),
         [
             (
                 *(row.case, row.metric, f"{row.ours:.4g}", f"{row.peer:.4g}", f"{row.ratio:.4g}"),
-                *("" if row.goal is None else f"{row.goal:.4g}", met[row.met], str(row.n)),
+                *("" if row.goal is None else f"{row.goal:.4g}", Text(met, styles.get(met, "")), str(row.n)),
             )
-            for row in rows
+            for row, met in zip(rows, map(verdict_on, rows), strict=True)
         ],
     )
 

@@ -28,7 +28,7 @@ from bamboo_cli.options.faults import (
     scenario_of,
 )
 from bamboo_cli.options.job import takes_job
-from bamboo_cli.options.notices import NoticeCommand, NoticeEvery, NoticeUrl, notices_from
+from bamboo_cli.options.notices import NoticeCommand, NoticeEvery, NoticeUrl, asking
 from bamboo_cli.options.python_caller import Keywords, announcing
 from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
@@ -69,9 +69,9 @@ def run(
     no_twin: NoTwin = False,
     tee: Tee = False,
     grace: Grace = DEFAULT_GRACE,
-    notice_command: NoticeCommand = "",
-    notice_url: NoticeUrl = "",
-    notice_every: NoticeEvery = "5s",
+    notice_command: NoticeCommand = None,
+    notice_url: NoticeUrl = None,
+    notice_every: NoticeEvery = None,
     injectable: Injectable = YesNo.YES,
     in_process: _InProcess = False,
     second: StandbyCoordinator = False,
@@ -88,7 +88,7 @@ def run(
     scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin, after=begun_with(resolved.origin))
     faults = expand(scenario, resolved.job.seed)
     options: dict[str, Any] = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES}
-    options |= {"standby_coordinator": second, "notices": notices_from(notice_command, notice_url, notice_every)}
+    options |= {"standby_coordinator": second, "notices": asking(notice_command, notice_url, notice_every, in_process)}
     if resolved.with_faults and not faults:
         echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
     if explained:

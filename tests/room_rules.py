@@ -123,7 +123,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.bench.peers": _HOST
     | _PLANS
     | _ARRAYS
-    | {"engine.core.checkpoints", "engine.runtime.checkpoint"}
+    | {"engine.core.checkpoints", "engine.core.checks", "engine.runtime.checkpoint"}
     | {"engine.models", "engine.models.sources", "engine.runtime.worker", "engine.bench.figures"},
     "engine.harness.cases": _GROUND
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}

@@ -6,6 +6,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -15,8 +16,9 @@ from engine.core.errors import Problem, UserError
 
 _PANEL = "Failures"
 _LEAST_NS = 100_000_000
+_EVERY = "5s"
 NoticeCommand = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--notice-command",
         metavar="COMMAND",
@@ -25,7 +27,7 @@ NoticeCommand = Annotated[
     ),
 ]
 NoticeUrl = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--notice-url",
         metavar="URL",
@@ -34,30 +36,58 @@ NoticeUrl = Annotated[
     ),
 ]
 NoticeEvery = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--notice-every", metavar="DURATION", help="Time between two questions for notices.", rich_help_panel=_PANEL
+        "--notice-every",
+        metavar="DURATION",
+        help="Time between two questions for notices (default 5s).",
+        rich_help_panel=_PANEL,
     ),
 ]
 
 
-def notices_from(command: str, url: str, every: str) -> NoticeFrom | None:
+def asking(command: str | None, url: str | None, every: str | None, in_process: bool = False) -> NoticeFrom | None:
     """Returns what is asked for notices, None if nothing is; raises UserError with every problem."""
-    if problems := [*_problems(command, url, every)]:
+    if problems := [*_problems(command, url, every, in_process)]:
         raise UserError(problems)
-    every_s = (parse_duration(every) or 0) / 1e9
-    return NoticeFrom(tuple(shlex.split(command)), url, every_s) if command or url else None
+    every_s = (parse_duration(every or _EVERY) or 0) / 1e9
+    return NoticeFrom(tuple(shlex.split(command or "")), url or "", every_s) if command or url else None
 
 
-def _problems(command: str, url: str, every: str) -> Iterator[Problem]:
-    if command and url:
+def _problems(command: str | None, url: str | None, every: str | None, in_process: bool) -> Iterator[Problem]:
+    if command is not None and url is not None:
         yield Problem("--notice-url", "a command or a URL", "both")
-    if command:
+    if command is not None:
         yield from _of_command(command)
-    if url and not url.startswith(("http://", "https://")):
-        yield Problem("--notice-url", "an address that begins with http:// or https://", repr(url))
-    if (parse_duration(every) or 0) < _LEAST_NS:
+    if url is not None:
+        yield from _of_url(url)
+    if every is not None and (parse_duration(every) or 0) < _LEAST_NS:
         yield Problem("--notice-every", f"{DURATION_FORM}, 100ms or more", repr(every))
+    if every is not None and command is None and url is None:
+        yield Problem("--notice-every", "--notice-command or --notice-url beside it", "neither")
+    if in_process and not (command is None and url is None):
+        name = "--notice-url" if command is None else "--notice-command"
+        yield Problem(name, "workers that are processes", "--in-process", "a thread gets no signal")
+
+
+def _of_url(url: str) -> Iterator[Problem]:
+    if not url.startswith(("http://", "https://")):
+        yield Problem("--notice-url", "an address that begins with http:// or https://", repr(url))
+        return
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and "@" not in parts.netloc and parts.port != 0
+    except ValueError:  # of the port
+        is_whole = False
+    if not is_whole or any(not each.isprintable() or each == " " for each in url):
+        hint = "http://HOST:PORT/PATH, without a user and a password"
+        yield Problem("--notice-url", "an address with a host", repr(_without_user(url)), hint)
+
+
+def _without_user(url: str) -> str:
+    """Returns an address without a password that may stand in it."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def _of_command(command: str) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from engine.bench.figures.bench_messages import CodecTimes, Turns
 from engine.bench.figures.rows import SIDES, Stamps, in_turns
 from engine.bench.figures.schedules import timed_program
 from engine.core.action import Program
+from engine.core.checks.determinism import settings_of
 from engine.core.config.job import Job
 from engine.core.errors import required
 from engine.core.messages import FinishedMessage, WelcomeMessage
@@ -30,6 +31,8 @@ from engine.models.data import Data
 from engine.models.layers import Batch
 from engine.models.networks import timed
 from engine.models.sources.open_data import open_data
+from engine.runtime.device.determinism import set_up
+from engine.runtime.device.device import open_device
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
@@ -95,15 +98,17 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     sleep_exactly()
     control = Control(Link.from_fd(control_fd))
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
-    backend = gloo_backend(control, welcome)
-    joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, data_of=_premade)
+    set_up(settings_of(job := Job(**welcome.job)))
+    device = open_device(job.device, welcome.worker, shares=job.share_gpu)
+    backend = gloo_backend(control, welcome, None, device)
+    joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, device, _premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary
     from engine.bench.peers.torch_side import TorchSide, join_default_group
 
-    join_default_group(Rendezvous(control, 0, "torch"), context.worker, len(welcome.ranks))
-    job, ownership = context.job, joined.ownership
+    join_default_group(Rendezvous(control, 0, "torch"), context.worker, len(welcome.ranks), device)
+    ownership = joined.ownership
     if SCHEDULES[job.schedule].overlaps:
         register("OVERLAP_F_B", _at_once())
     sides: tuple[Side, Side] = OurSide(joined, timed_program(job, ownership)), TorchSide(context)
@@ -140,6 +145,7 @@ def _run_once(context: WorkerContext, side: Side) -> Stamps:
     timed.backwards_ns.clear()
     start_ns = _common_start()
     side.run()
+    context.replicas.device.wait()
     end_ns = now_ns()
     side.tidy()
     return Stamps(start_ns, end_ns, tuple(timed.forwards_ns), tuple(timed.backwards_ns))

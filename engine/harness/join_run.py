@@ -56,19 +56,29 @@ def run_to_join(results: Path, run: str) -> RunFolder:
         UserError: it was started so that no worker can join it.
         EnvironmentLacksError: this command has other code or other arithmetic.
     """
-    folder = find_run(results, run)
+    try:
+        folder = find_run(results, run)
+    except NothingMatchedError:
+        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", _others(run, results)) from None
     history = GrowingEvents(folder.events).read_on()
     if history.training_ended is not None or not launcher_runs(history, folder.path):
-        live = live_runs(folder.path.parent)
-        if not history.of(JobRecord) and folder.path.name in live:
+        if not history.of(JobRecord) and folder.path.name in live_runs(folder.path.parent):
             raise NothingMatchedError(f"{folder.path.name} has not begun yet, and nothing can join it", "try it again")
-        hint = nearest(run, live) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
+        if not folder.events.exists():
+            raise NothingMatchedError(f"{run!r} is no folder of a run", _others(run, results))
+        hint = _others(run, folder.path.parent)
         raise NothingMatchedError(f"{folder.path.name} has ended, and nothing can join it", hint)
     if not takes_workers(history.job):
         hint = "start it with --elastic, so that blocks move to a worker that joins; or with --standby N"
         raise UserError([Problem("--join", "a run that takes workers", folder.path.name, f"{CLOSED}; {hint}")])
     _refuse_other_bits(folder)
     return folder
+
+
+def _others(run: str, results: Path) -> str:
+    """Returns the run that goes on with the nearest name, or all that go on, in words."""
+    live = live_runs(results)
+    return nearest(run, live) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
 
 
 def _refuse_other_bits(folder: RunFolder) -> None:

@@ -38,7 +38,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "fault": lambda record: f"injected {record.fault}",
     "notice": lambda record: f"gave notice, {record.grace_s:g} s",
     "pace": lambda record: f"after step {record.step}: {record.why}",
-    "policy": lambda record: f"asked after step {record.step}: {record.why}",
+    "policy": lambda record: f"{record.asked}: {record.why}",
     "way_out": lambda record: str(record.text),
     "stays": lambda record: str(record.text),
     "suspicion": lambda record: str(record.text),

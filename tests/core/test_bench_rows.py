@@ -16,6 +16,7 @@ from engine.bench.figures.rows import (
     Stamps,
     ideal_seconds,
     in_turns,
+    interval_rows,
     limit_row,
     median_interval,
     overhead_rows,
@@ -24,6 +25,7 @@ from engine.bench.figures.rows import (
     ratio_row,
     row,
     seconds_taken,
+    verdict_on,
 )
 from engine.core.random_key import random_key
 
@@ -157,3 +159,25 @@ def test_the_interval_holds_the_true_median_about_as_often_as_promised() -> None
     intervals = [median_interval(sample) for sample in samples]
     assert 52 <= sum(low <= 0.5 <= high for _, low, high in intervals) <= 60
     assert median_interval([1.5] * 20) == (1.5, 1.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "met", "verdict"),
+    [([1.0, 1.01, 1.0], True, "yes"), ([1.2, 1.1, 1.3], False, "no"), ([0.9, 1.2, 1.0], None, "inconclusive")],
+)
+def test_an_interval_that_spans_the_goal_gives_no_verdict(ours: list[float], met: bool | None, verdict: str) -> None:
+    main, low, high = interval_rows("c", "step s", ours, [1.0] * 3, 1.05)
+    assert (main.met, verdict_on(main)) == (met, verdict)
+    assert low.ratio <= main.ratio <= high.ratio
+    assert (verdict_on(low), verdict_on(high)) == ("", "")
+
+
+def test_one_pair_gives_no_verdict() -> None:
+    assert interval_rows("c", "step s", [1.0], [1.0], 1.05)[0].met is None
+
+
+def test_no_round_begins_that_would_end_too_late() -> None:
+    seconds = iter([0.0, 10.0, 10.0, 22.0, 22.0, 30.0, 30.0])
+    taken = in_turns({"a": lambda: 1}, 9, 33.0, lambda: next(seconds))
+    assert taken == {"a": [1, 1]}, "the second took 12 s, and 22 + 12 > 33"
+    assert in_turns({"a": lambda: 1}, 9, -1.0) == {"a": [1]}, "there is always one"

@@ -14,7 +14,7 @@ from engine.core.op_row import Where
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import carried, makes, needs
-from engine.core.program.issue_order import WITHOUT_TAGS, Issue, RoutedValue, issue_order
+from engine.core.program.issue_order import WITHOUT_TAGS, Issue, RoutedValue, issue_order, issued_by
 from engine.core.recovery.planner import PlanInput, make_plan
 from engine.core.schedules.registry import SCHEDULES
 from engine.core.value import WIRE, Kind
@@ -94,6 +94,20 @@ def test_a_program_that_is_stuck_is_refused() -> None:
     stuck = program_of("0: 0F0 0RECV_B0 0B0 0SEND_F0\n1: 1RECV_F0 1F0 1B0 1SEND_B0")
     with pytest.raises(ScheduleError, match="does not come past"):
         issue_order(stuck, fresh(Grid(2, 1)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_pair_issues_in_one_order_at_both_ends(name: str) -> None:
+    v = SCHEDULES[name].stages_per_worker[0]
+    ownership = fresh(Grid(4 * v, SCHEDULES[name].least_microbatches(4) + 2), v, SCHEDULES[name].placement)
+    program = build_program(name, ownership)
+    lines = {worker: issued_by(worker, program, ownership) for worker in program}
+    for one in program:
+        for other in program:
+            sent, taken = ([each for each in lines[end] if each[1:] == (one, other)] for end in (one, other))
+            assert sent == taken
+    num_sent = sum(action.op in SEND_OPS for actions in program.values() for action in actions)
+    assert sum(map(len, lines.values())) == 2 * num_sent > 0
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])

@@ -106,6 +106,8 @@ def test_a_status_tells_slow_workers_and_the_last_answer_of_the_policy() -> None
     assert status_of_history("mine", made_history([*told, moves, come, well])).policy[0].endswith("(the move is done)")
     begun = status_of_history("mine", made_history([*told, event("started", of=2, child=9, slots=[], at_ns=51)]))
     assert begun.policy == ("policy, asked after step 39: nothing moves: y",)
+    at_start = made_history([*TRAINED, event("policy", step=-1, why="nothing moves: y", owners=[])])
+    assert status_of_history("mine", at_start).policy == ("policy, asked before step 0: nothing moves: y",)
 
 
 def test_keys_say_who_has_given_notice_and_cannot_leave() -> None:

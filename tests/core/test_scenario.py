@@ -200,3 +200,14 @@ def test_a_kind_knows_the_defaults_of_its_parameters() -> None:
 def test_limits_read_well() -> None:
     assert str(Limits(10**9, None, {"detect": 5 * 10**7})) == "p95 1s, detect 50ms"
     assert str(Every(2.5, 3)) == "every 2.5 steps on average, 3 at most"
+
+
+def test_a_worker_that_waits_cannot_be_named_by_its_number() -> None:
+    """It owns nothing at the start, and the owner of a slot is struck, whoever that is by then."""
+    job = replace(JOB, standby=1, elastic=True)
+    named = [problems(scenario(wanted("a", at(1, "1B0"), worker=worker), job=job)) for worker in (8, 9)]
+    expected = "faults.0.target.worker: expected a worker from 0 to 7, found"
+    assert named == [
+        [f"{expected} 8 (worker 8 waits at first and owns nothing: name a stage that it owns later)"],
+        [f"{expected} 9 (the job has 8)"],
+    ]

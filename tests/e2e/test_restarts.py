@@ -25,9 +25,17 @@ JOB = Job(model="mlp", stages=3, microbatches=4, steps=2)
 
 
 class Killer:
-    """Kills a worker when the launcher writes a record of a kind, a number of times."""
+    """Sends a worker a signal when the launcher writes a record of a kind, a number of times."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, kind: type[Record], worker: int, times: int = 1):
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        kind: type[Record],
+        worker: int,
+        times: int = 1,
+        number: signal.Signals = signal.SIGKILL,
+    ):
+        self.number = number
         self.kind = kind
         self.worker = worker
         self.left = times
@@ -45,7 +53,7 @@ class Killer:
             self.pids[record.of] = record.child
         if isinstance(record, self.kind) and getattr(record, "of", self.worker) == self.worker and self.left:
             self.left -= 1
-            os.kill(self.pids[self.worker], signal.SIGKILL)
+            os.kill(self.pids[self.worker], self.number)
 
 
 def run(folder: Path, server: ForkServer) -> tuple[Ending, list[dict[str, Any]]]:

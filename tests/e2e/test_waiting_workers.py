@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from engine.core.config.job import Job
 from engine.core.history.process_records import StartedRecord
 from engine.core.scalar import Args
+from engine.runtime.agent import asking
+from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.conftest import Launch
 from tests.e2e.kill_runs import Runs, differences
@@ -39,6 +42,11 @@ LONG = (
     "run --model mlp --set model_args.depth=10 --stages 3 --microbatches 4 --steps 100000 --validate-every 0 --audit 0 "
     "--checkpoint-every 0 --no-twin"
 ).split()
+SLOW = (
+    "run --model timed --set model_args.layers=3 --set model_args.forward_ms=1000 --set model_args.backward_ms=1000 "
+    "--stages 3 --blocks 1 --microbatches 2 --steps 100000 --validate-every 0 --no-twin"
+).split()
+LOADS_WITHIN_NS = 100_000_000
 MOST_SHARE = 0.001  # of a core
 MOST_BYTES = 40 * 2**20
 
@@ -88,6 +96,70 @@ def test_the_death_of_a_waiting_worker_is_no_epoch(launch: Launch) -> None:
     assert ends == {0: (0, True), 1: (0, True), 2: (0, True), 3: (-9, True), 4: (0, True)}
 
 
+def test_a_waiting_worker_without_memory_for_a_block_becomes_a_member_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer
+) -> None:
+    """The host of the run has no memory left but that of the blocks: others own them, and the reason is told."""
+    monkeypatch.setattr(asking, "_free_bytes", lambda: 0)
+    ending, events = Runs(tmp_path, server).run(JOB, [fault("5:5:F:2", JOB, "kill")])
+    assert (ending.outcome, ending.error) == ("finished", None)
+    members, owners = (events_of(events, "epoch")[-1][name] for name in ("members", "owners"))
+    assert members == [0, 2, 3]
+    assert {*owners} == {0, 2}
+    assert any("worker 3 gets no block: one takes " in each["why"] for each in events_of(events, "policy"))
+    assert exits_of(events) == {0: 0, 1: -9, 2: 0, 3: 0}
+
+
+@pytest.mark.soak
+def test_waiting_workers_are_started_again_with_the_others_from_a_checkpoint(launch: Launch) -> None:
+    """No shadow holds the block of the worker that dies, so all begin again; the bits are those of one run."""
+    job = "run --model mlp --set model_args.depth=11 --stages 3 --microbatches 4 --steps 8 --validate-every 0".split()
+    run = launch(*job, "--standby", "1", "--redundancy", "none", "--checkpoint-every", "2", "--kill", "5:5", "--json")
+    assert run.wait(120).code == 0
+    assert [each["of"] for each in run.events("started")] == [0, 1, 2, 3] * 2
+    assert [each["of"] for each in run.events("waiting") if not each["lost"]] == [3, 3]
+    assert len(run.events("resumed")) == 1
+    (comparison,) = run.events("comparison")
+    assert (comparison["difference"], comparison["compared"]) == (None, 8)
+
+
+def test_signals_to_the_launcher_and_to_a_waiting_worker_need_no_sigkill(launch: Launch) -> None:
+    """A step of the members takes longer than the second that an interrupted run has for it."""
+    run = launch(*SLOW, "--standby", "2")
+    run.wait_until(lambda: len(run.events("waiting")) == 2 and run.events("go"))
+    os.kill(pid_of(run, 3), signal.SIGTERM)
+    run.wait_until(lambda: run.events("exit"))
+    run.interrupt(signal.SIGTERM)
+    assert run.wait().code == 143
+    lost = {event["of"]: event["lost"] for event in run.events("waiting") if event["lost"]}
+    assert lost == {3: "has left while it waited", 4: "was let go, because the run ends"}
+    assert [event["of"] for event in run.events("killed")] == [0, 1, 2]
+    assert {event["of"]: event["code"] for event in run.events("exit")} == {0: -9, 1: -9, 2: -9, 3: 86, 4: 0}
+
+
+def test_a_waiting_worker_that_hangs_while_it_loads_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer
+) -> None:
+    """It is stopped by a signal at its start, as if its data never opened; the members train meanwhile."""
+    late = Newcomers.late
+    monkeypatch.setattr(Newcomers, "late", lambda own, now_ns, limit_ns: late(own, now_ns, LOADS_WITHIN_NS))
+    Killer(monkeypatch, StartedRecord, 3, number=signal.SIGSTOP)
+    job = replace(JOB, model="timed", model_args=TIMED, data_args={"features": 16}, steps=40)
+    ending, events = Runs(tmp_path, server).run(job)
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert [(event["of"], event["why"]) for event in events if event["event"] == "killed"] == [
+        (3, "has not loaded its code and data within 600 s")
+    ]
+    assert [(event["of"], event["lost"]) for event in events if event["event"] == "waiting"] == [
+        (3, "was ended by SIGKILL")
+    ]
+    given_up, lost = ending.view.run_state.notes
+    assert given_up.startswith("worker 3 (pid ")
+    assert ", which was no member yet, has not loaded its code and data within 600 s, and is given up; see " in given_up
+    assert lost == "worker 3, which was no member yet, was ended by SIGKILL"
+    assert len([event for event in events if event["event"] == "epoch"]) == 1
+
+
 def test_the_next_coordinator_knows_who_waits(launch: Launch) -> None:
     """The epoch with which it begins takes the waiting worker in."""
     run = launch(*LONG, "--standby", "1", "--standby-coordinator")
@@ -132,6 +204,10 @@ def test_a_waiting_worker_costs_almost_nothing(launch: Launch, seconds: float) -
 def waits_in(run: Launcher, number: int) -> None:
     """Waits until so many workers wait, and the others train."""
     run.wait_until(lambda: len(run.events("waiting")) == number and len(run.events("commit")) > 3)
+
+
+def events_of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
 
 
 def pid_of(run: Launcher, worker: int) -> int:

@@ -71,6 +71,31 @@ def test_a_job_has_the_same_bits_each_time_and_after_a_kill(
     note(figures, f"{name}, one kill", "the same trajectory", since_s)
 
 
+NCCL = ["--steps", "6", "--stages", "2", "--device", "cuda", "--backend", "nccl", "--share-gpu"]
+
+
+def test_messages_between_gpus_have_the_bits_of_messages_over_the_host(figures: list[Figure], tmp_path: Path) -> None:
+    since_s = time.monotonic()
+    over_host = run(tmp_path, *JOB)
+    assert run(tmp_path, *NCCL)["trajectory"] == over_host["trajectory"]
+    note(figures, "gpt over NCCL, two ranks on the GPUs here", "the trajectory of Gloo", since_s)
+
+
+@pytest.mark.parametrize("kill", ["3:0:F:1", "3:1:B:2", "2:1:SEND_B:0"])
+def test_a_kill_over_nccl_leaves_the_bits(figures: list[Figure], tmp_path: Path, kill: str) -> None:
+    since_s = time.monotonic()
+    result = run(tmp_path, *NCCL, "--kill", kill)
+    assert result["trajectory"] == run(tmp_path, *JOB)["trajectory"]
+    note(figures, f"gpt over NCCL, kill {kill}", f"the trajectory of Gloo; {result['recoveries']}", since_s)
+
+
+def test_four_ranks_over_nccl(figures: list[Figure], tmp_path: Path) -> None:
+    since_s = time.monotonic()
+    four = run(tmp_path, *NCCL, "--stages", "4")
+    assert four["trajectory"] == run(tmp_path, *JOB, "--stages", "4")["trajectory"]
+    note(figures, "gpt over NCCL, four ranks on the GPUs here", "the trajectory of Gloo", since_s)
+
+
 def test_a_checkpoint_is_resumed_with_the_same_bits(figures: list[Figure], tmp_path: Path) -> None:
     since_s = time.monotonic()
     whole = run(tmp_path, *JOB, "--checkpoint-every", "3")

@@ -75,6 +75,15 @@ def test_a_run_that_is_not_there_or_has_ended(tmp_path: Path, run: Made) -> None
     assert (code, "has ended" in text) == (ExitCode.NOTHING_MATCHED, True)
 
 
+def test_a_name_that_is_like_none_brings_the_runs_that_go_on(tmp_path: Path, run: Made) -> None:
+    run(ELASTIC)
+    for unlike in ("x", str(tmp_path)):
+        code, text = refused(tmp_path, unlike)
+        assert (code, repr(unlike) in text) == (ExitCode.NOTHING_MATCHED, True)
+    assert f"these go on: {NAME}" in refused(tmp_path, "x")[1]
+    assert "no folder of a run" in refused(tmp_path, "/")[1]
+
+
 @pytest.mark.parametrize("field", ["torch", "isa", "kernel_variables", "sources"])
 def test_other_code_or_arithmetic_is_refused_with_both_values(tmp_path: Path, run: Made, field: str) -> None:
     folder = run(ELASTIC)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +64,7 @@ def putting() -> Model:
 
 
 def careless() -> Model:
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("warn")
     return Model((nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), default_loss)  # type: ignore[arg-type]
 
 
@@ -128,14 +130,14 @@ def test_a_layer_that_reads_memory_it_has_not_written_is_refused() -> None:
 def test_code_that_changes_a_setting_is_refused() -> None:
     ending = run_in_threads(Job(**{**TINY, "model": f"{OURS}careless", "data": "synthetic"}))
     (told,) = problems(ending)
-    assert told.startswith("deterministic: expected torch.use_deterministic_algorithms as True, found False")
+    assert told.startswith("deterministic: expected torch.set_deterministic_debug_mode as 2, found 1")
 
 
 @pytest.mark.parametrize("setting", [each for each in ON_GPUS if not each.may_change], ids=lambda each: each.name)
 def test_each_change_of_a_setting_is_seen(setting: Any) -> None:
     set_up(ON_GPUS)
     assert changed(ON_GPUS) == []
-    other = (not setting.value) if isinstance(setting.value, bool) else ":16:8"
+    other = ":16:8" if isinstance(setting.value, str) else not setting.value
     set_up([setting._replace(value=other)])
     assert [each.expected for each in changed(ON_GPUS)] == [f"{setting.name} as {setting.value!r}"]
 
@@ -160,3 +162,23 @@ def test_all_is_set_before_cuda_starts_and_before_the_model_is_built(monkeypatch
     assert (ending.outcome, ending.error) == ("finished", None)
     assert found == {"cuda": [[], []], "model": [[], []]}
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+LEAN = """
+import sys, torch
+from engine.core.checks.determinism import settings_of
+from engine.core.config.job import Job
+from engine.runtime.device.determinism import WithoutForm, set_up
+set_up(settings_of(Job(device="cuda")))
+with WithoutForm() as mode:
+    torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+assert mode.found == ["put_"]
+heavy = [each for each in ("torch._inductor", "torch._dynamo", "sympy") if each in sys.modules]
+sys.exit(f"{heavy} imported" if heavy else 0)
+"""
+
+
+def test_a_worker_does_not_import_the_compiler_for_that() -> None:
+    """It takes two seconds of a core and leaves a temporary folder."""
+    ended = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.core.agent.notice_answer import NoticeFrom
+from engine.core.agent.notice_answer import NoticeAnswer, NoticeFrom
+from engine.runtime.agent import notice_source
 from engine.runtime.agent.notice_source import NoticeSource
 
 SOON_S = 20.0
@@ -32,10 +33,11 @@ class Host:
         self.is_stopping = False
         self.node = SimpleNamespace(state=SimpleNamespace(members=tuple(range(num_workers))))
         self.run_state = SimpleNamespace(note=self.notes.append)
-        self.members = {each: SimpleNamespace(child=self._child(each)) for each in range(num_workers)}
+        self.members = {each: self.handle(each) for each in range(num_workers)}
 
-    def _child(self, worker: int) -> Any:
-        return SimpleNamespace(signal=lambda number: self.signalled.append((worker, number)))
+    def handle(self, worker: int, pid: int = 0) -> Any:
+        child = SimpleNamespace(signal=lambda number: self.signalled.append((worker, number)), pid=pid or worker)
+        return SimpleNamespace(child=child, exit_code=None)
 
 
 @contextmanager
@@ -96,8 +98,27 @@ def test_nothing_and_a_failing_command_are_no_notice(script: str) -> None:
     assert (host.signalled, host.notes) == ([], [])
 
 
-def test_a_worker_that_is_no_member_is_no_notice() -> None:
-    assert of_command("print('7')", wait_s=0.8).signalled == []
+def test_a_worker_that_is_not_here_is_said_once() -> None:
+    host = of_command("print('7')", lambda host: host.notes, wait_s=SOON_S)
+    assert (host.signalled, host.notes) == (
+        [],
+        ["--notice-command: a notice for worker 7, but no such worker is here"],
+    )
+
+
+def test_a_waiting_worker_gets_its_notice_and_a_process_that_began_again_its_own() -> None:
+    host: Any = Host()
+    host.members[3] = host.handle(3)
+    source = NoticeSource(NoticeFrom(("true",)))
+    for _ in range(2):
+        source._answers.put(NoticeAnswer((1, 3), "1 3"))
+        source.look(host)
+    assert [worker for worker, _ in host.signalled] == [1, 3]
+    host.members[1] = host.handle(1, pid=99)
+    source._answers.put(NoticeAnswer((1,), "1"))
+    source.look(host)
+    assert [worker for worker, _ in host.signalled] == [1, 3, 1]
+    assert host.notes == []
 
 
 @pytest.mark.parametrize("text", ["TRUE", "[0, 1, 2]"])
@@ -129,6 +150,31 @@ time.sleep(600)
             time.sleep(0.02)
 
 
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("while True: print('1' * 4000)", "it prints more than 64 KiB"),
+        ("import time; time.sleep(600)", "it has not ended after 0.5 s, and is killed"),
+    ],
+)
+def test_a_command_that_cannot_be_heard_is_said_once(script: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user believed to be warned; a flood had 5 s to fill the disk each time."""
+    monkeypatch.setattr(notice_source, "_COMMAND_S", 5.0 if "print" in script else 0.5)
+    host = of_command(script, lambda host: host.notes)
+    assert host.notes == [f"--notice-command cannot be asked: {text}"]
+
+
+def test_a_child_that_keeps_the_pipe_open_delays_no_answer() -> None:
+    script = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+print(1)
+"""
+    began_s = time.monotonic()
+    assert of_command(script).signalled == [(1, signal.SIGTERM)]
+    assert time.monotonic() - began_s < SOON_S
+
+
 def test_no_shell_reads_a_command(tmp_path: Path) -> None:
     file = tmp_path / "made"
     command = (sys.executable, "-S", "-c", "pass", f"; touch {file}", f"$(touch {file})", "|", "touch", str(file))
@@ -153,11 +199,21 @@ def test_a_url_is_asked_as_clouds_want_it() -> None:
     assert seen[0] == ("Google", "true")
 
 
-@pytest.mark.parametrize("status", [404, 403, 500, 204])
-def test_another_status_is_no_notice(status: int) -> None:
+@pytest.mark.parametrize("status", [404, 204])
+def test_a_status_for_no_end_is_no_notice(status: int) -> None:
     with serving(says(status, b"" if status == 204 else b"[1]")) as url:
         host = told(NoticeFrom(url=url), lambda host: host.signalled, wait_s=0.5)
     assert (host.signalled, host.notes) == ([], [])
+
+
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_status_that_says_nothing_is_said_once(status: int) -> None:
+    """A metadata address that wants a token answers 401 for ever, and its user believed to be warned."""
+    with serving(says(status, b"[1]")) as url:
+        host = told(NoticeFrom(url=url), lambda host: host.notes)
+    assert host.signalled == []
+    (note,) = host.notes
+    assert note.startswith(f"--notice-url cannot be asked: it answers {status} ")
 
 
 def test_no_redirection_is_followed() -> None:

@@ -44,7 +44,7 @@ def test_a_worker_joins_without_a_failure_and_no_work_is_done_again() -> None:
     world = ended(JOINING)
     state = world.membership
     assert (state.phase, state.epoch, state.members) == (Phase.FINISHED, 2, (0, 1, 2, 3))
-    assert (state.planned, state.reason) == (True, "worker 3 no longer waits")
+    assert (state.planned, state.reason) == (True, "worker 3 has joined")
     assert not world.turns & {"forward is redone", "backward is redone", "transfer fails", "worker catches up"}
 
 

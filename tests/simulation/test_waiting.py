@@ -53,6 +53,13 @@ def test_the_loss_of_a_worker_that_waits_is_no_epoch(kind: str, length: int) -> 
     assert (state.phase, state.epoch, state.members, list(state.lost)) == (Phase.FINISHED, 1, (0, 1, 2), [3])
 
 
+def test_a_job_that_is_stopped_lets_a_worker_that_waits_go_before_the_open_step_ends() -> None:
+    world = ended(replace(WAITING, faults=(Fault(0, "moment", 30, "stop"),)))
+    state = world.membership
+    assert (state.phase, state.epoch, state.waiting, world.workers[3].alive) == (Phase.FINISHED, 1, (), False)
+    assert [each.why for each in state.lost.values()] == ["was let go, because the run ends"]
+
+
 def test_every_kill_with_a_worker_that_waits() -> None:
     for case in (WAITING, replace(WAITING, redundancy="eager", microbatches=3)):
         assert {history.phase for history in all_well(single_kills(case, 5))} == {Phase.FINISHED}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -71,14 +72,25 @@ def ideal_seconds(workers: Sequence[Stamps]) -> float:
     return (len(workers[0].forwards_ns) + len(workers) - 1) * slept_ns / num_forwards / 1e9
 
 
-def in_turns(sides: Mapping[K, Callable[[], T]], num_rounds: int) -> dict[K, list[T]]:
-    """Returns the measurements of each side; every round measures all sides and begins with another one."""
+def in_turns(
+    sides: Mapping[K, Callable[[], T]],
+    num_rounds: int,
+    until_s: float = math.inf,
+    now: Callable[[], float] = time.monotonic,
+) -> dict[K, list[T]]:
+    """Returns the measurements of each side; every round measures all sides and begins with another one.
+
+    After the first round, none begins that would end after `until_s` if it took as long as the longest so far.
+    """
     taken: dict[K, list[T]] = {name: [] for name in sides}
-    names = [*sides]
-    for _ in range(num_rounds):
+    names, longest_s = [*sides], 0.0
+    for number in range(num_rounds):
+        start_s = now()
+        if number and start_s + longest_s > until_s:
+            break
         for name in names:
             taken[name].append(sides[name]())
-        names = [*names[1:], names[0]]
+        names, longest_s = [*names[1:], names[0]], max(longest_s, now() - start_s)
     return taken
 
 
@@ -150,6 +162,28 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     medians = sorted(median(chosen.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))
     num_outside = round(_NUM_RESAMPLES * 0.05 / 2)
     return median(values), medians[num_outside], medians[-1 - num_outside]
+
+
+def interval_rows(case: str, metric: str, ours: Sequence[float], peer: Sequence[float], goal: float) -> list[BenchRow]:
+    """Returns the row of the median ratio of the pairs, and one for each end of its 95 % interval.
+
+    The goal is met if the whole interval meets it, and missed if none of it does; else the row has no verdict.
+    """
+    middle, low, high = median_interval(_ratios(ours, peer))
+    met = True if high <= goal else False if low > goal else None
+    figures, n = (median(ours), median(peer)), len(ours)
+    return [
+        BenchRow(case, metric, *figures, middle, goal, met if n > 1 else None, n),
+        BenchRow(case, f"{metric}, low end of 95 %", *figures, low, None, None, n),
+        BenchRow(case, f"{metric}, high end of 95 %", *figures, high, None, None, n),
+    ]
+
+
+def verdict_on(row: BenchRow) -> str:
+    """Returns the verdict on the goal of a row in a word; empty without a goal."""
+    if row.goal is None:
+        return ""
+    return "inconclusive" if row.met is None else "yes" if row.met else "no"
 
 
 def overhead_rows(

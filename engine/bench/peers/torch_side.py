@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,39 +18,54 @@ from engine.core.config.partition import partition
 from engine.models.layers import Batch, Model
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
+from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.worker.worker_context import WorkerContext
 
 LOOPBACK_INTERFACE = "lo"
 
 
-def join_default_group(store: Store, rank: int, size: int) -> None:
-    """Forms torch's default process group over the loopback interface."""
+def join_default_group(store: Store, rank: int, size: int, device: Device = HOST) -> None:
+    """Forms torch's default process group over the loopback interface; tensors of a GPU go over NCCL.
+
+    NCCL refuses two ranks on one GPU of a host, so each rank is a host of its own. It has not been run on a GPU yet.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    if not device.is_host:
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    backend = "gloo" if device.is_host else "cpu:gloo,cuda:nccl"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 class TorchPipeline:
     """One worker's stages of torch's pipeline over the default process group."""
 
-    def __init__(self, job: Job, model: Model, stages: Mapping[int, Iterable[nn.Module]], batches: Sequence[Batch]):
+    def __init__(
+        self,
+        job: Job,
+        model: Model,
+        stages: Mapping[int, Iterable[nn.Module]],
+        batches: Sequence[Batch],
+        device: Device = HOST,
+    ):
         def loss(output: Tensor, target: Tensor) -> Tensor:
             return model.loss((output,), (target,))
 
         peers = [
-            PipelineStage(nn.Sequential(*layers), stage, job.stages, torch.device("cpu"))
-            for stage, layers in stages.items()
+            PipelineStage(nn.Sequential(*layers), stage, job.stages, device.place) for stage, layers in stages.items()
         ]
         schedule = getattr(schedules, TORCH_NAMES[job.schedule])
         is_single = issubclass(schedule, PipelineScheduleSingle)
         self.schedule = schedule(peers[0] if is_single else peers, job.microbatches, loss_fn=loss)
-        self.inputs = (torch.cat([batch.inputs[0] for batch in batches]),) if 0 in stages else ()
+        self.inputs = (device.put(torch.cat([batch.inputs[0] for batch in batches])),) if 0 in stages else ()
         is_last = job.stages - 1 in stages
-        self.targets = torch.cat([batch.targets[0] for batch in batches]) if is_last else None
+        self.targets = device.put(torch.cat([batch.targets[0] for batch in batches])) if is_last else None
+        self._autocast = partial(device.autocast, getattr(torch, job.dtype), enabled=job.dtype != "float32")
 
     def run_step(self) -> None:
         """Runs forwards and backwards of all microbatches."""
-        self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
+        with self._autocast():
+            self.schedule.step(*self.inputs, target=self.targets, return_outputs=False)
 
 
 def rank_of_torchrun(job: Job) -> tuple[int, TorchPipeline, torch.optim.Optimizer]:
@@ -74,7 +90,8 @@ class TorchSide:
         job, stages = context.job, context.replicas.stages
         batches = [context.data.microbatch(0, 0, each, job.microbatch_size) for each in range(job.microbatches)]
         layers = {index: stage.layers.values() for (_, index), stage in stages.items()}
-        self.pipeline = TorchPipeline(job, next(iter(stages.values())).model, layers, batches)
+        model, device = next(iter(stages.values())).model, context.replicas.device
+        self.pipeline = TorchPipeline(job, model, layers, batches, device)
 
     def run(self) -> None:
         """Runs the schedule once on the whole batch."""

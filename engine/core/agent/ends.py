@@ -88,6 +88,11 @@ def kill(host: HostAgent, now_ns: int, worker: int) -> HostEnd:
     return _kill_all(host, now_ns, [worker], "")
 
 
+def give_up(host: HostAgent, now_ns: int, worker: int, why: str) -> HostEnd:
+    """Ends a worker that is no member and has had its time; `why` goes into the records."""
+    return _kill_all(host, now_ns, [worker], why)
+
+
 def _kill_all(host: HostAgent, now_ns: int, workers: Iterable[int], why: str) -> HostEnd:
     due = [worker for worker in workers if worker in host.living and worker not in host.killed_ns]
     new = host._replace(killed_ns={**host.killed_ns, **dict.fromkeys(due, now_ns)})

@@ -20,20 +20,21 @@ class Setting(NamedTuple):
     """
 
     name: str
-    value: str | bool
+    value: str | int
     why: str
     read: str = ""
-    off: bool | None = None
+    off: int | None = None
     may_change: bool = False
 
 
+DEMANDED = 2  # of torch's modes: an error
 _EVERYWHERE = (
     Setting(
-        "torch.use_deterministic_algorithms",
-        True,
-        "an operation without a deterministic form raises, in place of other bits",
-        "torch.are_deterministic_algorithms_enabled",
-        off=False,
+        "torch.set_deterministic_debug_mode",  # `use_deterministic_algorithms` also imports the compiler, for seconds
+        DEMANDED,
+        "2 is error: an operation without a deterministic form raises, in place of other bits",
+        "torch.get_deterministic_debug_mode",
+        off=0,
     ),
     Setting(
         "torch.utils.deterministic.fill_uninitialized_memory",
@@ -68,6 +69,7 @@ _ON_GPUS = (
 # What is promised by no library, and what is done about it.
 _LIMITS = {
     "operations": "one without a deterministic form is named, with its layer, in the trial before step 0",
+    "compiled code": "torch.compile may choose kernels by their time: set torch._inductor.config.deterministic with it",
     "kernels": "another kind of CPU or version of torch gives other bits: a resume compares them",
 }
 _LIMITS_ON_GPUS = {

@@ -59,7 +59,7 @@ def decide(state: CoordinatorState, *events: Event) -> Decided:
         membership, found = step(membership, event)
         due += found
     new, outputs = _carry_out(state._replace(membership=membership), due)
-    outputs = (*outputs, *_waiting(state.membership, membership))
+    outputs = (*outputs, *_waiting(state, membership))
     if membership.decided() == state.membership.decided():
         return new, outputs
     new, orders = prepare(new, events[-1].now_ns)
@@ -83,15 +83,17 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
     return state, tuple(outputs)
 
 
-def _waiting(old: State, new: State) -> Iterable[CoordinatorOutput]:
-    """Yields the records and the lines on workers that now wait, and on those that were lost while they waited."""
+def _waiting(state: CoordinatorState, new: State) -> Iterable[CoordinatorOutput]:
+    """Yields the records on workers that now wait or were lost while they waited; lines, if training goes on."""
+    old, ends = state.membership, new.last_step < state.job.steps - 1
     for worker in new.waiting if new.waiting is not old.waiting else ():
         if worker not in old.waiting:
             yield Write(WaitingRecord(of=worker, lost=""))
     for out in new.lost.values() if new.lost is not old.lost else ():
         if out.worker not in old.lost:
             yield Write(WaitingRecord(of=out.worker, lost=out.why))
-            yield Note(f"worker {out.worker}, which was no member yet, {out.why}")
+            if not ends:
+                yield Note(f"worker {out.worker}, which was no member yet, {out.why}")
 
 
 def _carry_out(state: CoordinatorState, due: Iterable[effects.Effect]) -> Decided:

@@ -139,7 +139,10 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
 
 def _beyond(place: str, name: str, value: int, limit: int, job: Job) -> Problem:
     noun, has = (job.slot_noun, job.cut) if name == "stage" and job.blocks > 1 else (name, limit)
-    return Problem(place, f"a {noun} from 0 to {limit - 1}", str(value), f"the job has {has}")
+    hint = f"the job has {has}"
+    if name == "worker" and limit <= value < limit + job.standby:
+        hint = f"worker {value} waits at first and owns nothing: name a {job.slot_noun} that it owns later"
+    return Problem(place, f"a {noun} from 0 to {limit - 1}", str(value), hint)
 
 
 def changes_by(at: At) -> int:

@@ -25,6 +25,11 @@ class PolicyRecord(StampedRecord):
     why: str
     owners: tuple[int, ...]
 
+    @property
+    def asked(self) -> str:
+        """The moment of the question, in words."""
+        return f"asked after step {self.step}" if self.step >= 0 else "asked before step 0"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedRecord(StampedRecord):

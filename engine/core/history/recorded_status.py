@@ -62,7 +62,7 @@ def _policy(history: RunHistory) -> Iterator[str]:
         last = answers[-1]
         has_come = last.owners == tuple(history.epochs[-1].owners) if history.epochs else False
         how = "" if not last.owners else " (the move is done)" if has_come else " (the move is to come)"
-        yield f"policy, asked after step {last.step}: {last.why}{how}"
+        yield f"policy, {last.asked}: {last.why}{how}"
     yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
 
 

@@ -29,10 +29,14 @@ def waits(state: State, event: Heard[WaitingMessage]) -> State:
 
 @rule()
 def leaves(state: State, event: events.Notice) -> State:
-    """Records that a worker will hand over at the next boundary, or that the job ends after the running step."""
+    """Records that a worker will hand over at the next boundary, or that the job ends after the running step.
+
+    A job that ends has no use for those that wait: they need not wait for the end of a long step.
+    """
     if event.worker is None:
         running = state.committed + (state.phase is not Phase.RECONFIGURING)  # at a boundary no step is running
-        return state._replace(last_step=min(state.last_step, running))
+        free = [excluded(worker, Cause.LEFT, "was let go, because the run ends") for worker in state.waiting]
+        return loses(state._replace(last_step=min(state.last_step, running)), free)
     if event.worker in state.waiting or is_unknown(state, event.worker):
         return loses(state, [excluded(event.worker, Cause.LEFT, "has left while it waited")])
     if event.worker not in state.members or event.worker in state.leaving:

@@ -118,7 +118,7 @@ def _with_waiting(before: State, new: State, now_ns: int, joins: tuple[int, ...]
     if not joins:
         return new
     sightings = {worker: new.sightings[worker].begun_again(now_ns) for worker in joins}
-    told = f"{numbered('worker', joins, ' and ')} no longer {'waits' if len(joins) == 1 else 'wait'}"
+    told = f"{numbered('worker', joins, ' and ')} {'has' if len(joins) == 1 else 'have'} joined"
     return new._replace(
         members=tuple(sorted((*new.members, *joins))),
         waiting=tuple(worker for worker in new.waiting if worker not in joins),

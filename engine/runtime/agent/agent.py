@@ -138,13 +138,14 @@ class Agent(EndsOfRun):
         self.sees_end(member)
         member.exit_code = code
         self.end_workers(ends.see_end, member.worker)
-        out, expected = self.node.state.out.get(member.worker), self._may_end(member)
+        worker = member.worker
+        out, expected = self.node.state.out.get(worker), self._may_end(member)
         seen_ns = self._seen_ns[member.worker]
         self.recorder.write(records.ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
         is_lost = out.is_loss if out is not None else bool(code) and not self._is_ending
         if not expected or is_lost:
             member.state = "dead"
-        elif out is not None or member.state in ("finished", "waiting") or self._has_finished:
+        elif out is not None or member.state == "finished" or worker in self.newcomers or self._has_finished:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
         self.decide(Ended(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
@@ -235,10 +236,14 @@ class Agent(EndsOfRun):
         self.decide(Passed(now_ns(), self.injector.places(), sights_of(self.members.values(), self._board)))
         self.broadcast(PingMessage())
         self.newcomers.ping(now_ns())
+        limit_ns = self.node.state.options.form_ns
+        for member in self.newcomers.late(now_ns(), limit_ns):
+            self.give_up(member, limit_ns / 1e9)
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
         """Handles a signal to this process, and shows it."""
         super().interrupt(number, step_grace_s)
+        self.newcomers.stop()
         self.tick(self)
 
     def close(self) -> None:

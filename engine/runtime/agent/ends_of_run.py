@@ -38,7 +38,7 @@ class EndsOfRun(ABC):
     def carry_out(self, output: HostOutput) -> None:
         """Carries out a decision about the ends of processes."""
 
-    def end_workers(self, rule: Callable[..., HostEnd], *given: int) -> None:
+    def end_workers(self, rule: Callable[..., HostEnd], *given: int | str) -> None:
         """Lets a rule of `engine/core/agent/ends.py` decide on an input, now, and carries out its outputs."""
         self.host, found = rule(self.host, now_ns(), *given)
         for output in found:
@@ -49,6 +49,13 @@ class EndsOfRun(ABC):
         if kill.why:
             self.recorder.write(records.KilledRecord(of=kill.worker, why=kill.why))
         self.members[kill.worker].child.signal(signal.SIGKILL)
+
+    def give_up(self, member: WorkerHandle, limit_s: float) -> None:
+        """Kills a worker that has loaded code and data for too long, and says so; training goes on."""
+        why = f"has not loaded its code and data within {limit_s:g} s"
+        self.end_workers(ends.give_up, member.worker, why)
+        doing = f": it {member.doing}" if member.doing else ""
+        self.run_state.note(f"{member.name}, which was no member yet, {why}, and is given up{doing}; see {member.log}")
 
     def leave_behind(self, leave: ends.LeaveBehind) -> None:
         """Names a process that does not end."""

@@ -1,7 +1,8 @@
 """Newcomers: the workers of this host that are no members. They load code and data, then wait for an epoch with them.
 
 Rules: a newcomer learns the cut of the model and the borders as each worker does, also if it comes later. It is asked
-for a sign of life seldom, because nothing waits for it. It hears of the end of the run, and of nothing else.
+for a sign of life seldom, because nothing waits for it. It hears of the end of the run, and of nothing else. One that
+loads for longer than a member may is given up; the time counts from its start, or from the last that it has learnt.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Newcomers:
         self._members, self._state = members, state
         self._place: list[ToWorker] = []
         self._pinged_ns = 0
+        self._since_ns: dict[int, int] = {}  # since when each loads
+        self._late: set[int] = set()
 
     def __contains__(self, worker: int) -> bool:
         known = self._state()
@@ -36,6 +39,7 @@ class Newcomers:
         """Passes on a message to all members that newcomers need too, and keeps it for later ones."""
         if isinstance(message, PartitionMessage | BorderMessage):
             self._place.append(message)
+            self._since_ns.clear()
             tell_all(self._all(), message)
 
     def greet(self, member: WorkerHandle) -> None:
@@ -48,6 +52,13 @@ class Newcomers:
         if now_ns - self._pinged_ns >= PING_EVERY_NS:
             self._pinged_ns = now_ns
             tell_all(self._all(), PingMessage())
+
+    def late(self, now_ns: int, limit_ns: int) -> list[WorkerHandle]:
+        """Returns those that have loaded code and data for longer than `limit_ns`, each once."""
+        loading = [each for each in self._all() if each.state == "starting" and each.worker not in self._late]
+        late = [each for each in loading if now_ns - self._since_ns.setdefault(each.worker, now_ns) > limit_ns]
+        self._late.update(each.worker for each in late)
+        return late
 
     def stop(self) -> None:
         """Ends all newcomers; the coordinator knows only those that wait already."""

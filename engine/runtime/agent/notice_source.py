@@ -4,7 +4,8 @@ A worker that is named gets SIGTERM, as from a cloud. A notice for all workers o
 other host could take over, so the run ends as after SIGTERM, with the last commit kept.
 
 Rules: the command is no shell's, and it and its children end with each answer. A URL is asked without a proxy; no
-redirection is followed, because a metadata address answers itself. Neither may take long.
+redirection is followed, because a metadata address answers itself. Neither may take long or say much. A question that
+cannot be answered so is told once: who believes to be warned must know.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ import queue
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from http.client import OK
+from http.client import NO_CONTENT, NOT_FOUND, OK
 from typing import Any, Protocol
 from urllib.error import HTTPError
 
 from engine.core.agent.notice_answer import MOST_BYTES, NoticeAnswer, NoticeFrom, answer_of
+from engine.core.texts import numbered
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.process.subprocesses import is_readable, module, start
 
 _COMMAND_S, _URL_S, _LOOK_S = 5.0, 1.0, 0.1
+_MOST_LINES = 10  # of a source that errs in another way each time
+_SILENT = (OK, NO_CONTENT, NOT_FOUND)  # statuses by which a metadata address says that no end is near
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # two clouds answer to requests with theirs only
 
 
@@ -60,8 +63,8 @@ class NoticeSource:
         self._ended = threading.Event()
         self._answers: queue.SimpleQueue[NoticeAnswer | str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
-        self._told = ""  # the last failure
-        self._given: set[int] = set()
+        self._told: set[str] = set()  # lines for the user
+        self._given: set[int] = set()  # process ids
         self._is_over = False
 
     @contextlib.contextmanager
@@ -82,36 +85,51 @@ class NoticeSource:
                 if answer is not None:
                     self._answers.put(answer)
             except (OSError, ValueError) as error:
-                self._fails(f"{self.wanted.name} cannot be asked: {error}")
+                self._says(f"{self.wanted.name} cannot be asked: {error}")
             self._ended.wait(self.wanted.every_s)
 
-    def _fails(self, text: str) -> None:
-        if text != self._told:
-            self._told = text
+    def _says(self, text: str) -> None:
+        if text not in self._told and len(self._told) < _MOST_LINES:
+            self._told.add(text)
             self._answers.put(text)
 
     def _of_command(self, command: Sequence[str]) -> bytes:
-        """Returns the output of the command; nothing if it fails or takes too long."""
+        """Returns the output of the command, nothing if it fails; raises OSError if it takes too long or says much."""
         program = shutil.which(command[0]) or command[0]
         guarded = [*module("engine.runtime.process.exec_with_parent", str(os.getpid())), program, *command[1:]]
-        with tempfile.TemporaryFile() as printed:
-            process = start(guarded, log=subprocess.DEVNULL, out=printed)
+        reads, writes = os.pipe()
+        try:
+            os.set_blocking(reads, False)
             try:
-                self._await_end(process.pid)
+                process = start(guarded, log=subprocess.DEVNULL, out=writes)
+            finally:
+                os.close(writes)
+            try:
+                said = self._printed(process.pid, reads)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # its children too; it is not reaped yet
                 code = process.wait()
-            printed.seek(0)
-            return printed.read(MOST_BYTES) if code == 0 else b""
+            return said if code == 0 else b""
+        finally:
+            os.close(reads)
 
-    def _await_end(self, pid: int) -> None:
-        pidfd, until_s = os.pidfd_open(pid), time.monotonic() + _COMMAND_S
+    def _printed(self, pid: int, reads: int) -> bytes:
+        """Returns what a command prints until it ends; a child of it that keeps the pipe open does not count."""
+        pidfd, until_s, said, has_ended = os.pidfd_open(pid), time.monotonic() + _COMMAND_S, b"", False
         try:
-            while not self._ended.is_set() and time.monotonic() < until_s and not is_readable(pidfd, _LOOK_S):
-                pass
+            while not (has_ended or self._ended.is_set()):
+                has_ended = is_readable(pidfd, _LOOK_S)
+                with contextlib.suppress(BlockingIOError):
+                    while len(said) <= MOST_BYTES and (part := os.read(reads, MOST_BYTES)):
+                        said += part
+                if len(said) > MOST_BYTES:
+                    raise OSError(f"it prints more than {MOST_BYTES // 1024} KiB")
+                if not has_ended and time.monotonic() > until_s:
+                    raise OSError(f"it has not ended after {_COMMAND_S:g} s, and is killed")
         finally:
             os.close(pidfd)
+        return said
 
     def look(self, agent: Noticed) -> None:
         """Passes on the answers that have come, in the thread of the agent."""
@@ -123,12 +141,17 @@ class NoticeSource:
                 self._tell(agent, found)
 
     def _tell(self, agent: Noticed, notice: NoticeAnswer) -> None:
+        """Gives the workers that a notice names theirs, each process once: all workers may begin again."""
         members = set(agent.node.state.members)
-        named = members if notice.workers is None else members.intersection(notice.workers)
-        if not members <= named | self._given:
-            for worker in sorted(named - self._given):
-                self._given.add(worker)
-                agent.members[worker].child.signal(signal.SIGTERM)
+        here = {worker: each.child for worker, each in agent.members.items() if each.exit_code is None}
+        given = {worker for worker, child in here.items() if child.pid in self._given}
+        named = members if notice.workers is None else {*notice.workers}
+        if not members <= named | given:
+            for worker in sorted(named & {*here} - given):
+                self._given.add(here[worker].pid)
+                here[worker].signal(signal.SIGTERM)
+            if absent := sorted(named - {*here} - {*agent.members}):
+                self._says(f"{self.wanted.name}: a notice for {numbered('worker', absent)}, but no such worker is here")
         elif not self._is_over:
             self._is_over = True
             agent.run_state.note(
@@ -147,7 +170,7 @@ def asked_for(stack: contextlib.ExitStack, wanted: NoticeFrom | None) -> NoticeS
 
 
 def _over_http(url: str) -> bytes:
-    """Returns the answer of a URL; nothing for a status above 299."""
+    """Returns the answer of a URL; nothing for another status than 200. Raises OSError for one that says nothing."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection)
     request = urllib.request.Request(url, headers=_HEADERS)  # noqa: S310 - its scheme was checked
     try:
@@ -156,6 +179,8 @@ def _over_http(url: str) -> bytes:
             return found
     except HTTPError as error:
         error.close()
+        if error.code not in _SILENT:
+            raise OSError(f"it answers {error.code} {error.reason}, which is no notice") from None
         return b""
 
 

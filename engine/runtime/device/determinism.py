@@ -18,7 +18,7 @@ import torch
 from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.core.checks.determinism import Setting, changed_setting
+from engine.core.checks.determinism import DEMANDED, Setting, changed_setting
 from engine.core.errors import Problem
 
 _OF_TORCH = "torch."
@@ -77,11 +77,11 @@ class WithoutForm(TorchDispatchMode):
                 raise
         if told[1] not in self.found:
             self.found.append(told[1])
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(0)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            torch.use_deterministic_algorithms(True)
+            torch.set_deterministic_debug_mode(DEMANDED)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,221 @@
+"""The transport over NCCL, on its double: its order, the keys of an audit, and the ways out of a group."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.errors import InvariantError, TransferFailedError
+from engine.core.ownership import Grid
+from engine.files.nccl_settings import nccl_settings
+from engine.runtime.nccl import nccl_transport
+from engine.runtime.nccl.library import Config, NcclLibrary, non_blocking
+from engine.runtime.nccl.nccl_transport import NcclTransport
+from engine.runtime.transport.link_cuts import LinkCuts
+from engine.runtime.transport.loopback import Groups
+from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.transfer_key import Issued, ProgramKey, ProgramPurpose, program_key
+from tests.doubles.fake_nccl import FakeNccl, NcclOverLoopback
+
+GRID = Grid(2, 4)
+TWO = (TensorSpec((2,), torch.float32, False),)
+A0, A1 = (program_key(GRID, ProgramPurpose.ACTIVATION, 0, 0, each) for each in (0, 1))
+LOG = program_key(GRID, ProgramPurpose.LOG, 0, 1)
+SIZES = (88, 48, 84)
+
+
+class Patience:
+    """A waiter that looks again after each news, for some seconds."""
+
+    def __init__(self) -> None:
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def wait_until(self, look: Callable[[], Any]) -> Any:
+        until_s = time.monotonic() + 20
+        while (found := look()) is None:
+            assert time.monotonic() < until_s, "this would wait for ever"
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=0.2)
+        return found
+
+    def wake(self) -> None:
+        self._news.put(None)
+
+
+@pytest.fixture
+def nccl() -> FakeNccl:
+    return FakeNccl()
+
+
+@pytest.fixture
+def pair(nccl: FakeNccl) -> Iterator[tuple[NcclTransport, NcclTransport]]:
+    """The ends of workers 4 and 7 in a group, on the host."""
+    groups, ends = Groups(), dict[int, NcclTransport]()
+    backends = {
+        worker: NcclOverLoopback(nccl, groups, LinkCuts(Patience()), worker, contextlib.nullcontext)
+        for worker in (4, 7)
+    }
+
+    def join(worker: int) -> None:
+        ends[worker] = backends[worker].joining(0, (4, 7)).join()
+
+    threads = [threading.Thread(target=join, args=(worker,)) for worker in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    yield ends[4], ends[7]
+    nccl.hang_in_abort.clear()
+    for backend in backends.values():
+        backend.leave()
+    assert nccl.wrongs == []
+
+
+def numbers(*values: float) -> tuple[torch.Tensor]:
+    return (torch.tensor(values, dtype=torch.float32),)
+
+
+def program(one: NcclTransport, other: NcclTransport, sent: list[ProgramKey], taken: list[ProgramKey]) -> None:
+    """Begins a program in which one end sends keys and the other one takes keys."""
+    one.expect(3, [Issued(True, 7, key, TWO) for key in sent])
+    other.expect(3, [Issued(False, 4, key, TWO) for key in taken])
+
+
+def test_messages_go_in_the_order_of_the_program(pair: tuple[NcclTransport, NcclTransport], nccl: FakeNccl) -> None:
+    one, other = pair
+    program(one, other, [A0, A1], [A0, A1])
+    one.in_order.send(7, A1, numbers(3, 4))
+    time.sleep(0.05)
+    assert nccl.num_sent == 0, "the first message of the order is not there yet"
+    one.in_order.send(7, A0, numbers(1, 2))
+    assert other.in_order.take(4, A0)[0].tolist() == [1, 2]
+    assert other.in_order.take(4, A1)[0].tolist() == [3, 4]
+    assert nccl.num_sent == 4, "each with its key"
+    assert (one.traffic()[7].sent, other.traffic()[4].posted, other.traffic()[4].received) == (2, 2, 2)
+
+
+def test_a_log_goes_over_the_host(pair: tuple[NcclTransport, NcclTransport], nccl: FakeNccl) -> None:
+    one, other = pair
+    other.in_order.post(4, LOG, TWO)
+    one.in_order.send(7, LOG, numbers(5, 6))
+    assert other.in_order.take(4, LOG)[0].tolist() == [5, 6]
+    assert nccl.num_sent == 0
+
+
+def test_planted_swap_is_found_by_the_key(pair: tuple[NcclTransport, NcclTransport]) -> None:
+    one, other = pair
+    program(one, other, [A1, A0], [A0, A1])
+    one.in_order.send(7, A0, numbers(1, 2))
+    one.in_order.send(7, A1, numbers(3, 4))
+    with pytest.raises(
+        InvariantError, match=r"asked for 0SEND_F0 of .*step 3, epoch 0: 0SEND_F1 of pipeline 0, step 3"
+    ):
+        other.in_order.take(4, A0)
+    assert not other.in_order.has_arrived(4, A1)
+
+
+def test_without_keys_a_swap_gives_other_weights(
+    pair: tuple[NcclTransport, NcclTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_transport._BetweenGpus, "_header_of", lambda channel, key: None)
+    one, other = pair
+    program(one, other, [A1, A0], [A0, A1])
+    one.in_order.send(7, A0, numbers(1, 2))
+    one.in_order.send(7, A1, numbers(3, 4))
+    assert other.in_order.take(4, A0)[0].tolist() == [3, 4], "the harm that the key prevents"
+
+
+def test_planted_log_between_gpus_is_refused(
+    pair: tuple[NcclTransport, NcclTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_transport, "goes_without_tag", lambda key: True)
+    one, other = pair
+    program(one, other, [A0], [A0])
+    with pytest.raises(InvariantError, match="is no transfer of this program"):
+        one.in_order.send(7, LOG, numbers(5, 6))
+
+
+def test_planted_log_that_is_issued_is_found_by_the_key(
+    pair: tuple[NcclTransport, NcclTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_transport, "goes_without_tag", lambda key: True)
+    one, other = pair
+    program(one, other, [LOG, A0], [A0])
+    one.in_order.send(7, LOG, numbers(5, 6))
+    one.in_order.send(7, A0, numbers(1, 2))
+    with pytest.raises(InvariantError, match=r"asked for 0SEND_F0 .*a message that is none"):
+        other.in_order.take(4, A0)
+
+
+def test_a_program_that_leaves_messages_is_found(pair: tuple[NcclTransport, NcclTransport]) -> None:
+    one, other = pair
+    program(one, other, [A0], [A0])
+    other.expect(4, [Issued(False, 4, A1, TWO)])
+    one.expect(4, [])
+    with pytest.raises(InvariantError, match="the one before it has left 1 messages to issue"):
+        one.in_order.take(4, A1)
+
+
+def test_a_receive_that_an_abort_ends_has_not_arrived(
+    pair: tuple[NcclTransport, NcclTransport], nccl: FakeNccl
+) -> None:
+    one, other = pair
+    program(one, other, [A0], [A0])
+    while not nccl.groups or not any(any(group.queues) for group in nccl.groups.values()):
+        time.sleep(0.001)
+    other.abandon()
+    while not nccl.num_aborted:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert not other.in_order.has_arrived(4, A0)
+
+
+def test_a_worker_whose_abort_does_not_return_ends_itself(
+    pair: tuple[NcclTransport, NcclTransport], nccl: FakeNccl
+) -> None:
+    one, other = pair
+    nccl.hang_in_abort = {4}
+    one._last_resort = one._last_resort._replace(abort_s=0.05)
+    one.abandon()
+    other.abandon()
+    until_s = time.monotonic() + 10
+    while not nccl.ended and time.monotonic() < until_s:
+        time.sleep(0.005)
+    assert nccl.ended == [nccl_transport.ENDS_ITSELF], "worker 7 got out"
+
+
+def test_a_group_that_is_given_up_is_not_opened(nccl: FakeNccl) -> None:
+    backend = NcclOverLoopback(nccl, Groups(), LinkCuts(Patience()), 4, contextlib.nullcontext)
+    joining = backend.joining(0, (4, 7))
+    threading.Timer(0.05, joining.abandon).start()
+    with pytest.raises(TransferFailedError):
+        joining.join()
+    backend.leave()
+
+
+def test_the_configuration_is_that_of_the_header() -> None:
+    """The layout of ncclConfig_t in nccl.h 2.29.7, compiled: size, and the places of two fields."""
+    config = non_blocking()
+    assert (ctypes.sizeof(Config), Config.commName.offset, Config.numRmaCtx.offset) == SIZES
+    assert (config.size, config.version, config.blocking, config.minCTAs) == (SIZES[0], 22907, 0, -(1 << 31))
+    assert config.netName is None
+
+
+def test_a_build_without_nccl_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"NCCL cannot be loaded: .*no-such-library"):
+        NcclLibrary("no-such-library.so")
+
+
+def test_each_worker_on_a_shared_gpu_has_a_host_of_its_own() -> None:
+    own = nccl_settings(3, shares=True, environment={"NCCL_SOCKET_IFNAME": "eth0", "NCCL_HOSTID": "all"})
+    assert own["NCCL_HOSTID"] == "bamboo-worker-3"
+    assert (own["NCCL_SOCKET_IFNAME"], own["NCCL_RUNTIME_CONNECT"]) == ("eth0", "0")
+    assert "NCCL_HOSTID" not in nccl_settings(3, shares=False, environment={})
