@@ -71,11 +71,10 @@ def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) 
 
 def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Collection[str]) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
-    num_workers = job.num_workers
-    problems = list(_target("target", wanted, job, num_workers))
+    problems = list(_target("target", wanted, job))
     peer = wanted.parameters.get("peer", 0)
-    if isinstance(peer, int) and peer >= num_workers:
-        problems += [Problem("peer", f"a worker from 0 to {num_workers - 1}", str(peer), f"the job has {num_workers}")]
+    if isinstance(peer, int) and peer >= job.num_workers:
+        problems.append(_beyond("peer", "worker", peer, job.num_workers, job))
     if wanted.do in ON_DISKS and keeping_of(job.checkpoint_every) == Keeping(last=False):
         hint = "no checkpoint is written there: set checkpoint_every in the job"
         problems.append(Problem("do", "a kind for a job that keeps checkpoints", repr(wanted.do), hint))
@@ -126,8 +125,7 @@ def own_actions(program: Program, ownership: Ownership, slot: Slot) -> tuple[Act
 def _limits(place: str, at: At, job: Job) -> list[Problem]:
     action = at.action
     limits = {"step": (at.step, job.steps)} if job.has_steps else {}
-    limits["pipeline"] = (action.pipeline, job.pipelines)
-    limits["stage"] = (action.stage, job.slots)
+    limits |= {"pipeline": (action.pipeline, job.pipelines), "stage": (action.stage, job.slots)}
     if action.op not in STAGE_OPS:
         limits["microbatch"] = (action.microbatch, job.microbatches)
     return [
@@ -139,9 +137,10 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
 
 def _beyond(place: str, name: str, value: int, limit: int, job: Job) -> Problem:
     noun, has = (job.slot_noun, job.cut) if name == "stage" and job.blocks > 1 else (name, limit)
-    hint = f"the job has {has}"
-    if name == "worker" and limit <= value < limit + job.standby:
-        hint = f"worker {value} waits at first and owns nothing: name a {job.slot_noun} that it owns later"
+    waits = name == "worker" and limit <= value < limit + job.standby
+    hint = (
+        f"worker {value} waits at first: name a {job.slot_noun} that it owns later" if waits else f"the job has {has}"
+    )
     return Problem(place, f"a {noun} from 0 to {limit - 1}", str(value), hint)
 
 
@@ -260,12 +259,12 @@ def _after(place: str, wanted: FaultSpec, after: After, found: PlannedFaults) ->
     return []
 
 
-def _target(place: str, wanted: FaultSpec, job: Job, num_workers: int) -> Iterator[Problem]:
+def _target(place: str, wanted: FaultSpec, job: Job) -> Iterator[Problem]:
     target, trigger = wanted.target, wanted.trigger
     for name, value, limit in (
         ("pipeline", target.pipeline, job.pipelines),
         ("stage", target.stage, job.slots),
-        ("worker", target.worker, num_workers),
+        ("worker", target.worker, job.num_workers),
     ):
         if value is not None and not 0 <= value < limit:
             yield _beyond(f"{place}.{name}", name, value, limit, job)
