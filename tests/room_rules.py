@@ -87,7 +87,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.models", "engine.runtime.device", "engine.runtime.ipc", "engine.runtime.stage"}
     | {"engine.runtime.replica"},
     "engine.runtime.faults": _HOST
-    | {"engine.core.faults", "engine.files.checkpoints", "engine.runtime.stage", "engine.runtime.replica"},
+    | {"engine.core.faults", "engine.files.checkpoints", "engine.runtime.device", "engine.runtime.stage"}
+    | {"engine.runtime.replica"},
     "engine.runtime.worker": _HOST
     | _PLANS
     | _ARRAYS

@@ -35,6 +35,7 @@ class ExitCode(IntEnum):
     STATE_LOST = 80
     FENCED = 85
     LEFT_WITH_NOTICE = 86
+    DEVICE_FAILED = 87
     HUNG_UP = 129
     INTERRUPTED = 130
     UNHEARD = 141  # the reader of the program's output is gone: SIGPIPE

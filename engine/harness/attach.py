@@ -20,8 +20,9 @@ from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
+from engine.core.history.request_records import RefusedRecord, RequestRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, RefusedRecord, RequestRecord
+from engine.core.history.run_records import CommitRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import add_records, read_history

@@ -28,8 +28,9 @@ from engine.core.errors import (
 from engine.core.history.elastic_records import AddedRecord
 from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
 from engine.core.history.record import Record
+from engine.core.history.request_records import RefusedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, EpochRecord, HeirsRecord, JobRecord, RefusedRecord
+from engine.core.history.run_records import CommitRecord, EpochRecord, HeirsRecord, JobRecord
 from engine.core.texts import numbered, spans
 from engine.files.atomic_write import write_atomically
 from engine.files.growing_events import GrowingEvents

@@ -34,7 +34,8 @@ def workers_table(history: RunHistory, sums: Sums, origin_ns: int) -> pd.DataFra
     for done in since_start(history, FinishedRecord):
         peak_stash = max((peak for *_, peak in done.peak_stash), default=0)
         rows[done.of] |= {"peak_memory_mib": done.peak_memory_kib / 1024, "peak_stash": peak_stash, "state": "finished"}
-    raised = {each.of: f"raised {each.error.partition(':')[0]}" for each in since_start(history, RaisedRecord)}
+    ended_with = since_start(history, RaisedRecord)
+    raised = {each.of: (each.gpu or f"raised {each.error}").partition(":")[0] for each in ended_with}
     ends = worker_ends(history)
     for end in since_start(history, ExitRecord):
         how = ends[end.of]

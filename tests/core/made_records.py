@@ -38,6 +38,7 @@ from engine.core.history.process_records import (
 )
 from engine.core.history.record import VERSION, Record, kind_of
 from engine.core.history.record_lines import _NEEDED, decoded, encoded
+from engine.core.history.request_records import RefusedRecord, RequestRecord
 from engine.core.history.run_history import ActionFiles, RunHistory, history_of
 from engine.core.history.run_records import (
     ActionRecord,
@@ -59,8 +60,6 @@ from engine.core.history.run_records import (
     PreparedRecord,
     PureCheckRecord,
     RaisedRecord,
-    RefusedRecord,
-    RequestRecord,
     ScenarioRecord,
     StaysRecord,
     SuspicionRecord,

@@ -38,6 +38,27 @@ def test_the_same_error_in_the_same_step_is_the_models_own() -> None:
     assert not survives(state, 0, words())[1]
 
 
+def of_gpu(gpu: str, error: str = "RuntimeError: x") -> RaisedMessage:
+    return RaisedMessage(7, 3, WorkerException(error, gpu=gpu))
+
+
+def test_an_error_of_a_gpu_is_a_loss_like_any_death() -> None:
+    lost = of_gpu("GPU error: device-side assert triggered")
+    state, goes_on = survives(ALONE, 1, lost)
+    assert goes_on
+    assert state.raised[1].words == "ended with GPU error: device-side assert triggered"
+    assert not survives(state, 0, lost)[1], "the same one of two GPUs comes from a kernel of the model"
+    assert survives(state, 0, of_gpu("GPU error: invalid argument"))[1]
+
+
+def test_a_job_that_does_not_fit_into_its_gpus_ends_with_the_second_of_them() -> None:
+    """Each heir would hold more, and run out of memory in its turn; the sizes differ."""
+    assert not survives(ALONE, 1, of_gpu("GPU out of memory: tried to allocate 2.00 GiB"))[1]
+    state, goes_on = survives(SHADOWED, 1, of_gpu("GPU out of memory: tried to allocate 2.00 GiB", "a"))
+    assert goes_on
+    assert not survives(state, 0, of_gpu("GPU out of memory: tried to allocate 512.00 MiB", "b"))[1]
+
+
 def end_of_two(code: int, first: Place, second: Place) -> Stop | None:
     """Returns the end of the run after two workers have exited, one after the recovery from the other."""
     state, _ = given(SHADOWED, Ended(7, 0, code, first))

@@ -91,6 +91,7 @@ def test_exit_codes_are_public_and_stay() -> None:
         "STATE_LOST": 80,
         "FENCED": 85,
         "LEFT_WITH_NOTICE": 86,
+        "DEVICE_FAILED": 87,
         "HUNG_UP": 129,
         "INTERRUPTED": 130,
         "UNHEARD": 141,

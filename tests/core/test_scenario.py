@@ -77,6 +77,11 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
             "peer: expected a worker from 0 to 7, found 8 (the job has 8)",
         ),
         (
+            wanted("a", at(1, "1B0"), "gpu-oom"),
+            "do: expected a kind for a job on GPUs, found 'gpu-oom' "
+            "(its workers compute on the CPU: with without_gpu: double a worker plays its GPU)",
+        ),
+        (
             wanted("a", at(1, "1B0"), worker=1, role="random"),
             "target: expected one of a slot, a worker and a role, found a worker and role random",
         ),

@@ -226,6 +226,11 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._gpu = gpu
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: else torch imports its compiler at the first operation, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu, kwargs = self._gpu, kwargs or {}
         flat = tree_flatten((args, kwargs))[0]

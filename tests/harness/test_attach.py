@@ -19,7 +19,7 @@ from engine.core.action import parse_action
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, NothingMatchedError, StorageError, UserError
 from engine.core.faults.fault import After, At, Fault, When, Worker
-from engine.core.history.run_records import RequestRecord
+from engine.core.history.request_records import RequestRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.events_file import read_history
 from engine.files.run_folder import RunFolder

@@ -189,3 +189,18 @@ def test_a_malformed_message_ends_the_worker(
     thread.join(5.0)
     assert not thread.is_alive()
     assert "Error" in capsys.readouterr().err
+
+
+def test_a_wait_for_no_other_worker_is_told_as_an_action_is(pair: tuple[Control, Link]) -> None:
+    """Its number goes up: the agent ignores what goes back, and would think that the wait goes on."""
+    control, _ = pair
+    control.at = (3, 5, False)
+    seen = []
+    control.on_move = lambda epoch, *at: seen.append(at)
+    with control.busy():
+        with control.busy():
+            pass
+        assert control.at == (3, 6, True)
+    with pytest.raises(ValueError, match="planted"), control.busy():
+        raise ValueError("planted")
+    assert seen == [(3, 6, True), (3, 6, False), (3, 7, True), (3, 7, False)]

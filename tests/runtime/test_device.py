@@ -199,7 +199,7 @@ def test_each_worker_has_a_gpu_of_its_own_unless_they_share(
 
 def test_on_the_host_nothing_is_copied() -> None:
     tensors = (torch.ones(3),)
-    assert open_device("cpu", 5) is HOST
+    assert open_device("cpu", 5) == HOST
     assert HOST.put(tensors[0]) is tensors[0]
     assert HOST.put_all(tensors) is tensors and HOST.copies.fetched(tensors) is tensors
 

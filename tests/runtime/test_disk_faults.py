@@ -18,7 +18,7 @@ def strike(name: str, troubles: DiskTroubles | None, told: list[str], **given: A
     kind = registered()[name]
     parameters = kind.kind.with_defaults(given)
     none = cast(Any, None)
-    kind.strike(WorkerFaultContext("f", parameters, None, none, told.append, none, none, troubles))
+    kind.strike(WorkerFaultContext("f", parameters, None, none, told.append, none, none, none, troubles))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
     *("oom", "slow", "hang", "nan", "flip-bit", "noop", "cut-link"),
     *("disk-full", "disk-error", "damage"),
+    *("gpu-error", "gpu-sticky", "gpu-hang", "gpu-oom"),
 }
 
 
@@ -71,6 +72,9 @@ def test_a_kind_is_added_in_one_place_and_once(monkeypatch: pytest.MonkeyPatch) 
         ("segfault", "exit", -9, {}, False),
         ("oom", "exit", -9, {}, True),
         ("oom", "exit", 0, {}, False),
+        ("gpu-sticky", "exit", 87, {}, True),
+        ("gpu-sticky", "exit", 3, {}, False),
+        ("gpu-hang", "suffered", "x", {}, True),
         ("nan", "suffered", "x", {}, True),
         ("nan", "exit", 1, {}, False),
     ],

@@ -12,8 +12,9 @@ import pytest
 from engine.core.config.job import Job
 from engine.core.history.elastic_records import AddedRecord
 from engine.core.history.record import VERSION
+from engine.core.history.request_records import RefusedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import JobRecord, RefusedRecord
+from engine.core.history.run_records import JobRecord
 from engine.core.membership.state import State
 from engine.files.events_file import read_history
 from engine.runtime.ipc.recorder import Recorder, open_events

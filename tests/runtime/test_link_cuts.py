@@ -13,6 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from engine.core.errors import TransferFailedError
+from engine.runtime.device.device import HOST
 from engine.runtime.faults.links import cut_link
 from engine.runtime.faults.registry import WorkerFaultContext
 from engine.runtime.transport.gloo_transport import GlooJoining
@@ -167,7 +168,7 @@ def test_the_fault_is_confirmed_if_the_peer_is_a_member(pair: Pair) -> None:
     for peer in (1, 5):
         parameters = {"peer": peer, "direction": "there"}
         context = WorkerFaultContext(
-            "cut", parameters, None, control, told.append, lambda *slow: None, pair.cuts[0].cut
+            "cut", parameters, None, control, told.append, lambda *slow: None, pair.cuts[0].cut, HOST
         )
         cut_link(context)
     assert told == ["the connection to worker 1 is cut (there)"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,17 @@ def test_an_exception_of_the_users_before_the_first_commit_is_the_users_mistake(
     assert str(error) == "in layer 2 (fc2): RuntimeError: planted (mine.py:31, in forward)"
     elsewhere = RaisedMessage(7, 0, WorkerException("RuntimeError: planted"))
     assert ledger.error_of(MEMBER, elsewhere, has_commit=False).exit_code == ExitCode.NOT_RECOVERED
+
+
+def test_a_gpu_is_no_mistake_of_the_users_code() -> None:
+    """A job that does not fit into its GPUs is told so, with a way out; a broken GPU fails the run."""
+    full, broken = "GPU out of memory: tried to allocate 2.00 GiB", "GPU error: invalid argument"
+    for gpu, code in ((full, ExitCode.ENVIRONMENT), (broken, ExitCode.NOT_RECOVERED)):
+        last = RaisedMessage(7, 0, replace(words().exception, gpu=gpu))
+        error = RunState(Job()).error_of(MEMBER, last, has_commit=False)
+        assert error.exit_code == code
+        assert str(error).startswith(f"worker 1 (pid 7) ended with {gpu}, in layer 2 (fc2) of step 0 (mine.py:31")
+        assert ("microbatch_size" in str(error)) == (gpu == full)
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,22 @@ import pytest
 from engine.core.ownership import Grid, one_slot_each
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.link import Link
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.worker.validation import Validation
 from tests.runtime.small_jobs import NORMED, borders_of, small_job
 
 
-def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch, pair: tuple[Control, Link]) -> None:
     job = small_job(**{**NORMED, "stages": 1})
     data = open_data(job)
     model = build_model(job, data.facts)
     replicas = Replicas(job, model, (0,), [(0, 0)])
     replicas.learn(borders_of(job, model, data))
-    control = SimpleNamespace(at=(5, 7, False), check=lambda: None)
+    control, _ = pair
+    control.at = (5, 7, False)
     context: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
     seen: list[tuple[int, int, bool]] = []
     evaluate = Stage.evaluate

@@ -25,7 +25,7 @@ from engine.bench.results_file import bench_folder, write_bench
 from engine.core.checks.cell_result import CellResult
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
-from engine.core.history.run_records import RefusedRecord
+from engine.core.history.request_records import RefusedRecord
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import add_records
 from engine.files.matrix_results import append_result, new_folder, newest_folder, read_results

@@ -2,8 +2,9 @@
 
 Rules: a second worker that hangs, or exits with the same code, in the action in which another one did, shows that the
 cause is the user's code: it would end one heir after the other. So does the same exception of a second worker in the
-same step. A worker that an injected fault struck does not count. After the last commit no exception ends the run: every
-step is committed, and only results of the last step can be lost.
+same step. A worker that an injected fault struck does not count. An error of a GPU is a loss like any death, also of a
+worker without an heir. After the last commit no exception ends the run: every step is committed, and only results of
+the last step can be lost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from engine.core.exclusion import Cause, Exclusion
 from engine.core.membership.verdicts import heirs
 from engine.core.messages import RaisedMessage
 from engine.core.texts import numbered
+from engine.core.worker_exception import GPU_ERROR
 
 _PUT_OUT = (Cause.HANG, Cause.SILENCE, Cause.NO_ANSWER)  # of workers whose processes live
 
@@ -23,9 +25,10 @@ _PUT_OUT = (Cause.HANG, Cause.SILENCE, Cause.NO_ANSWER)  # of workers whose proc
 def survives(state: CoordinatorState, worker: int, raised: RaisedMessage) -> tuple[CoordinatorState, bool]:
     """Returns the state after an exception of a worker, and whether the run goes on without the worker."""
     exception, membership = raised.exception, state.membership
-    is_known = (raised.step, exception.error) in {(each.step, each.error) for each in state.raised.values()}
-    entry = Raised(raised.step, exception.error, exception.in_verdict())
-    can_go_on = membership.is_over or (not is_known and not heirs(membership, (worker,)).lost)
+    is_known = (raised.step, exception.kind) in {(each.step, each.kind) for each in state.raised.values()}
+    entry = Raised(raised.step, exception.kind, exception.in_verdict())
+    is_device = exception.gpu.startswith(GPU_ERROR)
+    can_go_on = membership.is_over or (not is_known and (is_device or not heirs(membership, (worker,)).lost))
     return state._replace(raised={**state.raised, worker: entry}), can_go_on
 
 

@@ -33,10 +33,10 @@ ROLE, STATE, COMMIT, FACTS = "coordinator", "state", "commit", "facts"  # keys i
 
 
 class Raised(NamedTuple):
-    """An exception of a worker: the open step, the error, and words that follow "worker N"."""
+    """An exception of a worker: the open step, its `WorkerException.kind`, and words that follow "worker N"."""
 
     step: int
-    error: str
+    kind: str
     words: str
 
 

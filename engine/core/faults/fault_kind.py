@@ -16,6 +16,8 @@ AT_ONCE = frozenset({"kill"})  # kinds that end their victim at once
 WITH_NOTICE = frozenset({"terminate"})  # kinds whose victim may hand its stages over before it ends
 HARMLESS = frozenset({"noop"})  # kinds without an effect
 ON_DISKS = frozenset({"disk-full", "disk-error", "damage"})  # kinds that act on files of checkpoints
+ON_GPUS = frozenset({"gpu-error", "gpu-sticky", "gpu-hang", "gpu-oom"})  # kinds that act on the GPU of a worker
+WITHOUT_GPU, DOUBLE = "without_gpu", "double"  # the parameter of these kinds for a job on the CPU, and its value
 
 MOST_NS = 24 * 3600 * 10**9  # no wait is longer: a system call may refuse it
 MOST_COUNT, MOST_NUMBER, MOST_CHARACTERS = 10**9, 10**6, 1000

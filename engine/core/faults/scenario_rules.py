@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op, Program
-from engine.core.checkpoints.keeping import Keeping, keeping_of
+from engine.core.checkpoints.keeping import keeping_of
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
 from engine.core.faults.fault import WHOLE_AFTERWARDS, After, At
-from engine.core.faults.fault_kind import AT_ONCE, ON_DISKS
+from engine.core.faults.fault_kind import AT_ONCE
+from engine.core.faults.kind_rules import kind_problems
 from engine.core.faults.outcome_rules import impossible_expectations
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Scenario, Target
 from engine.core.ownership import Ownership, Slot
@@ -75,9 +76,7 @@ def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Co
     peer = wanted.parameters.get("peer", 0)
     if isinstance(peer, int) and peer >= job.num_workers:
         problems.append(_beyond("peer", "worker", peer, job.num_workers, job))
-    if wanted.do in ON_DISKS and keeping_of(job.checkpoint_every) == Keeping(last=False):
-        hint = "no checkpoint is written there: set checkpoint_every in the job"
-        problems.append(Problem("do", "a kind for a job that keeps checkpoints", repr(wanted.do), hint))
+    problems += kind_problems(wanted.do, wanted.parameters, job)
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger

@@ -225,22 +225,6 @@ class UnconfirmedRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord(StampedRecord):
-    """The launcher accepts the faults of a request, a file in the run folder."""
-
-    request: str
-    faults: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedRecord(StampedRecord):
-    """The launcher refuses the faults of a request."""
-
-    request: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SuspicionRecord(StampedRecord):
     """A transfer of worker `of` with `peer` has failed, or a group has not been formed at it."""
 
@@ -263,6 +247,7 @@ class RaisedRecord(StampedRecord):
     frames: str = ""
     traceback: str = ""
     microbatch: str = ""
+    gpu: str = ""
 
     @property
     def exception(self) -> WorkerException:

@@ -79,7 +79,7 @@ class CaseResult:
         return tuple(
             f"worker {each.of} {each.exception.in_step(each.step)}"
             for each in history.of(RaisedRecord)
-            if f"raised: {each.error}" not in injected
+            if f"raised: {each.error}" not in injected and not each.exception.is_injected
         )
 
     def as_dict(self) -> dict[str, Any]:

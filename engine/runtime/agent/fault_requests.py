@@ -28,7 +28,8 @@ from engine.core.faults.fault import (
     to_plain,
 )
 from engine.core.faults.fault_kind import MOST_NS
-from engine.core.history.run_records import RefusedRecord, RequestRecord
+from engine.core.faults.kind_rules import gpu_problems
+from engine.core.history.request_records import RefusedRecord, RequestRecord
 from engine.runtime.agent.injector import Injector
 from engine.runtime.faults.registry import registered
 from engine.runtime.ipc.recorder import Recorder
@@ -112,7 +113,7 @@ def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str
         return "expected a moment of this job, or after another fault"
     if not 0 < len(fault.victims) <= _MOST_VICTIMS or not all(_is_victim(each, job, workers) for each in fault.victims):
         return "expected victims among the workers of this run"
-    return ""
+    return next((str(each) for each in gpu_problems(fault.do, fault.parameters, job)), "")
 
 
 def _is_moment(moment: Moment, job: Job, ids: Collection[str]) -> bool:

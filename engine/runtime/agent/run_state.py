@@ -18,6 +18,7 @@ from engine.core.elastic.worker_times import WorkerTimes, heard
 from engine.core.errors import (
     BambooError,
     DivergedError,
+    EnvironmentLacksError,
     ExitCode,
     ReplicasDifferError,
     UserCodeError,
@@ -36,10 +37,12 @@ from engine.core.messages import (
     ValidationMessage,
 )
 from engine.core.recovery.vote import VoteMessage
-from engine.core.worker_exception import WorkerException
+from engine.core.worker_exception import GPU_MEMORY, WorkerException
 from engine.runtime.agent.worker_handles import WorkerHandle
 
 _UNNAMED_DATA = "; the job names no data, so it trains on the built-in synthetic float vectors: name data by --data"
+
+_MORE_ROOM = "less memory is taken by a smaller microbatch_size, more stages, or activation_checkpoint: 1"
 
 
 @dataclass(slots=True)
@@ -178,13 +181,16 @@ class RunState:
     ) -> BambooError:
         """Returns the error that a worker's last message reports.
 
-        An exception of the user's code before the first commit is the user's mistake: no training is lost.
+        An exception of the user's code before the first commit is the user's mistake: no training is lost. A job that
+        does not fit into its GPUs lacks something of the machine.
         """
         if isinstance(last, RefusedMessage):
             return UserError(last.problems)
         worker = member.name
         if isinstance(last, RaisedMessage):
-            if last.exception.place and not has_commit:
+            if last.exception.gpu.startswith(GPU_MEMORY) and not has_commit:
+                return EnvironmentLacksError(f"{worker} {last.exception.in_step(last.step)}; {_MORE_ROOM}")
+            if last.exception.place and not last.exception.gpu and not has_commit:
                 return UserCodeError(self.at_start(last.exception))
             return WorkerFailedError(f"{worker} {last.exception.in_step(last.step)}; full text in {member.log}")
         if last.code == ExitCode.EXPECTATION_FAILED:

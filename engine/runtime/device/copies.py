@@ -15,7 +15,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +48,29 @@ def tensors_of(leaving: Leaving) -> _Tensors:
     return leaving.tensors if isinstance(leaving, ToHost) else leaving
 
 
+class Watch(Protocol):
+    """Whoever is to know of a worker that waits for its own device, and for no other worker."""
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Returns the block around a wait of the main thread."""
+
+    def wake(self) -> None:
+        """Tells the main thread, which waits, that a copy to the host is over; any thread may call it."""
+
+
+class _NoWatch:
+    """Nobody is to know."""
+
+    def busy(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wake(self) -> None:
+        pass
+
+
+NO_WATCH: Final = _NoWatch()
+
+
 class Copies:
     """The copies of a worker that computes on the host: there are none."""
 
@@ -71,6 +95,11 @@ class Copies:
         """
         give_on(leaving)  # type: ignore[arg-type]
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a copy to the host is not over: then this worker's device keeps others waiting."""
+        return False
+
     def settle(self) -> None:
         """Lets later work on the device wait for the copies that have begun, so that it may change their tensors."""
 
@@ -88,11 +117,13 @@ HOST_COPIES: Final = Copies()
 class StreamCopies(Copies):
     """The copies of a worker that computes on a GPU; its main thread computes on the stream that is its present one."""
 
-    def __init__(self, place: torch.device):
+    def __init__(self, place: torch.device, left: Callable[[], None] = lambda: None):
+        """`left` is called behind each copy to the host."""
         self._place = place
         self._sending, self._receiving = torch.cuda.Stream(place), torch.cuda.Stream(place)
-        self._leaving: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_give_on, args=(self._leaving,), name="copies to the host", daemon=True)
+        self._leaving, self._open = _Queue(), _Open()
+        given = (self._leaving, self._open, left)
+        thread = threading.Thread(target=_give_on, args=given, name="copies to the host", daemon=True)
         thread.start()
         weakref.finalize(self, self._leaving.put, None)
 
@@ -145,7 +176,13 @@ class StreamCopies(Copies):
         self, leaving: Leaving, give_on: Callable[[_Tensors], None], failed: Callable[[Exception], None]
     ) -> None:
         """Gives on the copies on the host as soon as they are complete, in the order of these calls."""
+        self._open.count(1)
         self._leaving.put(_Item(leaving, give_on, failed))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a copy to the host is not over."""
+        return self._open.num > 0
 
     def settle(self) -> None:
         """Lets later work on the device wait for the copies that have begun, so that it may change their tensors."""
@@ -167,7 +204,21 @@ class _Item(NamedTuple):
     failed: Callable[[Exception], None]
 
 
-def _give_on(leaving: queue.SimpleQueue[_Item | None]) -> None:
+_Queue = queue.SimpleQueue[_Item | None]
+
+
+class _Open:
+    """The number of copies that are not over."""
+
+    def __init__(self) -> None:
+        self.num, self._lock = 0, threading.Lock()
+
+    def count(self, more: int) -> None:
+        with self._lock:
+            self.num += more
+
+
+def _give_on(leaving: _Queue, is_open: _Open, left: Callable[[], None]) -> None:
     """Gives on each copy when it is complete; the thread holds no copies of a worker that has ended."""
     while (item := leaving.get()) is not None:
         tensors, give_on, failed = item
@@ -178,4 +229,6 @@ def _give_on(leaving: queue.SimpleQueue[_Item | None]) -> None:
             give_on(tensors)
         except Exception as error:
             failed(error)
+        is_open.count(-1)
+        left()
         del item, tensors, give_on, failed

@@ -9,8 +9,8 @@ because a context does not survive a fork.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -19,16 +19,22 @@ from torch import Tensor
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
 from engine.runtime.device.action_clock import ActionClock, GpuClock, TellTimes
-from engine.runtime.device.copies import HOST_COPIES, Copies, Leaving, StreamCopies
+from engine.runtime.device.copies import HOST_COPIES, NO_WATCH, Copies, Leaving, StreamCopies, Watch
+from engine.runtime.device.device_faults import DeviceFaults, DoubledCopies
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of one worker; `is_host` is true for the memory of the host itself."""
+    """The device of one worker; `is_host` is true for the memory of the host itself.
+
+    `watch` is told of each wait of the main thread for the device. `faults` were aimed at it.
+    """
 
     place: torch.device
     is_host: bool
-    copies: Copies = HOST_COPIES
+    copies: Copies = field(default=HOST_COPIES, compare=False)
+    watch: Watch = field(default=NO_WATCH, compare=False)
+    faults: DeviceFaults = field(default_factory=DeviceFaults, compare=False)
 
     def put(self, tensor: Tensor) -> Tensor:
         """Returns a tensor on the device, detached; itself if it is there."""
@@ -59,8 +65,22 @@ class Device:
 
     def wait(self) -> None:
         """Waits until all computing that was given to the device is done, so that a time can be read."""
-        if not self.is_host:
-            torch.cuda.current_stream(self.place).synchronize()
+        with self.waiting():
+            if not self.is_host:
+                torch.cuda.current_stream(self.place).synchronize()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Marks a wait of the main thread for the device: a worker that stays in it hangs, as in an action.
+
+        The host itself is waited for by nobody.
+        """
+        if self.is_host and not self.faults.name:
+            yield
+            return
+        with self.watch.busy():
+            self.faults.wait()
+            yield
 
 
 HOST: Final = Device(torch.device("cpu"), is_host=True)
@@ -79,10 +99,13 @@ def ordinal(worker: int, num_gpus: int, *, shares: bool) -> int:
     )
 
 
-def open_device(kind: str, worker: int, *, shares: bool = False) -> Device:
+def open_device(
+    kind: str, worker: int, *, shares: bool = False, watch: Watch = NO_WATCH, faults: DeviceFaults | None = None
+) -> Device:
     """Returns the device of a worker, of a kind ``cpu`` or ``cuda``; the latter starts CUDA in this process."""
+    faults = faults or DeviceFaults()
     if kind != "cuda":  # a job in memory that no file resolved has `auto`
-        return HOST
+        return Device(HOST.place, True, DoubledCopies(faults), watch, faults)
     place = torch.device("cuda", ordinal(worker, torch.cuda.device_count(), shares=shares))
     torch.cuda.set_device(place)
-    return Device(place, is_host=False, copies=StreamCopies(place))
+    return Device(place, False, StreamCopies(place, watch.wake), watch, faults)

@@ -24,7 +24,9 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
     """Judges the GPUs by the facts of torch's probe (`version`, `num_gpus`, `nccl`) and of the host's files."""
     usable, cuda = int(torch["num_gpus"]), host.torch_cuda
     if not usable and not host.num_gpus:
-        return GpuVerdict("ok", "none: workers run on the CPU, with Gloo")
+        return GpuVerdict(
+            "ok", "none: workers run on the CPU, with Gloo, and play the faults of GPUs (without_gpu: double)"
+        )
     if not usable:
         return _unusable(torch, host)
     names = " and ".join(dict.fromkeys(host.names))

@@ -20,6 +20,7 @@ from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign
 
 if TYPE_CHECKING:
     from engine.files.checkpoints.faulty_disk import DiskTroubles
+    from engine.runtime.device.device import Device
     from engine.runtime.ipc.control import Control
     from engine.runtime.stage.stage import Stage
 
@@ -33,7 +34,7 @@ class WorkerFaultContext:
     `tell` confirms the effect with a description. `slow_down(factor, ns)` slows down compute actions from now on, for
     `ns` nanoseconds or, with None, to the end of the step. `cut_link(peer, direction, ns)` cuts the connection to a
     worker for a time, or for good with None, and returns whether there is one. `troubles` are those of the disk under
-    the worker's checkpoints, None if it writes none.
+    the worker's checkpoints, None if it writes none. `device` is the one that it computes on.
     """
 
     fault: str
@@ -43,6 +44,7 @@ class WorkerFaultContext:
     tell: Callable[[str], None]
     slow_down: Callable[[float, int | None], None]
     cut_link: Callable[[int, str, int | None], bool]
+    device: Device
     troubles: DiskTroubles | None = None
 
 

@@ -32,13 +32,11 @@ def hang(context: WorkerFaultContext) -> None:
     seconds = _FOREVER_S if for_ns is None else int(for_ns) / 1e9
     held = context.parameters["gil"] == "held"
     context.tell(f"hangs with the GIL {context.parameters['gil']}")
-    step, index, inside = was = context.control.at
-    context.control.at = (step, index if inside else index + 1, True)
-    until_s = time.monotonic() + seconds
-    while (left_s := until_s - time.monotonic()) > 0:
-        if held:
-            # PyDLL keeps the GIL during the call.
-            ctypes.PyDLL(None).poll(None, 0, round(left_s * 1000))
-        else:
-            time.sleep(left_s)
-    context.control.at = was
+    with context.control.busy():
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            if held:
+                # PyDLL keeps the GIL during the call.
+                ctypes.PyDLL(None).poll(None, 0, round(left_s * 1000))
+            else:
+                context.control.stand_still(left_s)

@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 
-from engine.runtime.ipc.control import Control, Killed
+from engine.runtime.ipc.control import _FOREVER_S, Control, Killed
 from engine.runtime.ipc.link import Link
 
 
@@ -53,7 +53,7 @@ class ThreadControl(Control):
     """The thread's end of its link to the agent."""
 
     def __init__(self, link: Link, turn: Turn):
-        self._is_killed = threading.Event()
+        self._is_killed, self._turn = threading.Event(), turn
         super().__init__(link)
         self._news = _News(turn, self._is_killed)
 
@@ -72,6 +72,12 @@ class ThreadControl(Control):
         """Raises Killed, or as the control of a process does."""
         _end_if(self._is_killed)
         super().check()
+
+    def stand_still(self, seconds: float = _FOREVER_S) -> None:
+        """Lets other threads run meanwhile; raises Killed."""
+        with self._turn.paused():
+            self._is_killed.wait(seconds)
+        _end_if(self._is_killed)
 
     def kill(self) -> None:
         """Ends the worker in its next wait, or before its next action; any thread may call this."""

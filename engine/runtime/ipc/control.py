@@ -8,13 +8,14 @@ it is recorded, and changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from engine.core.errors import ExitCode
@@ -40,6 +41,8 @@ from engine.runtime.ipc.told_keys import ToldKeys
 
 Found = TypeVar("Found")
 Wanted = TypeVar("Wanted", bound=ToWorker)
+
+_FOREVER_S = 1_000_000.0
 
 NOTICE = signal.SIGTERM  # its sender is going to end the worker soon
 
@@ -82,6 +85,8 @@ class Control:
         self._at = (0, 0, False)
         self._waits_since_ns = 0  # when the main thread began to wait for news, 0 if it does not wait
         self._traffic: tuple[int, ReadCounts] = (0, dict)  # with the epoch that it is about
+        # Whether this worker's own device keeps a message; then its main thread is inside of something, and may hang.
+        self.is_owing: Callable[[], bool] = lambda: False
         self.on_move: Callable[[int, int, int, bool], None] = lambda epoch, step, index, inside: None
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
@@ -94,6 +99,23 @@ class Control:
     def at(self, at: tuple[int, int, bool]) -> None:
         self._at = at
         self.on_move(self.accepted, *at)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Marks the main thread as inside something that waits for no other worker: it may hang there."""
+        step, number, inside = self.at
+        if inside:
+            yield
+            return
+        self.at = (step, number + 1, True)
+        try:
+            yield
+        finally:
+            self.at = (step, number + 1, False)
+
+    def stand_still(self, seconds: float = _FOREVER_S) -> None:
+        """Stands still in the main thread, as a wait does that nothing ends."""
+        time.sleep(seconds)
 
     def _listen(self) -> None:
         """Handles messages until the agent has ended or has sent a malformed one; the worker then exits."""
@@ -187,7 +209,8 @@ class Control:
     def _await_news(self) -> None:
         if self._news.empty():
             self._waits_since_ns = time.monotonic_ns()
-        self._news.get()
+        with self.busy() if self.is_owing() else contextlib.nullcontext():
+            self._news.get()
         self._waits_since_ns = 0
 
     def hear(self, look: Callable[[], Found | None] = lambda: None, *, urgent: bool = False) -> ToWorker | Found:

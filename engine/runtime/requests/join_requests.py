@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from engine.core.config.job import Job
 from engine.core.history.elastic_records import AddedRecord
-from engine.core.history.run_records import RefusedRecord
+from engine.core.history.request_records import RefusedRecord
 from engine.core.membership.state import State
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.requests.request_files import RequestFiles, json_of, reason_of

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Generic
 
-from engine.core.errors import BambooError, TransferFailedError
+from engine.core.errors import TransferFailedError
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Arriving, Leaving, tensors_of
 from engine.runtime.device.device import Device
+from engine.runtime.device.device_errors import device_trouble
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey
 from engine.runtime.transport.transport import AnyKey, Channel, Traffic
@@ -30,7 +31,7 @@ class GroupEnd:
         self.device = device
         self.epoch = epoch
         self.bytes_sent = 0
-        self.failed: BambooError | None = None
+        self.failed: Exception | None = None
         self.arrived: dict[tuple[int, ProgramKey | AsideKey], Arriving] = {}
         self.num_sent = dict.fromkeys(members, 0)
         self.num_posted = self.num_sent.copy()
@@ -58,20 +59,27 @@ class GroupEnd:
 
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
         """Takes in a message whose receive was posted; any thread may call it."""
-        arriving = self.device.copies.landed(tensors)
+        try:
+            arriving = self.device.copies.landed(tensors)
+        except RuntimeError as error:  # of the device: this thread is not the one that may end
+            self.fails(error)
+            return
         with self._counting:
             self.arrived[source, key] = arriving
             self._num_received[source] += 1
         self.cuts.waiter.wake()
 
-    def fails(self, error: BambooError) -> None:
+    def fails(self, error: Exception) -> None:
         """Ends every wait for a message by an error; any thread may call it."""
         self.failed = error
         self.cuts.waiter.wake()
 
     def fails_to(self, target: int, error: Exception) -> None:
-        """Ends every wait by the error of a message that could not be sent; any thread may call it."""
-        if not isinstance(error, TransferFailedError):
+        """Ends every wait by the error of a message that could not be sent; any thread may call it.
+
+        An error of this worker's own device says nothing about the other end.
+        """
+        if not isinstance(error, TransferFailedError) and not device_trouble(error):
             error = TransferFailedError(f"transfer to worker {target} failed: {error}", target)
         self.fails(error)
 

@@ -51,7 +51,6 @@ class Executor:
         self._ended = self._clock.ended
         self._methods = self._table()
         self._loader = MicrobatchLoader(context.job, context.data, context.replicas.device)
-        self._index = 0  # actions begun in the open step by all its programs: heartbeats must not go back
 
     def enter(self, plane: Transport, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""
@@ -112,7 +111,13 @@ class Executor:
 
     def _leave(self) -> None:
         """Tells that the last action is over; the begin of the next one tells it too."""
-        self.context.control.at = (self.step, self._index, False)
+        self.context.control.at = (self.step, self._number, False)
+
+    @property
+    def _number(self) -> int:
+        """The actions and waits begun in the open step by all its programs: heartbeats must not go back."""
+        step, number, _ = self.context.control.at
+        return number if step == self.step else 0
 
     def _run(self, action: Action, text: str, run: Method) -> None:
         context, step = self.context, self.step
@@ -120,9 +125,8 @@ class Executor:
         if strikes:
             self._leave()
             self._strike(action, "before")
-        self._index += 1
         context.board.write(context.worker, step, self.num_computed, text)
-        context.control.at = (step, self._index, action.op in _BUSY_OPS)
+        context.control.at = (step, self._number + 1, action.op in _BUSY_OPS)
         start_ns = now_ns()
         if strikes:
             self._strike(action, "during")
@@ -182,12 +186,11 @@ class Executor:
             replicas.drop(slot)  # it has not taken the step: no worker can use it
         self.forget_step()
         self.step += 1
-        self._index = 0
 
     def begin_at(self, step: int) -> None:
         """Goes on to another open step; no replica is here."""
         self.forget_step()
-        self.step, self._index = step, 0
+        self.step = step
 
     def forget_step(self) -> None:
         """Drops all values of the open step; weights and buffers stay."""

@@ -131,6 +131,7 @@ class Failpoints:
             tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),
             cut_link=self._cut,
+            device=replicas.device,
             troubles=self._troubles,
         )
         registered()[message.do].strike(context)

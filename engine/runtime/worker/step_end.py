@@ -227,8 +227,9 @@ class StepEnd:
         entry, microbatches, marks = self.logged[slot], tuple(loaded), tuple(loaded.values())
         vote = SlotVote(*slot, loaded=microbatches, marks=marks)
         if self._owns(slot):
-            norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
-            loss = entry.loss(action.pipeline)
+            with self.replicas.device.waiting():
+                norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
+                loss = entry.loss(action.pipeline)
             sizes = tuple(stage_bytes(self.replicas.stages[slot])) if self._tells_sizes else ()
             vote = replace(vote, layers=tuple(norms), squared_norms=tuple(norms.values()), loss=loss)
             vote = replace(vote, took_ns=took_ns, sizes=sizes)

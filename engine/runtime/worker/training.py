@@ -230,8 +230,9 @@ class Training:
                 self.context.shards.meet(index)
             stage = replicas.stages[pipeline, index]
             for layer, module in stage.layers.items():
-                state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
-                buffers, of_buffers = marked_hash(module.named_buffers())
+                with replicas.device.waiting():
+                    state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
+                    buffers, of_buffers = marked_hash(module.named_buffers())
                 row = (layer, state, buffers, _short(of_state), _short(of_buffers))
                 rows.setdefault(pipeline, []).append(row)
         for pipeline, of_pipeline in rows.items():

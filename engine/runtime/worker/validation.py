@@ -74,9 +74,8 @@ class Validation:
                 for target in self.routes.targets[carried(action)]:
                     self.channel.send(target, validation_key(self.grid, action), tensors)
             else:
-                self._move(inside=True)
-                self._forward(action, made, results)
-                self._move(inside=False)
+                with self.context.control.busy():
+                    self._forward(action, made, results)
         if not self.is_at_end:
             return PassEnded()
         return PassEnded(tuple(self._mean(results, name) for name in dict.fromkeys(part.name for part in self.parts)))
@@ -90,12 +89,6 @@ class Validation:
             if path == PERPLEXITY:
                 metrics[each] = math.exp(loss) if loss < _MOST_EXPONENT else math.inf
         return Evaluation(name, sum(part.rows for part, _, _ in own), loss, metrics)
-
-    def _move(self, *, inside: bool) -> None:
-        """Moves the position in the heartbeats on, as each action of a step does: the worker does not hang."""
-        control = self.context.control
-        step, index, _ = control.at
-        control.at = (step, index + inside, inside)
 
     def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[_Result]) -> None:
         context, stage = self.context, self.context.replicas.stages[0, action.stage]

@@ -40,6 +40,8 @@ from engine.runtime.checkpoint.loader import load
 from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.device.determinism import WithoutForm, changed, set_up
 from engine.runtime.device.device import HOST, Device, open_device
+from engine.runtime.device.device_errors import device_trouble
+from engine.runtime.device.device_faults import DeviceFaults
 from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -106,11 +108,11 @@ def work(
     takes_sigterm: bool = False,
 ) -> int:
     """Runs one worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
-    protocol = WorkerProtocol(control)
+    protocol, faults = WorkerProtocol(control), DeviceFaults()
     if takes_sigterm:
         control.give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeGiven()))
     try:
-        return _run(control, protocol, record_fds, board_fd, backend_of)
+        return _run(control, protocol, record_fds, board_fd, backend_of, faults)
     except (Stopped, Fenced):  # before it has joined
         return exit_code(protocol.feed(Told(control.hear())))
     except UserError as error:
@@ -124,10 +126,11 @@ def work(
     except Killed:
         raise
     except RAISED as error:
-        at_ns = now_ns()
-        control.send(messages.RaisedMessage(at_ns, control.at[0], exception_of(error)))
+        at_ns, trouble = now_ns(), faults.named(device_trouble(error))
+        exception = replace(exception_of(error), gpu=trouble)
+        control.send(messages.RaisedMessage(at_ns, control.at[0], exception))
         log_exception(error)
-        return ExitCode.NOT_RECOVERED
+        return ExitCode.DEVICE_FAILED if trouble else ExitCode.NOT_RECOVERED
 
 
 def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -144,6 +147,7 @@ def _run(
     record_fds: tuple[int, int],
     board_fd: int,
     backend_of: Callable[[messages.WelcomeMessage, Device], TransportBackend],
+    faults: DeviceFaults,
 ) -> int:
     welcome = control.take(messages.WelcomeMessage)
     job = Job(**welcome.job)
@@ -153,7 +157,8 @@ def _run(
     control.on_ping = StartWatch(control).look
     set_up(settings := settings_of(job))
     try:
-        device = open_device(job.device, welcome.worker, shares=job.share_gpu)
+        device = open_device(job.device, welcome.worker, shares=job.share_gpu, watch=control, faults=faults)
+        control.is_owing = lambda: device.copies.is_leaving
         member = join(control, welcome, record_fds, board_fd, backend_of(welcome, device), device)
     except TransferFailedError:
         control.check()  # the others may be missing because the run is being stopped
