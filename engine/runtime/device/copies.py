@@ -49,7 +49,7 @@ def tensors_of(leaving: Leaving) -> _Tensors:
 
 
 class Watch(Protocol):
-    """Whoever is to know of a worker that waits for its own device, and for no other worker."""
+    """The part of a worker that is told when it waits for its own device, and for no other worker."""
 
     def busy(self) -> AbstractContextManager[None]:
         """Returns the block around a wait of the main thread."""
@@ -59,7 +59,7 @@ class Watch(Protocol):
 
 
 class _NoWatch:
-    """Nobody is to know."""
+    """A part that is told and does nothing."""
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()

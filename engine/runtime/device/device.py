@@ -73,7 +73,7 @@ class Device:
     def waiting(self) -> Iterator[None]:
         """Marks a wait of the main thread for the device: a worker that stays in it hangs, as in an action.
 
-        The host itself is waited for by nobody.
+        No worker waits for the host itself.
         """
         if self.is_host and not self.faults.name:
             yield

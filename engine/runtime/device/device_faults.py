@@ -8,7 +8,7 @@
 
 Rules: a fault strikes at the n-th operation of torch in the worker's main thread, or in a backward that it runs. A
 struck operation behaves as CUDA does: a kernel is only started by it, and a later call or wait meets the trouble. The
-double has the classes and the texts of torch's own exceptions, so what follows is the same.
+double has the classes and the texts of torch's own exceptions, so the same detection and the same verdict follow.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class DoubledCopies(Copies):
     def when_fetched(
         self, leaving: Leaving, give_on: Callable[[_Tensors], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Gives on at once what has no way; keeps it for ever behind a kernel that does not end."""
+        """Gives on a message at once; keeps it for ever behind a kernel that does not end."""
         if self._faults.hangs:
             self._held.append(leaving)
             return
