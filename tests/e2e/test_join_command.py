@@ -16,7 +16,8 @@ from engine.core.errors import ExitCode
 from engine.core.history.elastic_records import AddedRecord
 from engine.core.history.process_records import ExitRecord, TrainingEndedRecord
 from engine.core.history.record import VERSION, StampedRecord
-from engine.core.history.run_records import JobRecord, RefusedRecord
+from engine.core.history.request_records import RefusedRecord
+from engine.core.history.run_records import JobRecord
 from engine.files.events_file import add_records
 from engine.files.host_facts import host_facts
 from engine.files.run_folder import RunFolder

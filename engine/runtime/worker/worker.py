@@ -30,7 +30,7 @@ from engine.core.ownership import Ownership
 from engine.core.random_key import random_key
 from engine.core.worker.inputs import NoticeGiven, Told
 from engine.models.data import Data
-from engine.models.layers import Model, Tensors
+from engine.models.layers import Model
 from engine.models.model_loader import build_model
 from engine.models.sources.evaluations import evaluation, evaluation_sets
 from engine.models.sources.open_data import open_data
@@ -72,6 +72,7 @@ from engine.runtime.worker.worker_context import WorkerContext
 from engine.runtime.worker.worker_protocol import WorkerProtocol
 
 _MOST_PROBLEMS = 100  # in one message
+BackendOf = Callable[[messages.WelcomeMessage, Device], TransportBackend]
 _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are about to begin a step
 
 
@@ -103,7 +104,7 @@ def work(
     control: Control,
     record_fds: tuple[int, int],
     board_fd: int,
-    backend_of: Callable[[messages.WelcomeMessage, Device], TransportBackend],
+    backend_of: BackendOf,
     *,
     takes_sigterm: bool = False,
 ) -> int:
@@ -146,7 +147,7 @@ def _run(
     protocol: WorkerProtocol,
     record_fds: tuple[int, int],
     board_fd: int,
-    backend_of: Callable[[messages.WelcomeMessage, Device], TransportBackend],
+    backend_of: BackendOf,
     faults: DeviceFaults,
 ) -> int:
     welcome = control.take(messages.WelcomeMessage)
@@ -269,17 +270,14 @@ def _probed(stage: Stage, borders: Sequence[Border], data: Data) -> Border:
 
     The stages that load data also load a microbatch of each evaluation set: a mistake in it would end training later.
     """
+    zeros = tuple(spec.zeros(stage.device) for spec in borders[-1]) if borders else ()
     if borders and not stage.is_last:
-        return stage.probe(_zeros(borders[-1], stage.device))
+        return stage.probe(zeros)
     size = stage.job.microbatch_size
     batch = on_device(data.microbatch(0, 0, 0, size), stage.device)
     sets = evaluation_sets(data) if stage.job.validate_every else ()
     validation = [stage.device.put_all(evaluation(data, name, 0, size).targets) for name in sets]
-    inputs = _zeros(borders[-1], stage.device) if borders else batch.inputs
+    inputs = zeros if borders else batch.inputs
     if not stage.is_last:
         return stage.probe(inputs)
     return stage.probe(inputs, batch.targets, validation)
-
-
-def _zeros(border: Border, device: Device) -> Tensors:
-    return tuple(spec.zeros(device) for spec in border)
