@@ -213,6 +213,6 @@ def test_a_worker_that_waits_cannot_be_named_by_its_number() -> None:
     named = [problems(scenario(wanted("a", at(1, "1B0"), worker=worker), job=job)) for worker in (8, 9)]
     expected = "faults.0.target.worker: expected a worker from 0 to 7, found"
     assert named == [
-        [f"{expected} 8 (worker 8 waits at first: name a stage that it owns later)"],
+        [f"{expected} 8 (worker 8 waits at first: name a stage of its own)"],
         [f"{expected} 9 (the job has 8)"],
     ]

@@ -137,9 +137,7 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
 def _beyond(place: str, name: str, value: int, limit: int, job: Job) -> Problem:
     noun, has = (job.slot_noun, job.cut) if name == "stage" and job.blocks > 1 else (name, limit)
     waits = name == "worker" and limit <= value < limit + job.standby
-    hint = (
-        f"worker {value} waits at first: name a {job.slot_noun} that it owns later" if waits else f"the job has {has}"
-    )
+    hint = f"worker {value} waits at first: name a {job.slot_noun} of its own" if waits else f"the job has {has}"
     return Problem(place, f"a {noun} from 0 to {limit - 1}", str(value), hint)
 
 
