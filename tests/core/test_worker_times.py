@@ -80,6 +80,14 @@ def test_the_times_of_a_slot_are_of_its_forwards_and_backwards_of_all_microbatch
     assert took("0F0 0F1 0B0") == took("0F0 0F0 0F1 0B0 0B1") == took("0F0 0F1 0I0 0W0 0I1") == took("") == (0, 0)
 
 
+def test_the_wait_for_a_core_is_taken_off() -> None:
+    times = ComputeTimes(1)
+    for text in ("0F0", "0f0", "0B0"):
+        times.take_off(parse_action(text), 2)
+        times.add(parse_action(text), 5)
+    assert times.of((0, 0)) == (3, 3)
+
+
 def test_a_step_forgets_the_times_of_the_one_before() -> None:
     times = ComputeTimes(1)
     times.add(parse_action("0F0"), 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from engine.models.sources.open_data import open_data
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.value_store import ValueStore
+from engine.runtime.worker import executor
 from engine.runtime.worker.executor import Executor
+from engine.runtime.worker.step_end import StepEnd
 from engine.runtime.worker.worker_context import WorkerContext
 from tests.runtime.small_jobs import NORMED, STATEFUL, TIED_GPT, small_job
 from tests.runtime.thread_runs import run_in_threads
@@ -68,6 +71,21 @@ def test_every_replica_has_the_bits_of_a_run_without_any(name: str, redundancy: 
 
 def check_survival(values: dict[str, Any], kills: Kills) -> None:
     assert trained(values, kills) == undisturbed(values)
+
+
+def test_the_times_of_a_vote_leave_out_the_wait_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it falls to one worker now and to another one later, which would be slow for it."""
+    waited_ns, told, vote = count(step=10**12), [], StepEnd.vote
+
+    def noted(self: StepEnd, action: Action, step: int, loaded: Any, took_ns: tuple[int, ...]) -> None:
+        told.append(took_ns)
+        vote(self, action, step, loaded, took_ns)
+
+    monkeypatch.setattr(executor, "core_wait_ns", lambda: next(waited_ns))
+    monkeypatch.setattr(StepEnd, "vote", noted)
+    assert run_in_threads(small_job(**NORMED, redundancy="none", steps=1)).outcome == "finished"
+    assert told
+    assert all(forward_ns < 0 and backward_ns < 0 for forward_ns, backward_ns in told), "a thousand seconds of each"
 
 
 MOMENTS = [

@@ -42,8 +42,8 @@ class VoteMessage(ToAgent):
 class ComputeTimes:
     """The times of a worker's forwards and backwards in the open step, by slot; redundant forwards do not count.
 
-    It is the time on the clock, and not that of a processor; on a GPU, that between its events. A busy machine makes
-    all of them longer.
+    It is the time on the clock, and not that of a processor; on a GPU, that between its events. Only the time that the
+    worker waits for a core is taken off: on a busy machine it falls to one worker now, to another one later.
     """
 
     def __init__(self, microbatches: int):
@@ -58,6 +58,12 @@ class ComputeTimes:
         at = 0 if action.op is Op.F else 2
         known[at] += action.op is not Op.I  # its second part is to come
         known[at + 1] += took_ns
+
+    def take_off(self, action: Action, waited_ns: int) -> None:
+        """Takes the time off that a compute action has waited for a core."""
+        if action.op is not Op.REDO_F:
+            known = self._known.setdefault((action.pipeline, action.stage), [0, 0, 0, 0])
+            known[1 if action.op is Op.F else 3] -= waited_ns
 
     def of(self, slot: Slot) -> tuple[int, int]:
         """Returns the nanoseconds of all forwards and of all backwards; 0 if some were run elsewhere, or twice."""

@@ -24,6 +24,7 @@ from engine.models.layers import Tensors
 from engine.models.user_code import RAISED, blame_microbatch
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.process.process_state import core_wait_ns
 from engine.runtime.replica.gradient_stream import GradientStreams
 from engine.runtime.replica.value_store import ValueStore
 from engine.runtime.transport.transfers import Receiver
@@ -88,10 +89,22 @@ class Executor:
             Op.COMMIT: self._vote,
             Op.STEP: end.take_step,
         }
+        if self.context.replicas.device.is_host:
+            table |= {op: self._noting_waits(table[op]) for op in COMPUTE_OPS}
         if shards is not None:
             table[Op.UNSHARD] = lambda action, step: shards.unshard(action.stage)
             table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
         return {op: self._clock.timed(method) if op in _BUSY_OPS else method for op, method in table.items()}
+
+    def _noting_waits(self, method: Method) -> Method:
+        """Returns a method that computes, which notes how long it has waited for a core."""
+
+        def run(action: Action, step: int) -> None:
+            before_ns = core_wait_ns()
+            method(action, step)
+            self._times.take_off(action, core_wait_ns() - before_ns)
+
+        return run
 
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps.
