@@ -100,6 +100,7 @@ lease: the right to be the coordinator, which expires unless it is renewed.
 store: the key-value store with transactions that keeps the decisions of the coordinator.
 etcd: the server that serves as the store.
 host: one machine.
+gpu: a device of a host, with memory of its own, on which the layers of a worker may compute.
 fork: to start a process as a copy of the fork server, which has torch loaded.
 message: one packet between agent and worker.
 heartbeat: the message that tells the agent the place of a worker in its program.

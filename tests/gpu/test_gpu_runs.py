@@ -43,9 +43,10 @@ def figures() -> Iterator[list[Figure]]:
     (folder / name).write_text(text)
 
 
-def run(folder: Path, *options: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bamboo_cli", "run", "--json", "--results", str(folder), *options]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+def run(folder: Path, *options: str, command: str = "run") -> dict[str, Any]:
+    command_line = [sys.executable, "-m", "bamboo_cli", command, "--json", *options]
+    command_line += ["--results", str(folder)] if command == "run" else ["--set", f"results={folder}"]
+    ended = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr
     return dict(json.loads(ended.stdout))
 
@@ -69,6 +70,15 @@ def test_a_job_has_the_same_bits_each_time_and_after_a_kill(
     killed = run(tmp_path, *JOB, *fields, "--kill", "3:1")
     assert killed["trajectory"] == first["trajectory"]
     note(figures, f"{name}, one kill", "the same trajectory", since_s)
+
+
+@pytest.mark.parametrize("name", ["gpu-call-fails", "gpu-is-lost", "gpu-out-of-memory", "gpu-kernel-hangs"])
+def test_a_real_fault_of_a_gpu_is_one_verdict(figures: list[Figure], tmp_path: Path, name: str) -> None:
+    """The scenario is that of the double; a job on the GPU has the real fault."""
+    since_s = time.monotonic()
+    case = run(tmp_path, name, "--set", "device=cuda", "--set", "share_gpu=true", command="inject")
+    (recovery,) = case["runs"][0]["recoveries"]
+    note(figures, name, f"{recovery['verdict'][0]}; detected in {recovery['phases_ms']['detect']:.0f} ms", since_s)
 
 
 NCCL = ["--steps", "6", "--stages", "2", "--device", "cuda", "--backend", "nccl", "--share-gpu"]

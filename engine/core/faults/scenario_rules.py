@@ -72,11 +72,10 @@ def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) 
 
 def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Collection[str]) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
-    problems = list(_target("target", wanted, job))
+    problems = [*_target("target", wanted, job), *kind_problems(wanted.do, wanted.parameters, job)]
     peer = wanted.parameters.get("peer", 0)
     if isinstance(peer, int) and peer >= job.num_workers:
         problems.append(_beyond("peer", "worker", peer, job.num_workers, job))
-    problems += kind_problems(wanted.do, wanted.parameters, job)
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger
