@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.core.config.job import Job
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.wishes import wish
+from engine.core.elastic.worker_times import WorkerTimes
 from engine.core.membership.effects import plan_document
 from engine.core.membership.events import ExitSeen, Heard, Notice, Wanted
 from engine.core.membership.state import Options, Phase, State, begin
@@ -14,6 +15,7 @@ from tests.core.membership_cases import told
 JOB = Job(stages=3, blocks=4, elastic=True)
 THIRDS = (0,) * 4 + (1,) * 4 + (2,) * 4
 ASKED = Rebalancing((0, 1, 2))
+SETTLED = WorkerTimes(stages=dict.fromkeys(range(12), ((0.008, 0.016),) * 32))
 
 
 def trains(owners: tuple[int, ...] = THIRDS, shadows: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 12) -> State:
@@ -68,3 +70,21 @@ def test_a_wish_in_training_waits_for_an_epoch() -> None:
     merged = trains((0,) * 8 + (2,) * 4, ((0, 2),) * 12)
     wanted = wish(ASKED, JOB, merged, 7).wanted
     assert wanted is not None and told(merged, wanted).wanted_at_start == ()
+
+
+def test_times_that_become_known_withdraw_no_wish_that_is_carried_out() -> None:
+    """A leaver that kept its blocks would not go with them, and a joiner would get none."""
+    leaving = told(trains(), Notice(5, 1, 60_000_000_000))
+    asked, _, wanted = wish(ASKED, JOB, leaving, 7)
+    assert wanted is not None
+    again = wish(asked, JOB, told(leaving, wanted), 8, SETTLED)
+    assert again.wanted is None
+    assert again.why.startswith("4 blocks of 12 move")
+    assert again.asked == Rebalancing((0, 2), knew_times=True), "no move of its own will, so the next need not wait"
+
+
+def test_a_leaver_loses_its_blocks_though_times_alone_would_not_move_them() -> None:
+    """Its notice came, and then no wish: the wanted owners were those that there were, with the leaver among them."""
+    leaving = told(trains(), Notice(5, 1, 60_000_000_000))
+    found = wish(Rebalancing((0, 2)), JOB, leaving, 8, SETTLED).wanted
+    assert found is not None and found.owners == (0,) * 6 + (2,) * 6

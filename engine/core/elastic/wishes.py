@@ -54,10 +54,12 @@ def wish(
     whole = {worker: ownership.held_by(worker) for worker in workers}
     measured = facts(times, job, ownership, workers, known.nodes, free_bytes())
     found = assign(ownership, workers, measured, whole, job.redundancy, job.redundancy_level)
-    why, owners = found.why, found.owners
-    if owners != known.owners and not is_worth_it(asked, workers, slow, found):
-        why, owners = f"nothing moves, because the times of few steps are noisy; else {why}", known.owners
-    moves = owners != known.owners
+    why, owners, going_on = found.why, found.owners, known.wanted or known.owners
+    # A wish that is carried out goes on: a leaver must lose its slots, and a joiner get them.
+    may_go_on = {*going_on} <= {*workers} and owners not in (known.owners, going_on)
+    if may_go_on and not is_worth_it(asked, workers, slow, found):
+        why, owners = f"nothing moves, because the times of few steps are noisy; else {why}", going_on
+    is_news = owners != going_on
+    moves = is_news and owners != known.owners
     new = after_assignment(asked, known.committed, workers, slow, moves=moves, knows_times=settled)
-    is_news = owners != (known.wanted or known.owners)
     return Wish(new, why, Wanted(now_ns, owners, why) if is_news else None)
