@@ -12,6 +12,7 @@ import pytest
 
 from engine.core.action import COMPUTE_OPS, parse_action
 from engine.core.errors import ExitCode
+from engine.core.texts import numbered
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -58,6 +59,8 @@ def test_a_worker_joins_without_a_failure_owns_blocks_and_leaves_at_ctrl_c(launc
     assert [each["event"] for each in map(json.loads, done.stdout.splitlines())] == [
         *("started", "waits", "member", "owns", "leaves", "owns", "ended")
     ]
+    first = told(command, "owns")[0]
+    assert f"owns {numbered('block', first['slots'])}, after" in first["text"]
     (ended,) = told(command, "ended")
     assert (ended["worker"], ended["code"]) == (3, ExitCode.LEFT_WITH_NOTICE)
     run.interrupt(signal.SIGTERM)
