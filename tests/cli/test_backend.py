@@ -1,0 +1,41 @@
+"""`--backend nccl` on the command line: what each worker sets is printed, and what cannot run is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bamboo_cli.app import app
+from bamboo_cli.run import _server
+from engine.core.config.job import Job
+from engine.core.config.job_rules import check_job
+
+
+def explained(*options: str) -> dict[str, dict[str, object]]:
+    result = CliRunner().invoke(app, ["run", "--explain", "--json", *options])
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_explain_prints_the_variables_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    rows = explained("--backend", "nccl", "--share-gpu")
+    assert rows["NCCL_RUNTIME_CONNECT"] == {"value": "0", "origin": "each worker, before NCCL is loaded"}
+    assert rows["NCCL_SOCKET_IFNAME"] == {"value": "eth0", "origin": "environment"}
+    assert rows["NCCL_HOSTID"]["value"] == "bamboo-worker-<number>"
+    assert rows["TORCH_NCCL_ENABLE_MONITORING"]["value"] == "0"
+    assert not [name for name in explained() if "NCCL" in name]
+
+
+def test_nccl_on_the_cpu_is_refused() -> None:
+    (problem,) = check_job(Job(device="cpu", backend="nccl"))
+    assert (problem.field, problem.expected) == ("backend", "auto or gloo with device cpu")
+    assert not check_job(Job(device="cuda", backend="nccl")) and not check_job(Job(device="cpu", backend="gloo"))
+
+
+def test_nccl_in_one_process_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="NCCL wants a process for each worker"):
+        _server(True, False, Job(backend="nccl"))
