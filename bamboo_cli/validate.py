@@ -95,7 +95,7 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         return text + _not_imported(job), {"job": asdict(job.masked)}
     loaded = load_document(path, document, kinds(), seed, offered=readable)
     count = max(len(loaded.faults), len(loaded.scenario.faults))  # none are drawn without a program
-    faults = [str(each) for each in loaded.faults]
+    faults = [each.in_words(loaded.scenario.job.slot_noun) for each in loaded.faults]
     text = f"{counted(count, 'fault')}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
     text += "" if loaded.scenario.job.has_steps else "; steps not known, because the samples are not counted here"
     text += _not_imported(loaded.scenario.job) + _needs_trust(loaded.foreign)

@@ -154,7 +154,7 @@ def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
         if missed := skipped(faults, {each.id for each in late} - history.struck):
             lines = [
                 f"step {events.history.committed} is committed, and these did not strike; try again",
-                *(f"{each.id}: {each}" for each in missed),
+                *(f"{each.id}: {each.in_words(history.job.slot_noun)}" for each in missed),
             ]
             raise BambooError("\n".join(lines), ExitCode.INVALID_CASE)
         if have_shown(faults, history) and not events.is_recovering:

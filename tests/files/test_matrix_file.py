@@ -53,7 +53,7 @@ def test_cells_are_scenarios(tmp_path: Path) -> None:
         "one/B/last/stop",
     ]
     last = found.cells[-1].loaded
-    assert [str(each) for each in last.faults] == ["stop before 2B1 of step 1 (for 1s)"]
+    assert [each.in_words("stage") for each in last.faults] == ["stop before 2B1 of step 1 (for 1s)"]
     assert last.scenario.job.model == "mlp"
     assert last.scenario.expect.trajectory == "identical"
     assert {each.line for each in found.cells} == {13}

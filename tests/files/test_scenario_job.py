@@ -144,7 +144,9 @@ def test_a_matrix_has_a_job_as_a_scenario_has(head: str, job_from: str) -> None:
     stages = 4 if head else 3
     jobs = [each.loaded.scenario.job for each in found.cells]
     assert [(each.stages, each.redundancy) for each in jobs] == [(stages, "lazy"), (stages, "eager")]
-    assert [str(each.loaded.faults[0]) for each in found.cells] == [f"kill before {stages - 1}B4 of step 1"] * 2
+    assert [each.loaded.faults[0].in_words("stage") for each in found.cells] == [
+        f"kill before {stages - 1}B4 of step 1"
+    ] * 2
     assert found.job_from == f"{job_from}, with other redundancy"
     assert f"a matrix of 2 cells; job: {job_from}, with other redundancy\n" in said("validate", "scenarios/m.yaml")
     for each in found.cells:  # as a lane gets them, in another folder
@@ -157,7 +159,7 @@ def test_a_setting_moves_the_last_stage_of_a_matrix() -> None:
     """With `--set stages=2` the stage `last` was still the one of the file, which the job no longer had."""
     Path("scenarios/m.yaml").write_text(HEAD + "job: {model: mlp, stages: 3}\n" + MATRIX)
     found = read_matrix("scenarios/m.yaml", kinds(), ["stages=2"])
-    assert [str(each.loaded.faults[0]) for each in found.cells] == ["kill before 1B4 of step 1"] * 2
+    assert [each.loaded.faults[0].in_words("stage") for each in found.cells] == ["kill before 1B4 of step 1"] * 2
 
 
 def test_the_default_job_is_written_out_too() -> None:
