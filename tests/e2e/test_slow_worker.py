@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 TIMED = Job(
     model="timed",
-    model_args={"layers": 12, "forward_ms": 0.5, "backward_ms": 1, "width": 16},
+    model_args={"layers": 12, "forward_ms": 1, "backward_ms": 2, "width": 16},
     data_args={"features": 16},
     stages=3,
     blocks=4,

@@ -90,7 +90,7 @@ def test_the_death_of_a_waiting_worker_is_no_epoch(launch: Launch) -> None:
     run.interrupt()
     assert run.wait().code == 130
     lost = [(event["of"], event["lost"]) for event in run.events("waiting") if event["lost"]]
-    assert lost == [(3, "was ended by SIGKILL")]
+    assert lost == [(3, "was ended by SIGKILL"), (4, "was let go, because the run ends")]
     assert len(run.events("epoch")) == 1
     ends = {event["of"]: (event["code"], event["expected"]) for event in run.events("exit")}
     assert ends == {0: (0, True), 1: (0, True), 2: (0, True), 3: (-9, True), 4: (0, True)}
@@ -133,8 +133,10 @@ def test_signals_to_the_launcher_and_to_a_waiting_worker_need_no_sigkill(launch:
     assert run.wait().code == 143
     lost = {event["of"]: event["lost"] for event in run.events("waiting") if event["lost"]}
     assert lost == {3: "has left while it waited", 4: "was let go, because the run ends"}
-    assert [event["of"] for event in run.events("killed")] == [0, 1, 2]
-    assert {event["of"]: event["code"] for event in run.events("exit")} == {0: -9, 1: -9, 2: -9, 3: 86, 4: 0}
+    killed = {event["of"] for event in run.events("killed")}
+    assert killed and killed <= {0, 1, 2}, "those in a long action, and no waiting worker"
+    codes = {event["of"]: event["code"] for event in run.events("exit")}
+    assert (codes[3], codes[4], len(codes)) == (86, 0, 5)
 
 
 def test_a_waiting_worker_that_hangs_while_it_loads_is_given_up(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.message_codec import ToWorker
 from engine.core.messages import FiredMessage, InflictMessage, StrikeMessage, SufferedMessage
 from engine.core.process_messages import StopMessage
+from engine.runtime.device.device import HOST
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
@@ -99,7 +101,7 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     """On a busy machine the while may be over before the first action is, or has begun."""
     control, agent = pair
     control.at = (5, 1, True)
-    replicas: Any = object()  # which it leaves alone
+    replicas: Any = SimpleNamespace(device=HOST)  # the rest of which it leaves alone
     points = Failpoints(control, replicas=replicas)
     control.on_fault(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 1_000_000}, None))
     time.sleep(0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +110,7 @@ def measured(job: Job) -> tuple[Evaluation, ...]:
     model = build_model(job, data.facts, data)
     replicas = Replicas(job, model, (0,), [(0, 0)])
     replicas.learn(borders_of(job, model, data))
-    control = SimpleNamespace(at=(0, 0, False), check=lambda: None)
+    control = SimpleNamespace(at=(0, 0, False), check=lambda: None, busy=nullcontext)
     context: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
     plane: Any = SimpleNamespace(aside=None)
     return Validation(context, plane, one_slot_each(Grid(1, job.microbatches))).run().sets or ()

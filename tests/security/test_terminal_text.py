@@ -316,6 +316,7 @@ MAY_PRINT = (
     "engine/harness/matrix_lane.py",
     "engine/models/user_code.py",
     "engine/runtime/doctor/torch_probe.py",
+    "engine/runtime/worker/backends.py",
 )
 
 
