@@ -17,11 +17,14 @@ def keeping_all(job: Job, place: Path) -> Job:
     return replace(job, checkpoint_every="1", keep=job.steps, checkpoints=str(place))
 
 
-def kept_states(job: Job, ending: Ending, place: Path) -> list[Resumption]:
-    """Returns a checkpoint of each step of a run that has ended."""
+def kept_states(job: Job, ending: Ending, place: Path, first: int = 0) -> list[Resumption]:
+    """Returns a checkpoint of each step of a run that has ended, from step `first` on.
+
+    The step before a death is kept: its parts are ordered once more. Older ones may wait for the disk and die.
+    """
     assert (ending.outcome, ending.error) == ("finished", None)
-    names = checkpoints_at(place).names()
-    assert [each.step for each in names] == list(range(job.steps)), ending.view.run_state.notes
+    names = [each for each in checkpoints_at(place).names() if each.step >= first]
+    assert [each.step for each in names] == list(range(first, job.steps)), ending.view.run_state.notes
     return [Resumption(each.step, str(place), each.file) for each in names]
 
 

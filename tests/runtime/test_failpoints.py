@@ -111,3 +111,18 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     assert points.armed
     points.delay(5, ACTION, now_ns())
     assert not points.armed
+
+
+def test_a_slow_action_takes_its_factor_without_the_wait_for_a_core(
+    pair: tuple[Control, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pace of the worker leaves that wait out, and would else be slower than the factor says."""
+    control, agent = pair
+    replicas: Any = SimpleNamespace(device=HOST)
+    points = Failpoints(control, replicas=replicas)
+    control.on_fault(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 10**9}, None))
+    slept_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    points.delay(5, ACTION, now_ns() - 50 * 10**9, waited_ns=40 * 10**9)
+    assert slept_s == [pytest.approx(20, abs=0.5)]
+    assert isinstance(agent.receive(), SufferedMessage)

@@ -46,7 +46,7 @@ def test_a_list_of_layers_equals_a_plain_loop_killed_and_resumed(fields: dict[st
     expected = train_plainly(job)
     ending = run_in_threads(keeping_all(job, tmp_path), parse_kills(["2:1:B:1"], job))
     assert [row.texts() for row in ending.view.run_state.rows] == expected
-    resumed = run_in_threads(replace(job, stages=1), origin=kept_states(job, ending, tmp_path)[1])
+    resumed = run_in_threads(replace(job, stages=1), origin=kept_states(job, ending, tmp_path, 1)[0])
     assert [row.texts() for row in resumed.view.run_state.rows] == [row for row in expected if int(row[0]) > 1]
 
 

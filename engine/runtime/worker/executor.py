@@ -89,22 +89,14 @@ class Executor:
             Op.COMMIT: self._vote,
             Op.STEP: end.take_step,
         }
-        if self.context.replicas.device.is_host:
-            table |= {op: self._noting_waits(table[op]) for op in COMPUTE_OPS}
         if shards is not None:
             table[Op.UNSHARD] = lambda action, step: shards.unshard(action.stage)
             table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
         return {op: self._clock.timed(method) if op in _BUSY_OPS else method for op, method in table.items()}
 
-    def _noting_waits(self, method: Method) -> Method:
-        """Returns a method that computes, which notes how long it has waited for a core."""
-
-        def run(action: Action, step: int) -> None:
-            before_ns = core_wait_ns()
-            method(action, step)
-            self._times.take_off(action, core_wait_ns() - before_ns)
-
-        return run
+    def _core_wait_ns(self, action: Action) -> int:
+        """Returns how long this thread has waited for a core up to now; 0 for an action whose time does not count."""
+        return core_wait_ns() if action.op in COMPUTE_OPS and self.context.replicas.device.is_host else 0
 
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps.
@@ -140,7 +132,7 @@ class Executor:
             self._strike(action, "before")
         context.board.write(context.worker, step, self.num_computed, text)
         context.control.at = (step, self._number + 1, action.op in _BUSY_OPS)
-        start_ns = now_ns()
+        start_ns, waited_ns = now_ns(), self._core_wait_ns(action)
         if strikes:
             self._strike(action, "during")
         try:
@@ -151,8 +143,11 @@ class Executor:
             raise
         try:
             if strikes:
-                self._meet(action, lambda: context.failpoints.delay(step, action, start_ns))
+                so_far_ns = self._core_wait_ns(action) - waited_ns
+                self._meet(action, lambda: context.failpoints.delay(step, action, start_ns, so_far_ns))
         finally:  # the action has ended, even if the delay raises
+            if action.op in COMPUTE_OPS and step == self.step:
+                self._times.take_off(action, self._core_wait_ns(action) - waited_ns)
             self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
         if strikes:
             self._leave()

@@ -139,9 +139,10 @@ class Failpoints:
     def _slow_down(self, fault: str, factor: float, for_ns: int | None) -> None:
         self._slowdown = _Slowdown(fault, factor, self.control.at[0], None if for_ns is None else now_ns() + for_ns)
 
-    def delay(self, step: int, action: Action, start_ns: int) -> None:
+    def delay(self, step: int, action: Action, start_ns: int, waited_ns: int = 0) -> None:
         """Delays the end of an action: until the fault during it has struck, and by the factor of a slowdown.
 
+        The factor leaves out the time `waited_ns` that the action has waited for a core, as the pace of a worker does.
         Raises the exceptions of `Control.wait_until`.
         """
         due, self._due = self._due, None
@@ -156,7 +157,7 @@ class Failpoints:
         if is_over:
             self._slowdown = None
             return
-        took_ns = now_ns() - start_ns
+        took_ns = now_ns() - start_ns - waited_ns
         time.sleep(took_ns * max(0.0, slowdown.factor - 1.0) / 1e9)
         if not slowdown.is_confirmed:
             slowdown.is_confirmed = True
