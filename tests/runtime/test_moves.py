@@ -107,7 +107,7 @@ def test_slots_move_to_any_worker_and_merged_ones_to_both_neighbours(tmp_path: P
 
 @pytest.mark.soak
 def test_an_elastic_job_shares_out_the_blocks_of_a_dead_worker(tmp_path: Path) -> None:
-    job = replace(JOB, stages=4, blocks=3, workers=0, elastic=True, steps=100)
+    job = replace(JOB, stages=4, blocks=3, workers=0, microbatches=8, elastic=True, steps=30)
     still, _ = run(replace(job, elastic=False), tmp_path / "still", {})
     ending, history = run(job, tmp_path / "elastic", {}, kills=("2:4",))
     assert trajectory_hash(ending.view.run_state.rows) == trajectory_hash(still.view.run_state.rows)

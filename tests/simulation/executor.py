@@ -187,7 +187,7 @@ class Executor:
         self.is_formed, self.broken = True, broken
         early, self.early_transfers = self.early_transfers, []
         for transfer in early:
-            self.receive(*transfer)
+            self.world.push(0, self.receive, *transfer)  # not at once: the main thread has not ended its entry
 
     def forms(self, group: int) -> bool:
         """Whether it forms a group."""

@@ -54,6 +54,7 @@ class Judge:
         self.outcomes: list[Outcome] = []
         self.struck: set[int] = set()
         self.noticed: set[int] = set()
+        self.paused_us: Counter[int] = Counter()  # by worker
         self.clock_may_rule = False
         self.ownership = world.ownership  # of the last commit
         self.holders = self._holders(world.ownership)
@@ -76,7 +77,9 @@ class Judge:
         if fault.kind == SHORT:
             self.struck.add(worker.number)  # at the end of its grace
             self.clock_may_rule = True
-        if fault.kind in ("kill", "zombie") or (fault.kind == "pause" and fault.length > _SILENCE_US):
+        if fault.kind == "pause":  # the next one may come before a sign of life
+            self.paused_us[worker.number] += fault.length
+        if fault.kind in ("kill", "zombie") or self.paused_us[worker.number] > _SILENCE_US:
             self.struck.add(worker.number)
         if fault.kind in _OF_THE_CLOCK or fault.hinders:
             self.clock_may_rule = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.core.membership.state import Phase
 from tests.simulation.case import MOVE, Case, Fault
 from tests.simulation.run import run
@@ -44,6 +46,34 @@ DIES_AFTER_ITS_SLOT_WAS_SENT = Case(
     steps=5,
     faults=(Fault(0, "moment", 8, MOVE, 2), Fault(1, "moment", 46)),
 )
+
+# What the simulation itself had wrong. A worker was woken by an early transfer inside of its entry into the next group,
+# and took the result of a validation before its own part of it. Two short pauses in a row were one long silence.
+ENTERS_AND_VALIDATES = Case(
+    microbatches=1,
+    pipelines=2,
+    redundancy="none",
+    schedule="gpipe",
+    blocks=4,
+    validate_every=2,
+    keep_every=1,
+    seed=12172,
+    spread=10,
+    waiting=1,
+    joining=1,
+)
+PAUSED_TWICE = Case(
+    stages=1,
+    microbatches=1,
+    schedule="gpipe",
+    steps=1,
+    faults=(Fault(0, "moment", 4, "pause", 3_744_255), Fault(0, "commit", 1, "pause", 1_425_389)),
+)
+
+
+@pytest.mark.parametrize("case", [ENTERS_AND_VALIDATES, PAUSED_TWICE], ids=["validates", "paused"])
+def test_the_simulation_is_right(case: Case) -> None:
+    assert run(case).problem == ""
 
 
 def test_a_replica_of_a_wanted_owner_counts_in_a_job_without_shadows() -> None:
