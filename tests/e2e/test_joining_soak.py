@@ -33,7 +33,7 @@ SLOW = (
     "model=timed",
     *(f"--set=model_args.{each}" for each in ("layers=12", "forward_ms=2", "backward_ms=4")),
 )
-JOINS, DEPARTURES, WARM = 9, 50, 15
+JOINS, DEPARTURES, WARM = 9, 50, 25  # the heap of a worker grows into its shape during the first departures
 MOST_FACTOR, MOST_MORE_S = 1.05, 0.03
 AROUND = range(-4, 4)  # the steps around a join, from the request on; 0 is the first with the joiner
 BEFORE = 12

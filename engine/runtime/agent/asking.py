@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.wishes import wish
@@ -24,7 +23,8 @@ def ask(
     takes_in: bool = False,
 ) -> Rebalancing:
     """Asks if that is due, and records the answer. Returns what was asked; workers that begin again need a new one."""
-    found = wish(asked, run.job, known, now_ns(), run.times, _free_bytes, takes_in=takes_in)
+    free_bytes = _free_bytes if run.job.device == "cpu" else lambda: None  # a GPU's memory is not that of the host
+    found = wish(asked, run.job, known, now_ns(), run.times, free_bytes, takes_in=takes_in)
     if found.why:
         owners = found.wanted.owners if found.wanted else ()
         recorder.write(PolicyRecord(step=known.committed, why=found.why, owners=owners))
@@ -34,8 +34,6 @@ def ask(
 
 
 def _free_bytes() -> int | None:
-    """Returns the bytes of memory of this host that processes can still get; None where workers may compute on GPUs."""
-    if any(Path("/dev").glob("nvidia[0-9]*")):
-        return None
+    """Returns the bytes of memory of this host that processes can still get."""
     with open("/proc/meminfo") as facts:
         return next((1024 * int(line.split()[1]) for line in facts if line.startswith("MemAvailable:")), None)

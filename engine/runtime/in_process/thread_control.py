@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 
-from engine.runtime.ipc.control import _FOREVER_S, Control, Killed
+from engine.runtime.ipc.control import FOREVER_S, Control, Killed
 from engine.runtime.ipc.link import Link
 
 
@@ -73,7 +73,7 @@ class ThreadControl(Control):
         _end_if(self._is_killed)
         super().check()
 
-    def stand_still(self, seconds: float = _FOREVER_S) -> None:
+    def stand_still(self, seconds: float = FOREVER_S) -> None:
         """Lets other threads run meanwhile; raises Killed."""
         with self._turn.paused():
             self._is_killed.wait(seconds)

@@ -42,7 +42,7 @@ from engine.runtime.ipc.told_keys import ToldKeys
 Found = TypeVar("Found")
 Wanted = TypeVar("Wanted", bound=ToWorker)
 
-_FOREVER_S = 1_000_000.0
+FOREVER_S = 1_000_000.0
 
 NOTICE = signal.SIGTERM  # its sender is going to end the worker soon
 
@@ -113,7 +113,7 @@ class Control:
         finally:
             self.at = (step, number + 1, False)
 
-    def stand_still(self, seconds: float = _FOREVER_S) -> None:
+    def stand_still(self, seconds: float = FOREVER_S) -> None:
         """Stands still in the main thread, as a wait does that nothing ends."""
         time.sleep(seconds)
 
