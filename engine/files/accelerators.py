@@ -94,6 +94,12 @@ def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None) -> 
         raise EnvironmentLacksError(
             f"backend nccl sends between GPUs, and the workers compute on the CPU ({why}); use --backend gloo"
         )
+    if job.retain == "cpu" and job.device != "cuda":
+        why = lacks(job, found) or "--device cpu"
+        raise EnvironmentLacksError(
+            f"retain cpu takes values from a GPU to the host, and the workers compute on the CPU ({why}); use "
+            "--retain device"
+        )
     if job.device == "cuda" and (why := lacks(job, found)):
         way_out = "use --device cpu" + (", or --share-gpu for a test" if found.num_gpus and found.torch_cuda else "")
         raise EnvironmentLacksError(f"device cuda needs one GPU per worker, and there is {why}; {way_out}")

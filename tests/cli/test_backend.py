@@ -36,6 +36,13 @@ def test_nccl_on_the_cpu_is_refused() -> None:
     assert not check_job(Job(device="cuda", backend="nccl")) and not check_job(Job(device="cpu", backend="gloo"))
 
 
+def test_values_on_the_host_of_a_job_on_the_cpu_are_refused() -> None:
+    (problem,) = check_job(Job(device="cpu", retain="cpu"))
+    assert (problem.field, problem.expected, problem.found) == ("retain", "device with device cpu", "'cpu'")
+    assert "lies on the host already" in problem.hint
+    assert not check_job(Job(device="cuda", retain="cpu"))
+
+
 def test_nccl_in_one_process_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match="NCCL wants a process for each worker"):
         _server(True, False, Job(backend="nccl"))

@@ -102,6 +102,9 @@ def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerator
         (Job(device="cuda", stages=1), replace(ONE, torch_cuda=""), "a build of torch without CUDA"),
         (Job(backend="nccl"), NONE, r"backend nccl sends between GPUs, .* on the CPU \(no GPU\); use --backend gloo"),
         (Job(backend="nccl"), ONE, r"on the CPU \(1 GPU for 4 workers\); use --backend gloo"),
+        (Job(device="cpu", backend="nccl"), FOUR, r"on the CPU \(--device cpu\)"),
+        (Job(retain="cpu"), NONE, r"takes values from a GPU .* on the CPU \(no GPU\); use --retain device$"),
+        (Job(retain="cpu", device="cpu"), FOUR, r"on the CPU \(--device cpu\); use --retain device$"),
         (Job(device="cuda", backend="nccl"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
     ],
 )
@@ -115,7 +118,7 @@ def test_a_host_without_what_a_job_asks_for_is_refused(job: Job, found: Accelera
     [
         (Job(), NONE),
         (Job(device="cuda"), FOUR),
-        (Job(device="cuda", backend="nccl"), FOUR),
+        (Job(device="cuda", backend="nccl", retain="cpu"), FOUR),
         (Job(device="cuda", share_gpu=True), ONE),
     ],
 )

@@ -20,9 +20,10 @@ from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.runtime.agent import session
 from engine.runtime.agent.run_view import Ending
-from engine.runtime.device.copies import StreamCopies
+from engine.runtime.device.copies import StreamCopies, ToHost, tensors_of
 from engine.runtime.device.device import HOST, Device, open_device, ordinal
 from engine.runtime.replica import state_transfer
+from engine.runtime.replica.value_store import ValueStore
 from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.transport.group_end import EndChannel
 from engine.runtime.worker import microbatch_loader
@@ -66,9 +67,36 @@ def same_bits(gpu: FakeGpu, fields: dict[str, Any]) -> None:
     assert len(gpu.opened_in) == Job(**fields).num_workers
 
 
-@pytest.mark.parametrize("fields", [{**GPT, "log_every": 1}, NORMED], ids=["gpt", "normed"])
+@pytest.mark.parametrize("fields", [{**GPT, "log_every": 1, "retain": "cpu"}, NORMED], ids=["gpt", "normed"])
 def test_a_job_with_a_death_and_a_heal_has_the_bits_of_the_host(gpu: FakeGpu, fields: dict[str, Any]) -> None:
     same_bits(gpu, fields)
+
+
+def test_values_that_stay_on_the_host_are_used_after_a_death(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    consume, to_send, sent = ValueStore.consume, ValueStore.to_send, ValueStore.sent
+
+    def noted(what: str, values: ValueStore, value: Any) -> None:
+        if isinstance(values._tensors[value], ToHost):
+            used.append(what)
+
+    def consuming(values: ValueStore, value: Any) -> Any:
+        noted("consumed", values, value)
+        return consume(values, value)
+
+    def sending(values: ValueStore, value: Any) -> Any:
+        noted("sent again", values, value)
+        return to_send(values, value)
+
+    def kept(values: ValueStore, value: Any, leaving: Any) -> None:
+        sent(values, value, leaving)
+        assert not any(map(gpu.holds, tensors_of(values._tensors[value])))
+
+    monkeypatch.setattr(ValueStore, "consume", consuming)
+    monkeypatch.setattr(ValueStore, "to_send", sending)
+    monkeypatch.setattr(ValueStore, "sent", kept)
+    run(Job(**MLP | {"steps": 2, "microbatches": 4}, device="cuda", share_gpu=True, retain="cpu"), "1:1:B:1")
+    assert set(used) == {"consumed", "sent again"}
 
 
 @pytest.mark.soak

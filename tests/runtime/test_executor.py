@@ -16,6 +16,7 @@ from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.value import Kind, Value
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
+from engine.runtime.device.copies import tensors_of
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.value_store import ValueStore
@@ -226,7 +227,7 @@ def test_what_was_made_is_held_until_the_commit_if_anybody_could_need_it(keeps: 
     value_store.make(made, (parameter * 2, torch.arange(2)))
     value_store.receive(got, (torch.zeros(2),))
     assert value_store.values() == (made, got)
-    (one, other) = value_store.to_send(made) if keeps else value_store.consume(made)
+    (one, other) = tensors_of(value_store.to_send(made)) if keeps else value_store.consume(made)
     assert one.grad_fn is None
     assert (one.requires_grad, other.requires_grad) == (True, False)
     assert value_store.consume(got)[0].tolist() == [0.0, 0.0]

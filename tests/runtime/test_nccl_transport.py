@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.ownership import Grid
@@ -100,6 +101,25 @@ def test_messages_go_in_the_order_of_the_program(pair: tuple[NcclTransport, Nccl
     assert other.in_order.take(4, A1)[0].tolist() == [3, 4]
     assert nccl.num_sent == 4, "each with its key"
     assert (one.traffic()[7].sent, other.traffic()[4].posted, other.traffic()[4].received) == (2, 2, 2)
+
+
+def test_what_was_sent_is_free_behind_the_next_receive(pair: tuple[NcclTransport, NcclTransport]) -> None:
+    """Not only at the commit: with values that stay on the host, the message would keep their memory on the GPU."""
+    one, other = pair
+    one.expect(3, [Issued(True, 7, A0, TWO), Issued(False, 7, A1, TWO)])
+    other.expect(3, [Issued(False, 4, A0, TWO), Issued(True, 4, A1, TWO)])
+    sent = numbers(1, 2)
+    memory = StorageWeakRef(sent[0].untyped_storage())
+    one.in_order.send(7, A0, sent)
+    del sent
+    assert other.in_order.take(4, A0)[0].tolist() == [1, 2]
+    assert not memory.expired(), "NCCL may still read it"
+    other.in_order.send(4, A1, numbers(3, 4))
+    assert one.in_order.take(7, A1)[0].tolist() == [3, 4]
+    until_s = time.monotonic() + 10
+    while not memory.expired() and time.monotonic() < until_s:
+        time.sleep(0.001)
+    assert memory.expired()
 
 
 def test_a_log_goes_over_the_host(pair: tuple[NcclTransport, NcclTransport], nccl: FakeNccl) -> None:

@@ -16,6 +16,7 @@ from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.history.run_records import FinishedRecord, KeptRecord
 from engine.files.events_file import read_history
 from engine.runtime.agent.session import run_session
+from engine.runtime.device.copies import tensors_of
 from engine.runtime.in_process.thread_server import ThreadServer
 from engine.runtime.worker.executor import Executor
 from tests.runtime.small_jobs import NORMED
@@ -53,7 +54,7 @@ def held_by(executor: Executor) -> WorkerBytes:
     sent = [each for entry in logged.values() for named in entry.gradients.values() for each in named.values()]
     grads = [each.grad for stage in stages.values() for each in stage.trained() if each.grad is not None]
     boundary = [each for stage in stages.values() for buffers in stage.boundary for each in buffers]
-    values = [each for tensors in executor.value_store._tensors.values() for each in tensors]
+    values = [each for kept in executor.value_store._tensors.values() for each in tensors_of(kept)]
     return WorkerBytes(
         weights=counted(each for layer in layers for each in layer.parameters()),
         optimizer=counted(states),

@@ -33,6 +33,7 @@ NEUTRAL: Mapping[str, Any] = {
     "activation_checkpoint": _AS_RUN,
     "audit": _AS_RUN,
     "share_gpu": _AS_RUN,
+    "retain": "device",
     "epochs": 0,  # the steps decide
     "load_ahead": _AS_RUN,
     "validation_microbatches": _AS_RUN,

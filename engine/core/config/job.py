@@ -18,6 +18,7 @@ from engine.core.texts import counted
 
 Backend = Literal["auto", "gloo", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
@@ -122,6 +123,11 @@ class Job:
         "auto", "where layers compute: cpu, cuda, or auto: cuda if each worker gets a GPU of its own; it decides bits"
     )
     share_gpu: bool = _field(False, "several workers may share a GPU: a mode for tests, as they wait for each other")
+    retain: RetainPlace = _field(
+        "device",
+        "where the values for other workers stay until the commit: device, or cpu, in pinned host memory: more room on "
+        "a GPU",
+    )
     deterministic: bool = _field(
         True, "the settings of torch and CUDA that give an operation the same bits each time; they decide bits"
     )

@@ -149,6 +149,9 @@ def _check_device(job: Job) -> list[Problem]:
     if job.device == "cpu" and job.backend == "nccl":
         hint = "NCCL sends between GPUs; --device cuda computes on them"
         problems.append(Problem("backend", "auto or gloo with device cpu", "'nccl'", hint))
+    if job.device == "cpu" and job.retain == "cpu":
+        hint = "what the CPU computes lies on the host already"
+        problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))
     return problems
 
 

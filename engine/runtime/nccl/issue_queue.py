@@ -6,7 +6,8 @@
 
 Rules: a receive has arrived when the device has done all of it, and the group has not been left by then: an abort ends
 a receive too, whose memory is then worth nothing. Under audit the key of a message comes first, as a message of its
-own; until it has been compared, nothing else is issued. So a message that is not the wanted one reaches no memory.
+own; until it has been compared, nothing else is issued. So a message that is not the wanted one reaches no memory. A
+message that was sent keeps its memory until a receive behind it is done, or until the commit.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class IssueQueue:
         self._communicator: Communicator | None = None
         self._ahead: deque[tuple[Issued, Header | None]] = deque()
         self._ready: dict[_Address, Ready] = {}
-        self._sent: list[Ready] = []
+        self._sent: deque[tuple[int, Ready]] = deque()  # each with its number
+        self._num_sent = 0
         self._received: dict[_Address, Tensors] = {}  # until they have landed
         self._is_comparing = False
         self._landings: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
@@ -106,7 +108,8 @@ class IssueQueue:
             self._landings.put(None)
         self._ahead.clear()
         self._ready.clear()
-        self._sent, self._received = [], {}  # not before: NCCL may have written into them
+        self._sent.clear()
+        self._received = {}  # not before: NCCL may have written into them
 
     def _expect(self, ends: Sequence[tuple[Issued, Header | None]]) -> None:
         if self._ahead or self._ready:
@@ -142,7 +145,8 @@ class IssueQueue:
                 return False
             self._queue.behind(ready.moment)
             self._queue.lend((*ready.tensors, *(() if ready.header is None else (ready.header,))))
-            self._sent.append(ready)
+            self._num_sent += 1
+            self._sent.append((self._num_sent, ready))
             if ready.header is not None:
                 communicator.send((ready.header,), rank)
             communicator.send(ready.tensors, rank)
@@ -161,7 +165,12 @@ class IssueQueue:
         tensors = tuple(self._queue.room(spec.shape, spec.dtype) for spec in issued.border)
         self._received[issued.peer, issued.key] = tensors
         communicator.receive(tensors, self._ranks[issued.peer])
-        self._landings.put(_Landing(communicator.pending(), partial(self._landed, issued, tensors)))
+        landed = partial(self._landed, issued, tensors, self._num_sent)
+        self._landings.put(_Landing(communicator.pending(), landed))
+
+    def _release(self, num_sent: int) -> None:
+        while self._sent and self._sent[0][0] <= num_sent:
+            self._sent.popleft()
 
     def _compare(self, issued: Issued, wanted: Header, found: Header) -> None:
         self._is_comparing = False
@@ -200,7 +209,9 @@ class IssueQueue:
     def _header_landed(self, issued: Issued, wanted: Header, numbers: Tensor) -> None:
         self._thread.give(partial(self._compare, issued, wanted, Header(*self._queue.read(numbers))))
 
-    def _landed(self, issued: Issued, tensors: Tensors) -> None:
+    def _landed(self, issued: Issued, tensors: Tensors, num_sent: int) -> None:
+        """Takes in a message, behind which the first `num_sent` of this end have been sent: both go by one queue."""
+        self._thread.give(partial(self._release, num_sent))
         self._received.pop((issued.peer, issued.key), None)
         self._end.arrives(issued.peer, issued.key, tuple(map(self._queue.hand_over, tensors)))
 

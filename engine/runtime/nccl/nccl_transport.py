@@ -63,9 +63,9 @@ class _BetweenGpus(EndChannel[ProgramKey]):
     def post(self, source: int, key: ProgramKey, border: Border) -> None:
         """Does nothing: the receive has its place in the order of the program."""
 
-    def leaving(self, key: ProgramKey, tensors: Tensors) -> Leaving:
-        """Returns the tensors: they are sent from the device."""
-        return tensors
+    def leaving(self, key: ProgramKey, tensors: Leaving) -> Leaving:
+        """Returns the tensors on the device, which they are sent from."""
+        return self._of.device.put_all(tensors)
 
     def send(self, target: int, key: ProgramKey, tensors: Leaving) -> None:
         """Gives a message to its place in the order, or keeps it behind a cut."""
@@ -111,7 +111,7 @@ class _SplitChannel:
         """Returns the tensors of a message, or None if it has not arrived."""
         return self._way(key).take_arrived(source, key)
 
-    def leaving(self, key: ProgramKey, tensors: Tensors) -> Leaving:
+    def leaving(self, key: ProgramKey, tensors: Leaving) -> Leaving:
         """Begins to bring the tensors of a message to where it is sent from."""
         return self._way(key).leaving(key, tensors)
 

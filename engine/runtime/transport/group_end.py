@@ -102,7 +102,7 @@ class EndChannel(Generic[AnyKey]):
         """The device on which the tensors of a message lie when they are taken."""
         return self._of.device
 
-    def leaving(self, key: AnyKey, tensors: Tensors) -> Leaving:
+    def leaving(self, key: AnyKey, tensors: Leaving) -> Leaving:
         """Begins to bring the tensors of a message to the host, once for all of its targets."""
         return self._of.device.copies.fetched(tensors)
 

@@ -64,7 +64,7 @@ class Channel(Protocol[_Key_contra]):
     def take_arrived(self, source: int, key: _Key_contra) -> Tensors | None:
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
 
-    def leaving(self, key: _Key_contra, tensors: Tensors) -> Leaving:
+    def leaving(self, key: _Key_contra, tensors: Leaving) -> Leaving:
         """Begins to bring the tensors of a message to where it is sent from, once for all of its targets."""
 
     def send(self, target: int, key: _Key_contra, tensors: Leaving) -> None:

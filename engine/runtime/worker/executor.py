@@ -44,14 +44,15 @@ class Executor:
         self.step = step
         self.num_computed = 0
         self._times = ComputeTimes(context.job.microbatches)
-        self._copies = context.replicas.device.copies
-        self.value_store = ValueStore(context.job.retains)
+        device = context.replicas.device
+        self._copies = device.copies
+        self.value_store = ValueStore(context.job.retains, device, on_host=context.job.retain == "cpu")
         self.end = StepEnd(context)
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
-        self._clock = context.replicas.device.clock(self._tell)
+        self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
         self._methods = self._table()
-        self._loader = MicrobatchLoader(context.job, context.data, context.replicas.device)
+        self._loader = MicrobatchLoader(context.job, context.data, device)
 
     def enter(self, plane: Transport, program: WorkerProgram) -> None:
         """Sets the plane and the program of the next runs; callable between any two runs."""
@@ -282,10 +283,11 @@ class Executor:
 
     def _send(self, action: Action, step: int) -> None:
         targets, key = self._worker_program.targets[action]
-        channel = self._plane.in_order
-        tensors = channel.leaving(key, self.value_store.to_send(carried(action)))
+        channel, value = self._plane.in_order, carried(action)
+        tensors = channel.leaving(key, self.value_store.to_send(value))
         for target in targets:
             channel.send(target, key, tensors)
+        self.value_store.sent(value, tensors)
         self._receiver.begin()
 
 
