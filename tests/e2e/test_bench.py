@@ -55,11 +55,13 @@ def test_pipeline(launch: Launch) -> None:
     assert {row["n"] for row in rows} == {3}
 
 
+@pytest.mark.soak
 def test_pipeline_with_real_compute(launch: Launch) -> None:
     rows = rows_of(launch, "pipeline", "--case", "gpipe gpt P=2")
     assert "time / ideal" not in [row["metric"] for row in rows]
 
 
+@pytest.mark.soak
 def test_pipeline_of_other_schedules(launch: Launch) -> None:
     rows = rows_of(launch, "pipeline", "--case", "overlapped")
     assert rows[0]["metric"] == "iteration s, torch's with pairs one after the other"
@@ -71,6 +73,7 @@ def test_launch(launch: Launch) -> None:
     assert (row["goal"], row["n"]) == (0.333333, 1)
 
 
+@pytest.mark.soak
 def test_audit(launch: Launch) -> None:
     (row,) = rows_of(launch, "audit")
     assert (row["goal"], row["n"]) == (1.02, 1)
