@@ -91,7 +91,7 @@ class ThreadServer(ForkServer):
     def __init__(self) -> None:
         self._children: list[Child] = []
         self._turn = Turn()
-        self._groups = Groups()
+        self._groups, self._named = Groups(), set[str]()
 
     @property
     def pid(self) -> int:
@@ -104,8 +104,7 @@ class ThreadServer(ForkServer):
 
     @contextlib.contextmanager
     def forking(self) -> Iterator[None]:
-        """Workers that are started inside the block can form groups with each other."""
-        self._groups = Groups()
+        """Does nothing: a thread is started at once."""
         yield
 
     @contextlib.contextmanager
@@ -117,8 +116,14 @@ class ThreadServer(ForkServer):
         """Does nothing: a thread leaves no process behind."""
 
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
-        """Starts a thread that runs a worker; `fds` begin with those of its link, records and progress board."""
+        """Starts a thread that runs a worker; `fds` begin with those of its link, records and progress board.
+
+        A name that was there before begins a new life of all workers, who form groups with each other only.
+        """
         ensure(role == "worker", f"a thread runs a worker, not {role}")
+        if name in self._named:
+            self._groups, self._named = Groups(), set()
+        self._named.add(name)
         self._children.append(ThreadChild(name, fds, self._groups, self._turn))
         return self._children[-1]
 
