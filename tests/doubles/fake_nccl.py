@@ -4,7 +4,8 @@
 - Each rank has one queue, and its head waits for the other end: an order that NCCL could not do stands still here.
 - A tensor is read and written when both ends have come, not when the call is made.
 - A peer that dies gives no error. An abort is local; it ends receives too, whose memory then holds garbage.
-- One thread of a worker calls, and it has one communicator at a time; a call that breaks this is noted in `wrongs`.
+- One thread of a worker calls. A communicator joins beside one other, and is connected when that one is aborted. A call
+  that breaks this is noted in `wrongs`. A worker that ends should have aborted all; those left are in `left_behind`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ class FakeNccl:
         self.wrongs: list[str] = []
         self.num_sent = 0
         self.num_aborted = 0
+        self.num_aside = 0  # communicators that began to join while another one was at work
+        self.left_behind: set[int] = set()  # workers that did not abort a communicator before their end
         self.ended: list[str] = []  # the reasons of workers that ended themselves
         self.hang_in_abort: set[int] = set()  # workers
+        self.absent: set[int] = set()  # workers of whose beginning to join no other one hears
         self._told: dict[object, dict[str, bytes]] = {}
 
     def meeting(self, place: object, epoch: int, name: str) -> _MeetingDouble:
@@ -103,6 +107,7 @@ class _FakeGroup:
     def __init__(self, size: int):
         self.queues: list[deque[_Work]] = [deque() for _ in range(size)]
         self.of_device: dict[int, SideQueue] = {}
+        self.connecting: set[int] = set()
         self.left: set[int] = set()
 
     def meet(self, nccl: FakeNccl) -> None:
@@ -188,7 +193,36 @@ class FakeCommunicator:
                 for tensor in () if work.is_send else work.tensors:
                     _bytes(tensor).fill_(_GARBAGE)
                 work.ends()
-            self._owner.present = None
+            self._owner.unfinished.discard(self._group)
+            if self._owner.at_work is self._group:
+                self._owner.at_work = None
+
+
+class FakeOpening(FakeCommunicator):
+    """One end of a group that others join."""
+
+    def has_joined(self) -> bool:
+        """Returns whether all ranks have come."""
+        self._owner.is_called()
+        with self._owner.nccl.lock:
+            return len(self._group.of_device) == len(self._group.queues)
+
+    def connect(self, is_given_up: Callable[[], bool]) -> FakeCommunicator:
+        """Waits until all ranks connect."""
+        owner, group = self._owner, self._group
+        owner.is_called()
+        if owner.at_work is not None:
+            owner.nccl.wrongs.append(f"worker {owner.worker} has two communicators at work")
+        until_s = time.monotonic() + _TIMEOUT_S
+        with owner.nccl.lock:
+            group.connecting.add(self._rank)
+            owner.nccl.lock.notify_all()
+            while len(group.connecting) < len(group.queues):
+                if is_given_up() or time.monotonic() > until_s:
+                    raise RuntimeError("the others did not connect")
+                owner.nccl.lock.wait(0.005)
+            owner.at_work = group
+        return self
 
 
 class FakeCommunicators:
@@ -196,7 +230,8 @@ class FakeCommunicators:
 
     def __init__(self, nccl: FakeNccl, worker: int):
         self.nccl, self.worker = nccl, worker
-        self.present: FakeCommunicator | None = None
+        self.unfinished: set[_FakeGroup] = set()
+        self.at_work: _FakeGroup | None = None
         self._thread = 0
 
     def is_called(self) -> None:
@@ -212,25 +247,24 @@ class FakeCommunicators:
         with self.nccl.lock:
             return str(len(self.nccl.groups) + self.nccl.num_sent).encode() + bytes([self.worker])
 
-    def open(
-        self, group_id: bytes, rank: int, size: int, queue: SideQueue, is_given_up: Callable[[], bool]
-    ) -> FakeCommunicator:
-        """Waits until all ranks have joined."""
+    def begin(self, group_id: bytes, rank: int, size: int, queue: SideQueue) -> FakeOpening:
+        """Begins to join a group."""
         self.is_called()
         nccl = self.nccl
-        if self.present is not None:
-            nccl.wrongs.append(f"worker {self.worker} has two communicators")
         with nccl.lock:
             group = nccl.groups.setdefault(group_id, _FakeGroup(size))
-            group.of_device[rank] = queue
-            nccl.lock.notify_all()
-            until_s = time.monotonic() + _TIMEOUT_S
-            while len(group.of_device) < size:
-                if is_given_up() or time.monotonic() > until_s:
-                    raise RuntimeError("the others did not join")
-                nccl.lock.wait(0.005)
-        self.present = FakeCommunicator(self, group, rank)
-        return self.present
+            if self.worker not in nccl.absent:
+                group.of_device[rank] = queue
+            nccl.num_aside += self.at_work is not None
+        if others := self.unfinished - {self.at_work}:
+            nccl.wrongs.append(f"worker {self.worker} has not aborted {len(others)} communicators of no use")
+        self.unfinished.add(group)
+        return FakeOpening(self, group, rank)
+
+    def leave(self) -> None:
+        """Notes communicators that nobody has aborted."""
+        if self.unfinished:
+            self.nccl.left_behind.add(self.worker)
 
 
 Paused = Callable[[], AbstractContextManager[None]]
@@ -245,9 +279,10 @@ class NcclOverLoopback(NcclBackend):
         self._loopback = LoopbackBackend(groups, cuts, worker, paused, device)
         self._paused, self._of_nccl = paused, NcclThread(f"nccl of worker {worker}")
         self._transports: list[NcclTransport] = []
+        self._own = FakeCommunicators(nccl, worker)
         super().__init__(
             self._loopback,
-            FakeCommunicators(nccl, worker),
+            self._own,
             worker,
             partial(nccl.meeting, groups),
             SideQueue(device),
@@ -268,6 +303,7 @@ class NcclOverLoopback(NcclBackend):
     def leave(self) -> None:
         """Ends what the end of the process would end."""
         self._loopback.leave()
+        self._of_nccl.give(self._own.leave)
         for each in list(self._transports):
             each.abandon()
         self._of_nccl.end()

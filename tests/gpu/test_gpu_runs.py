@@ -18,6 +18,7 @@ import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.job import Job
+from engine.core.errors import ExitCode
 from engine.files.accelerators import accelerators, lacks
 from engine.files.host_facts import host_facts
 from engine.files.trajectory_file import trajectory_rows
@@ -43,8 +44,11 @@ def figures() -> Iterator[list[Figure]]:
     (folder / name).write_text(text)
 
 
+BAMBOO = [sys.executable, "-m", "bamboo_cli"]
+
+
 def run(folder: Path, *options: str, command: str = "run") -> dict[str, Any]:
-    command_line = [sys.executable, "-m", "bamboo_cli", command, "--json", *options]
+    command_line = [*BAMBOO, command, "--json", *options]
     command_line += ["--results", str(folder)] if command == "run" else ["--set", f"results={folder}"]
     ended = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -104,6 +108,49 @@ def test_four_ranks_over_nccl(figures: list[Figure], tmp_path: Path) -> None:
     four = run(tmp_path, *NCCL, "--stages", "4")
     assert four["trajectory"] == run(tmp_path, *JOB, "--stages", "4")["trajectory"]
     note(figures, "gpt over NCCL, four ranks on the GPUs here", "the trajectory of Gloo", since_s)
+
+
+BLOCKS = ["--stages", "2", "--blocks", "2", "--set", "model_args.depth=6"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*BLOCKS, "--elastic", "--kill", "2:2", "--standby", "1"],
+        ["--steps", "6", "--standby", "1", "--kill", "2:1"],
+    ],
+    ids=["blocks that move", "a waiting worker"],
+)
+def test_members_change_over_nccl(figures: list[Figure], tmp_path: Path, words: list[str]) -> None:
+    since_s = time.monotonic()
+    changed = run(tmp_path, *NCCL, *words)
+    layers = BLOCKS if "--blocks" in words else []
+    assert changed["trajectory"] == run(tmp_path, *JOB, *layers)["trajectory"]
+    note(figures, f"gpt over NCCL, {' '.join(words)}", f"the trajectory of Gloo; {changed['recoveries']}", since_s)
+
+
+def asked(*place: str) -> subprocess.CompletedProcess[str]:
+    command = [*BAMBOO, "agent", "--join", "latest", "--json", *place]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_a_worker_joins_over_nccl_while_the_others_train(figures: list[Figure], tmp_path: Path) -> None:
+    """Its communicator joins beside one whose receives wait."""
+    since_s, place = time.monotonic(), ["--results", str(tmp_path)]
+    words = ["run", "--json", *NCCL, *BLOCKS, "--elastic", "--steps", "120", *place]
+    with subprocess.Popen([*BAMBOO, *words], cwd=ROOT, stdout=subprocess.PIPE) as job:
+        until_s = time.monotonic() + 120
+        while (joiner := asked(*place)).returncode == ExitCode.NOTHING_MATCHED:
+            assert time.monotonic() < until_s, joiner.stderr
+            time.sleep(1)
+        out, _ = job.communicate(timeout=240)
+    found = [json.loads(line) for line in joiner.stdout.splitlines()]
+    assert job.returncode == 0 and "member" in [each["event"] for each in found], joiner.stderr
+    result = json.loads(out)
+    assert not any(each["verdict"] for each in result["recoveries"])
+    still = run(tmp_path, *JOB, *BLOCKS, "--steps", "120")
+    assert result["trajectory"] == still["trajectory"]
+    note(figures, "gpt over NCCL, one worker joins", "no verdict; the trajectory of Gloo", since_s)
 
 
 def test_a_checkpoint_is_resumed_with_the_same_bits(figures: list[Figure], tmp_path: Path) -> None:

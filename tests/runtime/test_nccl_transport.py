@@ -56,14 +56,28 @@ def nccl() -> FakeNccl:
     return FakeNccl()
 
 
+Backends = dict[int, NcclOverLoopback]
+
+
 @pytest.fixture
-def pair(nccl: FakeNccl) -> Iterator[tuple[NcclTransport, NcclTransport]]:
-    """The ends of workers 4 and 7 in a group, on the host."""
-    groups, ends = Groups(), dict[int, NcclTransport]()
+def backends(nccl: FakeNccl) -> Iterator[Backends]:
+    """Those of workers 4 and 7, on the host."""
+    groups = Groups()
     backends = {
         worker: NcclOverLoopback(nccl, groups, LinkCuts(Patience()), worker, contextlib.nullcontext)
         for worker in (4, 7)
     }
+    yield backends
+    nccl.hang_in_abort.clear()
+    for backend in backends.values():
+        backend.leave()
+    assert nccl.wrongs == []
+
+
+@pytest.fixture
+def pair(backends: Backends) -> tuple[NcclTransport, NcclTransport]:
+    """The ends of workers 4 and 7 in a group."""
+    ends = dict[int, NcclTransport]()
 
     def join(worker: int) -> None:
         ends[worker] = backends[worker].joining(0, (4, 7)).join()
@@ -73,11 +87,7 @@ def pair(nccl: FakeNccl) -> Iterator[tuple[NcclTransport, NcclTransport]]:
         thread.start()
     for thread in threads:
         thread.join()
-    yield ends[4], ends[7]
-    nccl.hang_in_abort.clear()
-    for backend in backends.values():
-        backend.leave()
-    assert nccl.wrongs == []
+    return ends[4], ends[7]
 
 
 def numbers(*values: float) -> tuple[torch.Tensor]:

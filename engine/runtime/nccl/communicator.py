@@ -3,6 +3,9 @@
 Rules: one thread of a worker calls everything here but `PendingWork.wait`. A send and a receive only give work to the
 queue of the device: the work of one communicator is done in the order in which it was given, and the n-th receive from
 a rank takes the n-th send to it. A RuntimeError is a suspicion: a peer that was killed may give no error at all.
+
+The ranks of a communicator may join while another one of the worker is at work: that gives no work to a queue. It is
+connected, which does, when the other one has been aborted: two at work may wait for each other's place on the device.
 """
 
 from __future__ import annotations
@@ -40,16 +43,27 @@ class Communicator(Protocol):
         """Ends all work and the communicator, without the other ranks. It may hang."""
 
 
+class Opening(Protocol):
+    """A communicator whose ranks are joining."""
+
+    def has_joined(self) -> bool:
+        """Returns whether all ranks have joined; never waits. Raises RuntimeError if they cannot, or not in time."""
+
+    def connect(self, is_given_up: Callable[[], bool]) -> Communicator:
+        """Connects each rank with each, once all have joined, and waits for it.
+
+        Raises RuntimeError if that fails, or when `is_given_up`; every later call of the communicator does so, too.
+        """
+
+    def abort(self) -> None:
+        """Ends it, whether ranks are missing or not. It may hang."""
+
+
 class Communicators(Protocol):
     """How a worker comes to its communicators."""
 
     def new_id(self) -> bytes:
         """Returns the id of a new group, which its first rank makes and tells the others."""
 
-    def open(
-        self, group_id: bytes, rank: int, size: int, queue: SideQueue, is_given_up: Callable[[], bool]
-    ) -> Communicator:
-        """Waits until all ranks have joined and are connected, each with each.
-
-        Raises RuntimeError if that fails, or when `is_given_up`; every later call of the communicator does so, too.
-        """
+    def begin(self, group_id: bytes, rank: int, size: int, queue: SideQueue) -> Opening:
+        """Begins to join a group; never waits. Raises RuntimeError if that fails."""

@@ -12,10 +12,11 @@ message that was sent keeps its memory until a receive behind it is done, or unt
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from engine.core.errors import BambooError, InvariantError, TransferFailedError
 from engine.models.layers import Tensors
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
-from engine.runtime.nccl.communicator import Communicator, PendingWork
+from engine.runtime.nccl.communicator import Communicator, Opening, PendingWork
 from engine.runtime.nccl.message_header import NUM_FIELDS, Header
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.transport.group_end import GroupEnd
@@ -54,6 +55,7 @@ class IssueQueue:
 
     def __init__(self, end: GroupEnd, thread: NcclThread, queue_of_device: SideQueue, ranks: Mapping[int, int]):
         self._end, self._thread, self._queue, self._ranks = end, thread, queue_of_device, ranks
+        self._opening: Opening | None = None
         self._communicator: Communicator | None = None
         self._ahead: deque[tuple[Issued, Header | None]] = deque()
         self._ready: dict[_Address, Ready] = {}
@@ -62,7 +64,9 @@ class IssueQueue:
         self._received: dict[_Address, Tensors] = {}  # until they have landed
         self._is_comparing = False
         self._landings: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
+        self._is_entered = False
         self.has_left = False
+        self.has_joined = threading.Event()  # or has failed to
         self.has_opened = threading.Event()  # or has failed to
         self.num_posted = dict.fromkeys(ranks, 0)
 
@@ -82,34 +86,56 @@ class IssueQueue:
 
     # The thread of NCCL
 
-    def open(self, communicator: Callable[[], Communicator]) -> None:
-        """Takes the communicator; fails all transfers if it cannot be opened."""
-        self._queue.enter()
-        try:
-            self._communicator = communicator()
-        except RuntimeError as error:
-            self._fails(TransferFailedError(f"connecting the GPUs failed: {error}"))
-            return
-        finally:
-            self.has_opened.set()
-        if self.has_left:
-            self.abort()
-            return
-        self._thread.look = self._look
-        threading.Thread(target=self._land, name="landing", daemon=True).start()
-        self._go_on()
+    def join(self, begin: Callable[[], Opening]) -> None:
+        """Begins to join the ranks; fails all transfers if that fails."""
+        if not self.has_left:
+            self._queue.enter()
+            with self._as_opening():
+                self._opening = begin()
+                self._thread.watch(self._look)
+
+    def connect(self) -> None:
+        """Connects the ranks as soon as they have joined: no other communicator of this worker is at work any more."""
+        self._is_entered = True
+        self._open()
 
     def abort(self) -> None:
-        """Aborts the communicator, if it is open."""
-        communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            self._thread.look = lambda: None
-            communicator.abort()
-            self._landings.put(None)
+        """Aborts the communicator, if there is one, whether it is connected or not."""
+        at_hand = self._communicator or self._opening
+        self._communicator = self._opening = None
+        self._thread.unwatch(self._look)
+        if at_hand is not None:
+            at_hand.abort()
+        self._landings.put(None)
+        self.has_joined.set()
+        self.has_opened.set()
         self._ahead.clear()
         self._ready.clear()
         self._sent.clear()
         self._received = {}  # not before: NCCL may have written into them
+
+    def _open(self) -> None:
+        if self._opening is None or self._communicator is not None or self.has_left or self._end.failed:
+            return
+        with self._as_opening():
+            if not self._opening.has_joined():
+                return
+            self.has_joined.set()
+            if not self._is_entered:
+                return
+            self._communicator = self._opening.connect(lambda: self.has_left)
+            threading.Thread(target=self._land, name="landing", daemon=True).start()
+            self.has_opened.set()
+        self._go_on()
+
+    @contextlib.contextmanager
+    def _as_opening(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._fails(TransferFailedError(f"connecting the GPUs failed: {error}"))
+            self.has_joined.set()
+            self.has_opened.set()
 
     def _expect(self, ends: Sequence[tuple[Issued, Header | None]]) -> None:
         if self._ahead or self._ready:
@@ -183,9 +209,12 @@ class IssueQueue:
                 self._fails(_broken(error, issued.peer))
             self._go_on()
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Looks at the ranks that join, and then for failures; returns whether to look again soon."""
+        self._open()
         if self._communicator is not None and not self.has_left and (failure := self._communicator.failure()):
             self._fails(TransferFailedError(f"transfers between GPUs failed: {failure}"))
+        return not self.has_joined.is_set()
 
     def _fails(self, error: BambooError) -> None:
         if not self.has_left and self._end.failed is None:

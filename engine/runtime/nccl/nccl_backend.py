@@ -1,7 +1,7 @@
 """The backend of NCCL: the groups of one worker, each over the host first, and then between the GPUs of its members.
 
-The members of a group meet over the host, so all of them are there when its communicator is opened. A group that is
-formed in advance is connected when it is entered: until then the thread of NCCL belongs to the present one.
+The members of a group meet over the host, so all of them are there when its communicator is joined. A group that is
+formed in advance joins it while the present one trains, and connects its GPUs when it is entered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.core.errors import TransferFailedError
 from engine.runtime.device.side_queue import SideQueue
-from engine.runtime.nccl.communicator import Communicator, Communicators
+from engine.runtime.nccl.communicator import Communicators
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.nccl.nccl_transport import LastResort, NcclTransport
 from engine.runtime.transport.group_end import GroupEnd
@@ -87,11 +87,8 @@ class NcclBackend:
     def transport(self, end: GroupEnd, group_id: bytes, rank: int) -> NcclTransport:
         """Returns the transport of a group whose members have met, and which has no communicator yet."""
         size = len(end.num_sent)
-
-        def opening(is_given_up: Callable[[], bool]) -> Communicator:
-            return self._communicators.open(group_id, rank, size, self._queue, is_given_up)
-
-        return NcclTransport(end, self._thread, self._queue, opening, self._last_resort, is_audited=self._is_audited)
+        begin = partial(self._communicators.begin, group_id, rank, size, self._queue)
+        return NcclTransport(end, self._thread, self._queue, begin, self._last_resort, is_audited=self._is_audited)
 
     def new_id(self) -> bytes:
         """Returns the id of a new communicator, which the thread of NCCL makes."""
@@ -117,7 +114,7 @@ class NcclJoining:
         self._is_abandoned = False
 
     def join(self) -> NcclTransport:
-        """Waits until all members have joined and, unless in advance, their GPUs are connected."""
+        """Waits until all members have joined, over NCCL too, and their GPUs are connected unless it is in advance."""
         end = self._inner.join()
         with suspecting("meeting for NCCL"):
             if self._rank == 0:
@@ -127,9 +124,7 @@ class NcclJoining:
         if self._is_abandoned:
             transport.abandon()
             raise TransferFailedError("joining the others failed: it was abandoned")
-        if not self._in_advance:
-            transport.open()
-            transport.await_open()
+        transport.open(in_advance=self._in_advance)
         return transport
 
     def abandon(self) -> None:

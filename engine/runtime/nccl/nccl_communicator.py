@@ -2,7 +2,7 @@
 
 Rules: a tensor of any dtype is sent as bytes, so no number is changed. Each message is a group of its own, also of one
 tensor: its operations begin together. NCCL_RUNTIME_CONNECT=0 is about collectives: a pair is connected at its first
-message. So `open` ends with one byte from each rank to each other.
+message. So `connect` is one byte from each rank to each other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NcclCommunicator:
                 if each.nbytes:
                     self._library.receive(self._own, each.data_ptr(), each.nbytes, rank, self._queue.handle)
 
-    def connect(self, rank: int, size: int) -> None:
+    def exchange(self, rank: int, size: int) -> None:
         """Sends each other rank a byte, and waits until all have come."""
         bytes_of = self._queue.room((2 * size,), torch.uint8)
         with self._as_one():
@@ -84,6 +84,32 @@ class NcclCommunicator:
         self._library.abort(self._own)
 
 
+class NcclOpening:
+    """A communicator of this process whose ranks are joining: NCCL does it in a thread of its own."""
+
+    def __init__(self, library: NcclLibrary, own: ctypes.c_void_p, rank: int, size: int, queue: SideQueue):
+        self._library, self._own, self._rank, self._size, self._queue = library, own, rank, size, queue
+        self._deadline_s = time.monotonic() + _OPEN_S
+
+    def has_joined(self) -> bool:
+        """Returns whether all ranks have joined."""
+        if self._library.progress(self._own):
+            return True
+        if time.monotonic() > self._deadline_s:
+            raise RuntimeError("the other ranks have not joined in time")
+        return False
+
+    def connect(self, is_given_up: Callable[[], bool]) -> NcclCommunicator:
+        """Sends each other rank the first byte, and waits until all have come."""
+        found = NcclCommunicator(self._library, self._own, self._queue, is_given_up)
+        found.exchange(self._rank, self._size)
+        return found
+
+    def abort(self) -> None:
+        """Ends it."""
+        self._library.abort(self._own)
+
+
 class NcclCommunicators:
     """The communicators of one worker; NCCL is loaded for the first one."""
 
@@ -101,17 +127,7 @@ class NcclCommunicators:
         """Returns the id of a new group."""
         return self._loaded.new_id()
 
-    def open(
-        self, group_id: bytes, rank: int, size: int, queue: SideQueue, is_given_up: Callable[[], bool]
-    ) -> NcclCommunicator:
-        """Waits until all ranks have joined and are connected, each with each."""
-        library = self._loaded
-        own = library.begin_join(group_id, rank, size)
-        found = NcclCommunicator(library, own, queue, is_given_up)
-        try:
-            library.settled(own, time.monotonic() + _OPEN_S, is_given_up)
-            found.connect(rank, size)
-        except RuntimeError:
-            found.abort()
-            raise
-        return found
+    def begin(self, group_id: bytes, rank: int, size: int, queue: SideQueue) -> NcclOpening:
+        """Begins to join a group."""
+        own = self._loaded.begin_join(group_id, rank, size)
+        return NcclOpening(self._loaded, own, rank, size, queue)

@@ -3,9 +3,10 @@
     F and B transfers   the order of the program, without tags: `issue_queue.py`
     all others          the transport `inner`, which knows tags: sums, logs, streams, heals, validation passes, barriers
 
-Rules: a message that is no transfer of the present program is a mistake, and never reaches NCCL. Leaving a group is an
-abort of its communicator, never a destruction, which would wait for the others. If the abort has not returned in time,
-the worker ends itself, and is one more verdict.
+Rules: a message that is no transfer of the present program is a mistake, and never reaches NCCL. A group that is formed
+in advance joins its ranks meanwhile, and connects them when it is entered. Leaving a group is an abort of its
+communicator, never a destruction, which would wait for the others. If the abort has not returned in time, the worker
+ends itself, and is one more verdict.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engine.core.errors import TransferFailedError, ensure
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Leaving, tensors_of
 from engine.runtime.device.side_queue import SideQueue, moment_now
-from engine.runtime.nccl.communicator import Communicator
+from engine.runtime.nccl.communicator import Opening
 from engine.runtime.nccl.issue_queue import IssueQueue, Ready
 from engine.runtime.nccl.message_header import NUM_FIELDS, Header
 from engine.runtime.nccl.nccl_thread import NcclThread
@@ -128,19 +129,19 @@ class LastResort(NamedTuple):
 
 
 class NcclTransport:
-    """The messages of one group, of which `inner` is the end over the host; `opening` opens its communicator."""
+    """The messages of one group, of which `inner` is the end over the host; `begin` begins to join its communicator."""
 
     def __init__(
         self,
         inner: GroupEnd,
         thread: NcclThread,
         queue: SideQueue,
-        opening: Callable[[Callable[[], bool]], Communicator],
+        begin: Callable[[], Opening],
         last_resort: LastResort,
         *,
         is_audited: bool,
     ):
-        self._inner, self._thread, self._opening, self._last_resort = inner, thread, opening, last_resort
+        self._inner, self._thread, self._begin, self._last_resort = inner, thread, begin, last_resort
         self._issues = IssueQueue(inner, thread, queue, {each: rank for rank, each in enumerate(inner.num_sent)})
         self._between = _BetweenGpus(inner, self._issues, is_audited)
         self.in_order: Channel[ProgramKey] = _SplitChannel(self._between, inner.in_order)
@@ -174,18 +175,21 @@ class NcclTransport:
         self._between.expect(step, issued)
 
     def begin(self) -> None:
-        """Takes the place of the group before, and begins to connect the GPUs."""
+        """Takes the place of the group before, and begins to connect the GPUs: messages wait for it."""
         self._inner.begin()
-        self.open()
+        self._thread.give(self._issues.connect)
 
-    def open(self) -> None:
-        """Begins to connect the GPUs: messages wait for it."""
-        issues = self._issues
-        self._thread.give(partial(issues.open, partial(self._opening, lambda: issues.has_left)))
+    def open(self, *, in_advance: bool) -> None:
+        """Waits until the ranks have joined and, unless in advance, their GPUs are connected.
 
-    def await_open(self) -> None:
-        """Waits until the GPUs are connected; raises TransferFailedError if they are not, or the group is left."""
-        self._issues.has_opened.wait()
+        Raises TransferFailedError if that fails, or the group is left.
+        """
+        self._thread.give(partial(self._issues.join, self._begin))
+        if in_advance:
+            self._issues.has_joined.wait()
+        else:
+            self._thread.give(self._issues.connect)
+            self._issues.has_opened.wait()
         if self._inner.failed is not None:
             raise self._inner.failed
         if self._issues.has_left:
@@ -210,7 +214,6 @@ class NcclTransport:
 
     def _abort(self, then: Callable[[], None]) -> None:
         self._issues.abort()
-        self._issues.has_opened.set()
         then()
 
     def close(self) -> None:
