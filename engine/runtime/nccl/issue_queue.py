@@ -210,7 +210,7 @@ class IssueQueue:
             self._go_on()
 
     def _look(self) -> bool:
-        """Looks at the ranks that join, and then for failures; returns whether to look again soon."""
+        """Looks at the ranks that join, and then for failures; returns whether they are still joining."""
         self._open()
         if self._communicator is not None and not self.has_left and (failure := self._communicator.failure()):
             self._fails(TransferFailedError(f"transfers between GPUs failed: {failure}"))

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from engine.runtime.process.network_namespace import inside
 
 _LOOK_EVERY_S = 0.1
-_LOOK_SOON_S = 0.001  # while ranks are joining
-Look = Callable[[], bool]  # whether to look again soon
+_LOOK_WHILE_JOINING_S = 0.001
+Look = Callable[[], bool]  # whether ranks are joining
 
 
 class NcclThread:
@@ -72,7 +72,7 @@ class NcclThread:
         self._due_s = time.monotonic() + _LOOK_EVERY_S
         answers = [look() for look in self._looks]
         if any(answers):
-            self._due_s = time.monotonic() + _LOOK_SOON_S
+            self._due_s = time.monotonic() + _LOOK_WHILE_JOINING_S
 
 
 def _done(task: Callable[[], None]) -> None:
