@@ -95,7 +95,7 @@ class IssueQueue:
                 self._thread.watch(self._look)
 
     def connect(self) -> None:
-        """Connects the ranks as soon as they have joined: no other communicator of this worker is at work any more."""
+        """Connects the ranks when they have joined: no other communicator of this worker is at work any more."""
         self._is_entered = True
         self._open()
 
