@@ -35,6 +35,7 @@ class WelcomeMessage(ToWorker):
     run: str = ""  # the name of its folder
     waits: bool = False  # it owns nothing, and waits until an epoch makes it a member
     joins: bool = False  # without a failure, too
+    address: str = "127.0.0.1"  # where its transfers listen
 
 
 @message

@@ -26,7 +26,6 @@ from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.process.fork_client import Child
-from engine.runtime.process.process_state import process_state
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 ACTION = Action(1, Op.B, 2)
@@ -151,7 +150,7 @@ def test_a_process_that_is_stopped_shows_it_and_is_woken(crew: Crew) -> None:
     crew.until(injector, lambda: crew.events("confirmed"))
     (event,) = crew.events("confirmed")
     assert event["how"] == "state: T"
-    crew.until(injector, lambda: process_state(crew.members[1].child) == "S")
+    crew.until(injector, lambda: crew.members[1].child.state() == "S")
 
 
 def test_who_does_not_leave_in_time_is_killed(crew: Crew) -> None:
@@ -221,7 +220,7 @@ def test_faults_that_come_later_are_told_to_everybody(crew: Crew) -> None:
 
 def test_the_state_of_a_process_that_has_ended_is_unknown(crew: Crew) -> None:
     child = crew.members[0].child
-    assert process_state(child) in ("R", "S")
+    assert child.state() in ("R", "S")
     crew.processes[0].kill()
     assert select.select([child.pidfd], [], [], 10)[0]
-    assert process_state(child) is None
+    assert child.state() is None

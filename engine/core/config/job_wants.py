@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from engine.core.config.job import Job
@@ -29,8 +29,13 @@ def known_ownership(job: Job) -> Ownership | None:
     return fresh_ownership(replace(job, schedule=Job().schedule))  # any schedule has this placement
 
 
-def shadowed(job: Job, ownership: Ownership, members: Collection[int]) -> Ownership:
-    """Returns the ownership with the shadows that the policy of the job asks for."""
+def shadowed(
+    job: Job, ownership: Ownership, members: Collection[int], host_of: Mapping[int, str] | None = None
+) -> Ownership:
+    """Returns the ownership with the shadows that the policy of the job asks for; on several hosts all are new."""
+    if host_of and len(set(host_of.values())) > 1:
+        bare = replace(ownership, shadows=())
+        return with_shadows(bare, job.redundancy, job.redundancy_level, members, host_of=host_of)
     return with_shadows(ownership, job.redundancy, job.redundancy_level, members)
 
 

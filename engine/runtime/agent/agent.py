@@ -27,7 +27,7 @@ from engine.core.errors import WorkerFailedError
 from engine.core.faults.fault import Fault
 from engine.core.history import process_records as records
 from engine.core.history.run_records import GoRecord
-from engine.core.membership.events import Heard, Notice
+from engine.core.membership.events import Heard, LeaseExpired, Notice
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, RaisedMessage
@@ -109,7 +109,7 @@ class Agent(EndsOfRun):
                 self.decide(Notice(now_ns(), worker, grace_ns))
                 self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
                 return
-            found = self.decide(Heard(now_ns(), worker, message, self.node.name))
+            found = self.decide(Heard(now_ns(), worker, message, member.host or self.node.name))
             if isinstance(message, RaisedMessage) and not any(isinstance(each, outputs.Fail) for each in found):
                 self.injector.sees(worker, "raised", message.exception.error)
 
@@ -131,7 +131,7 @@ class Agent(EndsOfRun):
         self.end_workers(ends.take_in, member.worker)
         self.newcomers.greet(member)
         with self.failing():
-            self.node.enrol(member.worker, member.child.pid, member.slots)
+            self.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
 
     def exited(self, member: WorkerHandle, code: int) -> None:
         """Handles the end of a worker's process."""
@@ -148,6 +148,8 @@ class Agent(EndsOfRun):
         elif out is not None or member.state == "finished" or worker in self.newcomers or self._has_finished:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
+        if member.child.is_lost:  # all workers of its host are, which is one verdict
+            self.decide(LeaseExpired(now_ns(), member.host))
         self.decide(Ended(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
         self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
 

@@ -19,7 +19,6 @@ from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.faults.registry import kinds
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.process.process_state import process_state
 
 
 class Injector:
@@ -95,7 +94,7 @@ class Injector:
         elif isinstance(output, SendSignal):
             self._members[output.worker].child.signal(signal.Signals(output.number))
         elif isinstance(output, LookAtVictim):
-            letter = process_state(self._members[output.worker].child)
+            letter = self._members[output.worker].child.state()
             if letter is not None:
                 self._take(injection.see_state, output.worker, letter)
         else:

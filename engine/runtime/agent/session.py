@@ -80,7 +80,8 @@ def run_session(
     """
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
-    ownership, folder = shadowed(job, ownership, ownership.workers()), str(events.parent)
+    hosts = {} if server is None else {each: server.at(each).host for each in ownership.workers()}
+    ownership, folder = shadowed(job, ownership, ownership.workers(), hosts), str(events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin))
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, host)
@@ -145,7 +146,7 @@ def _trained(
             begins=origin,
         )
         for member in crew.members.values():
-            agent.node.enrol(member.worker, member.child.pid, member.slots)
+            agent.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
         run(agent)
     return agent, board
 

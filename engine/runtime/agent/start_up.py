@@ -82,7 +82,7 @@ class Launch:
         """Starts owners and waiting workers; with an `origin` they begin after that checkpoint."""
         board = ProgressBoard.create(max(self.ownership.workers()) + 1 + self.job.standby)
         self.stack.callback(board.close)
-        crew = Crew(self, board, _guard(self.stack, self.recorder), faults, origin, {})
+        crew = Crew(self, board, _guard(self.stack, self.recorder, self.server), faults, origin, {})
         self.stack.callback(close_workers, crew.members)
         with self.server.forking():
             for worker in self.ownership.workers():
@@ -136,13 +136,16 @@ class Crew:
             checkpoint=None if self.origin is None else asdict(self.origin),
             waits=member.worker not in owners,
             joins=joins,
+            address=launch.server.at(member.worker).address,
         )
         member.link.send(message)
 
 
-def _guard(stack: contextlib.ExitStack, recorder: Recorder) -> Guard:
+def _guard(stack: contextlib.ExitStack, recorder: Recorder, server: ForkServer) -> Guard:
     """Returns the guard of this run's transfers: a network namespace where the kernel makes one, else a key."""
     try:
+        if server.host:
+            raise OSError("the workers of a run on several hosts have the network of their hosts")
         network = new_network()
     except OSError as error:
         recorder.write(PairsRecord(guard="proof", why=str(error)))

@@ -16,7 +16,6 @@ from engine.runtime.ipc.link import Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
-from engine.runtime.process.process_state import process_times
 
 
 @dataclass(slots=True)
@@ -34,6 +33,7 @@ class WorkerHandle:
     peak_stash: dict[tuple[int, int], int] = field(default_factory=dict)
     peak_memory_kib: int = 0
     is_left_behind: bool = False  # SIGKILL has not ended it
+    host: str = ""  # the name of its host, if the run has several
 
     @property
     def name(self) -> str:
@@ -82,9 +82,9 @@ def start_worker(
     server: ForkServer, worker: int, ownership: Ownership, fds: Sequence[int], logs: Path, role: str = "worker"
 ) -> WorkerHandle:
     """Forks the process of a worker, which gets its link before `fds`."""
-    log = logs / f"worker-{worker}.log"
-    child, link = _fork(server, role, f"bamboo-{worker}", log, fds)
-    return WorkerHandle(worker, ownership.slots_of(worker), child, link, log)
+    log, there = logs / f"worker-{worker}.log", server.at(worker)
+    child, link = _fork(there, role, f"bamboo-{worker}", log, fds)
+    return WorkerHandle(worker, ownership.slots_of(worker), child, link, log, host=there.host)
 
 
 def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int]) -> tuple[Child, Link]:
@@ -111,7 +111,7 @@ def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> d
 
 def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
     """Returns the findings of a look at a worker's process and at its line of the board."""
-    place, times = board.place_of(member.worker), process_times(member.child)
+    place, times = board.place_of(member.worker), member.child.times()
     if place is None or times is None:
         return None
     at = (place.epoch, place.step, place.number, place.inside)

@@ -44,7 +44,7 @@ class Node:
         self._coordinator = standby or Coordinator(kv, self._election, first, now_ns)
         self._renewed_ns = now_ns
         self._reported_ns = now_ns
-        self._enrolled: dict[int, tuple[int, Slots]] = {}  # pid and slots of each worker, as written
+        self._enrolled: dict[int, tuple[int, Slots, str]] = {}  # pid, slots and host of each worker, as written
 
     @property
     def coordination(self) -> CoordinatorState:
@@ -61,12 +61,12 @@ class Node:
         with self._in_or_out():
             return self._coordinator.handle(given)
 
-    def enrol(self, worker: int, pid: int, now: Slots, before: Slots = ()) -> None:
-        """Writes the key of a worker: its pid, its host, its slots, and those before."""
-        value = {"pid": pid, "node": self.name, "now": now, "before": before}
+    def enrol(self, worker: int, pid: int, now: Slots, before: Slots = (), host: str = "") -> None:
+        """Writes the key of a worker: its pid, its host if that is not this one, its slots, and those before."""
+        value = {"pid": pid, "node": host or self.name, "now": now, "before": before}
         with self._in_or_out():
             self._kv.put(_key(worker), json.dumps(value).encode(), self._lease)
-        self._enrolled[worker] = (pid, now)
+        self._enrolled[worker] = (pid, now, host)
 
     def report(self, now_ns: int) -> None:
         """Writes changed slots and the age of each worker's last message, at most once a second."""
@@ -74,10 +74,10 @@ class Node:
             return
         self._reported_ns = now_ns
         sightings = self.state.sightings
-        for worker, (pid, before) in self._enrolled.items():
+        for worker, (pid, before, host) in self._enrolled.items():
             now = _slots_of(worker, self.state)
             if worker in self.state.members and now != before:
-                self.enrol(worker, pid, now, before)
+                self.enrol(worker, pid, now, before, host)
         ages = {worker: round((now_ns - seen.heard_ns) / 1e9, 3) for worker, seen in sightings.items()}
         with self._in_or_out():
             self._kv.put("heartbeats", json.dumps({"at_ns": now_ns, "ages": ages}).encode(), self._lease)

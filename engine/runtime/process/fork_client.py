@@ -29,6 +29,8 @@ from engine.runtime.ipc.link import Link
 from engine.runtime.process import descendants, subprocesses
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.prctl import adopting
+from engine.runtime.process.process_state import ProcessTimes, process_state, process_times
+from engine.runtime.process.sockets import LOOPBACK
 from engine.runtime.process.subprocesses import is_readable
 
 _START_S = 60.0  # for the first answer of a server, which first imports all modules
@@ -41,6 +43,8 @@ _MAX_STARTS = 3  # servers that are started for one child
 class Child:
     """A process that this launcher started; `pidfd` becomes readable when the process has ended."""
 
+    is_lost = False  # with its whole host: nothing has seen the end of the process
+
     def __init__(self, name: str, pid: int, pidfd: int):
         self.name = name
         self.pid = pid
@@ -52,6 +56,14 @@ class Child:
         """Sends a signal, if the process has not ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def state(self) -> str | None:
+        """Returns the state of its main thread as a letter, None if it has ended."""
+        return process_state(self.pid, self.pidfd)
+
+    def times(self) -> ProcessTimes | None:
+        """Returns its times, None if it has ended or nothing is known of them."""
+        return process_times(self.pid, self.pidfd)
 
     def wait(self, timeout_s: float = 0.0) -> int | None:
         """Returns the exit code, negative for a signal; None if the process does not end within `timeout_s`."""
@@ -69,7 +81,10 @@ class Child:
 
 
 class ForkServer:
-    """A running fork server, as a context."""
+    """A running fork server, as a context. `at` returns the one on the host of a worker, where a run has several."""
+
+    host = ""  # the name of its host, if a run has several
+    address = LOOPBACK  # where the transfers of its children listen
 
     def __init__(self) -> None:
         # One thread per numeric library until a worker sets its own count: a fork does not copy pool threads.
@@ -116,6 +131,10 @@ class ForkServer:
     def pid(self) -> int:
         """The pid of the present server; the next fork may replace the server."""
         return self._process.pid
+
+    def at(self, worker: int) -> ForkServer:
+        """Returns the server that forks a worker."""
+        return self
 
     def has_ended(self) -> bool:
         """Returns whether the server has ended; the next fork then starts another."""

@@ -6,17 +6,16 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.runtime.process.fork_client import Child
 from engine.runtime.process.subprocesses import is_readable
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
-def process_state(child: Child) -> str | None:
+def process_state(pid: int, pidfd: int) -> str | None:
     """Returns the state of the main thread of a child, or None if the child has ended."""
-    letter = _letter(child.pid)
+    letter = _letter(pid)
     # If the child has ended, its pid may belong to another process. Its pidfd tells, after the read.
-    return None if letter is None or is_readable(child.pidfd) else letter
+    return None if letter is None or is_readable(pidfd) else letter
 
 
 class ProcessTimes(NamedTuple):
@@ -27,16 +26,16 @@ class ProcessTimes(NamedTuple):
     process_ns: int
 
 
-def process_times(child: Child) -> ProcessTimes | None:
+def process_times(pid: int, pidfd: int) -> ProcessTimes | None:
     """Returns the times of a child, or None if it has ended or the kernel keeps no account of waiting."""
     try:
-        fields = _fields(child.pid)
-        ran_ns, waited_ns, _ = Path(f"/proc/{child.pid}/task/{child.pid}/schedstat").read_text().split()
+        fields = _fields(pid)
+        ran_ns, waited_ns, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
     except (OSError, ValueError):
         return None
     ticks = int(fields[11]) + int(fields[12])
     times = ProcessTimes(fields[0], int(ran_ns) + int(waited_ns), ticks * _TICK_NS)
-    return None if is_readable(child.pidfd) else times
+    return None if is_readable(pidfd) else times
 
 
 def core_wait_ns() -> int:

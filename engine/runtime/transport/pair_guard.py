@@ -58,6 +58,7 @@ class PairGuard:
     network: int | None = None
     key: bytes = b""
     tell: Callable[[int | None, str], None] = lambda peer, words: None
+    address: str = LOOPBACK  # where the group listens
 
     def form(self, store: Store, name: str, worker: int, workers: Sequence[int], timeout_s: float) -> Group:
         """Returns the group of `workers` whose `name` no other group of the run has, when all have joined.
@@ -67,7 +68,7 @@ class PairGuard:
         rank, size = list(workers).index(worker), len(workers)
         if not self.key:
             with contextlib.nullcontext() if self.network is None else inside(self.network):
-                return _connected(store, rank, size, timeout_s)
+                return _connected(store, rank, size, timeout_s, self.address)
         meeting = _Meeting(store, rank, size, timeout_s)
         meeting.exchange("here", b"")
         began_s = time.monotonic()
@@ -93,7 +94,7 @@ class PairGuard:
         """Returns the group of one attempt, and this member's doubts about it."""
         rank, every = meeting.rank, range(meeting.size)
         try:
-            group = _connected_soon(store, rank, meeting.size, timeout_s)
+            group = _connected_soon(store, rank, meeting.size, timeout_s, self.address)
         except RuntimeError as error:
             meeting.exchange(f"claim {name}", b"")
             return None, [(None, f"could not be connected: {error}")]
@@ -135,14 +136,14 @@ def _prove(group: Group, given: Mapping[int, bytes], wanted: Mapping[int, bytes]
     ]
 
 
-def _connected_soon(store: Store, rank: int, size: int, timeout_s: float) -> Group:
+def _connected_soon(store: Store, rank: int, size: int, timeout_s: float, address: str) -> Group:
     """Returns a group as `_connected` does; raises RuntimeError after some seconds, in which gloo would wait on."""
     before = descriptors_by_inode().keys()
     made: queue.SimpleQueue[Group | RuntimeError] = queue.SimpleQueue()
 
     def connect() -> None:
         try:
-            made.put(_connected(store, rank, size, timeout_s))
+            made.put(_connected(store, rank, size, timeout_s, address))
         except RuntimeError as error:
             made.put(error)
 
@@ -157,12 +158,12 @@ def _connected_soon(store: Store, rank: int, size: int, timeout_s: float) -> Gro
     return group
 
 
-def _connected(store: Store, rank: int, size: int, timeout_s: float) -> Group:
+def _connected(store: Store, rank: int, size: int, timeout_s: float, address: str) -> Group:
     """Returns a group when all its members have connected, to each other or to strangers."""
     before = descriptors_by_inode().keys()
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Not lazy: a connection that is made later would have no proof.
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = timedelta(seconds=timeout_s)
     gloo = ProcessGroupGloo(store, rank, size, options)
     return Group(gloo, descriptors_by_inode().keys() - before)

@@ -59,5 +59,5 @@ def gloo_backend(
     def tell(peer: int | None, words: str) -> None:
         control.send(UnprovenMessage(peer, words))
 
-    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell)
+    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell, welcome.address)
     return GlooBackend(LinkCuts(control), welcome.worker, partial(Rendezvous, control), guard, device)
