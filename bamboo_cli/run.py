@@ -106,7 +106,7 @@ def run(
             case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
             with holding(), _server(in_process, second, resolved.job) as server:
                 result = run_case(case, store, announcing(screen(tee=tee), keywords), server)
-                code = _print_result(result, resolved, as_json)
+                code = print_result(result, resolved, as_json)
         except UserError as error:
             raise _with_origins(error, resolved) from None
         raise typer.Exit(code)
@@ -147,7 +147,7 @@ def _print_explanation(resolved: Resolved, as_json: bool) -> None:
     print_table(("field", "value", "origin"), (False, False, False), shown, has_head=False)
 
 
-def _print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
+def print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
     """Prints the result of a run; returns the exit code."""
     summary = result.to_plain()
     code = int(summary["exit_code"])

@@ -49,6 +49,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.coordinator": _PLANS
     | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
     | {"engine.core.elastic", "engine.core.faults"},
+    "engine.core.hosts": _GROUND | {"engine.core.checkpoints", "engine.core.config"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
@@ -106,6 +107,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints", "engine.files.jobs"}
     | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
     | {"engine.core.elastic", "engine.runtime.faults", "engine.runtime.coordinator"},
+    "engine.runtime.hosts": _HOST
+    | {"engine.core.hosts", "engine.core.membership", "engine.core.store", "engine.runtime.agent"},
     "engine.bench": _HOST
     | _PLANS
     | _ARRAYS
@@ -129,6 +132,10 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.harness.cases": _GROUND
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}
     | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
+    "engine.harness.hosts": _HOST
+    | {"engine.core.config", "engine.core.coordinator", "engine.core.hosts", "engine.files.jobs", "engine.models"}
+    | {"engine.harness", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.hosts"}
+    | {"engine.runtime.store"},
     "engine.harness": _HOST
     | {"engine.runtime.requests"}
     | {"engine.harness.cases"}

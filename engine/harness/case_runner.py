@@ -95,7 +95,7 @@ def _run_in(
     restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)
     options |= {"origin": case.origin, "revive": restarts.revive}
     with claimed(place if job.checkpoints else "", run):
-        ending = drive(job, folder, run_id=run, **options)
+        ending = drive(job, folder, run_id=case.run_id or run, **options)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:

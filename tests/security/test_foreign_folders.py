@@ -164,12 +164,12 @@ def test_a_run_folder_that_becomes_a_link_gets_no_file(name: str, tmp_path: Path
 
 def test_the_log_of_a_worker_is_written_through_no_link(tmp_path: Path, precious: Path) -> None:
     """Before, the output of a worker went through a link of the name of its log."""
-    from engine.runtime.agent.worker_handles import _fork
+    from engine.runtime.agent.worker_handles import fork_linked
 
     log = tmp_path / "worker-0.log"
     log.symlink_to(precious)
     with pytest.raises(StorageError, match=r"worker-0\.log' is a link"):
-        _fork(NO_SERVER, "worker", "bamboo-0", log, [])
+        fork_linked(NO_SERVER, "worker", "bamboo-0", log, [])
     assert precious.read_text() == "precious"
 
 

@@ -33,7 +33,7 @@ class Case:
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
     file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby_coordinator`: a second coordinator
     waits. It begins after the checkpoint `origin`. The given weights must have the hash `init`, if it is not empty.
-    `notices` are asked for.
+    `notices` are asked for. `run_id` is the name of the run in the store, by default that of its folder.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Case:
     origin: Resumption | None = None
     init: str = ""
     notices: NoticeFrom | None = None
+    run_id: str = ""
 
 
 def folder_name(text: str, otherwise: str) -> str:

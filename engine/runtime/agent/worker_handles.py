@@ -83,11 +83,11 @@ def start_worker(
 ) -> WorkerHandle:
     """Forks the process of a worker, which gets its link before `fds`."""
     log, there = logs / f"worker-{worker}.log", server.at(worker)
-    child, link = _fork(there, role, f"bamboo-{worker}", log, fds)
+    child, link = fork_linked(there, role, f"bamboo-{worker}", log, fds)
     return WorkerHandle(worker, ownership.slots_of(worker), child, link, log, host=there.host)
 
 
-def _fork(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int]) -> tuple[Child, Link]:
+def fork_linked(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int]) -> tuple[Child, Link]:
     """Forks a process that writes to `log` and gets a link to this process before `fds`; returns it and the link."""
     log_fd = open_to_append(log)
     link, far = Link.pair(blocking=False)
@@ -121,7 +121,7 @@ def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
 
 def start_coordinator(server: ForkServer, logs: Path, name: str) -> tuple[Child, Link]:
     """Forks the process of a coordinator; its output goes to ``logs/NAME.log``."""
-    child, link = _fork(server, "coordinator", name, logs / f"{name}.log", [])
+    child, link = fork_linked(server, "coordinator", name, logs / f"{name}.log", [])
     link.socket.setblocking(True)
     return child, link
 

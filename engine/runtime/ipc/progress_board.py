@@ -59,6 +59,11 @@ class ProgressBoard:
         os.ftruncate(fd, num_lines * _LINE_BYTES)
         return cls(fd, num_lines)
 
+    @staticmethod
+    def lines_in(fd: int) -> int:
+        """Returns the number of lines of the board behind a descriptor."""
+        return os.fstat(fd).st_size // _LINE_BYTES
+
     def grow(self, num_lines: int) -> None:
         """Adds empty lines up to `num_lines`; a worker has mapped the lines that were there when it began."""
         if num_lines * _LINE_BYTES > len(self._memory):

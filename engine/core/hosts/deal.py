@@ -1,0 +1,16 @@
+"""Which host gets which worker: neighbours stand together, because neighbours send the most to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def deal(workers: Sequence[int], hosts: Sequence[str]) -> dict[int, str]:
+    """Returns the host of each worker: runs of neighbours, as equal as possible."""
+    return {worker: hosts[place * len(hosts) // len(workers)] for place, worker in enumerate(workers)}
+
+
+def host_for_one_more(dealt: Mapping[int, str], hosts: Sequence[str]) -> str:
+    """Returns the host for a worker that comes later: the first of those with the fewest workers."""
+    placed = [*dealt.values()]
+    return min(hosts, key=placed.count)

@@ -1,0 +1,165 @@
+"""The messages between the coordinator's host and another host of the run; and frames, in which they travel.
+
+    host                                  coordinator's host
+    HelloHost ------------------------->  knows the host, by name and incarnation
+    <----------------------- HailedHost   each sends again all that the other has not received
+    <------------------------- ForkHost   forks a worker; its process has a number of its own, as workers begin again
+    ForkedHost, or UnforkedHost ------->
+    <---------- WordsHost ------------->  a control message of a worker, or to one, which follows in the frame
+    <----------------------- SignalHost
+    EndedHost ------------------------->  after the last words of the worker
+    SignsHost ------------------------->  four times a second: signs of life, places and times of all workers
+    <------------------------- TickHost   four times a second
+    LeavesHost ------------------------>  the host ends, and has no worker any more
+    <----------------------- OutcomeHost  the run has ended
+
+Rules: a frame is a header, a line break, and the control message if the header is of one. All of it is JSON, which has
+no line break. A frame that is longer than `MOST_BYTES`, or of another form, ends the stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.core.errors import InvariantError
+from engine.core.message_codec import CUT, MAX_BYTES, Message, decode, encode, message
+
+MOST_BYTES = MAX_BYTES + 1_000  # of a frame: a control message and its header
+_BREAK = b"\n"
+
+
+class FromHost(Message):
+    """A message of a host to the coordinator's host."""
+
+    __slots__ = ()
+
+
+class ToHost(Message):
+    """A message of the coordinator's host to another one."""
+
+    __slots__ = ()
+
+
+@message
+class HelloHostMessage(FromHost):
+    """The first of a connection; `received` frames have come over the connections before."""
+
+    name: str
+    incarnation: str
+    received: int
+
+
+@message
+class HailedHostMessage(ToHost):
+    """The answer."""
+
+    received: int
+
+
+@message
+class ForkHostMessage(ToHost):
+    """Asks for the process of a worker, which has `num_lines` of its host's board."""
+
+    process: int
+    worker: int
+    num_lines: int
+
+
+@message
+class ForkedHostMessage(FromHost):
+    """The process of a worker was forked."""
+
+    process: int
+    pid: int
+
+
+@message
+class UnforkedHostMessage(FromHost):
+    """The host could not fork a worker."""
+
+    cut_note = CUT
+    process: int
+    error: str
+
+
+@message
+class WordsHostMessage(FromHost, ToHost):
+    """A control message of a process, or to one, follows in the frame."""
+
+    process: int
+
+
+@message
+class SignalHostMessage(ToHost):
+    """Sends a signal to a process, if it has not ended; with 0 its handle is closed, and it is killed."""
+
+    process: int
+    number: int
+
+
+@message
+class EndedHostMessage(FromHost):
+    """A process has ended; a negative `code` is the number of a signal."""
+
+    process: int
+    code: int
+
+
+@message
+class SignsHostMessage(FromHost):
+    """The signs of life of the processes of a host, each as plain values of `Sign`."""
+
+    received: int
+    signs: tuple[tuple[int, str, tuple[int, int, str], tuple[int, ...], tuple[str | int, ...]], ...]
+
+
+@message
+class TickHostMessage(ToHost):
+    """The coordinator's host lives, and has received so many frames."""
+
+    received: int
+
+
+@message
+class LeavesHostMessage(FromHost):
+    """The host leaves: all its workers have ended."""
+
+
+@message
+class OutcomeHostMessage(ToHost):
+    """The run has ended, with this exit code."""
+
+    cut_note = CUT
+    code: int
+    words: str
+
+
+class Sign(NamedTuple):
+    """A process as its host sees it. `place` is the fields of a `BoardPlace`, with an age in the place of a time."""
+
+    process: int
+    heartbeat: str  # the last one since the sign before, as it travels; empty for none
+    progress: tuple[int, int, str]
+    place: tuple[int, ...] = ()  # empty if there is none
+    times: tuple[str | int, ...] = ()  # empty if there are none
+
+
+def frame(header: Message, packet: bytes = b"") -> bytes:
+    """Returns a frame; raises InvariantError for one of bamboo's own that is too long."""
+    found = encode(header) + (_BREAK + packet if packet else b"")
+    if len(found) > MOST_BYTES:
+        raise InvariantError(f"a frame {type(header).__name__} of {len(found)} bytes is too long")
+    return found
+
+
+def read_frame(data: bytes) -> tuple[Message, bytes]:
+    """Returns the header of a frame and the packet behind it; raises InvariantError for another form."""
+    if len(data) > MOST_BYTES:
+        raise InvariantError(f"a frame has {len(data)} bytes, and at most {MOST_BYTES}")
+    header, found, packet = data.partition(_BREAK)
+    read = decode(header)
+    if not isinstance(read, FromHost | ToHost):
+        raise InvariantError(f"a frame begins with a message between hosts, not with {type(read).__name__}")
+    if bool(found) is not isinstance(read, WordsHostMessage):
+        raise InvariantError("a control message follows a header that says so, and no other")
+    return read, packet

@@ -1,0 +1,125 @@
+"""The options of an agent on one of several hosts, and the mistakes in them: all at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.checkpoints.keeping import keeps_any
+from engine.core.config.job import Job
+from engine.core.errors import Problem
+from engine.core.hosts.host_lease import LEAST_S, MOST_S, USUAL_S
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MOST_HOSTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """The options as they were given. `hosts` is a number, or the names; `address` is empty for the usual one."""
+
+    run_id: str
+    hosts: str
+    node: str
+    address: str
+    etcd: tuple[str, ...]  # the hosts of its endpoints; empty without a kept one
+    workers: int = 0  # on this host, at most; 0: an equal part
+    trusted: str = ""  # a network in which clear text is allowed
+    lease_s: int = USUAL_S
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the hosts, empty if only their number was given."""
+        return () if self.hosts.isdecimal() else tuple(each.strip() for each in self.hosts.split(","))
+
+    @property
+    def number(self) -> int:
+        """The number of hosts."""
+        return int(self.hosts) if self.hosts.isdecimal() else len(self.names)
+
+
+def problems_of(given: HostOptions, job: Job, is_own: Callable[[str], bool]) -> list[Problem]:
+    """Returns every mistake; `is_own` tells whether an address is one of this host."""
+    return [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own), *_of_job(given, job)]
+
+
+def _of_run(given: HostOptions) -> list[Problem]:
+    found = []
+    if not given.etcd:
+        hint = "the hosts of a run meet in a kept etcd, which outlives each of them"
+        found.append(Problem("--hosts", "--etcd beside it", "nothing", hint))
+    if not RUN_ID.fullmatch(given.run_id):
+        hint = "the same on every host, such as the number that a scheduler gives"
+        found.append(Problem("--run", "at most 100 letters, digits and . _ -", repr(given.run_id), hint))
+    if not LEAST_S <= given.lease_s <= MOST_S:
+        found.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(given.lease_s)))
+    return found
+
+
+def _of_hosts(given: HostOptions) -> list[Problem]:
+    found = []
+    names = given.names
+    if not names and not 1 <= given.number <= MOST_HOSTS:
+        found.append(Problem("--hosts", f"1 to {MOST_HOSTS}, or names with commas between", given.hosts))
+    if wrong := [each for each in names if not NAME.fullmatch(each)]:
+        found.append(Problem("--hosts", "names of letters, digits and . _ -", ", ".join(map(repr, wrong))))
+    if twice := sorted({each for each in names if names.count(each) > 1}):
+        found.append(Problem("--hosts", "each host once", ", ".join(twice)))
+    if not NAME.fullmatch(given.node):
+        found.append(Problem("--node", "at most 63 letters, digits and . _ -", repr(given.node)))
+    elif names and given.node not in names:
+        found.append(Problem("--node", "one of the names in --hosts", given.node, "its default is the host name"))
+    return found
+
+
+def _of_address(given: HostOptions, is_own: Callable[[str], bool]) -> list[Problem]:
+    try:
+        address = ipaddress.ip_address(given.address)
+    except ValueError:
+        return [Problem("--address", "an IP address of this host", repr(given.address))]
+    found = []
+    if not is_own(given.address):
+        found.append(Problem("--address", "an address of this host", given.address))
+    if address.is_loopback:
+        if any(not _is_loopback(each) for each in given.etcd):
+            hint = "loopback is for hosts that are processes of one machine, with their etcd"
+            found.append(Problem("--address", "an address that the other hosts reach", given.address, hint))
+        return found
+    try:
+        network = ipaddress.ip_network(given.trusted) if given.trusted else None
+    except ValueError:
+        return [*found, Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(given.trusted))]
+    if network is None or address not in network:
+        hint = "the tensors between hosts travel in clear text: name the network in which that is allowed"
+        what = "nothing" if network is None else given.trusted
+        found.append(Problem("--trusted-network", f"a network with {given.address}", what, hint))
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _of_job(given: HostOptions, job: Job) -> list[Problem]:
+    found = []
+    wanted = job.num_workers
+    room = given.workers * given.number
+    if given.workers < 0 or (given.workers and room < wanted):
+        hint = f"{given.number} hosts with {given.workers} workers each have room for {max(room, 0)}"
+        found.append(Problem("--workers", f"room for the {wanted} workers of the job", str(given.workers), hint))
+    if given.number > wanted:
+        found.append(Problem("--hosts", f"at most one host for each of the {wanted} workers", str(given.number)))
+    if job.backend == "nccl":
+        found.append(Problem("backend", "gloo on several hosts, as yet", job.backend))
+    if job.fsdp:
+        found.append(Problem("fsdp", "no shards on several hosts, as yet"))
+    if keeps_any(job.checkpoint_every) and not (job.checkpoints or _is_loopback(given.address)):
+        hint = "checkpoints=PLACE is a folder that all hosts share, or a URL; checkpoint_every=0 keeps none"
+        found.append(Problem("checkpoints", "a place that all hosts reach", "the folder of the run", hint))
+    return found

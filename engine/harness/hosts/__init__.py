@@ -1,0 +1,1 @@
+"""A run on several hosts: one agent on each."""

@@ -1,0 +1,123 @@
+"""The process of a worker on another host, as this host sees it: it looks like one of this host.
+
+    event loop --- link --- far end, pumped by a thread --- stream --- the agent of the other host --- link --- worker
+    event loop --- `pidfd`, an event that the word of the other host about the end sets
+
+Rule: the last words of a worker come before its end. If its host is lost, `is_lost` says that nothing saw the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+from engine.core.hosts.host_messages import Sign, SignalHostMessage, WordsHostMessage, frame
+from engine.core.membership.evidence import Loading
+from engine.core.message_codec import MAX_BYTES, encode
+from engine.core.process_messages import PingMessage
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.process.fork_client import Child
+from engine.runtime.process.process_state import ProcessTimes
+
+_PING = encode(PingMessage())  # the agent of its host asks for signs of life
+CLOSED = 0  # in the place of the number of a signal
+Send = Callable[[bytes], None]
+
+
+class AwayChild(Child):
+    """A worker of another host; `far` is a descriptor of the far end of its link, `board_fd` of this host's board."""
+
+    def __init__(self, name: str, number: int, worker: int, far: int, board_fd: int, send: Send):
+        self._ended_fd = os.eventfd(0)
+        super().__init__(name, 0, os.dup(self._ended_fd))
+        self.worker, self.number = worker, number
+        self._far = Link.from_fd(os.dup(far))
+        self._far.socket.setblocking(True)
+        self._board = ProgressBoard(os.dup(board_fd), worker + 1)
+        self._send = send
+        self._times: ProcessTimes | None = None
+        self._has_ended = threading.Event()
+        self._ending = threading.Lock()
+        threading.Thread(target=self._pump, name=f"to {name}", daemon=True).start()
+
+    def _pump(self) -> None:
+        """Passes on the orders to the worker, until its handle is closed or it has ended."""
+        header = WordsHostMessage(self.number)
+        with contextlib.suppress(OSError):
+            while data := self._far.socket.recv(MAX_BYTES):
+                if data != _PING:
+                    self._send(frame(header, data))
+
+    def hear(self, packet: bytes) -> None:
+        """Takes a message of the worker."""
+        with contextlib.suppress(OSError):  # its handle is closed
+            self._far.send_packet(packet)
+
+    def sees(self, sign: Sign) -> None:
+        """Takes a sign of life: the last heartbeat, the line of the board, the times of the process."""
+        with self._ending:
+            if self.is_closed or self._has_ended.is_set():
+                return
+            self._board.write(self.worker, *sign.progress)
+            if sign.place:
+                epoch, step, number, inside, age_ns, slowest_ns, loading = sign.place
+                self._board.place(self.worker, (epoch, step, number, bool(inside), now_ns() - age_ns, slowest_ns))
+                for each in Loading:
+                    self._board.load(self.worker, each, each is not Loading.NONE and each == loading)
+            if sign.times:
+                state, thread_ns, process_ns = sign.times
+                self._times = ProcessTimes(str(state), int(thread_ns), int(process_ns))
+        if sign.heartbeat:
+            self.hear(sign.heartbeat.encode())
+
+    def ended(self, code: int, *, is_lost: bool = False) -> None:
+        """Takes the end of the process."""
+        with self._ending:
+            if not self._has_ended.is_set():
+                self._code, self.is_lost = code, is_lost
+                self._has_ended.set()
+                os.eventfd_write(self._ended_fd, 1)
+                with contextlib.suppress(OSError):
+                    self._far.socket.shutdown(
+                        socket.SHUT_WR
+                    )  # no more words come; the thread that pumps ends with the handle
+
+    def state(self) -> str | None:
+        """Returns its state as its host saw it last."""
+        return None if self._has_ended.is_set() or self._times is None else self._times.state
+
+    def times(self) -> ProcessTimes | None:
+        """Returns its times as its host saw them last."""
+        return None if self._has_ended.is_set() else self._times
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal, if the process has not ended."""
+        if not self._has_ended.is_set():
+            self._send(frame(SignalHostMessage(self.number, int(number))))
+
+    def wait(self, timeout_s: float = 0.0) -> int | None:
+        """Returns the exit code, negative for a signal; None if no end is known within `timeout_s`."""
+        return self._code if self._has_ended.wait(timeout_s) else None
+
+    def close(self, patience_s: float = 2.0) -> None:
+        """Kills the process if it has not ended, and releases all that this host has of it."""
+        if self.is_closed:
+            return
+        self.signal(signal.SIGKILL)
+        self.wait(patience_s)
+        self._send(frame(SignalHostMessage(self.number, CLOSED)))
+        with self._ending:
+            self.is_closed = True
+            self._has_ended.set()
+            with contextlib.suppress(OSError):
+                self._far.socket.shutdown(socket.SHUT_RDWR)
+            self._far.close()
+            self._board.close()
+            os.close(self._ended_fd)
+            os.close(self.pidfd)

@@ -1,0 +1,134 @@
+"""The fork server of another host, as the agent of the coordinator's host uses it: it forks over the stream."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.core.errors import EnvironmentLacksError, ensure
+from engine.core.hosts.host_messages import (
+    EndedHostMessage,
+    ForkedHostMessage,
+    ForkHostMessage,
+    LeavesHostMessage,
+    OutcomeHostMessage,
+    Sign,
+    SignsHostMessage,
+    TickHostMessage,
+    UnforkedHostMessage,
+    WordsHostMessage,
+    frame,
+)
+from engine.core.hosts.registered_host import RegisteredHost
+from engine.core.message_codec import Message
+from engine.runtime.hosts.away_child import AwayChild
+from engine.runtime.hosts.wire import Peer
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.interrupts import breakable
+
+_FORK_S = 90.0  # for the first one the other host imports torch
+_WAIT_S = 1.0
+_KILLED = -9  # the code of a process whose end nothing saw
+
+
+class AwayServer(ForkServer):
+    """The processes of one other host."""
+
+    def __init__(self, known: RegisteredHost):
+        self.host, self.address = known.name, known.address
+        self.known = known
+        self.peer = Peer(known.incarnation, self._deliver)
+        self.while_waiting: Callable[[], None] = lambda: None
+        self._number = 0
+        self._away: dict[int, AwayChild] = {}
+        self._answers: queue.SimpleQueue[ForkedHostMessage | UnforkedHostMessage | None] = queue.SimpleQueue()
+        self._losing = threading.Lock()
+        self.has_left = False
+
+    def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
+        """Forks a worker on the other host; of `fds` it takes the link and the progress board, which come first.
+
+        Raises EnvironmentLacksError if the host is lost, or cannot fork.
+        """
+        ensure(role == "worker", f"another host runs workers, and no {role}")
+        self._number += 1
+        number, worker = self._number, int(name.rpartition("-")[2])
+        child = AwayChild(name, number, worker, fds[0], fds[3], self.peer.end.send)
+        with self._losing:
+            self._away[number] = child
+        self.peer.end.send(frame(ForkHostMessage(number, worker, ProgressBoard.lines_in(fds[3]))))
+        answer = self._answer()
+        if not isinstance(answer, ForkedHostMessage):
+            child.ended(_KILLED)
+            child.close()
+            why = "it is lost" if answer is None else answer.error
+            raise EnvironmentLacksError(f"no process can be started on host {self.host}: {why}")
+        child.pid = answer.pid
+        return child
+
+    def _answer(self) -> ForkedHostMessage | UnforkedHostMessage | None:
+        until_s = time.monotonic() + _FORK_S
+        while time.monotonic() < until_s and not self.peer.is_lost:
+            try:
+                with breakable():
+                    return self._answers.get(timeout=_WAIT_S)
+            except queue.Empty:
+                self.while_waiting()
+        return None
+
+    def _deliver(self, header: Message, packet: bytes) -> None:
+        """Takes a frame of the other host, in the thread of its stream."""
+        match header:
+            case SignsHostMessage(received=received, signs=signs):
+                self.peer.end.forget(received)
+                for each in map(Sign._make, signs):
+                    self._with(each.process, "sees", each)
+            case WordsHostMessage(process=process):
+                self._with(process, "hear", packet)
+            case EndedHostMessage(process=process, code=code):
+                self._with(process, "ended", code)
+            case ForkedHostMessage() | UnforkedHostMessage():
+                self._answers.put(header)
+            case LeavesHostMessage():
+                self.has_left = True
+
+    def _with(self, process: int, name: str, *given: Any) -> None:
+        child = self._away.get(process)
+        if child is not None:
+            getattr(child, name)(*given)
+
+    def tick(self) -> None:
+        """Tells the other host that this one lives."""
+        self.peer.end.send(frame(TickHostMessage(self.peer.end.received)))
+
+    def lose(self) -> None:
+        """Counts the host as lost, with all its processes; its words count for nothing from now on."""
+        with self._losing:
+            self.peer.is_lost = True
+            self.peer.end.connect()  # which ends the stream
+            children = [*self._away.values()]
+        for child in children:
+            child.ended(_KILLED, is_lost=True)
+        self._answers.put(None)
+
+    def tell(self, code: int, words: str) -> None:
+        """Tells the other host the outcome of the run."""
+        self.peer.end.send(frame(OutcomeHostMessage(code, words)))
+
+    @property
+    def pid(self) -> int:
+        """There is none on this host."""
+        return 0
+
+    def has_ended(self) -> bool:
+        """Returns whether the host is lost."""
+        return self.peer.is_lost
+
+    def close(self) -> None:
+        """Ends the processes that are not closed."""
+        for child in self._away.values():
+            child.close()

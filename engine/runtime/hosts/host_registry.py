@@ -1,0 +1,158 @@
+"""The hosts of a run in the store: each registers, one of them is elected, and the outcome stays for an hour.
+
+    hosts/NAME     a host, on its lease
+    elected        the host that coordinates, its address, the hosts of the run and the certificate, on its lease
+    outcome        the exit code of the run, and words; on a lease of an hour
+
+Rules: the run has the hosts that came first. A host that comes later is told who has the run. A name that another
+incarnation holds is refused. Who may read these keys may be a host of the run: the store is the root of trust.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.core.errors import (
+    CoordinatorUnavailableError,
+    EnvironmentLacksError,
+    InvariantError,
+    Problem,
+    UserError,
+)
+from engine.core.hosts.registered_host import RegisteredHost, differences, registered_host
+from engine.core.store.kv import KV, Lease, Put, Txn, absent
+from engine.runtime.hosts.run_certificate import RunCertificate
+from engine.runtime.process.interrupts import breakable
+
+_HOSTS, _ELECTED, _OUTCOME = "hosts/", "elected", "outcome"
+_OUTCOME_S = 3600
+_ELECTION_S = 10.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Elected:
+    """The host that coordinates a run: where it listens, the hosts of the run, and the certificate of the run."""
+
+    name: str
+    incarnation: str
+    place: str
+    hosts: tuple[str, ...]
+    certificate: tuple[str, str]
+
+    @property
+    def made(self) -> RunCertificate:
+        """The certificate."""
+        return RunCertificate(*self.certificate)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a run, as every host tells it."""
+
+    code: int
+    words: str
+
+
+class HostRegistry:
+    """The keys of the hosts of one run."""
+
+    def __init__(self, kv: KV, own: RegisteredHost, lease: Lease):
+        self.own = own
+        self._kv, self._lease = kv, lease
+
+    def register(self) -> None:
+        """Writes the key of this host; raises UserError for a name that is taken."""
+        key = _HOSTS + self.own.name
+        found = self._kv.transact(Txn((absent(key),), (Put(key, self.own.to_json().encode(), self._lease),)))
+        if not found.succeeded and found.found[0] is not None:
+            other = registered_host(found.found[0].value.decode())
+            if other.incarnation != self.own.incarnation:
+                hint = f"it is at {other.address}; give each host its own name with --node"
+                raise UserError([Problem("--node", "a name that no other host of the run has", self.own.name, hint)])
+
+    def hosts(self) -> list[RegisteredHost]:
+        """Returns the hosts that have registered, in the order in which they came."""
+        found = sorted(self._kv.read_prefix(_HOSTS).items, key=lambda each: each.create_revision)
+        return [registered_host(each.value.decode()) for each in found]
+
+    def gathered(self, wanted: Sequence[str], number: int, patience_s: float) -> list[RegisteredHost]:
+        """Waits for the hosts of a run, or until one of them was elected; returns those that came first.
+
+        `wanted` has their names, or is empty. Raises EnvironmentLacksError for hosts that are missing or do not agree,
+        CoordinatorUnavailableError for a run that another host has begun without this one.
+        """
+        until_s = time.monotonic() + patience_s
+        while True:
+            hosts = [each for each in self.hosts() if not wanted or each.name in wanted][:number]
+            begun = self.elected()
+            if begun is not None and self.own.name not in begun.hosts:
+                who = f"host {begun.name} at {begun.place} coordinates hosts {', '.join(begun.hosts)}"
+                raise CoordinatorUnavailableError(f"the run has begun without this host: {who}; choose another --run")
+            if len(hosts) == number:
+                if unequal := differences(hosts):
+                    raise EnvironmentLacksError("\n".join([*unequal, "all hosts of a run need the same values"]))
+                return hosts
+            if time.monotonic() >= until_s:
+                raise EnvironmentLacksError(_missing(hosts, wanted, number, patience_s))
+            _pause()
+
+    def elect(self, hosts: Sequence[RegisteredHost], place: str, made: RunCertificate) -> bool:
+        """Tries to make this host the one that coordinates; returns whether it is."""
+        names = tuple(each.name for each in hosts)
+        value = Elected(self.own.name, self.own.incarnation, place, names, (made.certificate, made.key))
+        text = json.dumps(asdict(value), sort_keys=True).encode()
+        return self._kv.transact(Txn((absent(_ELECTED),), (Put(_ELECTED, text, self._lease),))).succeeded
+
+    def elected(self) -> Elected | None:
+        """Returns the host that coordinates the run, None if there is none."""
+        found = self._kv.get(_ELECTED)
+        if found is None:
+            return None
+        plain: dict[str, Any] = json.loads(found.value)
+        try:
+            certificate, key = plain["certificate"]
+            return Elected(
+                plain["name"], plain["incarnation"], plain["place"], tuple(plain["hosts"]), (certificate, key)
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvariantError("the key 'elected' of this run is not of a host") from error
+
+    def tell(self, outcome: Outcome) -> None:
+        """Writes the outcome, which stays for an hour."""
+        self._kv.put(_OUTCOME, json.dumps(asdict(outcome)).encode(), self._kv.grant(_OUTCOME_S))
+
+    def outcome(self) -> Outcome | None:
+        """Returns the outcome of the run, None if it has none yet."""
+        found = self._kv.get(_OUTCOME)
+        return None if found is None else Outcome(**json.loads(found.value))
+
+    def waited_for_elected(self, patience_s: float = _ELECTION_S) -> Elected | None:
+        """Returns the host that was elected, None if there is none after a time."""
+        until_s = time.monotonic() + patience_s
+        while (found := self.elected()) is None and time.monotonic() < until_s:
+            _pause()
+        return found
+
+    def waited(self, look: Callable[[], Outcome | None], patience_s: float) -> Outcome | None:
+        """Returns the outcome as soon as there is one, None after a time."""
+        until_s = time.monotonic() + patience_s
+        while (found := look()) is None and time.monotonic() < until_s:
+            _pause()
+        return found
+
+
+def _missing(hosts: Sequence[RegisteredHost], wanted: Sequence[str], number: int, patience_s: float) -> str:
+    names = [each.name for each in hosts]
+    came = f"{len(names)} of {number} hosts came within {patience_s:g} s: {', '.join(names) or 'none'}"
+    absent_names = [each for each in wanted if each not in names]
+    return f"{came}; missing: {', '.join(absent_names)}" if absent_names else came
+
+
+def _pause() -> None:
+    with breakable():
+        time.sleep(_POLL_S)

@@ -1,0 +1,126 @@
+"""The fork servers of all hosts of a run, as one: the agent of the coordinator's host starts workers on each of them.
+
+A thread judges the other hosts: one whose stream has ended and is not back, or that is silent, is lost. Its lease is
+revoked first, so it knows that it is out as soon as it asks the store; then all its workers count as ended at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from engine.core.errors import CoordinatorUnavailableError
+from engine.core.hosts.deal import host_for_one_more
+from engine.core.hosts.host_loss import HostSight
+from engine.core.store.kv import KV, Lease
+from engine.runtime.hosts.away_server import AwayServer
+from engine.runtime.process import descendants
+from engine.runtime.process.fork_client import Child, ForkServer
+
+_LOOK_S = 0.05
+_TICK_S = 0.25
+_FIRST_NS = 60_000_000_000  # from the election until a host has to have connected
+
+
+class HostServers(ForkServer):
+    """The fork server of this host, and those of others by name; `dealt` has the host of each worker."""
+
+    def __init__(self, local: ForkServer, away: Sequence[AwayServer], dealt: Mapping[int, str], kv: KV):
+        self.host, self.address = local.host, local.address
+        self._local, self._away = local, {each.host: each for each in away}
+        self._dealt = dict(dealt)
+        self._kv = kv
+        self._is_over = threading.Event()
+        self.lost: list[tuple[str, str]] = []  # each lost host, and why
+        self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
+        self._thread.start()
+
+    def at(self, worker: int) -> ForkServer:
+        """Returns the fork server of the host of a worker; one that comes later goes where the fewest are."""
+        if worker not in self._dealt:
+            here = [self.host, *(name for name, each in self._away.items() if not each.peer.is_lost)]
+            self._dealt[worker] = host_for_one_more(self._dealt, here)
+        return self._away.get(self._dealt[worker], self._local)
+
+    def _watch(self) -> None:
+        began_ns = ticked_ns = time.monotonic_ns()
+        while not self._is_over.wait(_LOOK_S):
+            now_ns = time.monotonic_ns()
+            is_due = now_ns - ticked_ns >= _TICK_S * 1e9
+            ticked_ns = now_ns if is_due else ticked_ns
+            for each in self._away.values():
+                if is_due:
+                    each.tick()
+                if not each.peer.is_lost and (why := self._why_lost(each, began_ns, now_ns)):
+                    self._lose(each, why)
+
+    def _why_lost(self, away: AwayServer, began_ns: int, now_ns: int) -> str:
+        peer = away.peer
+        if not peer.has_come:
+            return "it did not connect" if now_ns - began_ns > _FIRST_NS else ""
+        if peer.end.is_full:
+            return "it does not read any more"
+        return HostSight(peer.heard_ns, peer.ended_ns, peer.is_waiting).why_lost(now_ns)
+
+    def _lose(self, away: AwayServer, why: str) -> None:
+        with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look
+            self._kv.revoke(Lease(away.known.lease_id, 1))
+            if not away.has_left:
+                self.lost.append((away.host, why))
+            away.lose()
+
+    def stop_watching(self) -> None:
+        """Judges no host any more: the run has ended."""
+        self._is_over.set()
+        self._thread.join()
+
+    def tell(self, code: int, words: str) -> None:
+        """Tells all hosts the outcome of the run."""
+        for each in self._away.values():
+            each.tell(code, words)
+
+    @property
+    def while_waiting(self) -> Callable[[], None]:
+        """Is called each second in which a server does not answer."""
+        return self._local.while_waiting
+
+    @while_waiting.setter
+    def while_waiting(self, call: Callable[[], None]) -> None:
+        for each in (self._local, *self._away.values()):
+            each.while_waiting = call
+
+    @property
+    def pid(self) -> int:
+        """The pid of the fork server of this host."""
+        return self._local.pid
+
+    def has_ended(self) -> bool:
+        """Returns whether the fork server of this host has ended."""
+        return self._local.has_ended()
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """As on one host."""
+        with self._local.forking():
+            yield
+
+    @contextlib.contextmanager
+    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
+        """As on one host; the agents of the others do the same there."""
+        with self._local.adopting(preload):
+            yield
+
+    def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
+        """As on one host."""
+        self._local.end_descendants(patience_s)
+
+    def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
+        """Forks a process on this host."""
+        return self._local.fork(role, name, log_fd, fds)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for each in (*self._away.values(), self._local):
+            each.close()

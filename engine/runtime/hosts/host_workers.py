@@ -1,0 +1,227 @@
+"""The workers of a host that does not coordinate: its agent forks, relays, signals and sees ends, and decides nothing.
+
+    coordinator's host   ForkHost, SignalHost, WordsHost --->  this process  ---> link of the worker
+                         <--- EndedHost, WordsHost, SignsHost                <--- link, pidfd, board, /proc
+
+Rules: the words of a worker come before its end. A thread asks all workers for signs of life and sends them, four times
+a second and in one message, so that no fork holds them up. SIGTERM to this process is a notice for all its workers; a
+second one kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import EnvironmentLacksError, required
+from engine.core.hosts.host_messages import (
+    EndedHostMessage,
+    ForkedHostMessage,
+    ForkHostMessage,
+    LeavesHostMessage,
+    OutcomeHostMessage,
+    Sign,
+    SignalHostMessage,
+    SignsHostMessage,
+    TickHostMessage,
+    UnforkedHostMessage,
+    WordsHostMessage,
+    frame,
+)
+from engine.core.message_codec import MAX_BYTES, Message, encode
+from engine.core.process_messages import PingMessage
+from engine.runtime.agent.worker_handles import fork_linked
+from engine.runtime.hosts.host_registry import Outcome
+from engine.runtime.hosts.stream_end import StreamEnd
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.interrupts import Interrupts
+
+_TICK_S = 0.25
+_LOOK_S = 1.0  # for the end of the run, while no word comes
+_PATIENCE_S = 0.05  # for the descendants of a worker
+_TOGETHER = 32  # signs in one message
+_HEARTBEAT = b'{"kind":"heartbeat"'
+_PING = encode(PingMessage())
+
+
+@dataclass(slots=True)
+class _Process:
+    number: int
+    worker: int
+    child: Child
+    link: Link
+    heartbeat: bytes = b""
+    has_ended: bool = field(default=False)
+
+
+class HostWorkers:
+    """The workers of this host. `end` is this host's end of the stream, whose frames come to `deliver`."""
+
+    def __init__(self, server: ForkServer, record_fds: Sequence[int], board: ProgressBoard, logs: Path):
+        self.end: StreamEnd | None = None
+        self.outcome: Outcome | None = None
+        self._server, self._record_fds, self._board, self._logs = server, record_fds, board, logs
+        self._orders: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._processes: dict[int, _Process] = {}
+        self._selector = selectors.DefaultSelector()
+        self._num_signals = 0
+        self._is_over = threading.Event()
+
+    def deliver(self, header: Message, packet: bytes) -> None:
+        """Takes a frame of the coordinator's host, in the thread of the stream."""
+        if isinstance(header, TickHostMessage):
+            self._end.forget(header.received)
+        else:
+            self._orders.put((header, packet))
+            os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def _end(self) -> StreamEnd:
+        return required(self.end, "a host hears of nothing before its stream is there")
+
+    def run(self, interrupts: Interrupts, is_over: Callable[[], bool]) -> None:
+        """Runs until the outcome has come, `is_over` says so, or all workers have left after a notice."""
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
+        self._selector.register(interrupts, selectors.EVENT_READ, partial(self._interrupted, interrupts))
+        threading.Thread(target=self._tell_signs, name="signs", daemon=True).start()
+        looked_s = time.monotonic()
+        while self.outcome is None:
+            for key, _ in self._selector.select(_TICK_S):
+                if self._selector.get_map().get(key.fd) is key:
+                    with contextlib.suppress(BlockingIOError):
+                        key.data()
+            if self._num_signals and all(each.has_ended for each in [*self._processes.values()]):
+                self._send(LeavesHostMessage())
+                return
+            if time.monotonic() - looked_s >= _LOOK_S:
+                looked_s = time.monotonic()
+                if is_over():
+                    return
+
+    @property
+    def has_left(self) -> bool:
+        """Whether all workers have left after a notice to this host."""
+        return self.outcome is None and self._num_signals > 0
+
+    def close(self) -> None:
+        """Ends all workers."""
+        self._is_over.set()
+        for each in [*self._processes]:
+            self._release(each)
+        self._selector.close()
+
+    def _send(self, header: Message, packet: bytes = b"") -> None:
+        self._end.send(frame(header, packet))
+
+    def _obey(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        while not self._orders.empty():
+            header, packet = self._orders.get()
+            match header:
+                case ForkHostMessage():
+                    self._fork(header)
+                case WordsHostMessage(process=number) if number in self._processes:
+                    self._processes[number].link.send_packet(packet)
+                case SignalHostMessage(process=number, number=0):
+                    self._release(number)
+                case SignalHostMessage(process=number, number=which) if number in self._processes:
+                    self._processes[number].child.signal(signal.Signals(which))
+                case OutcomeHostMessage(code=code, words=words):
+                    self.outcome = Outcome(code, words)
+
+    def _fork(self, order: ForkHostMessage) -> None:
+        self._board.grow(order.num_lines)
+        name = f"bamboo-{order.worker}"
+        log, fds = self._logs / f"worker-{order.worker}.log", (*self._record_fds, self._board.fd)
+        try:
+            with self._server.forking():
+                child, link = fork_linked(self._server, "worker", name, log, fds)
+        except EnvironmentLacksError as error:
+            self._send(UnforkedHostMessage(order.process, str(error)))
+            return
+        made = _Process(order.process, order.worker, child, link)
+        self._processes[order.process] = made
+        self._send(ForkedHostMessage(order.process, child.pid))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._ended, made))
+        self._selector.register(link, selectors.EVENT_READ, partial(self._spoken, made))
+
+    def _spoken(self, of: _Process) -> bool:
+        """Passes on one message of a worker; returns whether there was one."""
+        try:
+            data = of.link.socket.recv(MAX_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            if of.link in self._selector.get_map():
+                self._selector.unregister(of.link)
+        elif data.startswith(_HEARTBEAT):
+            of.heartbeat = data
+        else:
+            self._send(WordsHostMessage(of.number), data)
+        return bool(data)
+
+    def _ended(self, of: _Process) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._spoken(of):
+                pass
+        of.has_ended = True
+        code = required(of.child.wait(), "a process whose pidfd is readable has ended")
+        self._send(EndedHostMessage(of.number, code))
+        self._unwatch(of)
+        self._server.end_descendants(_PATIENCE_S)
+
+    def _unwatch(self, of: _Process) -> None:
+        for each in (of.link, of.child.pidfd):
+            if each in self._selector.get_map():
+                self._selector.unregister(each)
+
+    def _release(self, number: int) -> None:
+        of = self._processes.pop(number, None)
+        if of is not None:
+            self._unwatch(of)
+            of.has_ended = True
+            of.link.close()
+            of.child.close()
+
+    def _interrupted(self, interrupts: Interrupts) -> None:
+        interrupts.take()
+        self._num_signals += 1
+        number = signal.SIGTERM if self._num_signals == 1 else signal.SIGKILL
+        for each in self._processes.values():
+            if not each.has_ended:
+                each.child.signal(number)
+
+    def _tell_signs(self) -> None:
+        while not self._is_over.wait(_TICK_S):
+            living = [each for each in [*self._processes.values()] if not each.has_ended]
+            signs = [self._sign(each) for each in living]
+            for begin in range(0, max(1, len(signs)), _TOGETHER):
+                part = tuple(map(tuple, signs[begin : begin + _TOGETHER]))
+                self._send(SignsHostMessage(self._end.received, part))  # type: ignore[arg-type]
+            for each in living:
+                with contextlib.suppress(OSError):  # it was released meanwhile
+                    each.link.send_packet(_PING)
+
+    def _sign(self, of: _Process) -> Sign:
+        heartbeat, of.heartbeat = of.heartbeat.decode(), b""
+        at, place, times = self._board.read(of.worker), self._board.place_of(of.worker), of.child.times()
+        where: tuple[Any, ...] = ()
+        if place is not None:
+            aged = place._replace(since_ns=now_ns() - place.since_ns)
+            where = tuple(map(int, aged))
+        progress = (at.step, at.num_computed, at.action)
+        return Sign(of.number, heartbeat, progress, where, () if times is None else tuple(times))
