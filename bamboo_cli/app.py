@@ -27,7 +27,7 @@ from engine.core.texts import printable
 COMMANDS = {
     "run": "Train a model in a pipeline of worker processes.",
     "doctor": "Check this machine, one line per check with the fix",
-    "agent": "Add a worker to a running job, and follow it",
+    "agent": "Train on several hosts, with one agent on each; or add a worker to a running job",
     "status": "Show the owners of the stages of a run, its step, heartbeats and verdicts",
     "inject": "Run a scenario: its job, its faults, its fault-free twin; then check its expectations.",
     "validate": "Check scenarios, matrices and jobs: fields, possible moments, existing victims.",

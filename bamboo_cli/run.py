@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,19 +29,17 @@ from bamboo_cli.options.notices import NoticeCommand, NoticeEvery, NoticeUrl, as
 from bamboo_cli.options.python_caller import Keywords, announcing
 from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.evaluations import evaluation_words
+from bamboo_cli.terminal.run_result import print_result, with_origins
 from engine.core.checkpoints.resumption import begun_with
 from engine.core.checks.determinism import promises
-from engine.core.errors import BambooError, ExitCode, UserError
-from engine.core.scalar import finite
-from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
+from engine.core.errors import UserError
+from engine.files.jobs.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
     from engine.core.config.job import Job
     from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
     from engine.harness.cases.case import Case
-    from engine.harness.cases.case_result import CaseResult
     from engine.runtime.process.fork_client import ForkServer
 
 EPILOG = (
@@ -108,7 +103,7 @@ def run(
                 result = run_case(case, store, announcing(screen(tee=tee), keywords), server)
                 code = print_result(result, resolved, as_json)
         except UserError as error:
-            raise _with_origins(error, resolved) from None
+            raise with_origins(error, resolved) from None
         raise typer.Exit(code)
 
 
@@ -145,91 +140,3 @@ def _print_explanation(resolved: Resolved, as_json: bool) -> None:
 
     shown = [(field, repr(value), origin) for field, value, origin in rows]
     print_table(("field", "value", "origin"), (False, False, False), shown, has_head=False)
-
-
-def print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
-    """Prints the result of a run; returns the exit code."""
-    summary = result.to_plain()
-    code = int(summary["exit_code"])
-    try:
-        _print_ending(summary, result, resolved, as_json)
-        if as_json:
-            echo(json.dumps(finite(summary)))
-    except BrokenPipeError:
-        pass  # the reader of the output is gone; the run folder has all of it
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            echo(f"bamboo: output: {error.strerror or error}; all of it is in {result.folder}", err=True)
-        return code or ExitCode.STORAGE
-    return code
-
-
-def _with_origins(error: BambooError, resolved: Resolved) -> BambooError:
-    """Returns a user's error with the origins of the wrong values."""
-    if not isinstance(error, UserError):
-        return error
-    origins = {field: origin for field, origin in resolved.origins.items() if origin != "default"}
-    return UserError(replace(problem, source=origins.get(problem.field, "")) for problem in error.problems)
-
-
-def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
-    """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON.
-
-    The summary gets the command that goes on with the run, as `next`.
-    """
-    from bamboo_cli.terminal.live import untold
-    from engine.core.texts import not_kept_words
-    from engine.files.jobs.checkpoint_choice import resume_command
-
-    if result.error is not None:
-        for line in str(_with_origins(result.error, resolved)).splitlines():
-            echo(f"bamboo: {line}", err=True)
-    resume = "" if summary["outcome"] == "finished" else resume_command(Path(summary["run_dir"]), resolved.job)
-    if summary["exit_code"] in (ExitCode.STATE_LOST, ExitCode.STOPPED_RESUMABLE):
-        from engine.harness.state_lost import state_lost_lines
-
-        for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"], resume):
-            echo(f"  {line}", err=True)
-    if line := not_kept_words(summary["kept"], summary["not_kept"]):
-        echo(line, err=as_json)
-    for line in untold(result.recovery_lines(), err=as_json):
-        echo(line, err=as_json)
-    echo("; ".join(_summary_parts(summary, result, resolved)), err=as_json)
-    echo(summary["run_dir"], err=as_json)
-    summary["next"] = resume or None
-    if not as_json:
-        commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved)]
-        echo(f"next: {'  |  '.join(commands)}", err=True)
-
-
-def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:
-    """Returns the parts of the summary line."""
-    outcome = summary["outcome"]
-    parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
-    if summary["resumed_after"] is not None:
-        origin = resolved.origin
-        of = f" of run {origin.run} in {origin.place}" if origin and origin.step == summary["resumed_after"] else ""
-        parts.append(f"begun after step {summary['resumed_after']}{of}")
-    if summary["loss_last"] is not None:
-        parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
-        if outcome != "finished":
-            parts.append(f"last committed step {summary['steps'] - 1}")
-    parts += evaluation_words(summary["evaluations"])
-    if summary["missing"]:
-        parts.append(f"missing: {', '.join(summary['missing'])}")
-    if summary["trajectory"]:
-        parts.append(f"trajectory {summary['trajectory'][:12]}")
-    if result.is_interrupted and result.seen.twin is not None:
-        parts.append(f"not compared: {result.seen.twin}")
-    return parts
-
-
-def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:
-    """Returns the commands that a user may want after a run; a resumed one has a kill in no step of its own."""
-    job, commands = resolved.job, [f"bamboo report --open {shlex.quote(summary['run_dir'])}"]
-    is_usual = resolved.origin is None and not result.recoveries and summary["outcome"] == "finished"
-    if is_usual and job.retains and job.stages > 1 and job.steps > 1:
-        record = shlex.quote(f"{summary['run_dir']}/run.json")
-        secret = "".join(f"--set {name}=VALUE " for name in secret_arguments(job))
-        commands.append(f"bamboo run {record} {secret}--kill {job.steps // 2}:{job.slots // 2}")
-    return commands

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp
+from bamboo_cli.options.hosts import (
+    Address,
+    Hosts,
+    HostsWithin,
+    JobFile,
+    LeaseSeconds,
+    Node,
+    RunId,
+    Settings,
+    TrustedNetwork,
+    Workers,
+)
 from bamboo_cli.options.trust import TrustCode
 from bamboo_cli.terminal.echo import echo
+from bamboo_cli.terminal.run_result import print_result
 from engine.core.errors import Problem, UserError
 
 EPILOG = (
@@ -19,7 +32,6 @@ EPILOG = (
     "bamboo agent --join latest  |  bamboo agent --join 20260101-120000-gpt-1a2b --standby"
 )
 _RESULTS = Path("results")
-_PANEL = "Several hosts"
 
 _Join = Annotated[
     str,
@@ -30,80 +42,25 @@ _Join = Annotated[
         autocompletion=completion.runs,
     ),
 ]
-_JobFile = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="JOB.yaml",
-        help="Of a run on several hosts: its job file",
-        show_default=False,
-        autocompletion=completion.job_files,
-    ),
-]
-_Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Any field of the job, such as stages=4 or model_args.width=64; repeatable.",
-        rich_help_panel=_PANEL,
-    ),
-]
-_Hosts = Annotated[
-    str,
-    typer.Option(
-        "--hosts",
-        metavar="N|NAME,NAME",
-        help="The number of hosts of the run, or their names. The same line starts the agent of each.",
-        rich_help_panel=_PANEL,
-    ),
-]
 
 
 def agent(
-    job_file: _JobFile = None,
+    job_file: JobFile = None,
     join: _Join = "",
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait for a failure; else the worker joins at a step boundary soon.")
     ] = False,
     results: Annotated[Path, typer.Option("--results", help="Folder of the run folders.")] = _RESULTS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
-    hosts: _Hosts = "",
-    run_id: Annotated[
-        str, typer.Option("--run", metavar="ID", help="The run in the store.", rich_help_panel=_PANEL)
-    ] = "",
-    settings: _Set = None,
-    workers: Annotated[
-        int, typer.Option("--workers", help="Room for workers on each host; 0: any.", rich_help_panel=_PANEL)
-    ] = 0,
-    node: Annotated[
-        str,
-        typer.Option("--node", metavar="NAME", help="This host; by default its host name.", rich_help_panel=_PANEL),
-    ] = "",
-    address: Annotated[
-        str,
-        typer.Option(
-            "--address",
-            metavar="IP",
-            help="Of this host; by default the one from which it reaches etcd.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = "",
-    trusted: Annotated[
-        str,
-        typer.Option(
-            "--trusted-network",
-            metavar="CIDR",
-            help="Allow tensors in clear text between addresses of this network.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = "",
-    lease_s: Annotated[
-        int, typer.Option("--lease", metavar="SECONDS", help="Time to live of a host's lease.", rich_help_panel=_PANEL)
-    ] = 5,
-    patience_s: Annotated[
-        float,
-        typer.Option("--hosts-within", metavar="SECONDS", help="Wait for all hosts.", rich_help_panel=_PANEL),
-    ] = 300.0,
+    hosts: Hosts = "",
+    run_id: RunId = "",
+    settings: Settings = None,
+    workers: Workers = 0,
+    node: Node = "",
+    address: Address = "",
+    trusted: TrustedNetwork = "",
+    lease_s: LeaseSeconds = 5,
+    patience_s: HostsWithin = 300.0,
     trust_code: TrustCode = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
@@ -111,18 +68,24 @@ def agent(
     """Train on several hosts, with one agent on each; or add a worker to a running job, and follow it."""
     if hosts and join:
         raise UserError([Problem("--join", "--hosts or --join", "both")])
-    if hosts:
-        from bamboo_cli.hosts.host_agent import run_host
+    if not hosts:
+        _add_worker(join, results, is_standby=standby, as_json=as_json)
+    from bamboo_cli.hosts.host_agent import run_host
+    from engine.harness.case_runner import run_case
 
-        given = {"hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
-        given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
-        given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http}
-        place = None if results == _RESULTS else results
-        raise typer.Exit(run_host(job_file, settings or [], place, given, as_json=as_json))
-    _join(join, results, is_standby=standby, as_json=as_json)
+    given = {"hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
+    given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
+    given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http}
+    place = None if results == _RESULTS else results
+    ended, resolved = run_host(job_file, settings or [], place, given, run_case)
+    if ended.result is not None:
+        raise typer.Exit(print_result(ended.result, resolved, as_json))
+    told = {"run_dir": None, "outcome": ended.outcome.words, "exit_code": ended.outcome.code}
+    echo(json.dumps(told) if as_json else ended.outcome.words)
+    raise typer.Exit(ended.outcome.code)
 
 
-def _join(join: str, results: Path, *, is_standby: bool, as_json: bool) -> None:
+def _add_worker(join: str, results: Path, *, is_standby: bool, as_json: bool) -> NoReturn:
     """Adds a worker; Ctrl-C gives it its notice, and it hands over and leaves."""
     from engine.harness.join_run import Joined, run_to_join
     from engine.runtime.process.interrupts import holding

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bamboo_cli.options.etcd import etcd_settings
 from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
-from bamboo_cli.run import print_result
-from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
 from engine.core.hosts.host_options import HostOptions, problems_of
 
 if TYPE_CHECKING:
     from engine.files.jobs.resolved_job import Resolved
+    from engine.harness.hosts.host_run import HostRunEnd
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
 def run_host(
-    job_file: Path | None, settings: list[str], results: Path | None, given: dict[str, Any], *, as_json: bool
-) -> int:
-    """Runs the agent of this host to the end of the run; returns its exit code. Raises UserError with every mistake."""
+    job_file: Path | None,
+    settings: list[str],
+    results: Path | None,
+    given: dict[str, Any],
+    run: Callable[..., Any],
+) -> tuple[HostRunEnd, Resolved]:
+    """Runs the agent of this host to the end of the run; returns its end. Raises UserError with every mistake."""
     from bamboo_cli.terminal.live import screen
     from engine.harness.hosts.host_run import run_on_hosts
 
@@ -33,19 +37,12 @@ def run_host(
     resolved = resolve_options(values, program_only=False, is_plan=False)
     options = _options(given, etcd)
     problems += problems_of(options, resolved.job, is_own_address)
-    if problems:
+    if problems or etcd is None:  # which is a problem too
         raise UserError(problems)
-    if etcd is None:  # which is a problem
-        return 0
-    ended = run_on_hosts(_case(resolved, options), options, given["patience_s"], etcd, screen())
-    if ended.result is not None:
-        return print_result(ended.result, resolved, as_json)
-    outcome = ended.outcome
-    if as_json:
-        echo(json.dumps({"run_dir": None, "outcome": outcome.words, "exit_code": outcome.code, "node": options.node}))
-    else:
-        echo(f"host {options.node}: {outcome.words}")
-    return outcome.code
+    case, seen = _case(resolved, options), screen()
+    on = partial(run, case, etcd, seen)
+    ended = run_on_hosts(resolved.job, case.name, options, given["patience_s"], etcd, seen, on)
+    return ended, resolved
 
 
 def _etcd(given: dict[str, Any], problems: list[Problem]) -> EtcdSettings | None:

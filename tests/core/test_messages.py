@@ -17,6 +17,7 @@ import engine.core.checkpoints.part_messages
 import engine.core.coordinator.wire
 import engine.core.process_messages  # noqa: F401 - which registers its kinds, as those before
 from engine.core.errors import InvariantError
+from engine.core.hosts import host_messages  # noqa: F401 - defines kinds
 from engine.core.message_codec import Message, ToAgent, decode, encode, kinds, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage
 from engine.core.recovery.vote import SlotVote, VoteMessage

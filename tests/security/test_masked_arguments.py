@@ -18,7 +18,7 @@ import pytest
 from bamboo_cli.app import main
 from bamboo_cli.matrix import _print, _replay
 from bamboo_cli.pytest_plugin import _failure
-from bamboo_cli.run import _next_commands
+from bamboo_cli.terminal.run_result import _next_commands
 from engine.core.checks.cell_result import CellResult
 from engine.core.config.job import Job
 from engine.core.config.offered import ANYTHING

@@ -28,20 +28,20 @@ MOST_BYTES = MAX_BYTES + 1_000  # of a frame: a control message and its header
 _BREAK = b"\n"
 
 
-class FromHost(Message):
+class FromOtherHost(Message):
     """A message of a host to the coordinator's host."""
 
     __slots__ = ()
 
 
-class ToHost(Message):
+class ToOtherHost(Message):
     """A message of the coordinator's host to another one."""
 
     __slots__ = ()
 
 
 @message
-class HelloHostMessage(FromHost):
+class HelloHostMessage(FromOtherHost):
     """The first of a connection; `received` frames have come over the connections before."""
 
     name: str
@@ -50,14 +50,14 @@ class HelloHostMessage(FromHost):
 
 
 @message
-class HailedHostMessage(ToHost):
+class HailedHostMessage(ToOtherHost):
     """The answer."""
 
     received: int
 
 
 @message
-class ForkHostMessage(ToHost):
+class ForkHostMessage(ToOtherHost):
     """Asks for the process of a worker, which has `num_lines` of its host's board."""
 
     process: int
@@ -66,7 +66,7 @@ class ForkHostMessage(ToHost):
 
 
 @message
-class ForkedHostMessage(FromHost):
+class ForkedHostMessage(FromOtherHost):
     """The process of a worker was forked."""
 
     process: int
@@ -74,7 +74,7 @@ class ForkedHostMessage(FromHost):
 
 
 @message
-class UnforkedHostMessage(FromHost):
+class UnforkedHostMessage(FromOtherHost):
     """The host could not fork a worker."""
 
     cut_note = CUT
@@ -83,14 +83,14 @@ class UnforkedHostMessage(FromHost):
 
 
 @message
-class WordsHostMessage(FromHost, ToHost):
+class WordsHostMessage(FromOtherHost, ToOtherHost):
     """A control message of a process, or to one, follows in the frame."""
 
     process: int
 
 
 @message
-class SignalHostMessage(ToHost):
+class SignalHostMessage(ToOtherHost):
     """Sends a signal to a process, if it has not ended; with 0 its handle is closed, and it is killed."""
 
     process: int
@@ -98,7 +98,7 @@ class SignalHostMessage(ToHost):
 
 
 @message
-class EndedHostMessage(FromHost):
+class EndedHostMessage(FromOtherHost):
     """A process has ended; a negative `code` is the number of a signal."""
 
     process: int
@@ -106,27 +106,27 @@ class EndedHostMessage(FromHost):
 
 
 @message
-class SignsHostMessage(FromHost):
-    """The signs of life of the processes of a host, each as plain values of `Sign`."""
+class SignsHostMessage(FromOtherHost):
+    """The signs of life of the processes of a host, each as plain values of `WorkerSign`."""
 
     received: int
     signs: tuple[tuple[int, str, tuple[int, int, str], tuple[int, ...], tuple[str | int, ...]], ...]
 
 
 @message
-class TickHostMessage(ToHost):
+class TickHostMessage(ToOtherHost):
     """The coordinator's host lives, and has received so many frames."""
 
     received: int
 
 
 @message
-class LeavesHostMessage(FromHost):
+class LeavesHostMessage(FromOtherHost):
     """The host leaves: all its workers have ended."""
 
 
 @message
-class OutcomeHostMessage(ToHost):
+class OutcomeHostMessage(ToOtherHost):
     """The run has ended, with this exit code."""
 
     cut_note = CUT
@@ -134,7 +134,7 @@ class OutcomeHostMessage(ToHost):
     words: str
 
 
-class Sign(NamedTuple):
+class WorkerSign(NamedTuple):
     """A process as its host sees it. `place` is the fields of a `BoardPlace`, with an age in the place of a time."""
 
     process: int
@@ -158,7 +158,7 @@ def read_frame(data: bytes) -> tuple[Message, bytes]:
         raise InvariantError(f"a frame has {len(data)} bytes, and at most {MOST_BYTES}")
     header, found, packet = data.partition(_BREAK)
     read = decode(header)
-    if not isinstance(read, FromHost | ToHost):
+    if not isinstance(read, FromOtherHost | ToOtherHost):
         raise InvariantError(f"a frame begins with a message between hosts, not with {type(read).__name__}")
     if bool(found) is not isinstance(read, WordsHostMessage):
         raise InvariantError("a control message follows a header that says so, and no other")

@@ -1,6 +1,6 @@
 """A run on several hosts, as one of their agents: it registers, waits for the others, and coordinates or serves.
 
-    every host      registers in the store, waits for the others, compares what has to be equal
+    every host      registers in the store, waits for the others, compares all that has to be equal
     one of them     is elected: it runs the job as on one host, with the fork servers of all hosts
     the others      fork, relay, signal and see ends for it, until it tells the outcome
 
@@ -32,14 +32,11 @@ from engine.files.host_facts import host_facts, host_record
 from engine.files.jobs.data_files import data_files
 from engine.files.run_folder import create_run_folder
 from engine.files.twin_file import own_sources
-from engine.harness.case_runner import run_case
-from engine.harness.cases.case import Case, folder_name
-from engine.harness.cases.case_result import CaseResult
 from engine.harness.screen import Screen
 from engine.models.model_registry import unreadable_files
 from engine.runtime.agent.start_up import recording
 from engine.runtime.hosts.away_server import AwayServer
-from engine.runtime.hosts.host_registry import Elected, HostRegistry, Outcome
+from engine.runtime.hosts.host_registry import Elected, HostOutcome, HostRegistry
 from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.hosts.host_workers import HostWorkers
 from engine.runtime.hosts.kept_lease import KeptLease
@@ -54,6 +51,7 @@ _STREAM_GONE_NS = 1_000_000_000  # from then on the store is asked for the outco
 _OUTCOME_WAIT_S = 10.0  # for the outcome of a run whose coordinator has gone
 _MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 _LEASE_CALL_S, _REVOKE_S = 1.0, 2.0  # deadlines of calls: each kind has a client of its own
+RunOn = Callable[[ForkServer], Any]  # runs the job with the servers of all hosts; returns the result of its case
 _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between hosts
 
 
@@ -61,16 +59,20 @@ _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between host
 class HostRunEnd:
     """The end of a run on this host; `result` is there on the host that coordinated."""
 
-    outcome: Outcome
-    result: CaseResult | None = None
+    outcome: HostOutcome
+    result: Any = None
 
 
-def run_on_hosts(case: Case, given: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen) -> HostRunEnd:
-    """Runs the agent of this host to the end of the run; raises BambooError if the run could not be begun."""
+def run_on_hosts(
+    job: Job, name: str, given: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen, run: RunOn
+) -> HostRunEnd:
+    """Runs the agent of this host to the end of the run; where it coordinates, `run` makes it.
+
+    Raises BambooError if the run could not be begun.
+    """
     from engine.runtime.store.etcd_kv import EtcdKV
 
-    job = case.scenario.job
-    if problems := unreadable_files(job, begins=case.origin is None):
+    if problems := unreadable_files(job):
         raise UserError(problems)
     refuse_what_this_host_lacks(job)
     root = f"/bamboo/{given.run_id}/"
@@ -100,10 +102,10 @@ def run_on_hosts(case: Case, given: HostOptions, patience_s: float, etcd: EtcdSe
                 servers = HostServers(
                     server, away, deal(range(job.num_workers), [each.name for each in hosts]), watch_kv
                 )
-                return _coordinate(case, etcd, screen, servers, registry)
+                return _coordinate(run, screen, servers, registry)
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
-        return _serve(job, case.name, elected, registry, server, interrupts)
+        return _serve(job, name, elected, registry, server, interrupts)
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -143,19 +145,17 @@ def _forking(kept: KeptLease, own: RegisteredHost, job: Job) -> Iterator[ForkSer
         yield server
 
 
-def _coordinate(
-    case: Case, etcd: EtcdSettings, screen: Screen, servers: HostServers, registry: HostRegistry
-) -> HostRunEnd:
+def _coordinate(run: RunOn, screen: Screen, servers: HostServers, registry: HostRegistry) -> HostRunEnd:
     """Runs the job as on one host, with the workers of all hosts, and tells the outcome."""
     result, error = None, None
     try:
-        result = run_case(case, etcd, screen, servers)
+        result = run(servers)
         plain = result.to_plain()
-        outcome = Outcome(int(plain["exit_code"]), str(plain["outcome"]))
+        outcome = HostOutcome(int(plain["exit_code"]), str(plain["outcome"]))
     except BambooError as found:
-        error, outcome = found, Outcome(int(found.exit_code), f"failed: {found}")
+        error, outcome = found, HostOutcome(int(found.exit_code), f"failed: {found}")
     except BaseException:
-        registry.tell(Outcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"))
+        registry.tell(HostOutcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"))
         raise
     finally:
         servers.stop_watching()
@@ -174,8 +174,7 @@ def _serve(
     """Serves the host that coordinates with the workers of this host, until the outcome is known."""
     interrupts.limit_s = _MOST_TO_LEAVE_S
     own = registry.own
-    name = folder_name(f"{name}-{own.name}", "host")
-    folder = create_run_folder(Path(job.results), name, datetime.now(), secrets.token_hex(2))
+    folder = create_run_folder(Path(job.results), f"{name}-{own.name.lower()}", datetime.now(), secrets.token_hex(2))
     with contextlib.ExitStack() as stack:
         _, record_fds = recording(stack, folder.events, job, False, host_record(datetime.now()))
         board = ProgressBoard.create(job.num_workers)
@@ -188,7 +187,7 @@ def _serve(
         stack.callback(wire.close)
         workers.run(interrupts, _is_gone(wire, registry, elected))
     if workers.has_left:
-        return HostRunEnd(Outcome(ExitCode.OK, f"host {own.name} has left, and the run goes on"))
+        return HostRunEnd(HostOutcome(ExitCode.OK, f"host {own.name} has left, and the run goes on"))
     outcome = workers.outcome or registry.waited(registry.outcome, _OUTCOME_WAIT_S)
     if outcome is None:
         raise CoordinatorUnavailableError(

@@ -80,8 +80,7 @@ def run_session(
     """
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
-    hosts = {} if server is None else {each: server.at(each).host for each in ownership.workers()}
-    ownership, folder = shadowed(job, ownership, ownership.workers(), hosts), str(events.parent)
+    ownership, folder = _on_hosts(job, ownership, server), str(events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin))
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, host)
@@ -103,6 +102,12 @@ def run_session(
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             return _broken_off(recorder, job, error, started_at_ns)
+
+
+def _on_hosts(job: Job, ownership: Ownership, server: ForkServer | None) -> Ownership:
+    """Returns the ownership with shadows on other hosts, where the workers are on several."""
+    workers = ownership.workers()
+    return shadowed(job, ownership, workers, {each: server.at(each).host for each in workers} if server else None)
 
 
 @contextlib.contextmanager

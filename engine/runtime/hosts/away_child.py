@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from engine.core.hosts.host_messages import Sign, SignalHostMessage, WordsHostMessage, frame
+from engine.core.hosts.host_messages import SignalHostMessage, WordsHostMessage, WorkerSign, frame
 from engine.core.membership.evidence import Loading
 from engine.core.message_codec import MAX_BYTES, encode
 from engine.core.process_messages import PingMessage
@@ -59,7 +59,7 @@ class AwayChild(Child):
         with contextlib.suppress(OSError):  # its handle is closed
             self._far.send_packet(packet)
 
-    def sees(self, sign: Sign) -> None:
+    def sees(self, sign: WorkerSign) -> None:
         """Takes a sign of life: the last heartbeat, the line of the board, the times of the process."""
         with self._ending:
             if self.is_closed or self._has_ended.is_set():

@@ -15,17 +15,17 @@ from engine.core.hosts.host_messages import (
     ForkHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
-    Sign,
     SignsHostMessage,
     TickHostMessage,
     UnforkedHostMessage,
     WordsHostMessage,
+    WorkerSign,
     frame,
 )
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.core.message_codec import Message
 from engine.runtime.hosts.away_child import AwayChild
-from engine.runtime.hosts.wire import Peer
+from engine.runtime.hosts.wire import HostPeer
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import breakable
@@ -41,7 +41,7 @@ class AwayServer(ForkServer):
     def __init__(self, known: RegisteredHost):
         self.host, self.address = known.name, known.address
         self.known = known
-        self.peer = Peer(known.incarnation, self._deliver)
+        self.peer = HostPeer(known.incarnation, self._deliver)
         self.while_waiting: Callable[[], None] = lambda: None
         self._number = 0
         self._away: dict[int, AwayChild] = {}
@@ -85,7 +85,7 @@ class AwayServer(ForkServer):
         match header:
             case SignsHostMessage(received=received, signs=signs):
                 self.peer.end.forget(received)
-                for each in map(Sign._make, signs):
+                for each in map(WorkerSign._make, signs):
                     self._with(each.process, "sees", each)
             case WordsHostMessage(process=process):
                 self._with(process, "hear", packet)

@@ -51,7 +51,7 @@ class Elected:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HostOutcome:
     """The end of a run, as every host tells it."""
 
     code: int
@@ -122,14 +122,14 @@ class HostRegistry:
         except (KeyError, TypeError, ValueError) as error:
             raise InvariantError("the key 'elected' of this run is not of a host") from error
 
-    def tell(self, outcome: Outcome) -> None:
+    def tell(self, outcome: HostOutcome) -> None:
         """Writes the outcome, which stays for an hour."""
         self._kv.put(_OUTCOME, json.dumps(asdict(outcome)).encode(), self._kv.grant(_OUTCOME_S))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> HostOutcome | None:
         """Returns the outcome of the run, None if it has none yet."""
         found = self._kv.get(_OUTCOME)
-        return None if found is None else Outcome(**json.loads(found.value))
+        return None if found is None else HostOutcome(**json.loads(found.value))
 
     def waited_for_elected(self, patience_s: float = _ELECTION_S) -> Elected | None:
         """Returns the host that was elected, None if there is none after a time."""
@@ -138,7 +138,7 @@ class HostRegistry:
             _pause()
         return found
 
-    def waited(self, look: Callable[[], Outcome | None], patience_s: float) -> Outcome | None:
+    def waited(self, look: Callable[[], HostOutcome | None], patience_s: float) -> HostOutcome | None:
         """Returns the outcome as soon as there is one, None after a time."""
         until_s = time.monotonic() + patience_s
         while (found := look()) is None and time.monotonic() < until_s:

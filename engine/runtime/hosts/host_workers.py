@@ -30,18 +30,18 @@ from engine.core.hosts.host_messages import (
     ForkHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
-    Sign,
     SignalHostMessage,
     SignsHostMessage,
     TickHostMessage,
     UnforkedHostMessage,
     WordsHostMessage,
+    WorkerSign,
     frame,
 )
 from engine.core.message_codec import MAX_BYTES, Message, encode
 from engine.core.process_messages import PingMessage
 from engine.runtime.agent.worker_handles import fork_linked
-from engine.runtime.hosts.host_registry import Outcome
+from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.stream_end import StreamEnd
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -72,7 +72,7 @@ class HostWorkers:
 
     def __init__(self, server: ForkServer, record_fds: Sequence[int], board: ProgressBoard, logs: Path):
         self.end: StreamEnd | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: HostOutcome | None = None
         self._server, self._record_fds, self._board, self._logs = server, record_fds, board, logs
         self._orders: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -141,7 +141,7 @@ class HostWorkers:
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
                     self._processes[number].child.signal(signal.Signals(which))
                 case OutcomeHostMessage(code=code, words=words):
-                    self.outcome = Outcome(code, words)
+                    self.outcome = HostOutcome(code, words)
 
     def _fork(self, order: ForkHostMessage) -> None:
         self._board.grow(order.num_lines)
@@ -216,7 +216,7 @@ class HostWorkers:
                 with contextlib.suppress(OSError):  # it was released meanwhile
                     each.link.send_packet(_PING)
 
-    def _sign(self, of: _Process) -> Sign:
+    def _sign(self, of: _Process) -> WorkerSign:
         heartbeat, of.heartbeat = of.heartbeat.decode(), b""
         at, place, times = self._board.read(of.worker), self._board.place_of(of.worker), of.child.times()
         where: tuple[Any, ...] = ()
@@ -224,4 +224,4 @@ class HostWorkers:
             aged = place._replace(since_ns=now_ns() - place.since_ns)
             where = tuple(map(int, aged))
         progress = (at.step, at.num_computed, at.action)
-        return Sign(of.number, heartbeat, progress, where, () if times is None else tuple(times))
+        return WorkerSign(of.number, heartbeat, progress, where, () if times is None else tuple(times))

@@ -34,8 +34,11 @@ class KeptLease:
         self.lease: Lease = kv.grant(ttl_s)
         self._time = LeaseTime(ttl_s * 1_000_000_000, sent_ns)
         self._is_over = threading.Event()
-        for work in (self._renew, self._watch):
-            threading.Thread(target=work, name="lease", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name="lease", daemon=True) for work in (self._renew, self._watch)
+        ]
+        for each in self._threads:
+            each.start()
 
     def _renew(self) -> None:
         while not self._is_over.wait(_LOOK_S):
@@ -61,4 +64,6 @@ class KeptLease:
     def close(self) -> None:
         """Gives the lease back, and with it all its keys; raises CoordinatorUnavailableError."""
         self._is_over.set()
+        for each in self._threads:
+            each.join()
         self._kv.revoke(self.lease)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import EnvironmentLacksError
+from engine.files.atomic_write import write_atomically
 
 NAME = "bamboo"  # in the certificate
 _MOST_S = 20.0
@@ -58,7 +59,7 @@ def new_certificate() -> RunCertificate:
     with tempfile.TemporaryDirectory(dir=memory) as name:
         folder = Path(name)
         for file, text in (("settings", _SETTINGS), ("index", ""), ("serial", "01\n")):
-            (folder / file).write_text(text)
+            write_atomically(folder / file, text)
         for command in _COMMANDS:
             _run(command, folder)
         return RunCertificate((folder / "certificate").read_text(), (folder / "key").read_text())

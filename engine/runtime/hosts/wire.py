@@ -42,7 +42,7 @@ _GRACE_S = 0.5  # for the last frames
 Deliver = Callable[[Message, bytes], None]
 
 
-class Peer:
+class HostPeer:
     """Another host, as the wire sees it: its end of the stream, and who takes its frames."""
 
     def __init__(self, incarnation: str, deliver: Deliver):
@@ -79,7 +79,7 @@ class WireServer:
     """Listens on `address` for the streams of hosts, as a context; `port` is chosen by the kernel."""
 
     def __init__(self, address: str, made: RunCertificate):
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, HostPeer] = {}
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="hosts")
         self._server = grpc.server(self._pool, options=_OPTIONS)
         handler = grpc.stream_stream_rpc_method_handler(self._join)
@@ -94,7 +94,7 @@ class WireServer:
             raise EnvironmentLacksError(f"nothing can listen on {address}: {error}") from error
         self._server.start()
 
-    def admit(self, name: str, peer: Peer) -> None:
+    def admit(self, name: str, peer: HostPeer) -> None:
         """Takes the streams of a host from now on."""
         self._peers[name] = peer
 
@@ -107,7 +107,7 @@ class WireServer:
         peer.end.resume(connection, received)
         yield from peer.end.frames(connection)
 
-    def _greeted(self, requests: Iterator[bytes], context: Any) -> tuple[Peer, int]:
+    def _greeted(self, requests: Iterator[bytes], context: Any) -> tuple[HostPeer, int]:
         """Returns the host whose stream begins, and the number of frames that it has; ends the call of any other."""
         hello: Message | None = None
         with contextlib.suppress(InvariantError, StopIteration):
@@ -127,7 +127,7 @@ class WireServer:
         self._pool.shutdown(wait=False)
 
 
-def _read(peer: Peer, connection: int, requests: Iterator[bytes], context: Any) -> None:
+def _read(peer: HostPeer, connection: int, requests: Iterator[bytes], context: Any) -> None:
     """Delivers the frames of one connection until it ends."""
     try:
         for data in requests:
@@ -146,7 +146,7 @@ class WireClient:
     """The stream of this host to the coordinator's, in a thread; connects again while it is not closed."""
 
     def __init__(self, name: str, incarnation: str, place: str, made: RunCertificate, deliver: Deliver):
-        self.peer = Peer(incarnation, deliver)
+        self.peer = HostPeer(incarnation, deliver)
         self._name, self._place = name, place
         own = made.certificate.encode()
         self._credentials = grpc.ssl_channel_credentials(own, made.key.encode(), own)
