@@ -3,9 +3,11 @@
 Rules: `stall_ms` is how long training stood; it is at most `stall_most_ms`, which differs only where `stall_bound` says
 "at least". A fault has a stall without a recovery only if it stopped a worker that then went on. The phases, whose sum
 is the pause, come from `recovery_times`. The phase *heal* lasts from the first commit after the pause to the commit
-with which every slot has its shadows again. Bytes are counted by their senders: `plan_bytes` in the plan's program,
-`heal_bytes` to the new shadows. Throughput before and after is the median of up to ten steps. Times are milliseconds;
-the points in time, such as `begin_ms`, count from the beginning of training.
+with which every slot has its shadows again. The clocks of several hosts are known within bounds: `uncertain_ms` is
+how wrong a phase that spans hosts can be, and a phase that is shorter than its uncertainty is missing. Bytes are
+counted by their senders: `plan_bytes` in the plan's program, `heal_bytes` to the new shadows. Throughput before and
+after is the median of up to ten steps. Times are milliseconds; the points in time, such as `begin_ms`, count from the
+beginning of training.
 
 The exposure window is the time in which only its owner had a live replica of some slot. With shadows or several
 pipelines, a job is exposed from the first sign of a failure until the new shadows are complete, or until its end. One
@@ -35,7 +37,7 @@ from engine.report.workers import how_it_ended
 ALL_PHASES = (*PHASES, "merged", "heal")
 PHASE_COLUMNS = [f"{phase}_ms" for phase in ALL_PHASES]
 _TEXTS = ["outcome", "what", "verdict", "who", "slots", "step", "last_action"]
-_TIMES = ["stall_ms", "stall_most_ms", *PHASE_COLUMNS, "pause_ms"]
+_TIMES = ["stall_ms", "stall_most_ms", *PHASE_COLUMNS, "pause_ms", "uncertain_ms"]
 _COSTS = ["redone_actions", "samples_redone", "lost_steps", "plan_bytes", "heal_bytes"]
 _THROUGHPUT = ["samples_per_s_before", "samples_per_s_during", "samples_per_s_after"]
 _PLACES = ["begin_ms", "catch_up_ms", "resume_ms", "healed_ms"]
@@ -100,7 +102,7 @@ def _row(
     origin_ns: int,
     until_ns: int | None,
 ) -> dict[str, Any]:
-    times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.phases_ns.items()}
+    times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.told_ns.items()}
     catch_up_ns = max(recovery.points_ns.values()) if "replay" in recovery.points_ns else None
     healed_ns = _healed_ns(recovery, actions, steps, origin_ns, until_ns)
     times |= {
@@ -108,9 +110,9 @@ def _row(
         "catch_up_ms": _since(catch_up_ns, origin_ns),
         "resume_ms": _since(recovery.resume_ns, origin_ns),
         "healed_ms": _since(healed_ns, origin_ns),
-        "merged_ms": _since(recovery.merged_ns, 0),
         "heal_ms": _since(healed_ns, recovery.resume_ns),
         "pause_ms": _since(recovery.pause_ns, 0),
+        "uncertain_ms": _since(max(recovery.uncertain_ns.values(), default=None), 0),
         "stall_ms": _since(recovery.stall.least_ns, 0) if recovery.stall else None,
         "stall_most_ms": _since(recovery.stall.most_ns, 0) if recovery.stall else None,
     }

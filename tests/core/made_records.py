@@ -10,6 +10,7 @@ from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Position, excluded
 from engine.core.history.elastic_records import AddedRecord, PaceRecord, PolicyRecord
 from engine.core.history.process_records import (
+    ClockRecord,
     CoordinatorEndedRecord,
     CoordinatorRecord,
     CutShortRecord,
@@ -18,6 +19,7 @@ from engine.core.history.process_records import (
     FailedRecord,
     ForkServerEndedRecord,
     ForkServerRecord,
+    HeardRecord,
     HostRecord,
     InterruptRecord,
     KeysLeftRecord,
@@ -121,6 +123,8 @@ SAMPLES: tuple[Record, ...] = (
     StaysRecord(**AGENT, of=0, text="cannot leave"),
     ScenarioRecord(**AGENT, scenario="x.yaml", text="name: x\n", seed=3, settings=("steps=3",)),
     HostRecord(**AGENT, cpu="x", cores=2, python="3.11.7", torch="2.13.0", began="2026-11-22T14:40:15+00:00"),
+    ClockRecord(**AGENT, of="b", least_ns=-5, most_ns=7),
+    HeardRecord(**AGENT, of="b", line='{"event":"comparing","worker":-1,"pid":7,"at_ns":1}'),
     StartedRecord(**AGENT, of=0, child=8, slots=((0, 0), (0, 1))),
     WayOutRecord(**AGENT, of=0, way="inside", step=3, text="hands over inside step 3"),
     StoreRecord(**AGENT, endpoints=("http://127.0.0.1:1",), run_id="x", private=True),

@@ -418,3 +418,29 @@ def test_who_begins_in_the_middle_of_a_run_says_what_came_before() -> None:
     (found,) = [recovery for record in records_of(events) for recovery in log.read(record)]
     assert (found.pause_ns, found.heirs) == (50 * MS, (((0, 2), 2, 1),))
     assert found.stall is not None and found.stall.most_ns == 130 * MS
+
+
+# The beginning of a run in which worker 1 is on another host, whose clock is known so well.
+def on_hosts(within_ms: float) -> list[Any]:
+    host = {"cpu": "x", "cores": 1, "python": "", "torch": "", "began": ""}
+    nodes = ("a", "b", "a")
+    told = [agent("started", 1, of=of, child=9 + of, slots=[[0, of]], node=nodes[of]) for of in range(3)]
+    half_ns = round(within_ms * MS)
+    clocks = [agent("clock", at, of="b", least_ns=-half_ns, most_ns=half_ns) for at in (1, 200)]
+    return [BEGIN[0], agent("host", 0, node="a", run_id="r", **host), *told, *clocks, BEGIN[-1]]
+
+
+def test_no_phase_is_told_that_is_shorter_than_its_uncertainty() -> None:
+    events = [*COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
+    (one_host,) = recoveries([*BEGIN, *events])
+    assert one_host.uncertain_ns == {} and "uncertain_ms" not in one_host.as_dict()
+    assert one_host.told_ns == one_host.phases_ns | {"merged": one_host.merged_ns}
+    (found,) = recoveries([*on_hosts(3.5), *events])
+    # Worker 1, on host b, ends fence, inventory and replay: so both ends of the inventory are on b.
+    assert set(found.uncertain_ns) == {"fence", "regroup", "replay", "merged"}
+    assert all(3.5 * MS <= each < 3.6 * MS for each in found.uncertain_ns.values())
+    assert set(found.told_ns) == {*PHASES, "merged"} - {"regroup"}  # which took 3 ms, as the inventory did
+    assert set(found.as_dict()["phases_ms"]) == {*PHASES} - {"regroup"}
+    assert found.pause_ns == one_host.pause_ns
+    (sure,) = recoveries([*on_hosts(0.1), *events])
+    assert set(sure.told_ns) == {*PHASES, "merged"}

@@ -8,11 +8,12 @@ from itertools import zip_longest
 from math import inf
 
 from engine.core.action import COMPUTE_OPS, Action, parse_action
+from engine.core.checks.phase_bounds import host_times, uncertain_phases
 from engine.core.checks.recovery_times import Recovery
 from engine.core.checks.stall import USUAL, Stall, StepLengths, with_later_steps
 from engine.core.exclusion import Cause, Exclusion
 from engine.core.history.process_records import ExitRecord, FailedRecord, RestartRecord, ResumedRecord
-from engine.core.history.record import Record
+from engine.core.history.record import AGENT, Record
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import (
     ActionRecord,
@@ -60,7 +61,7 @@ class RecoveryLog:
     actions: dict[int, list[tuple[int, Action, int]]] = field(default_factory=dict)  # step -> worker, action, end
     epochs: list[EpochRecord] = field(default_factory=list)  # since the last commit
     signs: list[FailureSign] = field(default_factory=list)  # since the last commit
-    marks: list[tuple[int, str, int]] = field(default_factory=list)  # (epoch, phase, time)
+    marks: list[tuple[int, str, int, int]] = field(default_factory=list)  # (epoch, phase, time, worker)
     adopted: set[Slot] = field(default_factory=set)
     out_since: dict[int, int] = field(default_factory=dict)  # worker -> verdict; its later actions are ignored
     is_over: bool = False  # no step is left
@@ -93,12 +94,12 @@ class RecoveryLog:
                 self.ends = {worker: self.last_action(worker) for worker in self.out_since}
                 self.out_since = {}  # other processes have these numbers now
             case MarkRecord():
-                self.marks.append((record.epoch, record.phase, record.at_ns))
+                self.marks.append((record.epoch, record.phase, record.at_ns, record.worker))
                 self.adopted |= {*(record.adopted or ())}
             case GoRecord():
                 self.is_over = self.is_over or record.end  # the run was interrupted during a recovery
                 self.lengths.begin(record.at_ns)
-                self.marks.append((record.epoch, "plan", record.at_ns))
+                self.marks.append((record.epoch, "plan", record.at_ns, AGENT))
             case CommitRecord():
                 if self.epochs:
                     yield self.recovery(record)
@@ -153,6 +154,15 @@ class RecoveryLog:
             last.planned,
             commit is not None and (self.is_resumed or step <= self.committed),
             self.history.job.slot_noun,
+            uncertain_phases(points, begin_ns, commit, self._tellers(), host_times(self.history)),
+        )
+
+    def _tellers(self) -> dict[int, int]:
+        """Returns the worker that each time is of, where it is known."""
+        return (
+            {end_ns: worker for _, worker, _, end_ns in self._entries()}
+            | {at_ns: worker for *_, at_ns, worker in self.marks}
+            | {_at_ns(each): each.of for each in self.signs}
         )
 
     def _points_ns(self, begin_ns: int) -> dict[str, int]:
@@ -167,7 +177,7 @@ class RecoveryLog:
         points = {"agree": last.at_ns} | ({"detect": detect_ns} if begin_ns < detect_ns else {})
         for phase in ("fence", "regroup", "inventory", "plan"):
             # A worker's mark may stand before the agent's record of the same epoch.
-            at_ns = [at for epoch, name, at in self.marks if (epoch, name) == (last.epoch, phase)]
+            at_ns = [at for epoch, name, at, _ in self.marks if (epoch, name) == (last.epoch, phase)]
             if at_ns:
                 points[phase] = max(at_ns)
         return points

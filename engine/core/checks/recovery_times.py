@@ -8,13 +8,15 @@ Rules:
 - A further failure before that commit belongs to the same recovery. The phases are then those of its last epoch.
 - Phases overlap: regrouping, for instance, overlaps all phases until replay. Each phase counts only its time after the
   end of the phase before, so the phases add up to the pause. Pause plus *merged* is the time to the first commit.
+- Of several hosts the clocks are known within bounds. No phase is told that is shorter than its uncertainty
+  (`phase_bounds`).
 - The cost of a recovery is its stall, which comes from the commits alone: `stall` has the rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.checks.stall import Stall
@@ -53,6 +55,7 @@ class Recovery:
     planned: bool = False  # the last epoch was made at a step boundary, without a failure
     is_from_checkpoint: bool = False  # no worker held the state of a stage
     noun: str = "stage"  # for a slot of a pipeline
+    uncertain_ns: Mapping[str, int] = field(default_factory=dict)  # phase -> how wrong its time can be
 
     @property
     def phases_ns(self) -> dict[str, int]:
@@ -62,6 +65,12 @@ class Recovery:
             taken[phase] = max(0, self.points_ns[phase] - reached_ns)
             reached_ns = max(reached_ns, self.points_ns[phase])
         return {phase: taken[phase] for phase in PHASES if phase in taken}
+
+    @property
+    def told_ns(self) -> dict[str, int]:
+        """The phases that are told: those, and *merged*, that are not shorter than their uncertainty."""
+        taken = self.phases_ns | ({} if self.merged_ns is None else {"merged": self.merged_ns})
+        return {phase: time_ns for phase, time_ns in taken.items() if time_ns >= self.uncertain_ns.get(phase, 0)}
 
     @property
     def noticed_ns(self) -> int:
@@ -126,6 +135,7 @@ class Recovery:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the recovery as plain values, times in milliseconds."""
+        uncertain = self.uncertain_ns
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -135,9 +145,10 @@ class Recovery:
             "last_actions": {worker: at and f"{at[1]} of step {at[0]}" for worker, at in self.last_actions.items()},
             "heirs": [{"slot": list(slot), "from": old, "heir": new} for slot, old, new in self.heirs],
             "faults": list(self.faults),
-            "phases_ms": {phase: _ms(taken) for phase, taken in self.phases_ns.items()},
+            "phases_ms": {phase: _ms(taken) for phase, taken in self.told_ns.items() if phase != "merged"},
             "pause_ms": _ms(self.pause_ns),
-            "merged_ms": _ms(self.merged_ns),
+            "merged_ms": _ms(self.told_ns.get("merged")),
+            **({"uncertain_ms": {phase: _ms(each) for phase, each in uncertain.items()}} if uncertain else {}),
             "stall_ms": _ms(self.stall.least_ns if self.stall else None),
             "stall_bound": self.stall.bound if self.stall else "",
             "stall_most_ms": _ms(self.stall.most_ns if self.stall else None),

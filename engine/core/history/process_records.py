@@ -10,22 +10,45 @@ from engine.core.ownership import Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRecord(StampedRecord):
-    """The host that starts the run: its processor, usable cores and versions, and the local time in ISO 8601."""
+    """The host that starts the run: its processor, usable cores and versions, and the local time in ISO 8601.
+
+    Of several hosts each has such a record: `node` is its name, and `run_id` the name of the run in the store.
+    """
 
     cpu: str
     cores: int
     python: str
     torch: str
     began: str
+    node: str = ""
+    run_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockRecord(StampedRecord):
+    """At `at_ns` the clock of host `of`, less the clock of the recording host, is one of `least_ns` to `most_ns`."""
+
+    of: str
+    least_ns: int
+    most_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardRecord(StampedRecord):
+    """Host `of` has decided something, and the recording host has heard of it: `line` is the record of host `of`."""
+
+    of: str
+    line: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedRecord(StampedRecord):
-    """The process `child` of worker `of` has started, with the slots that it owns."""
+    """The process `child` of worker `of` has started, with the slots that it owns; of several hosts, on host `node`."""
 
     of: int
     child: int
     slots: tuple[Slot, ...]
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

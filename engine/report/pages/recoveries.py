@@ -66,6 +66,7 @@ def _pairs(row: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     for phase in ALL_PHASES:
         yield word(phase), _ms(row[f"{phase}_ms"])
     yield f"{word('pause')}, detect to replay", _ms(row["pause_ms"])
+    yield "phases that span hosts, more or less", _ms(row["uncertain_ms"])
     speeds = [row[f"samples_per_s_{when}"] for when in ("before", "during", "after")]
     known = ["-" if pd.isna(each) else f"{each:,.0f}" for each in speeds]
     yield "samples per second before, during and after", "" if pd.isna(speeds).all() else ", ".join(known)

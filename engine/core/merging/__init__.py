@@ -1,0 +1,1 @@
+"""What several hosts know of one run, put together: their clocks, and the order of their records."""
