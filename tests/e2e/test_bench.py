@@ -68,6 +68,7 @@ def test_pipeline_of_other_schedules(launch: Launch) -> None:
     assert [row["goal"] for row in rows] == [None, 1.0, None]
 
 
+@pytest.mark.soak
 def test_launch(launch: Launch) -> None:
     (row,) = rows_of(launch, "launch")
     assert (row["goal"], row["n"]) == (0.333333, 1)

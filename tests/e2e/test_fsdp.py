@@ -37,6 +37,16 @@ SMALL: dict[str, Any] = {
 }
 
 
+GPT: dict[str, Any] = {
+    **{"model": "gpt", "model_args": {"width": 32, "tied": True}, "pipelines": 2},
+    **{"stages": 4, "stages_per_worker": 2, "schedule": "zbv"},
+}
+RESNET: dict[str, Any] = {
+    **{"model": "resnet18", "model_args": {"width": 8}, "pipelines": 3, "microbatches": 2},
+    **{"stages": 1, "activation_checkpoint": 3, "optimizer": "sgd", "optimizer_args": {"momentum": 0.9}},
+}
+
+
 @pytest.fixture(name="runs", scope="module")
 def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
     """Returns a runner of jobs."""
@@ -45,17 +55,7 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {
-            **{"model": "gpt", "model_args": {"width": 32, "tied": True}, "pipelines": 2},
-            **{"stages": 4, "stages_per_worker": 2, "schedule": "zbv"},
-        },
-        {
-            **{"model": "resnet18", "model_args": {"width": 8}, "pipelines": 3, "microbatches": 2},
-            **{"stages": 1, "activation_checkpoint": 3, "optimizer": "sgd", "optimizer_args": {"momentum": 0.9}},
-        },
-    ],
-    ids=["gpt-zbv-x2", "resnet18-x3"],
+    [pytest.param(GPT, id="gpt-zbv-x2"), pytest.param(RESNET, id="resnet18-x3", marks=pytest.mark.soak)],
 )
 def test_shards_change_no_bit_and_are_resumed_as_whole_stages(
     runs: Runs, fields: dict[str, Any], tmp_path: Path

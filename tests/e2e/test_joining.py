@@ -28,10 +28,12 @@ MLP = (
     "--set",
     "validate_every=0",
 )
+# Long steps with little work: workers need seconds to start.
 TIMED = (
     "--set",
     "model=timed",
-    *(f"--set=model_args.{each}" for each in ("layers=12", "forward_ms=1", "backward_ms=1")),
+    *(f"--set=model_args.{each}" for each in ("layers=12", "forward_ms=4", "backward_ms=4")),
+    "--set=microbatches=2",
 )
 
 
