@@ -25,7 +25,7 @@ from engine.core.errors import (
     nearest,
     required,
 )
-from engine.core.history.elastic_records import AddedRecord
+from engine.core.history.elastic_records import AddedRecord, CrampedRecord
 from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
 from engine.core.history.record import Record
 from engine.core.history.request_records import RefusedRecord
@@ -209,6 +209,9 @@ class Joined:
                 yield self._said("waits", f"worker {worker} has code and data, and waits")
             case WaitingRecord(of=of, lost=lost) if of == worker:
                 yield self._said("lost", f"worker {worker} {lost}")
+            case CrampedRecord(of=of, why=why) if of == worker:
+                text = f"worker {worker} {why or 'has memory enough now, and may join'}"
+                yield self._said("cramped", text, waits=bool(why))
             case EpochRecord(members=members, owners=owners):
                 yield from self._of_epoch(members, owners)
             case HeirsRecord(owners=owners):

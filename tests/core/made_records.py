@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Position, excluded
-from engine.core.history.elastic_records import AddedRecord, PaceRecord, PolicyRecord
+from engine.core.history.elastic_records import AddedRecord, CrampedRecord, PaceRecord, PolicyRecord
 from engine.core.history.process_records import (
     ClockRecord,
     CoordinatorEndedRecord,
@@ -153,6 +153,7 @@ SAMPLES: tuple[Record, ...] = (
     RefusedRecord(**AGENT, request="request-1.json", reason="x"),
     PaceRecord(**AGENT, of=0, step=9, slowness=2.0, why="x"),
     PolicyRecord(**AGENT, step=9, why="x", owners=(0, 0)),
+    CrampedRecord(**AGENT, of=3, why="waits on: one block takes 2 MB, and it has 1 MB"),
     AddedRecord(**AGENT, request="join-1.json", of=3, joins=True),
     ComparingRecord(**AGENT),
     TwinRecord(**AGENT, losses=((0, 0.5), (1, 0.25))),

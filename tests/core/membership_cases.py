@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from engine.core.membership.effects import Effect
 from engine.core.membership.events import (
+    Cramped,
     Departure,
     Event,
     ExitSeen,
@@ -149,5 +150,6 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
         HandOver(40, worker),
         Departure(40, worker),
         Wanted(40, (1, *state.owners[1:]), "a test"),
+        Cramped(40, {7: "waits on"}),
     )
     return next(event for event in events if kind_of(event) is kind)

@@ -9,7 +9,7 @@ from engine.core.coordinator.inputs import CoordinatorInput, Place
 from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.wire import StepMessage, parts_of, read_step
 from engine.core.history.process_records import CutShortRecord
-from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted
+from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted
 from engine.core.membership.evidence import Loading, Sight
 from engine.core.message_codec import Message, decode, encode
 from engine.core.messages import FailedMessage
@@ -24,6 +24,7 @@ INPUTS: tuple[CoordinatorInput, ...] = (
     LeaseExpired(5, "host"),
     inputs.Passed(5, {0: Place(3, "0F1"), 3: Place(2, "")}),
     Notice(5, None, 7),
+    Cramped(5, {3: "waits on"}),
     inputs.Passed(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}),
     inputs.Stopping(5),
     Restarted(5),

@@ -96,17 +96,18 @@ def test_the_death_of_a_waiting_worker_is_no_epoch(launch: Launch) -> None:
     assert ends == {0: (0, True), 1: (0, True), 2: (0, True), 3: (-9, True), 4: (0, True)}
 
 
-def test_a_waiting_worker_without_memory_for_a_block_becomes_a_member_without_one(
+def test_a_waiting_worker_without_memory_for_a_block_waits_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer
 ) -> None:
-    """The host of the run has no memory left but that of the blocks: others own them, and the reason is told."""
+    """The host of the run has no memory left but that of the blocks: no verdict takes the worker in, and it is told."""
     monkeypatch.setattr(asking, "_free_bytes", lambda: 0)
-    ending, events = Runs(tmp_path, server).run(JOB, [fault("5:5:F:2", JOB, "kill")])
+    job = replace(JOB, model="timed", model_args=TIMED, data_args={"features": 16}, steps=12)
+    ending, events = Runs(tmp_path, server).run(job, [fault("8:5:F:2", job, "kill")])
     assert (ending.outcome, ending.error) == ("finished", None)
-    members, owners = (events_of(events, "epoch")[-1][name] for name in ("members", "owners"))
-    assert members == [0, 2, 3]
-    assert {*owners} == {0, 2}
-    assert any("worker 3 gets no block: one takes " in each["why"] for each in events_of(events, "policy"))
+    assert {worker for each in events_of(events, "epoch")[1:] for worker in each["members"]} == {0, 2}
+    (told,) = events_of(events, "cramped")
+    assert (told["of"], told["why"].startswith("waits on: one block takes ")) == (3, True)
+    assert f"worker 3 {told['why']}" in ending.view.run_state.notes
     assert exits_of(events) == {0: 0, 1: -9, 2: 0, 3: 0}
 
 

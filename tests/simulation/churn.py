@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from engine.core.ownership import Redundancy
-from tests.simulation.case import HEALS_IN_TIME_US, MOVE, SHORT, Case, Fault
+from tests.simulation.case import CRAMP, HEALS_IN_TIME_US, MOVE, SHORT, Case, Fault
 
 _MOST_REACHED = 120  # moments of a coordinator: few histories have more
 _GRACE_US = 60_000_000
@@ -40,6 +40,8 @@ STRIKES = (
     Strike(1, "suspect", ("moment", "replayed"), length=5),
     Strike(1, "late", ("moment",), length=HEALS_IN_TIME_US),
     Strike(2, MOVE, ("moment", *_BOUNDARY), length=1000),
+    Strike(2, CRAMP, ("moment", *_BOUNDARY), length=1000),
+    Strike(1, CRAMP, ("welcome", "waiting"), waiting=True, length=1000),
     Strike(2, "kill", ("welcome", "waiting"), waiting=True),
     Strike(4, "kill", (*_VERDICT, "HEAL", "HEAL", "stepped", "COMMIT"), waiting=True),
     Strike(1, "zombie", ("waiting", "inventory", "HEAL"), waiting=True, length=60_000),

@@ -39,6 +39,7 @@ _STARTS = 4  # of a job whose workers die before the first step
 _OF_THE_CLOCK = frozenset({"zombie", "pause", "suspect"})
 
 
+WAITS_ON = "worker without memory waits on in an epoch"
 INSIDE = "slot is handed over inside a step"
 MOVED = "slot moves to its wanted owner"
 DARK = "end of a dark edge is given up"
@@ -237,7 +238,7 @@ class Judge:
             raise Violation(f"the clock had to rule: {new.reason}")
 
     def _check_waiting(self, old: State, new: State) -> None:
-        """Checks that a number has one life, and that each verdict takes in all that wait."""
+        """Checks that a number has one life, and that each verdict takes in all that wait and have memory."""
         if new.phase is Phase.RESTARTING:  # all numbers get other processes
             self.ready, self.ended = set(), set()
             return
@@ -247,8 +248,13 @@ class Judge:
         self.ready.update(new.waiting)
         if {*new.members} - {*old.members, *old.waiting}:
             raise Violation(f"{new.members} became members, and {old.waiting} waited")
-        if new.epoch > old.epoch > 0 and new.phase is Phase.FAILING_OVER and new.waiting and not old.is_over:
-            raise Violation(f"{new.waiting} wait on in epoch {new.epoch}")
+        if without := {*new.members} & {*old.waiting} & {*old.cramped}:
+            raise Violation(f"{without} became members without memory for a slot")
+        able = [worker for worker in new.waiting if worker not in old.cramped]
+        if new.epoch > old.epoch > 0 and new.phase is Phase.FAILING_OVER and able and not old.is_over:
+            raise Violation(f"{able} wait on in epoch {new.epoch}")
+        if any(worker in old.cramped for worker in new.waiting) and new.epoch > old.epoch > 0:
+            self.world.turns.add(WAITS_ON)
         if new.phase is Phase.FORMING and new.nodes.keys() >= {*new.members}:
             raise Violation("every member has joined, and training does not begin")
 

@@ -22,7 +22,7 @@ from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.state import begin
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.wishes import wish
-from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
+from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
 from engine.core.membership.state import Options, Phase, State
 from engine.core.membership.state import begin as first_membership
 from engine.core.message_codec import ToAgent, ToWorker
@@ -30,7 +30,7 @@ from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shado
 from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.core.schedules.registry import SCHEDULES
-from tests.simulation.case import LINK_KINDS, MOVE, SHORT, SHORT_US, Case, Fault, Violation
+from tests.simulation.case import CRAMP, LINK_KINDS, MOVE, SHORT, SHORT_US, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.coordinator import Coordinator, job_of, taken_over
 from tests.simulation.executor import Executor
@@ -419,6 +419,14 @@ class World:
         elif fault.kind == MOVE:
             self.wished = self.wanted(fault.length)
             self.coordinator.take(Wanted, self.wished, "a test")
+        elif fault.kind == CRAMP:
+            self.coordinator.take(Cramped, self.cramped(fault.length))
+
+    def cramped(self, number: int) -> dict[int, str]:
+        """Returns the workers with too little memory of a number, also those that are members; none of some numbers."""
+        rng = Random(number)  # noqa: S311
+        numbers = self.numbers[len(self.members) :]
+        return {each: "waits on" for each in numbers if rng.random() < 0.7} if number % 3 else {}
 
     def wanted(self, number: int) -> tuple[int, ...]:
         """Returns the wanted owners of a number: any workers, dead ones too; of some numbers, those of the start."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise, takewhile
 from statistics import median
 
-from engine.core.history.elastic_records import PaceRecord, PolicyRecord
+from engine.core.history.elastic_records import CrampedRecord, PaceRecord, PolicyRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, MovedRecord
 from engine.core.ownership import Slot, by_slot
@@ -25,11 +25,13 @@ def moves_in_words(history: RunHistory) -> Iterator[str]:
     """Yields the sentences in the order of time."""
     known = {each.epoch: each for each in history.epochs}  # with the heirs that became known later
     before: EpochRecord | None = None
-    for _, each in history.in_epochs(PaceRecord, PolicyRecord, EpochRecord):
+    for _, each in history.in_epochs(PaceRecord, PolicyRecord, CrampedRecord, EpochRecord):
         if isinstance(each, PaceRecord):
             yield f"After step {each.step} {each.why}."
         elif isinstance(each, PolicyRecord) and each.owners:
             yield f"After step {each.step} the policy wanted other owners: {each.why}."
+        elif isinstance(each, CrampedRecord):
+            yield f"Worker {each.of} {each.why or f'has memory for a {history.job.slot_noun}, and may join'}."
         elif isinstance(each, EpochRecord):
             after = known.get(each.epoch, each)
             if before is not None and after.planned and after.owners != before.owners:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from engine.core.membership.events import Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
+from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
 from engine.core.membership.evidence import Sight
 
 
@@ -54,5 +54,5 @@ class Resumed(NamedTuple):
 
 
 CoordinatorInput = (
-    Heard[Any] | Ended | Passed | Stopping | Notice | Wanted | LeaseExpired | TakenOver | Restarted | Resumed
+    Heard[Any] | Ended | Passed | Stopping | Notice | Wanted | Cramped | LeaseExpired | TakenOver | Restarted | Resumed
 )

@@ -33,6 +33,7 @@ from engine.core.history.run_records import NoticeRecord, StaysRecord
 from engine.core.membership import protocol
 from engine.core.membership.events import (
     Answer,
+    Cramped,
     ExitSeen,
     Heard,
     LeaseExpired,
@@ -148,6 +149,7 @@ _TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]]
     Stopping: _stops,
     Notice: _is_noticed,
     Wanted: decide,
+    Cramped: decide,
     LeaseExpired: decide,
     TakenOver: _takes_over,
     Restarted: _is_restarted,

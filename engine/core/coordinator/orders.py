@@ -30,6 +30,7 @@ from engine.core.coordinator.preparation import looked
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import ensure, required
 from engine.core.exclusion import Cause, Verdict, in_words
+from engine.core.history.elastic_records import CrampedRecord
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership import effects
@@ -84,11 +85,20 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
 
 
 def _waiting(state: CoordinatorState, new: State) -> Iterable[CoordinatorOutput]:
-    """Yields the records on workers that now wait or were lost while they waited; lines, if training goes on."""
+    """Yields the records on workers that now wait or were lost while they waited; lines, if training goes on.
+
+    One that must wait for memory is told, and that it may join again.
+    """
     old, ends = state.membership, new.last_step < state.job.steps - 1
     for worker in new.waiting if new.waiting is not old.waiting else ():
         if worker not in old.waiting:
             yield Write(WaitingRecord(of=worker, lost=""))
+    for worker in new.waiting if new.cramped or old.cramped else ():
+        was = old.cramped.get(worker) if worker in old.waiting else None
+        why = new.cramped.get(worker)
+        if (why is None) is not (was is None):
+            yield Write(CrampedRecord(of=worker, why=why or ""))
+            yield Note(f"worker {worker} {why or f'has memory for a {state.job.slot_noun} now, and may join'}")
     for out in new.lost.values() if new.lost is not old.lost else ():
         if out.worker not in old.lost:
             yield Write(WaitingRecord(of=out.worker, lost=out.why))

@@ -96,6 +96,8 @@ def read_step(first: StepMessage, rest: Iterator[Message]) -> Any:
             values = [tuple(workers)]
         case "Wanted", [now_ns, owners, why]:
             values = [now_ns, tuple(owners), why]
+        case "Cramped", [now_ns, workers]:
+            values = [now_ns, {int(worker): why for worker, why in workers.items()}]
         case "Resumed", [*known, owners, shadows]:
             values = [*known, tuple(owners), tuple(map(tuple, shadows))]
     if first.name in _BEHIND:

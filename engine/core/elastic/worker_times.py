@@ -69,6 +69,12 @@ def are_settled(times: WorkerTimes, num_stages: int) -> bool:
     return all(len(times.stages.get(stage, ())) == _LAST_STEPS for stage in range(num_stages))
 
 
+def owned_sizes(times: WorkerTimes, job: Job) -> tuple[int, ...]:
+    """Returns the bytes that an owner of each stage holds for a slot; empty as long as those of one are unknown."""
+    stages = range(job.slots)
+    return tuple(owned_bytes(job, times.sizes[stage]) for stage in stages) if times.sizes.keys() >= {*stages} else ()
+
+
 def facts(
     times: WorkerTimes,
     job: Job,
@@ -84,9 +90,7 @@ def facts(
     grid, known = job.grid, range(job.grid.stages)
     seconds = [found for stage in known if (found := usual(times, stage)) is not None]
     forward, backward = zip(*seconds, strict=True) if len(seconds) == grid.stages else ((), ())
-    sizes = [times.sizes[stage] for stage in known if stage in times.sizes]
-    are_known = len(sizes) == grid.stages
-    owned = tuple(owned_bytes(job, each) for each in sizes) if are_known else ()
+    owned = owned_sizes(times, job)
     memory: dict[int, int] = {}
     if owned and free_bytes is not None:
         share = free_bytes // len(members)
@@ -95,7 +99,7 @@ def facts(
         forward_s=tuple(each / grid.microbatches for each in forward),
         backward_s=tuple(each / grid.microbatches for each in backward),
         speed=speeds(members_only(times.paces, members)),
-        replica_bytes=tuple(map(replica_bytes, sizes)) if are_known else (),
+        replica_bytes=tuple(replica_bytes(times.sizes[stage]) for stage in known) if owned else (),
         owned_bytes=owned,
         memory=memory,
         host_of=hosts,

@@ -32,6 +32,17 @@ class PolicyRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CrampedRecord(StampedRecord):
+    """Waiting worker `of` has too little memory for a slot and waits on; `why` follows "worker N".
+
+    Without `why` it has enough again.
+    """
+
+    of: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddedRecord(StampedRecord):
     """The launcher has taken a `request`, a file in the run folder, and starts worker `of`, which will wait.
 

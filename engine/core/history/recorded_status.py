@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from engine.core.history.elastic_records import PaceRecord, PolicyRecord
+from engine.core.history.elastic_records import CrampedRecord, PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps
 from engine.core.history.process_records import FailedRecord, StartedRecord, WaitingRecord, WayOutRecord
 from engine.core.history.run_history import RunHistory
@@ -57,13 +57,21 @@ def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
 
 
 def _policy(history: RunHistory) -> Iterator[str]:
-    """Yields the last answer of the policy, whether its move is still to come, and the slow workers."""
+    """Yields the last answer of the policy, whether its move is still to come, and the slow and cramped workers."""
     if answers := history.of(PolicyRecord):
         last = answers[-1]
         has_come = last.owners == tuple(history.epochs[-1].owners) if history.epochs else False
         how = "" if not last.owners else " (the move is done)" if has_come else " (the move is to come)"
         yield f"policy, {last.asked}: {last.why}{how}"
     yield from (f"since step {each.step}: {each.why}" for each in slow_workers(history).values())
+    yield from (f"worker {each.of} {each.why}" for each in _cramped(history))
+
+
+def _cramped(history: RunHistory) -> list[CrampedRecord]:
+    """Returns the last record of each worker that waits for memory."""
+    ends = worker_ends(history)
+    last = {each.of: each for each in since_start(history, CrampedRecord)}
+    return [each for worker, each in sorted(last.items()) if each.why and worker not in ends]
 
 
 def _phase(history: RunHistory) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 from engine.core.exclusion import Cause
+from engine.core.history.elastic_records import CrampedRecord
 from engine.core.history.process_records import ExitRecord, StartedRecord, WaitingRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, FinishedRecord, NoticeRecord, RaisedRecord, StaysRecord
@@ -17,7 +18,7 @@ from engine.core.history.run_records import EpochRecord, FinishedRecord, NoticeR
 WorkerEnd = Literal["dead", "left", "finished", "stopped"]
 
 
-_Of = TypeVar("_Of", ExitRecord, FinishedRecord, NoticeRecord, RaisedRecord, StaysRecord, WaitingRecord)
+_Of = TypeVar("_Of", CrampedRecord, ExitRecord, FinishedRecord, NoticeRecord, RaisedRecord, StaysRecord, WaitingRecord)
 
 
 def last_starts(history: RunHistory) -> dict[int, StartedRecord]:

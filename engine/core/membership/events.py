@@ -103,6 +103,16 @@ class Wanted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Cramped(Event):
+    """From now on the memory of these workers, which are no members, does not suffice for one slot: they must wait.
+
+    `workers` has the reason of each, in words that follow "worker N"; any other worker may join.
+    """
+
+    workers: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick(Event):
     """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers."""
 

@@ -13,6 +13,7 @@ from engine.core.errors import Impossible, InvariantError
 from engine.core.membership.effects import Effect, Fence, pending_effects
 from engine.core.membership.events import (
     Answer,
+    Cramped,
     Departure,
     Event,
     ExitSeen,
@@ -27,7 +28,7 @@ from engine.core.membership.events import (
     Wanted,
 )
 from engine.core.membership.parting import departs, hands_over
-from engine.core.membership.requests import leaves, leaves_early, waits, wants
+from engine.core.membership.requests import leaves, leaves_early, must_wait, waits, wants
 from engine.core.membership.rule import Rule
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.membership.transitions import (
@@ -87,6 +88,7 @@ _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     HandOver:         (_UNTRAINED,     _ENDING,      hands_over,     _FROZEN,        _OVER,          _OVER),
     Departure:        (_UNTRAINED,     _ENDING,      departs,        _FROZEN,        _OVER,          _OVER),
     Wanted:           (wants,          _ENDING,      wants,          wants,          _OVER,          _OVER),
+    Cramped:          (must_wait,      _ENDING,      must_wait,      must_wait,      must_wait,      _OVER),
     FinishedMessage:  (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
     Tick:             (looks_at_clock, _ENDING,      looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
     TakenOver:        (_UNLOST,        _UNLOST,      takes_over,     takes_over,     takes_over_at_end, _OVER),

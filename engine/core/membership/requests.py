@@ -1,4 +1,7 @@
-"""The rules of requests, which are met later: a worker waits to become a member or leaves, the job ends, slots move."""
+"""The rules of requests, which are met later: a worker waits to become a member or leaves, the job ends, slots move.
+
+One rule more is about memory, for which a worker must wait.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,13 @@ def leaves_early(state: State, event: events.Notice) -> State:
     if event.worker is None:
         return halted(state, ExitCode.TERMINATED, "the job was stopped before training began")
     return leaves.decide(state, event)
+
+
+@rule()
+def must_wait(state: State, event: events.Cramped) -> State:
+    """Records who must wait for memory; a worker may be named before it waits."""
+    free = {*state.members, *state.lost, *state.out, *state.exited}
+    return state._replace(cramped={worker: why for worker, why in event.workers.items() if worker not in free})
 
 
 @rule()

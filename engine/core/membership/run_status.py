@@ -43,7 +43,7 @@ class RunStatus:
 
     `loss` is that of the last committed step, from the events; None before the first. `unwritten_s`: the time since
     the launcher last wrote to its store, which it does each second. `gaps` are the missing parts of the events.
-    `policy` has the present wish, the last answer of the policy, and the slow workers, in words, from the events.
+    `policy` has the last answer of the policy, and the slow and cramped workers, in words, from the events.
     `injectable`: it takes the faults of `bamboo inject --run`. `data_epoch` is the pass over the data, from 1 on, of
     `data_epochs`; both are 0 for a job without epochs.
     """

@@ -142,6 +142,7 @@ class State(NamedTuple):
     repeats: Mapping[str, int] = {}  # by symptom: empty verdicts since the last commit
     waiting: tuple[int, ...] = ()  # workers that are ready, and no members
     eager: tuple[int, ...] = ()  # those of them, and of the members before, that join without a failure, too
+    cramped: Mapping[int, str] = {}  # workers that must wait, and why: their memory does not suffice for one slot
     lost: Mapping[int, Exclusion] = {}  # the workers that were lost before they became members
     restarts: int = 0  # of the workers, so far
     exit_code: int = 0
@@ -179,11 +180,17 @@ class State(NamedTuple):
         """The waiting workers that join without a failure: those that want it, and as many more as are missing."""
         if not self.waiting:
             return ()
-        eager = [worker for worker in self.waiting if worker in self.eager]
+        able = self.able_to_join
+        eager = [worker for worker in able if worker in self.eager]
         staying = len([worker for worker in self.members if worker not in self.leaving])
         missing = max(0, self.options.workers - staying - len(eager))
-        others = [worker for worker in self.waiting if worker not in self.eager]
+        others = [worker for worker in able if worker not in self.eager]
         return tuple(sorted((*eager, *others[:missing])))
+
+    @property
+    def able_to_join(self) -> tuple[int, ...]:
+        """The waiting workers whose memory suffices for one slot, as far as it is known."""
+        return tuple(worker for worker in self.waiting if worker not in self.cramped) if self.cramped else self.waiting
 
     @property
     def awaits_inventories(self) -> bool:

@@ -2,6 +2,7 @@
 
 Rules: the group of a verdict takes all of them in, because it is formed anyway. `State.joiners` come in at a step
 boundary, too: their group is formed before it (`engine/core/coordinator/next_group.py`), and the epoch is prepared.
+One whose memory does not suffice for a slot is cramped: it waits on, until the agent of its host says otherwise.
 Before training and after the last commit they have no use. The loss of a waiting worker is no epoch. Its number, as
 that of each worker that was lost, is never used again.
 """
@@ -23,7 +24,8 @@ def loses(state: State, gone: Iterable[Exclusion]) -> State:
     """Returns the state without waiting workers that are lost; no member learns of it."""
     lost = {each.worker: each for each in gone}
     waiting = tuple(worker for worker in state.waiting if worker not in lost)
-    return state._replace(waiting=waiting, lost={**state.lost, **lost}) if lost else state
+    cramped = {worker: why for worker, why in state.cramped.items() if worker not in lost} if state.cramped else {}
+    return state._replace(waiting=waiting, cramped=cramped, lost={**state.lost, **lost}) if lost else state
 
 
 def loses_silent(state: State, now_ns: int) -> State:

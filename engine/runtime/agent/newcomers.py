@@ -35,6 +35,11 @@ class Newcomers:
     def _all(self) -> list[WorkerHandle]:
         return [member for worker, member in self._members.items() if worker in self]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of those that load or wait, and of those that were lost before they became members."""
+        return tuple(member.worker for member in self._all())
+
     def learn(self, message: ToWorker) -> None:
         """Passes on a message to all members that newcomers need too, and keeps it for later ones."""
         if isinstance(message, PartitionMessage | BorderMessage):

@@ -17,6 +17,7 @@ from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.config.update_rules import preloads
 from engine.core.coordinator.inputs import Resumed
 from engine.core.coordinator.state import first_state
+from engine.core.elastic.cramped import MemoryLook
 from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.slow_workers import slow_workers
 from engine.core.errors import ExitCode, StorageError
@@ -31,7 +32,7 @@ from engine.core.membership.events import Restarted
 from engine.core.ownership import Ownership
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.runtime.agent.agent import Agent
-from engine.runtime.agent.asking import ask
+from engine.runtime.agent.asking import ask, look_at_memory
 from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
@@ -214,7 +215,7 @@ class _Look:
         self._job, self._watch, self._requests, self._source = job, watch, requests, source
         self._crew, launch = crew, crew.launch
         self._joins = JoinRequests(launch.logs.parent, job, launch.recorder)
-        self._asked = Rebalancing(())
+        self._asked, self._memory = Rebalancing(()), MemoryLook()
 
     def tick(self, agent: Agent) -> None:
         self._watch(_view(agent, self._crew.board))
@@ -223,6 +224,9 @@ class _Look:
             self._source.look(agent)
         self._joins.look(agent.node.state, _hands(agent, self._crew))
         agent.checkpoints.record()
+        if not agent.is_stopping:
+            run, known, newcomers = agent.run_state, agent.node.state, agent.newcomers.numbers
+            self._memory = look_at_memory(self._memory, run, known, newcomers, agent.decide)
         self.ask(agent)
 
     def ask(self, agent: Agent, *, takes_in: bool = False) -> None:
