@@ -25,6 +25,20 @@ def numbered(noun: str, numbers: Collection[object], between: str = ", ") -> str
     return f"{noun}{'' if len(numbers) == 1 else 's'} {between.join(map(str, numbers))}"
 
 
+def places_text(noun: str, places: Iterable[int], stages: int, num_places: int) -> str:
+    """Returns slots by their places, such as ``blocks 0, 1``, or ``block 0 of pipeline 0 and block 2 of pipeline 1``.
+
+    `stages` are those of a pipeline, and `num_places` the slots of all pipelines.
+    """
+    lines: dict[int, list[int]] = {}
+    for place in sorted(places):
+        lines.setdefault(place // stages, []).append(place % stages)
+    return " and ".join(
+        numbered(noun, line) + (f" of pipeline {pipeline}" if num_places > stages else "")
+        for pipeline, line in lines.items()
+    )
+
+
 def spans(numbers: Iterable[int]) -> list[str]:
     """Returns numbers in their order, three or more consecutive ones as one text, such as ``0-3``."""
     runs: list[list[int]] = []

@@ -31,7 +31,7 @@ from engine.core.history.record import Record
 from engine.core.history.request_records import RefusedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, EpochRecord, HeirsRecord, JobRecord
-from engine.core.texts import numbered
+from engine.core.texts import places_text
 from engine.files.atomic_write import write_atomically
 from engine.files.growing_events import GrowingEvents
 from engine.files.host_facts import host_facts
@@ -232,7 +232,7 @@ class Joined:
         owned = tuple(place for place, owner in enumerate(owners) if owner == self.worker)
         if owned != self._owned:
             self._owned = owned
-            slots = numbered(job.slot_noun, sorted({place % job.slots for place in owned})) if owned else "nothing"
+            slots = places_text(job.slot_noun, owned, job.slots, len(owners)) or "nothing"
             yield self._said("owns", f"worker {self.worker} owns {slots}, {after}", slots=list(owned))
 
     def _said(self, event: str, text: str, **more: object) -> News:

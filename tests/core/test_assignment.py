@@ -125,6 +125,13 @@ def test_a_leaver_in_the_middle_goes_to_both_neighbours() -> None:
     assert makespan(found.owners, grid) == 162
 
 
+def test_the_words_of_a_move_count_the_slots_of_each_pipeline() -> None:
+    found = assign(dealt(Grid(12, 8, 2), 8), [0, 1, 2, 4, 5, 6, 7])
+    changed = [place // 12 for place in range(24) if found.owners[place] != place // 3]
+    told = [f"{changed.count(each)} of pipeline {each}" for each in (0, 1) if each in changed]
+    assert found.why.startswith(f"{len(changed)} stages of 24 move ({', '.join(told)}): a step takes ")
+
+
 @pytest.mark.parametrize("taken_over", [(2, 2, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2), (0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0)])
 def test_two_runs_of_a_worker_stay_where_one_would_make_the_step_longer(taken_over: tuple[int, ...]) -> None:
     """The first or the last of three workers has died: 4 or 8 blocks moved, and a step took 162 units from then on."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.core.membership.events import Notice
-from engine.core.membership.state import Options, State
-from engine.core.membership.verdicts import free_to_leave, heirs, leavers, unable_to_leave
+from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.membership.verdicts import free_to_leave, handed_over, heirs, leavers, unable_to_leave
 from tests.core.membership_cases import S, running, told
 
 Shadows = tuple[tuple[int, ...], ...]
@@ -108,3 +108,11 @@ def test_a_leaver_goes_when_every_slot_lives_without_it(
 ) -> None:
     state = leaving(2)._replace(members=members, owners=owners, shadows=shadows)
     assert free_to_leave(state) == gone
+
+
+def test_the_words_of_a_move_have_the_pipeline_where_there_are_several() -> None:
+    """Slots 1 and 3 of two pipelines with two stages are stage 1 in both."""
+    state = begin(Options(stages=2, redundant=True), (0, 0, 1, 1), ((1,), (1,), (0,), (0,)), 9, 0)
+    state = state._replace(phase=Phase.RUNNING, epoch=1)
+    told = handed_over(state._replace(wanted=(0, 1, 1, 0), wanted_why="x"), 5).reason
+    assert told == "stages move after step -1 (x): stage 1 of pipeline 1 to worker 0; stage 1 of pipeline 0 to worker 1"

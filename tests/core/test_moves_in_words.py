@@ -65,3 +65,11 @@ def test_a_gain_that_was_not_measured_is_not_told() -> None:
 
 def test_a_stage_is_told_as_a_stage() -> None:
     assert told(blocks=1, stages=6)[1].startswith("After step 9 stage 2 went from worker 0 to worker 3, stage 3 went")
+
+
+def test_slots_of_several_pipelines_have_the_number_of_theirs() -> None:
+    (_, moved) = told(blocks=1, stages=3, pipelines=2)
+    assert moved.startswith(
+        "After step 9 stage 2 of pipeline 0 went from worker 0 to worker 3, "
+        "stage 0 of pipeline 1 went from worker 2 to worker 3; "
+    )

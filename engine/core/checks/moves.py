@@ -70,5 +70,5 @@ def _ways(before: Mapping[Slot, int], after: Mapping[Slot, int], history: RunHis
             ways.setdefault((before[slot], owner, slot[0]), []).append(slot[1])
     for (old, new, pipeline), stages in sorted(ways.items()):
         noun = history.job.slot_noun + "s" * (len(stages) > 1)
-        where = f" of pipeline {pipeline}" if pipeline else ""
+        where = f" of pipeline {pipeline}" if history.job.pipelines > 1 else ""
         yield f"{noun} {' and '.join(spans(stages))}{where} went from worker {old} to worker {new}"

@@ -12,6 +12,7 @@ a set.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -235,10 +236,10 @@ def _move_words(options: _Options, found: _Option, stays: _Option | None) -> lis
             f"nothing moves: a step takes {stays.time:.4g} {unit}, and one of {best.time:.4g} {unit} would not pay"
             f" for the move in {HORIZON_STEPS} steps"
         ]
-    changed = sum(was != owner for was, owner in zip(present, found.owners, strict=True))
-    copied = found.moved - changed
+    changed = [place for place, (was, owner) in enumerate(zip(present, found.owners, strict=True)) if was != owner]
+    copied = found.moved - len(changed)
     before = options.option(present).time
-    words = f"{counted(changed, options.grid.noun)} of {len(present)} move"
+    words = f"{counted(len(changed), options.grid.noun)} of {len(present)} move{_in_pipelines(changed, options.grid)}"
     words += f", {size_text(copied)} are copied" if measured.replica_bytes else ""
     words += f": a step takes {found.time:.4g} {unit} instead of {before:.4g}"
     if stays is not None:
@@ -251,3 +252,11 @@ def _move_words(options: _Options, found: _Option, stays: _Option | None) -> lis
     if new:
         parts.append(f"{numbered('worker', new)} {'is a new owner' if len(new) == 1 else 'are new owners'}")
     return parts
+
+
+def _in_pipelines(places: Collection[int], grid: Grid) -> str:
+    """Returns how many of some slots each pipeline has, in words; nothing if there is one pipeline."""
+    if grid.pipelines == 1:
+        return ""
+    numbers = Counter(place // grid.stages for place in places)
+    return f" ({', '.join(f'{numbers[each]} of pipeline {each}' for each in sorted(numbers))})"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, Exclusion, excluded, in_words
 from engine.core.membership.state import Phase, State
-from engine.core.texts import numbered
+from engine.core.texts import numbered, places_text
 
 
 class Heirs(NamedTuple):
@@ -193,15 +193,13 @@ def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
     """Returns in words the slots that move to wanted owners after the last commit, and those that are to move later."""
     told = []
     for has_come, words in ((True, f"move after step {state.committed}"), (False, "are to move")):
-        stages: dict[int, set[int]] = {}
+        slots: dict[int, list[int]] = {}
         for slot, worker in state.wanted_moves.items():
             if (slot in moved) is has_come:
-                stages.setdefault(worker, set()).add(slot % state.options.stages)
-        each = [
-            f"{numbered(state.options.noun, sorted(found))} to worker {worker}"
-            for worker, found in sorted(stages.items())
-        ]
-        told += [f"{state.options.noun}s {words} ({state.wanted_why}): {'; '.join(each)}"] if each else []
+                slots.setdefault(worker, []).append(slot)
+        noun, sizes = state.options.noun, (state.options.stages, len(state.owners))
+        each = [f"{places_text(noun, found, *sizes)} to worker {worker}" for worker, found in sorted(slots.items())]
+        told += [f"{noun}s {words} ({state.wanted_why}): {'; '.join(each)}"] if each else []
     return told
 
 
