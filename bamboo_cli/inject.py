@@ -15,7 +15,7 @@ from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from bamboo_cli.options.faults import EventsMax, Tee, events_setting
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
-from engine.core.errors import Problem, UserError
+from engine.core.errors import Problem, UserError, problems_of
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -91,25 +91,37 @@ def inject(
 
     changed = [*(settings or ()), *events_setting(events_max)]
     changed += [f"results={results}"] if results is not None else []
-    if bool(file) == bool(scenario):
-        found = f"{file} and {scenario}" if file else "none"
-        raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
     acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
-    loaded = load_scenario(file or scenario, kinds(), seed, changed, acting)
+
+    def load() -> Loaded:
+        if bool(file) == bool(scenario):
+            found = f"{file} and {scenario}" if file else "none"
+            raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
+        return load_scenario(file or scenario, kinds(), seed, changed, acting)
+
+    if problems := _own_problems(run, dry_run, tee, etcd, etcd_plain_http):
+        raise UserError([*problems_of(load), *problems])
+    loaded = load()
     folder = _run_to_strike(run, Path(loaded.scenario.job.results)) if run else None
     if dry_run:
         tell_untrusted(loaded.foreign if folder is None else (), acting)
         _print_plan(loaded if folder is None else as_of_now(loaded, folder), as_json)
         return
-    if folder is not None and tee:
-        hint = "give --tee to the command that started the job"
-        raise UserError([Problem("--tee", "a job that this command starts", "--run", hint)])
     if folder is not None:
         cases = _attach(loaded, folder, as_json)
     else:
         echo(f"job: {loaded.job_from}", err=True)
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
     raise typer.Exit(_print_all(loaded, cases, as_json))
+
+
+def _own_problems(run: str, dry_run: bool, tee: bool, etcd: str, plain_http: bool) -> list[Problem]:
+    """Returns the mistakes in the flags beside the scenario and its job."""
+    found = [] if dry_run or run else problems_of(lambda: etcd_settings(etcd, plain_http))
+    if run and tee and not dry_run:
+        hint = "give --tee to the command that started the job"
+        found.append(Problem("--tee", "a job that this command starts", "--run", hint))
+    return found
 
 
 def _run_to_strike(run: str, results: Path) -> RunFolder:

@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ from bamboo_cli.options.faults import (
     Tee,
     YesNo,
     grace_seconds,
+    misspelt_kills,
     scenario_of,
 )
 from bamboo_cli.options.job import takes_job
@@ -32,11 +34,10 @@ from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.run_result import print_result, with_origins
 from engine.core.checkpoints.resumption import begun_with
 from engine.core.checks.determinism import promises
-from engine.core.errors import UserError
+from engine.core.errors import Problem, UserError, problems_of
 from engine.files.jobs.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
-    from engine.core.config.job import Job
     from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
     from engine.harness.cases.case import Case
@@ -54,7 +55,30 @@ _InProcess = Annotated[
 ]
 
 
-@takes_job
+def _own_problems(values: Mapping[str, Any], resolved: Resolved | None) -> Iterator[Problem]:
+    """Yields the mistakes in the flags beside those of the job; of a kill without a job only those of its form."""
+    kills, in_process = values["kill"] or (), values["in_process"]
+    if resolved is None:
+        yield from misspelt_kills(kills)
+    else:
+        job, with_twin, after = resolved.job, not values["no_twin"], begun_with(resolved.origin)
+        told = problems_of(lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
+        yield from with_origins(told, resolved)
+    yield from problems_of(
+        lambda: grace_seconds(values["grace"]),
+        lambda: asking(values["notice_command"], values["notice_url"], values["notice_every"], in_process),
+    )
+    if values["dry_run"] or values["explained"]:
+        return
+    yield from problems_of(lambda: etcd_settings(values["etcd"], values["etcd_plain_http"]))
+    if in_process and values["second"]:
+        why = "a coordinator that waits is a process, and --in-process has threads"
+        yield Problem("--standby-coordinator", "workers that are processes", "--in-process", why)
+    if in_process and resolved is not None and resolved.job.backend == "nccl":
+        yield Problem("--in-process", "a backend other than nccl", "nccl", "NCCL wants a process for each worker")
+
+
+@partial(takes_job, own_problems=_own_problems)
 def run(
     resolved: Resolved,
     *,
@@ -99,11 +123,11 @@ def run(
 
         try:
             case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
-            with holding(), _server(in_process, second, resolved.job) as server:
+            with holding(), _server(in_process) as server:
                 result = run_case(case, store, announcing(screen(tee=tee), keywords), server)
                 code = print_result(result, resolved, as_json)
         except UserError as error:
-            raise with_origins(error, resolved) from None
+            raise UserError(with_origins(error.problems, resolved)) from None
         raise typer.Exit(code)
 
 
@@ -115,15 +139,10 @@ def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **opt
     return Case(name, scenario, tuple(faults), resolved.origins, **options)
 
 
-def _server(in_process: bool, second: bool, job: Job) -> contextlib.AbstractContextManager[ForkServer | None]:
+def _server(in_process: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
     """Returns what starts the workers, as a context; None for processes, whose server the run starts."""
     if not in_process:
         return contextlib.nullcontext()
-    if second:
-        why = "a coordinator that waits is a process, and --in-process has threads"
-        raise typer.BadParameter(why, param_hint="--standby-coordinator")
-    if job.backend == "nccl":
-        raise typer.BadParameter("NCCL wants a process for each worker", param_hint="--in-process")
     from engine.runtime.in_process.thread_server import ThreadServer
 
     if not os.environ.get("PYTHONSAFEPATH"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.core.errors import Problem, UserError
+from engine.core.errors import Problem, UserError, problems_of
 
 if TYPE_CHECKING:
     from engine.core.config.job import Job
@@ -97,18 +98,30 @@ def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool, after: int =
     from engine.core.faults.outcome_rules import NO_TWIN
     from engine.core.faults.scenario import Expect
 
+    problems: list[Problem] = []
     if kills and with_twin and not job.audit:
         hint = "without hashes there is nothing to compare; give --no-twin"
-        raise UserError([Problem("audit", "1 or more with --kill", "0", hint)])
+        problems.append(Problem("audit", "1 or more with --kill", "0", hint))
     if kills and with_twin and not job.deterministic:
-        raise UserError([Problem("deterministic", "true with --kill", "false", f"{NO_TWIN}; give --no-twin")])
-    scenario = kill_scenario(kills, job, Expect(trajectory="as far as hashed" if kills and with_twin else None))
+        problems.append(Problem("deterministic", "true with --kill", "false", f"{NO_TWIN}; give --no-twin"))
+    expect = Expect(trajectory="as far as hashed" if kills and with_twin else None)
+    if problems:
+        raise UserError([*problems, *problems_of(lambda: kill_scenario(kills, job, expect))])
+    scenario = kill_scenario(kills, job, expect)
     if never := [
         (each, at.step) for each in scenario.faults if isinstance(at := each.trigger, At) and at.step <= after
     ]:
         expected, hint = f"a step above {after}", f"training begins after step {after}"
         raise UserError(Problem(f"--kill {each.id}", expected, str(step), hint) for each, step in never)
     return scenario
+
+
+def misspelt_kills(kills: Sequence[str]) -> list[Problem]:
+    """Returns the problems in the form of kills, without the job in which they are to strike."""
+    from engine.core.config.job import Job
+    from engine.core.faults.kill_text import kill_moment
+
+    return problems_of(*(partial(kill_moment, each, Job()) for each in kills))
 
 
 def grace_seconds(text: str) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -22,7 +22,7 @@ from bamboo_cli.options.resume import resolve_resumed
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
-from engine.core.errors import Problem, UserError
+from engine.core.errors import Problem, UserError, problems_of
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
 
@@ -36,13 +36,22 @@ _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
+OwnProblems = Callable[[Mapping[str, Any], Resolved | None], Iterable[Problem]]
+
+
 def takes_job(
-    command: Callable[..., None], instead: Mapping[str, str] = {}, *, program_only: bool = False
+    command: Callable[..., None],
+    instead: Mapping[str, str] = {},
+    *,
+    program_only: bool = False,
+    own_problems: OwnProblems = lambda values, resolved: (),
 ) -> Callable[..., None]:
     """Returns the command with the job's argument and flags beside its own; it gets the `Resolved` job first.
 
     The fields in `instead` have these values and no flags. With `program_only` the model may have fewer layers than
-    there are stages. Import the types in the annotations of `command` at runtime: Typer reads them.
+    there are stages. `own_problems` has the mistakes in the command's own flags, which are told together with those of
+    the job; it gets no job if that is wrong. Import the types in the annotations of `command` at runtime: Typer reads
+    them.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
@@ -53,18 +62,28 @@ def takes_job(
         is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
         last = caller_layer() if own_values.get("keywords") else None
         resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan, last=last)
-        if (text := own_values.get("resume")) is not None:
-            resolved = resolve_resumed(text, own_values["other_bits"], values["results"], resolve)
-        else:
-            if own_values.get("other_bits"):
-                raise UserError([Problem("--other-bits", "--resume beside it")])
-            resolved = resolve()
+        try:
+            resolved, problems = _resolved(own_values, values["results"], resolve), list[Problem]()
+        except UserError as error:
+            resolved, problems = None, [*error.problems]
+        problems += own_problems(own_values, resolved)
+        if problems or resolved is None:
+            raise UserError(problems)
         command(resolved, **own_values)
 
     # Typer reads the signature of a function, then its annotations.
     with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_job.__annotations__ = {each.name: each.annotation for each in parameters}
     return with_job
+
+
+def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[..., Resolved]) -> Resolved:
+    """Returns the job, of a checkpoint if the command is to resume one."""
+    if (text := own_values.get("resume")) is not None:
+        return resolve_resumed(text, own_values["other_bits"], results, resolve)
+    if own_values.get("other_bits"):
+        raise UserError([Problem("--other-bits", "--resume beside it"), *problems_of(resolve)])
+    return resolve()
 
 
 def resolve_options(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.evaluations import evaluation_words
-from engine.core.errors import BambooError, ExitCode, UserError
+from engine.core.errors import BambooError, ExitCode, Problem, UserError
 from engine.core.scalar import finite
 from engine.files.jobs.resolved_job import Resolved, secret_arguments
 
@@ -36,12 +37,10 @@ def print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
     return code
 
 
-def with_origins(error: BambooError, resolved: Resolved) -> BambooError:
-    """Returns a user's error with the origins of the wrong values."""
-    if not isinstance(error, UserError):
-        return error
+def with_origins(problems: Iterable[Problem], resolved: Resolved) -> list[Problem]:
+    """Returns problems with the origins of the wrong values."""
     origins = {field: origin for field, origin in resolved.origins.items() if origin != "default"}
-    return UserError(replace(problem, source=origins.get(problem.field, "")) for problem in error.problems)
+    return [replace(problem, source=origins.get(problem.field, "")) for problem in problems]
 
 
 def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
@@ -54,7 +53,10 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     from engine.files.jobs.checkpoint_choice import resume_command
 
     if result.error is not None:
-        for line in str(with_origins(result.error, resolved)).splitlines():
+        error: BambooError = result.error
+        if isinstance(error, UserError):
+            error = UserError(with_origins(error.problems, resolved))
+        for line in str(error).splitlines():
             echo(f"bamboo: {line}", err=True)
     resume = "" if summary["outcome"] == "finished" else resume_command(Path(summary["run_dir"]), resolved.job)
     if summary["exit_code"] in (ExitCode.STATE_LOST, ExitCode.STOPPED_RESUMABLE):

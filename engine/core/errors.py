@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, TypeVar
@@ -129,6 +129,17 @@ class UserError(BambooError):
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def problems_of(*checks: Callable[[], object]) -> list[Problem]:
+    """Returns the problems of all checks, each of which may raise a `UserError`: they are told at once."""
+    found: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            found += error.problems
+    return found
 
 
 class UserCodeError(BambooError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from bamboo_cli.run import _server
+from bamboo_cli.run import _own_problems
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
+from engine.files.jobs.resolved_job import Resolved
 
 
 def explained(*options: str) -> dict[str, dict[str, object]]:
@@ -44,5 +44,9 @@ def test_values_on_the_host_of_a_job_on_the_cpu_are_refused() -> None:
 
 
 def test_nccl_in_one_process_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match="NCCL wants a process for each worker"):
-        _server(True, False, Job(backend="nccl"))
+    flags = dict.fromkeys(("kill", "no_twin", "notice_command", "notice_url", "notice_every", "second"))
+    flags |= {"grace": "2m", "dry_run": False, "explained": False, "etcd": "", "etcd_plain_http": False}
+    resolved = Resolved(Job(backend="nccl"), {})
+    assert list(_own_problems({**flags, "in_process": False}, resolved)) == []
+    (problem,) = _own_problems({**flags, "in_process": True}, resolved)
+    assert (problem.field, problem.hint) == ("--in-process", "NCCL wants a process for each worker")

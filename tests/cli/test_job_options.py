@@ -86,6 +86,34 @@ def test_mistakes_of_flags_are_user_errors_all_at_once() -> None:
     assert [str(problem).split(":")[0] for problem in caught.value.problems] == ["none.yaml", "--lr", "--stages"]
 
 
+def test_problems_of_all_flags_are_told_at_once() -> None:
+    """Those of the command's own flags came in a second run of the command."""
+    own = "--kill 5 --kill 3:x --grace never --notice-every 1ms --notice-url ftp://host --in-process".split()
+    told = ["--kill", "--kill 3:x", "--grace", "--notice-url", "--notice-every", "--notice-url"]
+    more = ["--etcd", "nowhere", "--standby-coordinator"]
+    job = ["--stages", "0", "--hang-after", "soon", "--set", "lr=fast"]
+    of_job = ["lr", "stages", "hang_after"]
+    also = ["--etcd", "--standby-coordinator"]
+    assert [each.partition(" found")[0] for each in fields_of("run", *own, *more, *job)] == [*of_job, *told, *also]
+    assert fields_of("run", *own, *more) == [*told, *also]
+    assert fields_of("run", *own, *job, "--dry-run") == [*of_job, *told]
+    assert fields_of("run", "--kill", "99:0", "--kill", "3:99", "--grace", "0") == [
+        "--kill 99:0",
+        "--kill 3:99",
+        "--grace",
+    ]
+    assert fields_of("run", "--other-bits", "--stages", "0") == ["--other-bits", "stages"]
+    struck = fields_of("inject", "kill-middle-stage", "--set", "stages=0", "--run", "x", "--tee")
+    assert (struck[0], struck[-1]) == ("job.stages", "--tee")
+    assert fields_of("inject", "--etcd", "nowhere") == ["inject", "--etcd"]
+
+
+def fields_of(*arguments: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        CliRunner().invoke(bamboo, arguments, catch_exceptions=False)
+    return [each.field for each in caught.value.problems]
+
+
 def test_what_is_true_has_a_flag_that_denies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAMBOO_CHECK_PURE", "false")
     resolved, _ = invoke("run")

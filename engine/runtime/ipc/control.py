@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
 import threading
 import time
 import traceback
@@ -43,8 +42,6 @@ Found = TypeVar("Found")
 Wanted = TypeVar("Wanted", bound=ToWorker)
 
 FOREVER_S = 1_000_000.0
-
-NOTICE = signal.SIGTERM  # its sender is going to end the worker soon
 
 
 class Stopped(Exception):
@@ -166,19 +163,6 @@ class Control:
             return HeartbeatMessage(self.accepted, *at)
         counts = tuple((peer, *each) for peer, each in traffic().items())
         return HeartbeatMessage(self.accepted, *at, quiet_ns, counts)
-
-    def give_notice_of_sigterm(self, give: Callable[[], None]) -> None:
-        """Starts a thread that gives notice at each SIGTERM, also while the main thread is blocked.
-
-        The signal must be blocked in every thread, so that it waits for the one that takes it here.
-        """
-
-        def listen() -> None:
-            while True:
-                signal.sigwait({NOTICE})
-                give()
-
-        threading.Thread(target=listen, name="notice", daemon=True).start()
 
     def send(self, message: ToAgent) -> None:
         """Sends a message to the agent; nothing happens if the agent is gone."""

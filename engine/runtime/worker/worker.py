@@ -44,6 +44,7 @@ from engine.runtime.device.device_errors import device_trouble
 from engine.runtime.device.device_faults import DeviceFaults
 from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
 from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.notice_signal import give_notice_of_sigterm
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.ipc.step_writer import StepWriter
@@ -111,7 +112,7 @@ def work(
     """Runs one worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
     protocol, faults = WorkerProtocol(control), DeviceFaults()
     if takes_sigterm:
-        control.give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeGiven()))
+        give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeGiven()))
     try:
         return _run(control, protocol, record_fds, board_fd, backend_of, faults)
     except (Stopped, Fenced):  # before it has joined
