@@ -67,6 +67,14 @@ def test_a_stage_is_told_as_a_stage() -> None:
     assert told(blocks=1, stages=6)[1].startswith("After step 9 stage 2 went from worker 0 to worker 3, stage 3 went")
 
 
+def test_a_worker_without_memory_is_told() -> None:
+    events = [at("job", 0, stages=3, blocks=2), *(at("cramped", 5, of=3, why=why) for why in ("waits on: x", ""))]
+    assert [*moves_in_words(made_history(events))] == [
+        "Worker 3 waits on: x.",
+        "Worker 3 has memory for a block, and may join.",
+    ]
+
+
 def test_slots_of_several_pipelines_have_the_number_of_theirs() -> None:
     (_, moved) = told(blocks=1, stages=3, pipelines=2)
     assert moved.startswith(

@@ -239,6 +239,14 @@ def test_records_tell_who_waits_and_who_was_lost() -> None:
     assert states == {3: "waiting", 4: "starting", 5: "dead"}
 
 
+def test_a_status_tells_who_waits_for_memory() -> None:
+    started = [{"event": "started", "of": worker, "child": worker + 9, "slots": []} for worker in (3, 4, 5)]
+    why = "waits on: one block takes 2 MB, and it has 1 MB"
+    cramped = [{"event": "cramped", "of": worker, "why": why} for worker in (3, 4, 5)]
+    later = [{"event": "cramped", "of": 4, "why": ""}, {"event": "exit", "of": 5, "code": -9, "expected": True}]
+    assert status_of_history("run", made_history([*started, *cramped, *later])).policy == (f"worker 3 {why}",)
+
+
 def test_workers_that_were_started_again_are_shown_once_by_their_last_process() -> None:
     """All workers begin again from a checkpoint: each was listed twice, and a live one was said to be dead."""
     again = [

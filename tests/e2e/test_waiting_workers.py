@@ -101,7 +101,8 @@ def test_a_waiting_worker_without_memory_for_a_block_waits_on(
 ) -> None:
     """The host of the run has no memory left but that of the blocks: no verdict takes the worker in, and it is told."""
     monkeypatch.setattr(asking, "_free_bytes", lambda: 0)
-    job = replace(JOB, model="timed", model_args=TIMED, data_args={"features": 16}, steps=12)
+    timed: Args = {"features": 16}
+    job = replace(JOB, device="cpu", model="timed", model_args=TIMED, data_args=timed, steps=12)
     ending, events = Runs(tmp_path, server).run(job, [fault("8:5:F:2", job, "kill")])
     assert (ending.outcome, ending.error) == ("finished", None)
     assert {worker for each in events_of(events, "epoch")[1:] for worker in each["members"]} == {0, 2}

@@ -11,14 +11,16 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode
-from engine.core.history.process_records import TrainingEndedRecord
+from engine.core.history.elastic_records import AddedRecord, CrampedRecord
+from engine.core.history.process_records import TrainingEndedRecord, WaitingRecord
 from engine.core.history.record import VERSION
 from engine.core.history.run_records import JobRecord
 from engine.files.events_file import add_records
 from engine.files.host_facts import host_facts
 from engine.files.run_folder import RunFolder
 from engine.files.twin_file import own_sources
-from engine.harness.join_run import run_to_join
+from engine.harness import join_run
+from engine.harness.join_run import Joined, run_to_join
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.process.folder_lock import folder_used
 
@@ -94,3 +96,23 @@ def test_other_code_or_arithmetic_is_refused_with_both_values(tmp_path: Path, ru
     code, text = refused(tmp_path)
     assert code == ExitCode.ENVIRONMENT
     assert f"{field}: expected 'another' as in run {NAME}, found {now!r}" in text
+
+
+def test_the_command_says_that_its_worker_waits_for_memory(monkeypatch: pytest.MonkeyPatch, run: Made) -> None:
+    folder = run(ELASTIC)
+    (cramped, free) = (CrampedRecord(at_ns=7, of=3, why=why) for why in ("waits on: one block takes 2 MB", ""))
+    waits, other = WaitingRecord(at_ns=6, of=3, lost=""), CrampedRecord(at_ns=7, of=4, why="waits on")
+    ended = TrainingEndedRecord(outcome="finished", exit_code=0)
+
+    def added() -> AddedRecord:
+        (request,) = folder.path.glob("join-*")
+        return AddedRecord(at_ns=5, request=request.name, of=3, joins=True)
+
+    coming = iter([added, lambda: waits, lambda: other, lambda: cramped, lambda: free, lambda: ended])
+    monkeypatch.setattr(join_run, "_pause", lambda is_breakable: add_records(folder.events, next(coming)()))
+    told = [(each["event"], each["text"]) for each in Joined(folder, is_standby=False).follow()]
+    assert told[2:4] == [
+        ("cramped", "worker 3 waits on: one block takes 2 MB"),
+        ("cramped", "worker 3 has memory enough now, and may join"),
+    ]
+    assert [event for event, _ in told] == ["started", "waits", "cramped", "cramped", "run ended"]
