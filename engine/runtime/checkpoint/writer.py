@@ -47,7 +47,7 @@ class CheckpointWriter:
         self._replicas = replicas
         self.troubles = DiskTroubles()  # faults of the disk, which a scenario adds
         self._folder = checkpoints_at(place, troubles=self.troubles, run=run)
-        self._memory = threading.Semaphore(2)
+        self._room = threading.Semaphore(2)
         self._is_failing = False  # a checkpoint has waited for room in vain or failed, and none was written since
         self._last = _Ends(threading.Event(), threading.Event())  # of the checkpoint that was begun last
         for end in self._last:
@@ -111,7 +111,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _given_room(self) -> Iterator[None]:
-        if not self._memory.acquire(timeout=0 if self._is_failing else _ROOM_S):
+        if not self._room.acquire(timeout=0 if self._is_failing else _ROOM_S):
             self._is_failing = True
             raise StorageError(f"the two checkpoints before it were not written within {_ROOM_S:g} s")
         try:
@@ -121,7 +121,7 @@ class CheckpointWriter:
             self._is_failing = True
             raise
         finally:
-            self._memory.release()
+            self._room.release()
 
     def _copy(self, states: Iterable[LayerState], ends: _Ends) -> tuple[list[tuple[LayerState, LayerImage]], int]:
         start_ns = time.monotonic_ns()
