@@ -240,7 +240,9 @@ def test_records_tell_who_waits_and_who_was_lost() -> None:
 
 
 def test_a_status_tells_who_waits_for_memory() -> None:
-    started = [{"event": "started", "of": worker, "child": worker + 9, "slots": []} for worker in (3, 4, 5)]
+    started: list[dict[str, Any]] = [
+        {"event": "started", "of": worker, "child": worker + 9, "slots": []} for worker in (3, 4, 5)
+    ]
     why = "waits on: one block takes 2 MB, and it has 1 MB"
     cramped = [{"event": "cramped", "of": worker, "why": why} for worker in (3, 4, 5)]
     later = [{"event": "cramped", "of": 4, "why": ""}, {"event": "exit", "of": 5, "code": -9, "expected": True}]

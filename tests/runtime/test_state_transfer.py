@@ -89,7 +89,7 @@ def takes(prefix: str, values: dict[str, Any]) -> Any:
     replicas.await_heal(SLOT)
     assert replicas.whole() == ()
     plane = plane_of(prefix, 1)
-    take_state(plane.aside, 0, KEY, replicas.stages[SLOT])
+    assert take_state(plane.aside, 0, KEY, replicas.stages[SLOT]) > 0
     replicas.healed(SLOT)
     assert replicas.whole() == (SLOT,)
     stage = replicas.stages[SLOT]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from engine.core.elastic.move_costs import BYTES_PER_S, PAUSE_S
 from engine.core.ownership import Grid
 
 _UNIT_FORWARD, _UNIT_BACKWARD = 1.0, 2.0
@@ -27,8 +28,8 @@ class MeasuredFacts:
         default_factory=dict
     )  # worker -> bytes for slots; a worker that is absent has enough
     host_of: Mapping[int, str] = field(default_factory=dict)  # worker -> host; empty: all on one
-    bytes_per_s: float = 1e9  # between two workers
-    pause_s: float = 0.05  # of training, for a prepared hand-over
+    bytes_per_s: float = BYTES_PER_S  # between two workers
+    pause_s: float = PAUSE_S  # of training, for a prepared hand-over
 
     @property
     def in_seconds(self) -> bool:

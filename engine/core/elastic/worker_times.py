@@ -17,6 +17,7 @@ from typing import NamedTuple
 from engine.core.analysis.memory_model import StageBytes, owned_bytes, replica_bytes
 from engine.core.config.job import Job
 from engine.core.elastic.measured import MeasuredFacts
+from engine.core.elastic.move_costs import MoveCosts, after_vote, bytes_per_s, pause_s
 from engine.core.elastic.slow_workers import Compute, Pace, PaceChange, after_step, members_only, speeds
 from engine.core.ownership import Ownership
 from engine.core.recovery.vote import SlotVote, VoteMessage
@@ -37,6 +38,7 @@ class WorkerTimes(NamedTuple):
     stages: Mapping[int, tuple[Times, ...]] = {}  # of the last steps on workers that were not slow
     sizes: Mapping[int, StageBytes] = {}
     paces: Mapping[int, Pace] = {}
+    costs: MoveCosts = MoveCosts()
 
 
 def heard(times: WorkerTimes, worker: int, vote: VoteMessage) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
@@ -52,7 +54,8 @@ def heard(times: WorkerTimes, worker: int, vote: VoteMessage) -> tuple[WorkerTim
     slots = tuple(each for each in vote.slots if each.took_ns)
     sizes = {each.stage: StageBytes(*each.sizes) for each in slots if each.sizes}
     told = {**times.told, worker: (*times.told.get(worker, ()), *slots)}
-    return times._replace(told=told, sizes={**times.sizes, **sizes} if sizes else times.sizes), changes
+    costs = after_vote(times.costs, vote)
+    return times._replace(told=told, sizes={**times.sizes, **sizes} if sizes else times.sizes, costs=costs), changes
 
 
 def usual(times: WorkerTimes, stage: int) -> Times | None:
@@ -103,6 +106,8 @@ def facts(
         owned_bytes=owned,
         memory=memory,
         host_of=hosts,
+        bytes_per_s=bytes_per_s(times.costs, times.sizes),
+        pause_s=pause_s(times.costs),
     )
 
 

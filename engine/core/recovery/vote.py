@@ -28,6 +28,7 @@ class SlotVote:
     marks: tuple[str, ...] = ()  # of these microbatches
     took_ns: tuple[int, ...] = ()  # of an owner: its forwards and backwards, 0 unless it ran those of all microbatches
     sizes: tuple[int, ...] = ()  # the `StageBytes` of an owned slot, in the first steps of a program
+    heal_ns: int = 0  # of a new shadow: from the first word of its owner to the whole replica
 
 
 @message

@@ -13,6 +13,7 @@ from engine.core.checks.loaded_data import LoadedBook
 from engine.core.checks.purity import PurityBook
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.config.job import FACTORY, Job, is_due
+from engine.core.elastic.move_costs import after_commit, after_epoch
 from engine.core.elastic.slow_workers import PaceChange
 from engine.core.elastic.worker_times import WorkerTimes, heard
 from engine.core.errors import (
@@ -131,8 +132,11 @@ class RunState:
             self.close_book()
             self._data_marks = self._loaded.close()
             self.losses.append(record.loss)
+            self.times = self.times._replace(costs=after_commit(self.times.costs, record.at_ns))
         elif isinstance(record, EpochRecord):
             self.epochs.append(record)
+            costs = after_epoch(self.times.costs, record.owners, is_planned=record.planned)
+            self.times = self.times._replace(costs=costs)
         elif isinstance(record, GoRecord):
             self.going_at_ns = self.going_at_ns or record.at_ns
             self.launched_at_ns = self.launched_at_ns or record.at_ns

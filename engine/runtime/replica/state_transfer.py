@@ -9,6 +9,7 @@ place as it arrives: beside the replica it holds one tensor and one chunk.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -52,9 +53,13 @@ def send_state(channel: Channel[AsideKey], targets: Iterable[int], key: AsideKey
         send_bulk(channel, (target,), key, [stage.device.put(tensor) for _, tensor in state])
 
 
-def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: Stage) -> None:
-    """Waits for the state of a slot and fills its new replica; raises InvariantError if a hash differs."""
+def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: Stage) -> int:
+    """Waits for the state of a slot and fills its new replica; raises InvariantError if a hash differs.
+
+    Returns the nanoseconds since the first word of the owner.
+    """
     (length,) = _take(channel, source, key, TensorSpec((1,), torch.int64, False)).tolist()
+    begun_ns = time.monotonic_ns()
     header = _take(channel, source, key, TensorSpec((length,), torch.uint8, False))
     entries = json.loads(header.cpu().numpy().tobytes())
     specs = [TensorSpec.from_json(spec) for _, spec, *_ in entries]
@@ -70,6 +75,7 @@ def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: St
         del tensor  # before the next one comes
     stage.boundary = tuple(tuple(buffers[number] for number in sorted(buffers)) for buffers in boundary)
     _compare(stage, {tuple(place): digest for place, *_, digest in entries})
+    return time.monotonic_ns() - begun_ns
 
 
 def _take(channel: Channel[AsideKey], source: int, key: AsideKey, spec: TensorSpec) -> Tensor:

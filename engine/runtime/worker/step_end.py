@@ -54,6 +54,7 @@ class StepEnd:
         self._reduced: dict[Slot, LogEntry] = {}
         self._tied: dict[tuple[int, Use], Tensor] = {}  # received gradients, by pipeline and use
         self._votes: dict[Slot, SlotVote] = {}  # until the last replica here is ready
+        self._heals_ns: dict[Slot, int] = {}  # of replicas that were healed in the open step
         self._posted: set[Slot] | None = None  # log entries whose receives were posted ahead
         self._uses = uses_of(context.replicas.model.ties, context.starts)
 
@@ -62,7 +63,7 @@ class StepEnd:
         self._plane = plane
         self._ownership = ownership
         self._routes = routes
-        self._reduced, self._tied, self._votes = {}, {}, {}
+        self._reduced, self._tied, self._votes, self._heals_ns = {}, {}, {}, {}
         self._elsewhere = sorted(self._tied_elsewhere(), key=_by_stage)
         self._coming = sorted((stage, pipeline) for kind, pipeline, stage, _ in routes.sources if kind is Kind.LOGGED)
         self._posted = None
@@ -98,7 +99,9 @@ class StepEnd:
             self.bytes_healed += self._plane.bytes_sent - before
         else:
             self.replicas.await_heal(slot)
-            take_state(self._plane.aside, self._source(Kind.STATE, slot), key, self.replicas.stages[slot])
+            self._heals_ns[slot] = take_state(
+                self._plane.aside, self._source(Kind.STATE, slot), key, self.replicas.stages[slot]
+            )
             self.replicas.healed(slot)
 
     def reduce(self, action: Action, step: int) -> None:
@@ -225,7 +228,7 @@ class StepEnd:
         """
         slot = (action.pipeline, action.stage)
         entry, microbatches, marks = self.logged[slot], tuple(loaded), tuple(loaded.values())
-        vote = SlotVote(*slot, loaded=microbatches, marks=marks)
+        vote = SlotVote(*slot, loaded=microbatches, marks=marks, heal_ns=self._heals_ns.pop(slot, 0))
         if self._owns(slot):
             with self.replicas.device.waiting():
                 norms = dict(entry.norms(later_uses(self.replicas.model.ties)))
