@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.core.coordinator.inputs import Passed
+from engine.core.coordinator.inputs import Ended, Passed
 from engine.core.coordinator.outputs import Kill, Note, Write
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.history.process_records import WayOutRecord
-from engine.core.history.run_records import NoticeRecord
-from engine.core.membership.events import Notice
-from engine.core.messages import EpochMessage
+from engine.core.history.run_records import NoticeRecord, StaysRecord
+from engine.core.membership.events import Heard, Notice
+from engine.core.messages import EpochMessage, WaitingMessage
 from tests.core.coordinator_cases import S, answers, committed, given, told, training, written
 
 
@@ -70,3 +70,19 @@ def test_a_leaver_that_waits_for_the_wanted_owners_says_so() -> None:
         _, outputs = given(asked, Notice(now_ns, 2, 60 * S))
         (said,) = [each for each in written(outputs) if isinstance(each, WayOutRecord)]
         assert said.text == f"hands over at the boundary after step 1{words}"
+
+
+def test_nobody_is_said_to_stay_while_a_worker_waits_that_can_take_over() -> None:
+    """It was said of all members, and it was wrong; without the worker it is said at the next tick."""
+    state, _ = given(in_a_step(2), Heard(20, 3, WaitingMessage(), "host"))
+    now_ns = state.membership.committed_ns
+    state, outputs = given(state, *(Notice(now_ns, worker, 60 * S) for worker in (0, 1, 2)))
+    assert [each.way for each in written(outputs) if isinstance(each, WayOutRecord)] == ["boundary"] * 3
+    assert not [each for each in written(outputs) if isinstance(each, StaysRecord)]
+    lost, outputs = given(state, Ended(now_ns, 3, -9), Passed(now_ns + S))
+    stays = [each for each in written(outputs) if isinstance(each, StaysRecord)]
+    text = "is to leave within 60 s, but no other worker can take over stage"
+    assert stays == [StaysRecord(of=each, text=f"{text} {each}") for each in range(3)]
+    assert written(given(lost, Passed(now_ns + 2 * S))[1]) == []
+    again, _ = given(lost, Heard(now_ns, 4, WaitingMessage(), "host"), Passed(now_ns + 3 * S))
+    assert (lost.staying.keys(), again.staying) == ({0, 1, 2}, {})

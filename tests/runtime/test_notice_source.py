@@ -18,10 +18,12 @@ import psutil
 import pytest
 
 from engine.core.agent.notice_answer import NoticeAnswer, NoticeFrom
+from engine.core.membership.state import Options, begin
 from engine.runtime.agent import notice_source
 from engine.runtime.agent.notice_source import NoticeSource
 
 SOON_S = 20.0
+S = 1_000_000_000
 
 
 class Host:
@@ -31,7 +33,9 @@ class Host:
         self.signalled: list[tuple[int, int]] = []
         self.notes: list[str] = []
         self.is_stopping = False
-        self.node = SimpleNamespace(state=SimpleNamespace(members=tuple(range(num_workers))))
+        options, owners = Options(stages=num_workers, redundant=True), tuple(range(num_workers))
+        self.node = SimpleNamespace(state=begin(options, owners, ((),) * num_workers, 9, 0))
+        self.grace_ns = 10 * S
         self.run_state = SimpleNamespace(note=self.notes.append)
         self.members = {each: self.handle(each) for each in range(num_workers)}
 
@@ -119,6 +123,33 @@ def test_a_waiting_worker_gets_its_notice_and_a_process_that_began_again_its_own
     source.look(host)
     assert [worker for worker, _ in host.signalled] == [1, 3, 1]
     assert host.notes == []
+
+
+def asked_of(steps_s: float, waiting: tuple[int, ...], *answers: tuple[int, ...] | None) -> tuple[list[int], list[str]]:
+    """Returns who got a notice after some answers, and the notes, where workers wait and steps take so long."""
+    host: Any = Host()
+    host.node.state = host.node.state._replace(waiting=waiting, steps_ns=(round(steps_s * S),))
+    host.members |= {each: host.handle(each) for each in waiting}
+    source = NoticeSource(NoticeFrom(("true",)))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: host.signalled.append((-1, number)))
+    try:
+        for each in answers:
+            source._answers.put(NoticeAnswer(each, str(each)))
+            source.look(host)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return [worker for worker, _ in host.signalled], host.notes
+
+
+def test_a_notice_for_all_members_leaves_the_job_to_a_worker_that_waits() -> None:
+    """The run ended, and the worker that waits with it."""
+    assert asked_of(1.0, (3,), (0, 1, 2), (0, 1, 2)) == ([0, 1, 2], [])
+    assert asked_of(1.0, (3,), (0, 2), (1,)) == ([0, 2, 1], [])
+    ended = "--notice-command: a notice for all workers, which no other host takes over: the run ends"
+    assert asked_of(1.0, (3,), None) == ([-1], [ended]), "it is on the same host"
+    assert asked_of(1.0, (3,), (0, 1, 2, 3)) == ([-1], [ended])
+    short = "--notice-command: a notice for all workers, 10 s do not suffice for worker 3, which waits: the run ends"
+    assert asked_of(1.1, (3,), (0, 1, 2)) == ([-1], [short])
 
 
 @pytest.mark.parametrize("text", ["TRUE", "[0, 1, 2]"])

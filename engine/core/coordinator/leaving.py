@@ -12,8 +12,27 @@ from engine.core.coordinator.preparation import patient
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.elastic.way_out import WayOut, departs, has_heirs, until_boundary_ns, way_out
 from engine.core.history.process_records import WayOutRecord
+from engine.core.history.run_records import StaysRecord
 from engine.core.membership.events import Departure, HandOver
 from engine.core.membership.state import Phase
+from engine.core.membership.verdicts import unable_to_leave
+from engine.core.texts import numbered
+
+
+def says_who_stays(state: CoordinatorState) -> Decided:
+    """Returns the state with the leaving workers that no other worker can replace, and says each once.
+
+    One that can be replaced again, because another worker waits, is looked at as any other.
+    """
+    staying: dict[int, str] = {}
+    outputs: Outputs = ()
+    for worker, stages in unable_to_leave(state.membership).items():
+        slots, grace_s = numbered(state.job.slot_noun, stages), state.graces_ns.get(worker, 0) / 1e9
+        text = f"is to leave within {grace_s:g} s, but no other worker can take over {slots}"
+        staying[worker] = text
+        if state.staying.get(worker) != text:
+            outputs = (*outputs, Note(f"worker {worker} {text}"), Write(StaysRecord(of=worker, text=text)))
+    return (state._replace(staying=staying) if staying != state.staying else state), outputs
 
 
 def looks_at_ways(state: CoordinatorState, now_ns: int) -> Decided:

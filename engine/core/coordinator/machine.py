@@ -24,12 +24,12 @@ from typing import Any
 
 from engine.core.coordinator.hearing import RULES
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Resumed, Stopping
-from engine.core.coordinator.leaving import looks_at_ways
+from engine.core.coordinator.leaving import looks_at_ways, says_who_stays
 from engine.core.coordinator.orders import Decided, commit_record, decide
-from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
+from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
 from engine.core.coordinator.state import CoordinatorState, begin
-from engine.core.history.run_records import NoticeRecord, StaysRecord
+from engine.core.history.run_records import NoticeRecord
 from engine.core.membership import protocol
 from engine.core.membership.events import (
     Answer,
@@ -43,10 +43,9 @@ from engine.core.membership.events import (
     Tick,
     Wanted,
 )
+from engine.core.membership.state import Phase
 from engine.core.membership.state import begin as begin_membership
-from engine.core.membership.verdicts import unable_to_leave
 from engine.core.message_codec import LastWords, Message
-from engine.core.texts import numbered
 
 
 def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:
@@ -89,15 +88,9 @@ def _is_noticed(state: CoordinatorState, notice: Notice) -> Decided:
     )
     record = NoticeRecord(of=worker, grace_s=grace_ns / 1e9)
     new, outputs = decide(state, notice)
-    for each, stages in unable_to_leave(new.membership).items():
-        grace_s = new.graces_ns.get(each, grace_ns) / 1e9
-        slots = numbered(state.job.slot_noun, stages)
-        text = f"is to leave within {grace_s:g} s, but no other worker can take over {slots}"
-        if new.staying.get(each) != text:
-            new = new._replace(staying={**new.staying, each: text})
-            outputs = (*outputs, Note(f"worker {each} {text}"), Write(StaysRecord(of=each, text=text)))
+    new, told = says_who_stays(new)
     new, parting = looks_at_ways(new, notice.now_ns)
-    return new, (Write(record), *outputs, *parting)
+    return new, (Write(record), *outputs, *told, *parting)
 
 
 def _ends(state: CoordinatorState, ended: Ended) -> Decided:
@@ -114,8 +107,9 @@ def _passes(state: CoordinatorState, passed: Passed) -> Decided:
     new, outputs = decide(known, Tick(passed.now_ns, passed.sights))
     if not new.membership.leaving:
         return new, outputs
+    new, told = says_who_stays(new) if new.membership.phase is Phase.RUNNING else (new, ())
     new, parting = looks_at_ways(new, passed.now_ns)
-    return new, (*outputs, *parting)
+    return new, (*outputs, *told, *parting)
 
 
 def _takes_over(state: CoordinatorState, taken: TakenOver) -> Decided:

@@ -22,6 +22,7 @@ _S = 1_000_000_000
 HAND_OVER_NS = _S // 10  # at least
 _LATE_NS = _S // 2  # kept back for a step that takes longer than usual: two ticks of the clock
 _SHARE = 10  # of a usual step: the tenth part may be missing in an estimate
+_STEPS_OF_JOINERS = 10  # in which waiting workers join, get all replicas and take over, and the leavers go
 _DEPARTURE_NS = _S // 2  # so long before its end, or in the second half of its grace, a worker without slots leaves
 
 
@@ -54,6 +55,13 @@ def until_boundary_ns(spent_ns: int, steps_ns: Collection[int]) -> int:
 def departs(left_ns: int, grace_ns: int) -> bool:
     """Returns whether a worker that has handed over inside the step must not wait for the boundary any longer."""
     return left_ns <= min(_DEPARTURE_NS, grace_ns // 2)
+
+
+def can_wait_for_joiners(state: State, grace_ns: int) -> bool:
+    """Returns whether waiting workers can take over from all members, if these get so much grace now."""
+    if not (state.options.redundant and state.able_to_join and state.steps_ns):
+        return False
+    return grace_ns >= _STEPS_OF_JOINERS * max(state.steps_ns)
 
 
 def has_heirs(state: State, worker: int) -> bool:

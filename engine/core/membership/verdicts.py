@@ -223,8 +223,11 @@ def leavers(state: State) -> tuple[int, ...]:
 
 
 def unable_to_leave(state: State) -> dict[int, tuple[int, ...]]:
-    """Returns the leaving workers that can never leave, each with its stages that no staying worker can get."""
-    if state.options.redundant and any(worker not in state.leaving for worker in state.members):
+    """Returns the leaving workers that can never leave, each with its stages that no staying worker can get.
+
+    One that waits, and may join, can get them.
+    """
+    if state.options.redundant and (state.joiners or any(worker not in state.leaving for worker in state.members)):
         return {}
     stages: dict[int, set[int]] = {}
     for slot, heir in enumerate(heirs(state, (), hand_over=True).owners):

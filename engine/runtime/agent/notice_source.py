@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from urllib.error import HTTPError
 
 from engine.core.agent.notice_answer import MOST_BYTES, NoticeAnswer, NoticeFrom, answer_of
+from engine.core.elastic.way_out import can_wait_for_joiners
 from engine.core.texts import numbered
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.process.subprocesses import is_readable, module, start
@@ -45,6 +46,10 @@ class Noticed(Protocol):
     @property
     def node(self) -> Any:
         """The host's place in the job."""
+
+    @property
+    def grace_ns(self) -> int:
+        """The time that a worker has to leave."""
 
     @property
     def run_state(self) -> Any:
@@ -141,22 +146,28 @@ class NoticeSource:
                 self._tell(agent, found)
 
     def _tell(self, agent: Noticed, notice: NoticeAnswer) -> None:
-        """Gives the workers that a notice names theirs, each process once: all workers may begin again."""
-        members = set(agent.node.state.members)
+        """Gives the workers that a notice names theirs, each process once: all workers may begin again.
+
+        If it names all members, waiting workers take over, or the run ends.
+        """
+        state = agent.node.state
+        members, waiting = set(state.members), set(state.able_to_join)
         here = {worker: each.child for worker, each in agent.members.items() if each.exit_code is None}
         given = {worker for worker, child in here.items() if child.pid in self._given}
-        named = members if notice.workers is None else {*notice.workers}
-        if not members <= named | given:
-            for worker in sorted(named & {*here} - given):
+        named = members | waiting if notice.workers is None else {*notice.workers}
+        new, others = named & {*here} - given, waiting - named - given
+        take_over = others and (not new or can_wait_for_joiners(state, agent.grace_ns))
+        if not members <= named | given or take_over:
+            for worker in sorted(new):
                 self._given.add(here[worker].pid)
                 here[worker].signal(signal.SIGTERM)
             if absent := sorted(named - {*here} - {*agent.members}):
                 self._says(f"{self.wanted.name}: a notice for {numbered('worker', absent)}, but no such worker is here")
         elif not self._is_over:
             self._is_over = True
-            agent.run_state.note(
-                f"{self.wanted.name}: a notice for all workers, which no other host takes over: the run ends"
-            )
+            why = f"{agent.grace_ns / 1e9:g} s do not suffice for {numbered('worker', sorted(others))}, which waits"
+            why = why if others else "which no other host takes over"
+            agent.run_state.note(f"{self.wanted.name}: a notice for all workers, {why}: the run ends")
             signal.raise_signal(signal.SIGTERM)
 
 
