@@ -56,8 +56,8 @@ def test_the_same_stage_of_another_pipeline_inherits_after_the_shadows() -> None
 def test_who_can_never_leave_is_known_with_its_stages() -> None:
     assert unable_to_leave(running()) == unable_to_leave(leaving(1)) == unable_to_leave(leaving(0, 1)) == {}
     assert unable_to_leave(leaving(0, 1, 2)) == {0: (0,), 1: (1,), 2: (2,)}
-    assert unable_to_leave(leaving(0, 1, 2)._replace(waiting=(3,))) == {}, "it joins, and takes over"
-    assert unable_to_leave(leaving(0, 1, 2)._replace(waiting=(3,), cramped={3: "waits on"})) != {}
+    assert unable_to_leave(leaving(0, 1, 2)._replace(waiting=(3,), eager=(3,))) == {}, "it joins, and takes over"
+    assert unable_to_leave(leaving(0, 1, 2)._replace(waiting=(3,), eager=(3,), cramped={3: "waits on"})) != {}
     none = Options(stages=3, redundant=False)
     assert unable_to_leave(leaving(1)._replace(options=none, shadows=((), (), ()))) == {1: (1,)}
     twice = leaving(1)._replace(options=none, members=(0, 1, 2, 3), owners=(0, 1, 2, 0, 3, 2), shadows=((),) * 6)
