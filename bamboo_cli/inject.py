@@ -94,10 +94,7 @@ def inject(
     acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
 
     def load() -> Loaded:
-        if bool(file) == bool(scenario):
-            found = f"{file} and {scenario}" if file else "none"
-            raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
-        return load_scenario(file or scenario, kinds(), seed, changed, acting)
+        return load_scenario(_one_of(file, scenario), kinds(), seed, changed, acting)
 
     if problems := _own_problems(run, dry_run, tee, etcd, etcd_plain_http):
         raise UserError([*problems_of(load), *problems])
@@ -113,6 +110,14 @@ def inject(
         echo(f"job: {loaded.job_from}", err=True)
         cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
     raise typer.Exit(_print_all(loaded, cases, as_json))
+
+
+def _one_of(file: str, scenario: str) -> str:
+    """Returns the scenario that is named; raises UserError if none is, or two are."""
+    if bool(file) == bool(scenario):
+        found = f"{file} and {scenario}" if file else "none"
+        raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
+    return file or scenario
 
 
 def _own_problems(run: str, dry_run: bool, tee: bool, etcd: str, plain_http: bool) -> list[Problem]:

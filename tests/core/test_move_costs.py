@@ -7,10 +7,8 @@ from dataclasses import replace
 from engine.core.analysis.memory_model import StageBytes
 from engine.core.config.job import Job
 from engine.core.elastic.assignment import assign
-from engine.core.elastic.measured import MeasuredFacts
+from engine.core.elastic.measured import BYTES_PER_S, PAUSE_S, MeasuredFacts
 from engine.core.elastic.move_costs import (
-    BYTES_PER_S,
-    PAUSE_S,
     MoveCosts,
     after_commit,
     after_epoch,

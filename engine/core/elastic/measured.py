@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from engine.core.elastic.move_costs import BYTES_PER_S, PAUSE_S
 from engine.core.ownership import Grid
 
+BYTES_PER_S, PAUSE_S = 1e9, 0.05  # first guesses
 _UNIT_FORWARD, _UNIT_BACKWARD = 1.0, 2.0
 
 

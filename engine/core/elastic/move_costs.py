@@ -14,9 +14,9 @@ from statistics import median
 from typing import NamedTuple
 
 from engine.core.analysis.memory_model import StageBytes, replica_bytes
+from engine.core.elastic.measured import BYTES_PER_S, PAUSE_S
 from engine.core.recovery.vote import VoteMessage
 
-BYTES_PER_S, PAUSE_S = 1e9, 0.05  # first guesses
 _LAST = 32  # replicas and hand-overs
 _NEXT_STEPS = 5
 _NS = 1e9
