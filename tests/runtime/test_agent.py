@@ -18,7 +18,7 @@ from engine.core.coordinator.machine import step
 from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.errors import ExitCode, WorkerFailedError
 from engine.core.message_codec import decode
-from engine.core.messages import CommitMessage, CutMessage
+from engine.core.messages import CommitMessage, CutMessage, ExitMessage
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.session import run_session
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
@@ -86,3 +86,38 @@ def test_no_worker_hears_of_a_commit_before_the_time_in_its_record(tmp_path: Pat
     assert (commit["event"], len(heard_ns)) == ("commit", 3)
     assert commit["at_ns"] <= min(heard_ns)
     assert agent.run_state.losses == [0.5]
+
+
+def test_a_lost_host_is_one_verdict_before_any_end_of_its_workers_counts(tmp_path: Path) -> None:
+    node: Any = NodeDouble()
+    membership = node.coordination.membership._replace(nodes={0: "a", 1: "b", 2: "b"})
+    node.coordination = node.coordination._replace(membership=membership)
+    sent: list[bytes] = []
+    members: dict[int, Any] = {
+        worker: SimpleNamespace(
+            worker=worker,
+            slots=(),
+            exit_code=None,
+            state="running",
+            host=host,
+            link=SimpleNamespace(send_packet=sent.append),
+            child=SimpleNamespace(pid=worker, is_lost=host == "b"),
+            name=f"worker {worker}",
+            account="",
+        )
+        for worker, host in enumerate("abb")
+    }
+    agent = Agent(node.coordination.job, members, Recorder(open_events(tmp_path / "e"), -1), node, lambda agent: None)
+    epoch = node.state.epoch
+    for worker in (1, 2):
+        agent.exited(members[worker], -9)
+    assert node.state.epoch == epoch + 1
+    assert {*node.state.out} == {1, 2}
+    assert [each["of"] for each in records_of(tmp_path / "e", "exit") if not each["expected"]] == [1]
+    told = [found.of for each in sent if isinstance(found := decode(each), ExitMessage)]
+    assert told == [1] * len(members)  # each hears of the first end only
+
+
+def records_of(events: Path, kind: str) -> list[dict[str, Any]]:
+    """Returns the records of one kind."""
+    return [each for line in events.read_text().splitlines() if (each := json.loads(line))["event"] == kind]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -155,12 +156,9 @@ def _coordinate(run: RunOn, screen: Screen, servers: HostServers, registry: Host
     except BambooError as found:
         error, outcome = found, HostOutcome(int(found.exit_code), f"failed: {found}")
     except BaseException:
-        registry.tell(HostOutcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"))
+        _tell(HostOutcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"), servers, registry)
         raise
-    finally:
-        servers.stop_watching()
-    registry.tell(outcome)
-    servers.tell(outcome.code, outcome.words)
+    _tell(outcome, servers, registry)
     for name, why in servers.lost:
         screen.say(f"host {name} was lost: {why}")
     if error is not None:
@@ -168,11 +166,25 @@ def _coordinate(run: RunOn, screen: Screen, servers: HostServers, registry: Host
     return HostRunEnd(outcome, result)
 
 
+def _tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> None:
+    """Tells the outcome to the store and to all hosts; a signal, which may have ended the run, breaks neither off."""
+    servers.stop_watching()
+
+    def tell() -> None:
+        with contextlib.suppress(CoordinatorUnavailableError):  # then the hosts hear it over their streams alone
+            registry.tell(outcome)
+
+    telling = threading.Thread(target=tell, name="outcome", daemon=True)
+    telling.start()
+    servers.tell(outcome.code, outcome.words)
+    telling.join()
+
+
 def _serve(
     job: Job, name: str, elected: Elected, registry: HostRegistry, server: ForkServer, interrupts: Interrupts
 ) -> HostRunEnd:
     """Serves the host that coordinates with the workers of this host, until the outcome is known."""
-    interrupts.limit_s = _MOST_TO_LEAVE_S
+    interrupts.limit_s = interrupts.patience_s = _MOST_TO_LEAVE_S
     own = registry.own
     folder = create_run_folder(Path(job.results), f"{name}-{own.name.lower()}", datetime.now(), secrets.token_hex(2))
     with contextlib.ExitStack() as stack:

@@ -43,6 +43,7 @@ class KeptLease:
     def _renew(self) -> None:
         while not self._is_over.wait(_LOOK_S):
             sent_ns = boottime_ns()
+            self._end_if_late(sent_ns)  # before it asks: its workers have computed for too long already
             if sent_ns < self._time.renew_ns:
                 continue
             try:
@@ -54,8 +55,11 @@ class KeptLease:
 
     def _watch(self) -> None:
         while not self._is_over.wait(_LOOK_S):
-            if boottime_ns() >= self._time.end_ns:
-                self._end("the lease of this host could not be renewed in time")
+            self._end_if_late(boottime_ns())
+
+    def _end_if_late(self, now_ns: int) -> None:
+        if now_ns >= self._time.end_ns:
+            self._end("the lease of this host could not be renewed in time")
 
     def _end(self, why: str) -> NoReturn:
         self.end_workers(why)

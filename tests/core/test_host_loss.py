@@ -1,0 +1,28 @@
+"""When a host counts as lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.hosts.host_loss import BACK_NS, SILENT_NS, HostSight
+
+HEARD_NS = 10**12
+
+
+@pytest.mark.parametrize(
+    ("ended_ns", "is_waiting", "after_ns", "why"),
+    [
+        (None, False, SILENT_NS - 1, ""),
+        (None, False, SILENT_NS, "silent for 2 s"),
+        (None, True, 10 * SILENT_NS, ""),  # its words wait here
+        (HEARD_NS, False, BACK_NS - 1, ""),
+        (HEARD_NS, False, BACK_NS, "its stream has ended"),
+        (HEARD_NS, True, BACK_NS, "its stream has ended"),
+    ],
+)
+def test_a_host_is_lost_if_its_stream_is_not_back_or_it_is_silent(
+    ended_ns: int | None, is_waiting: bool, after_ns: int, why: str
+) -> None:
+    found = HostSight(HEARD_NS, ended_ns, is_waiting).why_lost(HEARD_NS + after_ns)
+    assert bool(found) is bool(why)
+    assert why in found

@@ -1,0 +1,76 @@
+"""Frames between hosts: there and back, and any other bytes are refused."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.errors import InvariantError
+from engine.core.hosts import host_messages
+from engine.core.hosts.host_messages import MOST_BYTES, WorkerSign, frame, read_frame
+from engine.core.message_codec import MAX_BYTES, Message, encode
+from engine.core.process_messages import KeyMessage, PingMessage
+
+SIGN = WorkerSign(3, '{"kind":"heartbeat"}', (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34))
+HEADERS: list[Message] = [
+    host_messages.HelloHostMessage("a", "1f", 3),
+    host_messages.HailedHostMessage(2),
+    host_messages.ForkHostMessage(1, 0, 4),
+    host_messages.ForkedHostMessage(1, 4711),
+    host_messages.UnforkedHostMessage(1, "no memory"),
+    host_messages.SignalHostMessage(1, 9),
+    host_messages.EndedHostMessage(1, -9),
+    host_messages.SignsHostMessage(4, (tuple(SIGN),)),  # type: ignore[arg-type]
+    host_messages.TickHostMessage(9),
+    host_messages.LeavesHostMessage(),
+    host_messages.OutcomeHostMessage(3, "failed: a\nb"),
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda each: type(each).__name__)
+def test_a_frame_travels(header: Message) -> None:
+    assert read_frame(frame(header)) == (header, b"")
+
+
+def test_a_control_message_travels_behind_its_header() -> None:
+    packet = encode(KeyMessage(3, "group/0", "a\nb"))
+    header = host_messages.WordsHostMessage(7)
+    assert read_frame(frame(header, packet)) == (header, packet)
+    assert WorkerSign._make(read_frame(frame(HEADERS[7]))[0].signs[0]) == SIGN  # type: ignore[attr-defined]
+
+
+def test_the_longest_control_message_has_room_and_a_longer_frame_is_refused() -> None:
+    header = host_messages.WordsHostMessage(10**9)
+    assert len(frame(header, b"x" * MAX_BYTES)) <= MOST_BYTES
+    with pytest.raises(InvariantError, match="too long"):
+        frame(header, b"x" * MOST_BYTES)
+    with pytest.raises(InvariantError, match="at most"):
+        read_frame(frame(header)[:-1] + b" " * MOST_BYTES)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\n",
+        b"{}",
+        encode(PingMessage()),  # a message, but none between hosts
+        encode(host_messages.WordsHostMessage(1)),  # without the control message
+        encode(host_messages.TickHostMessage(1)) + b"\n{}",  # with one
+        encode(host_messages.TickHostMessage(1))[:-1],
+        b'{"kind":"tickhost","received":"1"}',
+        b'{"kind":"tickhost","received":1,"more":2}',
+    ],
+)
+def test_a_frame_of_another_form_is_refused(data: bytes) -> None:
+    with pytest.raises(InvariantError):
+        read_frame(data)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_another_error(data: bytes) -> None:
+    with contextlib.suppress(InvariantError):
+        read_frame(data)

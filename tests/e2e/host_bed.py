@@ -1,0 +1,96 @@
+"""Several hosts as processes of this machine, each with an address of its own, and the etcd in which they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.core.config.job import Job
+from engine.files.trajectory_file import trajectory_rows
+from engine.runtime.store.embedded_etcd import find_etcd
+from tests.e2e.launcher import Done, Launcher
+
+_START_S = 20.0
+
+
+class HostBed:
+    """The agents of one run, by the names h1, h2 and so on; h1 has the address 127.0.0.1."""
+
+    def __init__(self, folder: Path, etcd: str, number: int, arguments: Sequence[str]):
+        self.agents: dict[str, Launcher] = {}
+        for each in range(1, number + 1):
+            place = ["--node", f"h{each}", "--address", f"127.0.0.{each}"]
+            line = ["agent", "--run", folder.name, "--etcd", etcd, "--hosts", str(number), *place, *arguments]
+            self.agents[f"h{each}"] = Launcher(folder / f"h{each}", line, {})
+
+    @property
+    def chief(self) -> Launcher:
+        """The agent that coordinates, once training has begun."""
+        return next(each for each in self.agents.values() if each.events("commit"))
+
+    @property
+    def others(self) -> dict[str, Launcher]:
+        """All other agents."""
+        return {name: each for name, each in self.agents.items() if each is not self.chief}
+
+    def until_commits(self, number: int, timeout_s: float = 100.0) -> None:
+        """Waits for commits; fails if an agent ends before."""
+        until_s = time.monotonic() + timeout_s
+        while not any(len(each.events("commit")) >= number for each in self.agents.values()):
+            for name, each in self.agents.items():
+                assert each.process.poll() is None, f"{name} ended with {each.wait()}"
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+
+    def ends(self) -> dict[str, Done]:
+        """Waits for the ends of all agents."""
+        return {name: each.wait() for name, each in self.agents.items()}
+
+    def trajectory(self) -> list[Any]:
+        """Returns the rows of the run."""
+        path = self.chief.run_folder / "trajectory.csv"
+        return [row.texts() for row in trajectory_rows(path.read_text(), path)]
+
+    def close(self) -> None:
+        """Kills all that is left."""
+        for each in self.agents.values():
+            each.kill_all()
+
+
+@contextlib.contextmanager
+def kept_etcd(folder: Path) -> Iterator[str]:
+    """Runs an etcd that listens on loopback; yields its address."""
+    ports = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            trial = stack.enter_context(socket.socket())
+            trial.bind(("127.0.0.1", 0))
+            ports.append(trial.getsockname()[1])
+    client, peer = (f"http://127.0.0.1:{each}" for each in ports)
+    command = [find_etcd(), "--data-dir", str(folder / "member"), "--unsafe-no-fsync", "--log-level=error"]
+    command += ["--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer]
+    command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+    with (folder / "etcd.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        until_s = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", ports[0]), 1.0):
+                break
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        yield f"127.0.0.1:{ports[0]}"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def settings(job: Job, *names: str) -> list[str]:
+    """Returns the options that make a job, of which the fields with these names differ from the default."""
+    return [part for name in names for part in ("--set", f"{name}={getattr(job, name)}")]

@@ -1,0 +1,146 @@
+"""Several hosts as processes of this machine: real agents, real streams with TLS, a real etcd, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.core.config.job import Job
+from engine.core.errors import ExitCode
+from engine.runtime.agent.run_view import Ending
+from tests.e2e.conftest import Train
+from tests.e2e.host_bed import HostBed, kept_etcd, settings
+from tests.e2e.launcher import Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+MLP = Job(model="mlp", stages=4, steps=40, microbatches=2)
+GPT = Job(model="gpt", stages=4, steps=8)
+Hosts = Callable[..., HostBed]
+
+
+@pytest.fixture(name="hosts")
+def _hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """Returns a function that starts the agents of a run on some hosts; `names` are the fields of the job."""
+    beds: list[HostBed] = []
+    with kept_etcd(tmp_path) as etcd:
+
+        def start(job: Job, names: str, number: int = 3) -> HostBed:
+            beds.append(HostBed(tmp_path / f"run{len(beds)}", etcd, number, settings(job, *names.split())))
+            return beds[-1]
+
+        yield start
+        for each in beds:
+            each.close()
+
+
+def rows_of(ending: Ending) -> list[object]:
+    return [row.texts() for row in ending.view.run_state.rows]
+
+
+def failovers(bed: HostBed) -> list[list[int]]:
+    """Returns for each epoch that no boundary began the workers that are out; the first epoch has none."""
+    return [[out[0] for out in each["verdict"]] for each in bed.chief.events("epoch") if not each["planned"]]
+
+
+def workers_of(agent: Launcher) -> dict[int, int]:
+    """Returns the workers of one host, and their pids."""
+    found = agent.processes().items()
+    return {int(number): pid for name, pid in found if (number := name.removeprefix("bamboo-")).isdecimal()}
+
+
+def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, train: Train) -> None:
+    bed = hosts(MLP, "model stages steps microbatches")
+    bed.until_commits(3)
+    lost, agent = next(iter(bed.others.items()))
+    workers = workers_of(agent)
+    os.kill(agent.process.pid, signal.SIGKILL)
+    ends = bed.ends()
+    assert ends.pop(lost).code == -signal.SIGKILL
+    assert {each.code for each in ends.values()} == {0}, ends
+    assert failovers(bed) == [[], sorted(workers)]
+    assert bed.trajectory() == rows_of(train(MLP))
+    assert agent.leftovers() == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [2, 3])
+def test_gpt_has_the_bits_of_one_host(hosts: Hosts, train: Train, number: int) -> None:
+    bed = hosts(GPT, "model stages steps", number)
+    assert {each.code for each in bed.ends().values()} == {0}
+    assert failovers(bed) == [[]]
+    assert bed.trajectory() == rows_of(train(GPT))
+
+
+@pytest.mark.soak
+def test_a_worker_of_another_host_is_killed(hosts: Hosts, train: Train) -> None:
+    bed = hosts(GPT, "model stages steps", 2)
+    bed.until_commits(2)
+    (agent,) = bed.others.values()
+    victim, pid = max(workers_of(agent).items())
+    os.kill(pid, signal.SIGKILL)
+    assert {each.code for each in bed.ends().values()} == {0}
+    assert failovers(bed) == [[], [victim]]
+    assert [each["code"] for each in bed.chief.events("exit") if each["of"] == victim] == [-signal.SIGKILL]
+    assert bed.trajectory() == rows_of(train(GPT))
+
+
+@pytest.mark.soak
+def test_a_sigterm_to_an_agent_is_a_notice_for_its_workers(hosts: Hosts, train: Train) -> None:
+    bed = hosts(MLP, "model stages steps microbatches", 2)
+    bed.until_commits(3)
+    (agent,) = bed.others.values()
+    workers = workers_of(agent)
+    agent.interrupt(signal.SIGTERM)
+    assert {each.code for each in bed.ends().values()} == {0}
+    assert failovers(bed) == [[]]
+    assert {each["of"] for each in bed.chief.events("notice")} == {*workers}
+    assert bed.trajectory() == rows_of(train(MLP))
+
+
+@pytest.mark.soak
+def test_a_silent_host_is_lost_and_ends_when_it_comes_back(hosts: Hosts, train: Train) -> None:
+    bed = hosts(MLP, "model stages steps microbatches")
+    bed.until_commits(3)
+    lost, agent = next(iter(bed.others.items()))
+    workers = workers_of(agent)
+    os.kill(agent.process.pid, signal.SIGSTOP)
+    bed.chief.wait_until(lambda: len(failovers(bed)) == 2)
+    os.kill(agent.process.pid, signal.SIGCONT)
+    ends = bed.ends()
+    assert ends.pop(lost).code == ExitCode.FENCED
+    assert {each.code for each in ends.values()} == {0}, ends
+    assert failovers(bed) == [[], sorted(workers)]
+    assert bed.trajectory() == rows_of(train(MLP))
+    assert agent.leftovers() == []
+
+
+@pytest.mark.soak
+def test_an_interrupted_run_ends_all_agents_with_one_code(hosts: Hosts) -> None:
+    bed = hosts(MLP, "model stages steps microbatches")
+    bed.until_commits(3)
+    bed.chief.interrupt(signal.SIGTERM)
+    assert {each.code for each in bed.ends().values()} == {ExitCode.TERMINATED}
+
+
+@pytest.mark.soak
+def test_without_the_host_that_coordinates_the_others_end(hosts: Hosts) -> None:
+    """Nothing takes over yet."""
+    bed = hosts(MLP, "model stages steps microbatches")
+    bed.until_commits(3)
+    others = bed.others.values()
+    os.kill(bed.chief.process.pid, signal.SIGKILL)
+    assert {each.wait().code for each in others} == {ExitCode.COORDINATOR_UNAVAILABLE}
+    assert [each.leftovers() for each in others] == [[], []]
+
+
+@pytest.mark.soak
+def test_hosts_listen_on_their_addresses_only(hosts: Hosts) -> None:
+    bed = hosts(MLP, "model stages steps microbatches")
+    bed.until_commits(3)
+    for number, agent in enumerate(bed.agents.values(), 1):
+        assert {each.address for each in agent.listeners()} <= {f"127.0.0.{number}"}
+    bed.ends()

@@ -1,0 +1,91 @@
+"""The hosts of a run in both stores: names, the election, differences, hosts that are missing, the outcome."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, UserError
+from engine.core.hosts.registered_host import RegisteredHost
+from engine.runtime.hosts.host_registry import HostOutcome, HostRegistry
+from engine.runtime.hosts.run_certificate import RunCertificate
+from tests.runtime.kv_backends import Backend
+
+MADE = RunCertificate("certificate", "key")
+TTL_S = 60
+
+
+def come(backend: Backend, name: str, incarnation: str = "", **facts: Any) -> HostRegistry:
+    """Returns a host that has registered."""
+    client = backend.client()
+    lease = client.grant(TTL_S)
+    own = RegisteredHost(name, incarnation or f"{name}1", "10.0.0.1", lease.lease_id, facts)
+    made = HostRegistry(client, own, lease)
+    made.register()
+    return made
+
+
+def test_the_hosts_come_in_their_order_and_one_is_elected(backend: Backend) -> None:
+    b, a, c = come(backend, "b"), come(backend, "a"), come(backend, "c")
+    hosts = a.gathered((), 2, 5.0)
+    assert [each.name for each in hosts] == ["b", "a"]
+    assert b.elect(hosts, "10.0.0.1:7", MADE)
+    assert not a.elect(hosts, "10.0.0.2:7", MADE)
+    found = a.elected()
+    assert found is not None
+    assert (found.name, found.place, found.hosts, found.made) == ("b", "10.0.0.1:7", ("b", "a"), MADE)
+    with pytest.raises(CoordinatorUnavailableError, match=r"host b at 10.0.0.1:7 coordinates hosts b, a"):
+        c.gathered((), 2, 5.0)
+
+
+def test_a_name_that_another_host_has_is_refused(backend: Backend) -> None:
+    come(backend, "a")
+    with pytest.raises(UserError, match="--node"):
+        come(backend, "a", "a2")
+
+
+def test_a_host_that_registers_again_is_itself(backend: Backend) -> None:
+    a = come(backend, "a")
+    a.register()
+    assert [each.name for each in a.hosts()] == ["a"]
+
+
+def test_missing_hosts_are_named(backend: Backend) -> None:
+    a = come(backend, "a")
+    with pytest.raises(EnvironmentLacksError, match=r"1 of 3 hosts came within 0 s: a; missing: b, c"):
+        a.gathered(("a", "b", "c"), 3, 0.0)
+    with pytest.raises(EnvironmentLacksError, match=r"1 of 2 hosts came within 0 s: a$"):
+        a.gathered((), 2, 0.0)
+
+
+def test_only_the_named_hosts_count(backend: Backend) -> None:
+    come(backend, "x")
+    a, _ = come(backend, "a"), come(backend, "b")
+    assert [each.name for each in a.gathered(("b", "a"), 2, 5.0)] == ["a", "b"]
+
+
+def test_hosts_that_do_not_agree_do_not_begin(backend: Backend) -> None:
+    a, _ = come(backend, "a", torch="2.13.0", stages=4), come(backend, "b", torch="2.12.0", stages=4)
+    with pytest.raises(EnvironmentLacksError, match=r"^torch: '2.13.0' on host a, '2.12.0' on host b\n"):
+        a.gathered((), 2, 5.0)
+
+
+def test_the_election_is_over_when_the_lease_of_the_elected_host_is(backend: Backend) -> None:
+    a, b = come(backend, "a"), come(backend, "b")
+    hosts = a.gathered((), 2, 5.0)
+    assert a.elect(hosts, "10.0.0.1:7", MADE)
+    backend.client().revoke(a._lease)
+    assert b.elected() is None
+    assert [each.name for each in b.hosts()] == ["b"]
+
+
+def test_the_outcome_stays_when_all_hosts_have_gone(backend: Backend) -> None:
+    a = come(backend, "a")
+    assert a.outcome() is None
+    a.tell(HostOutcome(3, "failed: why"))
+    backend.client().revoke(a._lease)
+    late = HostRegistry(backend.client(), replace(a.own, incarnation="a2"), a._lease)
+    assert late.outcome() == HostOutcome(3, "failed: why")
+    assert late.hosts() == []

@@ -1,0 +1,82 @@
+"""One end of a stream: each frame comes once and in order, however often the connection breaks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from engine.runtime.hosts.stream_end import StreamEnd
+
+
+class Wire:
+    """Two ends, and connections between them that lose what is under way when they break."""
+
+    def __init__(self) -> None:
+        self.near, self.far = StreamEnd(), StreamEnd()
+        self.heard: list[bytes] = []
+        self.sent: Iterator[bytes] = iter(())
+        self.far_connection = 0
+
+    def connect(self) -> None:
+        """Begins a connection; each end says how many frames it has."""
+        connection = self.near.connect()
+        self.far_connection = self.far.connect()
+        self.near.resume(connection, self.far.received)
+        self.sent = self.near.frames(connection)
+
+    def carry(self, number: int, *, is_lost: bool = False) -> None:
+        """Takes frames from the near end, and brings them to the far one."""
+        for _ in range(number):
+            frame = next(self.sent)
+            if not is_lost:
+                assert self.far.take(self.far_connection, lambda: self.heard.append(frame))  # noqa: B023
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_each_frame_comes_once_and_in_order(seed: int) -> None:
+    draw, wire, told = random.Random(seed), Wire(), 0  # noqa: S311
+    while told < 200:
+        wire.connect()
+        for _ in range(draw.randrange(1, 20)):
+            wire.near.send(b"%d" % told)
+            told += 1
+        left = told - len(wire.heard)
+        come = draw.randrange(left + 1)
+        wire.carry(come)
+        wire.carry(draw.randrange(left - come + 1), is_lost=True)
+        if draw.random() < 0.5:
+            wire.near.forget(wire.far.received)
+    wire.connect()
+    wire.carry(told - len(wire.heard))
+    assert wire.heard == [b"%d" % each for each in range(told)]
+
+
+def test_an_older_connection_neither_gives_nor_takes() -> None:
+    wire = Wire()
+    wire.connect()
+    older, before = wire.sent, wire.far_connection
+    wire.connect()
+    wire.near.send(b"a")
+    assert list(older) == []
+    assert not wire.far.take(before, lambda: wire.heard.append(b"late"))
+    wire.carry(1)
+    assert (wire.heard, wire.far.received) == ([b"a"], 1)
+
+
+def test_the_last_frames_are_sent_before_the_end() -> None:
+    wire = Wire()
+    wire.connect()
+    wire.near.send(b"a")
+    wire.near.close()
+    wire.near.send(b"too late")
+    assert list(wire.sent) == [b"a"]
+
+
+def test_nothing_is_kept_without_end_for_a_host_that_does_not_read() -> None:
+    end, part = StreamEnd(), bytes(1 << 20)
+    for _ in range(70):
+        end.send(part)
+    assert end.is_full
+    assert 64 <= end.num_waiting <= 66

@@ -1,0 +1,161 @@
+"""The wire between hosts: who may speak, which frames are taken, and a stream that breaks and comes back."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from engine.core.hosts import host_messages
+from engine.core.hosts.host_messages import HelloHostMessage, TickHostMessage, WordsHostMessage, frame
+from engine.core.message_codec import Message, encode
+from engine.core.process_messages import KeyMessage, PingMessage
+from engine.runtime.hosts.run_certificate import NAME, RunCertificate, new_certificate
+from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
+
+HERE = "127.0.0.1"
+PACKET = encode(KeyMessage(1, "a", "b"))
+pytestmark = pytest.mark.timeout(60)
+
+
+class Bed:
+    """A server with one host, and the frames that have come from it."""
+
+    def __init__(self, made: RunCertificate) -> None:
+        self.made = made
+        self.came: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
+        self.peer = HostPeer("1f", lambda header, packet: self.came.put((header, packet)))
+        self.server = WireServer(HERE, made)
+        self.server.admit("b", self.peer)
+        self.place = f"{HERE}:{self.server.port}"
+
+    def say(self, made: RunCertificate | None, *frames: bytes) -> grpc.StatusCode:
+        """Speaks to the server as a stranger might; returns the end of the call, OK if the server answers."""
+        credentials = None
+        if made is not None:
+            own = made.certificate.encode()
+            credentials = grpc.ssl_channel_credentials(own, made.key.encode(), own)
+        options = [("grpc.ssl_target_name_override", NAME)]
+        channel = (
+            grpc.secure_channel(self.place, credentials, options) if credentials else grpc.insecure_channel(self.place)
+        )
+        with channel:
+            call: Any = channel.stream_stream("/bamboo.Hosts/Join")(iter(frames), timeout=5)
+            try:
+                for _ in call:
+                    pass
+            except grpc.RpcError as error:
+                code: grpc.StatusCode = error.code()
+                return code
+        return grpc.StatusCode.OK
+
+
+@pytest.fixture(name="made", scope="module")
+def _made() -> RunCertificate:
+    return new_certificate()
+
+
+@pytest.fixture(name="bed")
+def _bed(made: RunCertificate) -> Iterator[Bed]:
+    bed = Bed(made)
+    yield bed
+    bed.server.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Waits for a condition, and fails the test if it does not come."""
+    until_s = time.monotonic() + 10.0
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+HELLO = frame(HelloHostMessage("b", "1f", 0))
+WORDS = frame(WordsHostMessage(1), PACKET)
+
+
+def test_frames_go_both_ways_and_survive_a_break(bed: Bed) -> None:
+    heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    client = WireClient("b", "1f", bed.place, bed.made, lambda header, packet: heard.put(header))
+    client.end.send(WORDS)
+    assert bed.came.get(timeout=10) == (WordsHostMessage(1), PACKET)
+    for number in range(2, 12):
+        bed.peer.end.send(frame(TickHostMessage(number)))
+        client.end.send(frame(WordsHostMessage(number), PACKET))
+        if number % 3 == 0:
+            bed.peer.end.connect()  # ends the connection; the host comes back
+    assert [bed.came.get(timeout=10)[0] for _ in range(2, 12)] == [WordsHostMessage(each) for each in range(2, 12)]
+    assert [heard.get(timeout=10) for _ in range(2, 12)] == [TickHostMessage(each) for each in range(2, 12)]
+    client.close()
+    until(lambda: bed.peer.ended_ns is not None)
+
+
+@pytest.mark.parametrize("who", ["clear text", "another run", "no certificate"])
+def test_a_stranger_is_not_heard(bed: Bed, who: str) -> None:
+    if who == "no certificate":
+        with (
+            grpc.secure_channel(
+                bed.place,
+                grpc.ssl_channel_credentials(bed.made.certificate.encode()),
+                [("grpc.ssl_target_name_override", NAME)],
+            ) as channel,
+            pytest.raises(grpc.RpcError),
+        ):
+            list(channel.stream_stream("/bamboo.Hosts/Join")(iter([HELLO, WORDS]), timeout=5))
+    else:
+        other = new_certificate() if who == "another run" else None
+        assert bed.say(other, HELLO, WORDS) is not grpc.StatusCode.OK
+    assert bed.came.empty()
+    assert not bed.peer.has_come
+
+
+def test_a_host_believes_no_server_of_another_run(bed: Bed) -> None:
+    client = WireClient("b", "1f", bed.place, new_certificate(), lambda header, packet: None)
+    client.end.send(WORDS)
+    with pytest.raises(queue.Empty):
+        bed.came.get(timeout=1.5)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        frame(HelloHostMessage("c", "1f", 0)),  # an unknown host
+        frame(HelloHostMessage("b", "2f", 0)),  # an earlier incarnation
+        frame(TickHostMessage(1)),
+        encode(PingMessage()),
+        b"",
+        b"\xff" * 100,
+    ],
+)
+def test_a_stream_of_no_host_of_the_run_is_refused(bed: Bed, first: bytes) -> None:
+    assert bed.say(bed.made, first, WORDS) is grpc.StatusCode.PERMISSION_DENIED
+    assert bed.came.empty()
+
+
+@pytest.mark.parametrize("broken", [b"{", WORDS + b"x" * host_messages.MOST_BYTES, frame(WordsHostMessage(1))[:-1]])
+def test_a_broken_or_oversized_frame_ends_the_stream(bed: Bed, broken: bytes) -> None:
+    assert bed.say(bed.made, HELLO, WORDS, broken, WORDS) is not grpc.StatusCode.OK
+    until(lambda: bed.peer.ended_ns is not None)
+    assert bed.came.get(timeout=5)[0] == WordsHostMessage(1)
+    assert bed.came.empty()
+
+
+def test_a_host_that_is_lost_does_not_come_back(bed: Bed) -> None:
+    bed.peer.is_lost = True
+    assert bed.say(bed.made, HELLO, WORDS) is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_bytes_of_a_port_scan_change_nothing(bed: Bed) -> None:
+    for data in (b"", b"GET / HTTP/1.0\r\n\r\n", bytes(5000)):
+        with socket.create_connection((HERE, bed.server.port), 5) as scan:
+            scan.sendall(data)
+    client = WireClient("b", "1f", bed.place, bed.made, lambda header, packet: None)
+    client.end.send(WORDS)
+    assert bed.came.get(timeout=10)[0] == WordsHostMessage(1)
+    client.close()
