@@ -67,9 +67,15 @@ def test_only_the_named_hosts_count(backend: Backend) -> None:
 
 
 def test_hosts_that_do_not_agree_do_not_begin(backend: Backend) -> None:
-    a, _ = come(backend, "a", torch="2.13.0", stages=4), come(backend, "b", torch="2.12.0", stages=4)
+    a, b = come(backend, "a", torch="2.13.0", stages=4), come(backend, "b", torch="2.12.0", stages=4)
     with pytest.raises(EnvironmentLacksError, match=r"^torch: '2.13.0' on host a, '2.12.0' on host b\n"):
         a.gathered((), 2, 5.0)
+    backend.client().revoke(a._lease)  # a has left before b looks
+    with pytest.raises(EnvironmentLacksError, match=r"^torch: '2.13.0' on host a, '2.12.0' on host b\n"):
+        b.gathered((), 2, 60.0)
+    again = come(backend, "a", "a2", torch="2.13.0", stages=4)
+    with pytest.raises(EnvironmentLacksError, match="1 of 3 hosts came"):  # which is a reason of its own
+        again.gathered(("a", "x", "y"), 3, 0.0)
 
 
 def test_the_election_is_over_when_the_lease_of_the_elected_host_is(backend: Backend) -> None:

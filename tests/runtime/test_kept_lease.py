@@ -83,6 +83,7 @@ def test_a_host_whose_lease_was_revoked_ends_at_once() -> None:
     assert after_s < LEAST_S - 1
 
 
+@pytest.mark.soak
 def test_a_host_that_stood_still_ends_as_soon_as_it_goes_on() -> None:
     code, after_s, _ = end_of_host(LeaseStore(60.0), stops_s=LEAST_S + 0.5)
     assert code == ExitCode.FENCED

@@ -118,7 +118,7 @@ def test_a_host_believes_no_server_of_another_run(bed: Bed) -> None:
     client = WireClient("b", "1f", bed.place, new_certificate(), lambda header, packet: None)
     client.end.send(WORDS)
     with pytest.raises(queue.Empty):
-        bed.came.get(timeout=1.5)
+        bed.came.get(timeout=0.7)
     client.close()
 
 

@@ -2,6 +2,7 @@
 
     hosts/NAME     a host, on its lease
     elected        the host that coordinates, its address, the hosts of the run and the certificate, on its lease
+    refused        why these hosts do not begin, for those of them that have not seen it; on a lease of seconds
     outcome        the exit code of the run, and words; on a lease of an hour
 
 Rules: the run has the hosts that came first. A host that comes later is told who has the run. A name that another
@@ -14,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from engine.core.errors import (
     CoordinatorUnavailableError,
@@ -28,7 +29,8 @@ from engine.core.store.kv import KV, Lease, Put, Txn, absent
 from engine.runtime.hosts.run_certificate import RunCertificate
 from engine.runtime.process.interrupts import breakable
 
-_HOSTS, _ELECTED, _OUTCOME = "hosts/", "elected", "outcome"
+_HOSTS, _ELECTED, _REFUSED, _OUTCOME = "hosts/", "elected", "refused", "outcome"
+_REFUSED_S = 30
 _OUTCOME_S = 3600
 _ELECTION_S = 10.0
 _POLL_S = 0.1
@@ -95,11 +97,24 @@ class HostRegistry:
                 raise CoordinatorUnavailableError(f"the run has begun without this host: {who}; choose another --run")
             if len(hosts) == number:
                 if unequal := differences(hosts):
-                    raise EnvironmentLacksError("\n".join([*unequal, "all hosts of a run need the same values"]))
+                    self._refuse(hosts, "\n".join([*unequal, "all hosts of a run need the same values"]))
                 return hosts
+            self._look_for_refusal()
             if time.monotonic() >= until_s:
                 raise EnvironmentLacksError(_missing(hosts, wanted, number, patience_s))
             _pause()
+
+    def _refuse(self, hosts: Sequence[RegisteredHost], why: str) -> NoReturn:
+        """Ends the beginning of a run, also for those hosts that look when others of them have left."""
+        value = json.dumps({"hosts": [each.incarnation for each in hosts], "why": why}).encode()
+        self._kv.put(_REFUSED, value, self._kv.grant(_REFUSED_S))
+        raise EnvironmentLacksError(why)
+
+    def _look_for_refusal(self) -> None:
+        found = self._kv.get(_REFUSED)
+        told = {"hosts": []} if found is None else json.loads(found.value)
+        if self.own.incarnation in told["hosts"]:
+            raise EnvironmentLacksError(str(told["why"]))
 
     def elect(self, hosts: Sequence[RegisteredHost], place: str, made: RunCertificate) -> bool:
         """Tries to make this host the one that coordinates; returns whether it is."""
