@@ -35,6 +35,7 @@ COMMANDS = {
     "matrix": "Run every cell of a matrix of scenarios.",
     "init": "Write a job, a scenario and a matrix of it; with --ci also a workflow.",
     "report": "Report a run: tables, a page that opens without a network, a trace.",
+    "collect": "Merge the records of the hosts of a run, on one clock and in one order, into RUN/collected.",
     "compare": "Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.",
     "export": "Write the weights of a run for other programs: safetensors, torch, or a folder of shards.",
     "schedule": "The program of a job: show it, check it, export it, compare schedules.",
@@ -50,6 +51,7 @@ _PLACES = {
     "checkpoint": ("stock.checkpoint", "checkpoint"),
     "export": ("stock.export", "export"),
     "agent": ("hosts.agent", "agent"),
+    "collect": ("hosts.collect", "collect"),
 }
 
 

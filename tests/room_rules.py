@@ -55,6 +55,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
     "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},
+    "engine.files.merging": _GROUND | {"engine.core.history", "engine.core.merging", "engine.files"},
     "engine.files.scenarios": _PLANS
     | {"engine.core.checkpoints", "engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
     "engine.models": _GROUND | {"engine.core.config"},

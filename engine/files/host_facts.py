@@ -59,14 +59,16 @@ def host_facts(folder: Path) -> dict[str, object]:
     }
 
 
-def host_record(now: datetime) -> HostRecord:
-    """Returns the record of this host and of the time `now`, for the history of a run."""
+def host_record(now: datetime, node: str = "", run_id: str = "") -> HostRecord:
+    """Returns the record of this host and of the time `now`, for the history of a run; one of several has a name."""
     return HostRecord(
         cpu=_cpu_info(Path("/proc/cpuinfo")).get("model name", os.uname().machine),
         cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(),
         torch=_version("torch") or "",
         began=now.astimezone().isoformat(timespec="seconds"),
+        node=node,
+        run_id=run_id,
     )
 
 

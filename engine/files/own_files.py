@@ -39,6 +39,7 @@ RUN: OwnNames = {
     r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
     CHECKPOINTS_FOLDER: CHECKPOINTS,
     "twin": _SESSION,
+    "collected": {r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE, **_SESSION, **TEMPORARY},
     **_SESSION,
     **TEMPORARY,
 }

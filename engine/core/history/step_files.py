@@ -8,7 +8,7 @@ process writes a file. `actions-W-F.bin` has an entry of 32 bytes for each actio
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -28,6 +28,7 @@ FIELDS = [
     *(("pipeline", "<u2"), ("microbatch", "<u2"), ("op", "u1"), ("mark", "u1")),
 ]
 _NAME = re.compile(r"(?:actions-([0-9]{1,9})|hashes)-([0-9]{1,18})\.(?:bin|jsonl)")
+_SECOND_NS = 1_000_000_000
 _RANGE_BYTES = 1_000_000  # about, of the actions of all workers: small enough to leave out, large enough to be few
 
 
@@ -111,3 +112,19 @@ def actions_in(data: bytes, worker: int, pid: int = 0, since: int = 0) -> Iterat
                 start_ns=start_ns,
                 end_ns=start_ns + length_ns,
             )
+
+
+def moved_entries(data: bytes, at: Callable[[int], int]) -> bytes:
+    """Returns whole entries whose times are on another clock: `at` maps a time to it, in nanoseconds.
+
+    Two clocks drift apart by some millionths, so a length stays, and one difference serves for a second.
+    """
+    moved = bytearray(data)
+    differences: dict[int, int] = {}
+    for place in range(0, len(moved), ENTRY_BYTES):
+        start_ns, *rest = _ENTRY.unpack_from(moved, place)
+        second = start_ns // _SECOND_NS
+        if second not in differences:
+            differences[second] = at(second * _SECOND_NS) - second * _SECOND_NS
+        _ENTRY.pack_into(moved, place, start_ns + differences[second], *rest)
+    return bytes(moved)

@@ -1,1 +1,1 @@
-"""What several hosts know of one run, put together: their clocks, and the order of their records."""
+"""The records of several hosts of one run as one: their clocks, and the order of their records."""
