@@ -18,9 +18,9 @@ from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.ipc.control import Fenced
+from engine.runtime.process.process_state import CoreWaits
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.value_store import ValueStore
-from engine.runtime.worker import executor
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.step_end import StepEnd
 from engine.runtime.worker.worker_context import WorkerContext
@@ -82,7 +82,7 @@ def test_the_times_of_a_vote_leave_out_the_wait_for_a_core(monkeypatch: pytest.M
         told.append(took_ns)
         vote(self, action, step, loaded, took_ns)
 
-    monkeypatch.setattr(executor, "core_wait_ns", lambda: next(waited_ns))
+    monkeypatch.setattr(CoreWaits, "total_ns", lambda waits: next(waited_ns))
     monkeypatch.setattr(StepEnd, "vote", noted)
     assert run_in_threads(small_job(**NORMED, redundancy="none", steps=1)).outcome == "finished"
     assert told

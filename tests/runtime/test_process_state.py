@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,12 +10,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 
-from engine.runtime.process.process_state import core_wait_ns
+from engine.runtime.process import process_state
+from engine.runtime.process.process_state import CoreWaits
 
 _PATIENCE_S = 60
+needs_accounts = pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="this kernel keeps no account of waiting"
+)
 
 
 @pytest.fixture
@@ -29,14 +35,38 @@ def hogged_core() -> Iterator[int]:
             other.kill()
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel keeps no account of waiting")
+@needs_accounts
 def test_a_thread_that_shares_a_core_waits_for_it(hogged_core: int) -> None:
     def computes() -> int:
         os.sched_setaffinity(0, {hogged_core})  # of this thread
-        begun_ns, end = core_wait_ns(), monotonic() + _PATIENCE_S
-        while core_wait_ns() - begun_ns < 20_000_000 and monotonic() < end:
+        waits, end = CoreWaits(), monotonic() + _PATIENCE_S
+        begun_ns = waits.total_ns()
+        while waits.total_ns() - begun_ns < 20_000_000 and monotonic() < end:
             pass
-        return core_wait_ns() - begun_ns
+        return waits.total_ns() - begun_ns
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(computes).result() >= 20_000_000
+
+
+@needs_accounts
+def test_the_waits_are_read_while_steps_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"wait": 0, "clock": 0}
+    monkeypatch.setattr(CoreWaits, "total_ns", lambda waits: now["wait"])
+    monkeypatch.setattr(process_state, "time", SimpleNamespace(monotonic_ns=lambda: now["clock"]))
+    waits, found = CoreWaits(), list[bool]()
+    assert waits.are_read, "from the first step on"
+    for waited in [0] * 40 + [1_900_000, 2_100_000] + [0] * 40:
+        now["wait"] += waited
+        now["clock"] += 100_000_000
+        waits.begin_step()
+        found.append(waits.are_read)
+    assert found == [True] * 31 + [False] * 10 + [True] * 32 + [False] * 9, "a fiftieth of a step is of note"
+
+
+def test_a_thread_that_ends_leaves_no_descriptor() -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        CoreWaits()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == open_before

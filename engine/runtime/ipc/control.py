@@ -89,13 +89,27 @@ class Control:
 
     @property
     def at(self) -> tuple[int, int, bool]:
-        """The step, the actions begun in it, whether inside the last of them; the main thread writes it."""
+        """The step, the actions and waits begun in it, whether inside the last of them; the main thread writes it.
+
+        Heartbeats must not go back: the number counts on through all programs of a step.
+        """
         return self._at
 
     @at.setter
     def at(self, at: tuple[int, int, bool]) -> None:
         self._at = at
         self.on_move(self.accepted, *at)
+
+    def begin(self, step: int, inside: bool) -> None:
+        """Tells that the main thread begins an action of a step; `inside` if it waits for no other worker there."""
+        before, number, _ = self._at
+        self._at = at = (step, number + 1 if step == before else 1, inside)
+        self.on_move(self.accepted, *at)
+
+    def leave(self, step: int) -> None:
+        """Tells that the last action of a step is over; the begin of the next one tells it too."""
+        before, number, _ = self._at
+        self.at = (step, number if step == before else 0, False)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:

@@ -34,7 +34,8 @@ class Whereabouts:
 
     def _tell(self, since_ns: int) -> None:
         self._since_ns = since_ns
-        slowest_ns = max(self._slowest_ns, self._slowest_before_ns)
+        slowest_ns, before_ns = self._slowest_ns, self._slowest_before_ns
+        slowest_ns = slowest_ns if slowest_ns > before_ns else before_ns
         # A plain tuple: it is written at each action, and a named one takes as long as the write.
         self._board.place(self._worker, (*self._at, since_ns, slowest_ns))
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.runtime.process.subprocesses import is_readable
 
+_READS_FOR = 32  # steps behind one with waits
+_FEW = 50  # a wait is of note if it is more than this part of a step
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -38,18 +42,40 @@ def process_times(pid: int, pidfd: int) -> ProcessTimes | None:
     return None if is_readable(pidfd) else times
 
 
-def core_wait_ns() -> int:
-    """Returns the nanoseconds that this thread could have run and had no core; 0 if the kernel keeps no account."""
-    try:
-        account = os.open(
-            "/proc/thread-self/schedstat", os.O_RDONLY
-        )  # twice for each action: a Path takes twice as long
-    except OSError:
-        return 0
-    try:
-        return int(os.read(account, 100).split()[1])
-    finally:
-        os.close(account)
+class CoreWaits:
+    """The time that the thread that makes this could have run and had no core.
+
+    Rules: the descriptor stays open: to open it takes four times as long as to read it. Behind some steps without waits
+    nothing is read but once a step, until there are some again.
+    """
+
+    def __init__(self) -> None:
+        self._left = _READS_FOR
+        self._waited_ns = self._begun_ns = 0
+        try:
+            self._account = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # the kernel keeps no account
+            self._account = -1
+        self.are_read = self._account >= 0
+        weakref.finalize(self, _close, self._account)
+
+    def begin_step(self) -> None:
+        """Decides by the waits since the last call whether those of the coming step are read."""
+        if self._account >= 0:
+            waited_ns, now_ns = self.total_ns(), time.monotonic_ns()
+            has_waited = (waited_ns - self._waited_ns) * _FEW > now_ns - self._begun_ns
+            self._waited_ns, self._begun_ns = waited_ns, now_ns
+            self._left = _READS_FOR if has_waited else max(0, self._left - 1)
+            self.are_read = self._left > 0
+
+    def total_ns(self) -> int:
+        """Returns the nanoseconds up to now; 0 if the kernel keeps no account."""
+        return int(os.pread(self._account, 100, 0).split()[1]) if self._account >= 0 else 0
+
+
+def _close(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def is_alive(pid: int) -> bool:

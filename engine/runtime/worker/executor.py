@@ -24,7 +24,7 @@ from engine.models.layers import Tensors
 from engine.models.user_code import RAISED, blame_microbatch
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.ipc.recorder import now_ns
-from engine.runtime.process.process_state import core_wait_ns
+from engine.runtime.process.process_state import CoreWaits
 from engine.runtime.replica.gradient_stream import GradientStreams
 from engine.runtime.replica.value_store import ValueStore
 from engine.runtime.transport.transfers import Receiver
@@ -51,6 +51,7 @@ class Executor:
         self.streams = GradientStreams(context.job, context.worker, context.replicas)
         self._clock = device.clock(self._tell)
         self._ended = self._clock.ended
+        self._core_waits = CoreWaits() if device.is_host else None
         self._methods = self._table()
         self._loader = MicrobatchLoader(context.job, context.data, device)
 
@@ -95,10 +96,6 @@ class Executor:
             table[Op.RESHARD] = lambda action, step: shards.reshard(action.stage)
         return {op: self._clock.timed(method) if op in _BUSY_OPS else method for op, method in table.items()}
 
-    def _core_wait_ns(self, action: Action) -> int:
-        """Returns how long this thread has waited for a core up to now; 0 for an action whose time does not count."""
-        return core_wait_ns() if action.op in COMPUTE_OPS and self.context.replicas.device.is_host else 0
-
     def run_actions(self) -> None:
         """Runs the program of the open step up to its optimizer steps.
 
@@ -109,6 +106,8 @@ class Executor:
         if not self._worker_program.is_awaited:
             self._receiver.begin()
         self.streams.begin()
+        if self._core_waits is not None:
+            self._core_waits.begin_step()
         self._run_all(self._actions, self.context.control.check)
 
     def _run_all(self, entries: Sequence[QueuedAction], check: Callable[[], None]) -> None:
@@ -116,24 +115,19 @@ class Executor:
         self._leave()
 
     def _leave(self) -> None:
-        """Tells that the last action is over; the begin of the next one tells it too."""
-        self.context.control.at = (self.step, self._number, False)
-
-    @property
-    def _number(self) -> int:
-        """The actions and waits begun in the open step by all its programs: heartbeats must not go back."""
-        step, number, _ = self.context.control.at
-        return number if step == self.step else 0
+        self.context.control.leave(self.step)
 
     def _run(self, action: Action, text: str, run: Method) -> None:
-        context, step = self.context, self.step
+        context, step, waits = self.context, self.step, self._core_waits
         strikes = context.failpoints.armed and (action.pipeline, action.stage) in self._worker_program.owned
         if strikes:
             self._leave()
             self._strike(action, "before")
         context.board.write(context.worker, step, self.num_computed, text)
-        context.control.at = (step, self._number + 1, action.op in _BUSY_OPS)
-        start_ns, waited_ns = now_ns(), self._core_wait_ns(action)
+        context.control.begin(step, action.op in _BUSY_OPS)
+        if waits is not None and not (waits.are_read and action.op in COMPUTE_OPS):
+            waits = None
+        start_ns, waited_ns = now_ns(), 0 if waits is None else waits.total_ns()
         if strikes:
             self._strike(action, "during")
         try:
@@ -144,11 +138,11 @@ class Executor:
             raise
         try:
             if strikes:
-                so_far_ns = self._core_wait_ns(action) - waited_ns
+                so_far_ns = 0 if waits is None else waits.total_ns() - waited_ns
                 self._meet(action, lambda: context.failpoints.delay(step, action, start_ns, so_far_ns))
         finally:  # the action has ended, even if the delay raises
-            if action.op in COMPUTE_OPS and step == self.step:
-                self._times.take_off(action, self._core_wait_ns(action) - waited_ns)
+            if waits is not None and step == self.step:
+                self._times.take_off(action, waits.total_ns() - waited_ns)
             self._ended(action, text, step, context.control.accepted, start_ns, now_ns())
         if strikes:
             self._leave()
