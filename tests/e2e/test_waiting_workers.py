@@ -125,6 +125,22 @@ def test_waiting_workers_are_started_again_with_the_others_from_a_checkpoint(lau
     assert (comparison["difference"], comparison["compared"]) == (None, 8)
 
 
+@pytest.mark.soak
+def test_a_waiting_worker_takes_over_from_all_members(launch: Launch) -> None:
+    """All of them get their notice, and the grace suffices for many steps: it owns all blocks, and the bits stay."""
+    job = [*LONG, "--steps", "300", "--blocks", "3"]
+    run = launch(*job, "--standby", "1")
+    waits_in(run, 1)
+    for worker in range(3):
+        os.kill(pid_of(run, worker), signal.SIGTERM)
+    assert run.wait(120).code == 0
+    assert (run.events("epoch")[-1]["members"], run.events("stays")) == ([3], [])
+    assert {each["of"]: each["code"] for each in run.events("exit")} == {0: 86, 1: 86, 2: 86, 3: 0}
+    plain = launch(*job)
+    assert plain.wait(120).code == 0
+    assert [each["loss"] for each in run.events("commit")] == [each["loss"] for each in plain.events("commit")]
+
+
 def test_signals_to_the_launcher_and_to_a_waiting_worker_need_no_sigkill(launch: Launch) -> None:
     """A step of the members takes longer than the second that an interrupted run has for it."""
     run = launch(*SLOW, "--standby", "2")

@@ -28,7 +28,7 @@ def ask(
     takes_in: bool = False,
 ) -> Rebalancing:
     """Asks if that is due, and records the answer. Returns what was asked; workers that begin again need a new one."""
-    found = wish(asked, run.job, known, now_ns(), run.times, _memory_of(run.job), takes_in=takes_in)
+    found = wish(asked, run.job, known, now_ns(), run.times, _memory_of(run.job, known), takes_in=takes_in)
     if found.why:
         owners = found.wanted.owners if found.wanted else ()
         recorder.write(PolicyRecord(step=known.committed, why=found.why, owners=owners))
@@ -45,15 +45,19 @@ def look_at_memory(
     decide: Callable[[Cramped], object],
 ) -> MemoryLook:
     """Looks at the memory that newcomers need, if that is due. Returns the look."""
-    look, cramped = look_for_memory(last, run.job, known, newcomers, now_ns(), run.times, _memory_of(run.job))
+    look, cramped = look_for_memory(last, run.job, known, newcomers, now_ns(), run.times, _memory_of(run.job, known))
     if cramped is not None:
         decide(cramped)
     return look
 
 
-def _memory_of(job: Job) -> Callable[[], int | None]:
-    """Returns what reads the free memory for the workers of a job; that of a GPU is not that of the host."""
-    return _free_bytes if job.device == "cpu" else lambda: None
+def _memory_of(job: Job, known: State) -> Callable[[], int | None]:
+    """Returns what reads the free memory for the workers of a job.
+
+    That of a GPU is not that of the host, and that of other hosts is not known here.
+    """
+    is_known = job.device == "cpu" and len({*known.nodes.values()}) < 2
+    return _free_bytes if is_known else lambda: None
 
 
 def _free_bytes() -> int | None:
