@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,19 @@ class HostBed:
         """All other agents."""
         return {name: each for name, each in self.agents.items() if each is not self.chief}
 
-    def until_commits(self, number: int, timeout_s: float = 100.0) -> None:
+    def until_commits(self, number: int) -> None:
         """Waits for commits; fails if an agent ends before."""
+        self.until(lambda: any(len(each.events("commit")) >= number for each in self.agents.values()))
+
+    def until_started(self) -> Launcher:
+        """Waits for the first worker; returns the agent that coordinates."""
+        self.until(lambda: any(each.events("started") for each in self.agents.values()))
+        return next(each for each in self.agents.values() if each.events("started"))
+
+    def until(self, is_so: Callable[[], object], timeout_s: float = 100.0) -> None:
+        """Waits for a condition; fails if an agent ends before."""
         until_s = time.monotonic() + timeout_s
-        while not any(len(each.events("commit")) >= number for each in self.agents.values()):
+        while not is_so():
             for name, each in self.agents.items():
                 assert each.process.poll() is None, f"{name} ended with {each.wait()}"
             assert time.monotonic() < until_s

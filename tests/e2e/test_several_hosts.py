@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.e2e.launcher import Launcher
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 MLP = Job(model="mlp", stages=4, steps=40, microbatches=2)
 GPT = Job(model="gpt", stages=4, steps=8)
+GPT_TWICE = Job(model="gpt", stages=2, steps=6, pipelines=2)
+RESNET = Job(model="resnet18", stages=3, steps=4, microbatches=2)
 Hosts = Callable[..., HostBed]
 
 
@@ -67,12 +70,59 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", [2, 3])
-def test_gpt_has_the_bits_of_one_host(hosts: Hosts, train: Train, number: int) -> None:
-    bed = hosts(GPT, "model stages steps", number)
+@pytest.mark.parametrize(
+    ("job", "number"),
+    [(GPT, 2), (GPT, 3), (GPT_TWICE, 3), (RESNET, 3)],
+    ids=["gpt-2", "gpt-3", "gpt-twice-3", "resnet18-3"],
+)
+def test_the_bits_are_those_of_one_host(hosts: Hosts, train: Train, job: Job, number: int) -> None:
+    bed = hosts(job, "model stages steps pipelines microbatches", number)
     assert {each.code for each in bed.ends().values()} == {0}
     assert failovers(bed) == [[]]
-    assert bed.trajectory() == rows_of(train(GPT))
+    assert bed.trajectory() == rows_of(train(job))
+
+
+@pytest.mark.soak
+def test_a_worker_that_waits_takes_the_place_of_those_of_a_lost_host(hosts: Hosts, train: Train) -> None:
+    job = replace(MLP, standby=1)
+    bed = hosts(job, "model stages steps microbatches standby")
+    bed.until_commits(3)
+    bed.chief.wait_until(lambda: bed.chief.events("waiting"))
+    lost, agent = next((name, each) for name, each in bed.others.items() if 4 not in workers_of(each))
+    workers = workers_of(agent)
+    os.kill(agent.process.pid, signal.SIGKILL)
+    ends = bed.ends()
+    del ends[lost]
+    assert {each.code for each in ends.values()} == {0}, ends
+    assert failovers(bed) == [[], sorted(workers)]
+    assert any(4 in each["members"] for each in bed.chief.events("epoch"))
+    assert bed.trajectory() == rows_of(train(MLP))
+
+
+@pytest.mark.soak
+def test_all_workers_begin_again_when_one_dies_before_training(hosts: Hosts, train: Train) -> None:
+    bed = hosts(MLP, "model stages steps microbatches", 2)
+    started = bed.until_started()
+    agent = next(each for each in bed.agents.values() if each is not started)
+    bed.until(lambda: workers_of(agent))
+    os.kill(min(workers_of(agent).values()), signal.SIGKILL)
+    assert {each.code for each in bed.ends().values()} == {0}
+    assert len(bed.chief.events("started")) == 2 * MLP.stages
+    assert bed.trajectory() == rows_of(train(MLP))
+
+
+@pytest.mark.soak
+def test_the_loss_of_a_host_before_training_ends_all_agents(hosts: Hosts) -> None:
+    bed = hosts(MLP, "model stages steps microbatches")
+    started = bed.until_started()
+    lost, agent = next((name, each) for name, each in bed.agents.items() if each is not started)
+    bed.until(lambda: workers_of(agent))
+    os.kill(agent.process.pid, signal.SIGKILL)
+    ends = bed.ends()
+    del ends[lost]
+    assert {each.code for each in ends.values()} <= {ExitCode.ENVIRONMENT, ExitCode.NOT_RECOVERED}, ends
+    assert len({each.code for each in ends.values()}) == 1
+    assert lost in "".join(each.stderr for each in ends.values())
 
 
 @pytest.mark.soak

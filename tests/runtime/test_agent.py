@@ -101,7 +101,7 @@ def test_a_lost_host_is_one_verdict_before_any_end_of_its_workers_counts(tmp_pat
             state="running",
             host=host,
             link=SimpleNamespace(send_packet=sent.append),
-            child=SimpleNamespace(pid=worker, is_lost=host == "b"),
+            child=SimpleNamespace(pid=worker, lost="it was silent" if host == "b" else ""),
             name=f"worker {worker}",
             account="",
         )
@@ -114,6 +114,7 @@ def test_a_lost_host_is_one_verdict_before_any_end_of_its_workers_counts(tmp_pat
     assert node.state.epoch == epoch + 1
     assert {*node.state.out} == {1, 2}
     assert [each["of"] for each in records_of(tmp_path / "e", "exit") if not each["expected"]] == [1]
+    assert agent.run_state.notes == ["host b is lost: it was silent"]
     told = [found.of for each in sent if isinstance(found := decode(each), ExitMessage)]
     assert told == [1] * len(members)  # each hears of the first end only
 

@@ -103,7 +103,7 @@ def run_on_hosts(
                 servers = HostServers(
                     server, away, deal(range(job.num_workers), [each.name for each in hosts]), watch_kv
                 )
-                return _coordinate(run, screen, servers, registry)
+                return _coordinate(run, servers, registry)
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
         return _serve(job, name, elected, registry, server, interrupts)
@@ -146,7 +146,7 @@ def _forking(kept: KeptLease, own: RegisteredHost, job: Job) -> Iterator[ForkSer
         yield server
 
 
-def _coordinate(run: RunOn, screen: Screen, servers: HostServers, registry: HostRegistry) -> HostRunEnd:
+def _coordinate(run: RunOn, servers: HostServers, registry: HostRegistry) -> HostRunEnd:
     """Runs the job as on one host, with the workers of all hosts, and tells the outcome."""
     result, error = None, None
     try:
@@ -159,8 +159,6 @@ def _coordinate(run: RunOn, screen: Screen, servers: HostServers, registry: Host
         _tell(HostOutcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"), servers, registry)
         raise
     _tell(outcome, servers, registry)
-    for name, why in servers.lost:
-        screen.say(f"host {name} was lost: {why}")
     if error is not None:
         raise error
     return HostRunEnd(outcome, result)

@@ -148,7 +148,8 @@ class Agent(EndsOfRun):
         elif out is not None or member.state == "finished" or worker in self.newcomers or self._has_finished:
             member.state = "left"
         self.injector.exit_seen(member.worker, code)
-        if member.child.is_lost:  # all workers of its host are, which is one verdict
+        if member.child.lost and worker not in self.node.state.out:  # with its whole host, which is one verdict
+            self.run_state.note(f"host {member.host} is lost: {member.child.lost}")
             self.decide(LeaseExpired(now_ns(), member.host))
         self.decide(Ended(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
         self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now

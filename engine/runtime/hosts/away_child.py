@@ -3,7 +3,7 @@
     event loop --- link --- far end, pumped by a thread --- stream --- the agent of the other host --- link --- worker
     event loop --- `pidfd`, an event that the word of the other host about the end sets
 
-Rule: the last words of a worker come before its end. If its host is lost, `is_lost` says that nothing saw the end.
+Rule: the last words of a worker come before its end. If its host is lost, `lost` says so, and nothing saw the end.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class AwayChild(Child):
         if sign.heartbeat:
             self.hear(sign.heartbeat.encode())
 
-    def ended(self, code: int, *, is_lost: bool = False) -> None:
+    def ended(self, code: int, lost: str = "") -> None:
         """Takes the end of the process."""
         with self._ending:
             if not self._has_ended.is_set():
-                self._code, self.is_lost = code, is_lost
+                self._code, self.lost = code, lost
                 self._has_ended.set()
                 os.eventfd_write(self._ended_fd, 1)
                 with contextlib.suppress(OSError):

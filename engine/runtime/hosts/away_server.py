@@ -105,14 +105,14 @@ class AwayServer(ForkServer):
         """Tells the other host that this one lives."""
         self.peer.end.send(frame(TickHostMessage(self.peer.end.received)))
 
-    def lose(self) -> None:
-        """Counts the host as lost, with all its processes; its words count for nothing from now on."""
+    def lose(self, why: str) -> None:
+        """Counts the host as lost, because of `why`, with all its processes; its words count for nothing any more."""
         with self._losing:
             self.peer.is_lost = True
             self.peer.end.connect()  # which ends the stream
             children = [*self._away.values()]
         for child in children:
-            child.ended(_KILLED, is_lost=True)
+            child.ended(_KILLED, why)
         self._answers.put(None)
 
     def tell(self, code: int, words: str) -> None:

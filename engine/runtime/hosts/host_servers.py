@@ -33,7 +33,6 @@ class HostServers(ForkServer):
         self._dealt = dict(dealt)
         self._kv = kv
         self._is_over = threading.Event()
-        self.lost: list[tuple[str, str]] = []  # each lost host, and why
         self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
         self._thread.start()
 
@@ -67,9 +66,7 @@ class HostServers(ForkServer):
     def _lose(self, away: AwayServer, why: str) -> None:
         with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look
             self._kv.revoke(Lease(away.known.lease_id, 1))
-            if not away.has_left:
-                self.lost.append((away.host, why))
-            away.lose()
+            away.lose(why)
 
     def stop_watching(self) -> None:
         """Judges no host any more: the run has ended."""

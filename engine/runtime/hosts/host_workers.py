@@ -145,6 +145,7 @@ class HostWorkers:
 
     def _fork(self, order: ForkHostMessage) -> None:
         self._board.grow(order.num_lines)
+        self._board.clear(order.worker)  # of a worker before the workers began again
         name = f"bamboo-{order.worker}"
         log, fds = self._logs / f"worker-{order.worker}.log", (*self._record_fds, self._board.fd)
         try:

@@ -69,6 +69,11 @@ class ProgressBoard:
         if num_lines * _LINE_BYTES > len(self._memory):
             self._memory.resize(num_lines * _LINE_BYTES)
 
+    def clear(self, line: int) -> None:
+        """Empties one line, before another worker gets it."""
+        begin = line * _LINE_BYTES
+        self._memory[begin : begin + _LINE_BYTES] = bytes(_LINE_BYTES)
+
     def write(self, line: int, step: int, num_computed: int, action: str) -> None:
         """Overwrites one line."""
         _LINE.pack_into(self._memory, line * _LINE_BYTES, step, num_computed, action.encode())

@@ -43,7 +43,7 @@ _MAX_STARTS = 3  # servers that are started for one child
 class Child:
     """A process that this launcher started; `pidfd` becomes readable when the process has ended."""
 
-    is_lost = False  # with its whole host: nothing has seen the end of the process
+    lost = ""  # why it is lost with its whole host: nothing has seen the end of the process
 
     def __init__(self, name: str, pid: int, pidfd: int):
         self.name = name
