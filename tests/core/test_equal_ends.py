@@ -7,6 +7,7 @@ import pytest
 from engine.core.coordinator.equal_ends import survives
 from engine.core.coordinator.inputs import Ended, Place
 from engine.core.coordinator.outputs import Stop
+from engine.core.coordinator.state import CoordinatorState, documents, resume
 from engine.core.messages import RaisedMessage
 from engine.core.worker_exception import WorkerException
 from tests.core.coordinator_cases import answers, given, training
@@ -42,13 +43,35 @@ def of_gpu(gpu: str, error: str = "RuntimeError: x") -> RaisedMessage:
     return RaisedMessage(7, 3, WorkerException(error, gpu=gpu))
 
 
+def inherits(state: CoordinatorState, heir: int, slot: int) -> CoordinatorState:
+    """Returns the state after the verdict that gives a slot to an heir."""
+    owners = tuple(heir if each == slot else owner for each, owner in enumerate(state.membership.owners))
+    return state._replace(membership=state.membership._replace(owners=owners))
+
+
 def test_an_error_of_a_gpu_is_a_loss_like_any_death() -> None:
     lost = of_gpu("GPU error: device-side assert triggered")
     state, goes_on = survives(ALONE, 1, lost)
     assert goes_on
     assert state.raised[1].words == "ended with GPU error: device-side assert triggered"
-    assert not survives(state, 0, lost)[1], "the same one of two GPUs comes from a kernel of the model"
-    assert survives(state, 0, of_gpu("GPU error: invalid argument"))[1]
+    assert not survives(inherits(state, 0, 1), 0, lost)[1], "the same one of an heir comes from a kernel of the model"
+    assert survives(inherits(state, 0, 1), 0, of_gpu("GPU error: invalid argument"))[1]
+
+
+@pytest.mark.parametrize("trouble", ["GPU error: unspecified launch failure", "GPU out of memory: tried to allocate"])
+def test_several_gpus_that_fail_alike_in_one_step_are_no_mistake_of_the_users_code(trouble: str) -> None:
+    """A switch, a driver or a neighbour on the host takes several GPUs at once; none of them inherits from another."""
+    state, _ = survives(SHADOWED, 2, of_gpu(trouble, "a"))
+    assert survives(state, 0, of_gpu(trouble, "b"))[1]
+    kept = resume(state.job, documents(state), 0)
+    assert kept.raised == state.raised
+    assert not survives(inherits(kept, 1, 2), 1, of_gpu(trouble, "b"))[1], "an heir that fails with the same slot"
+
+
+def test_a_fault_that_is_injected_into_several_gpus_is_never_the_users_code() -> None:
+    planted = of_gpu("GPU error, injected by fault 'gpu': device-side assert triggered")
+    state, _ = survives(SHADOWED, 2, planted)
+    assert survives(inherits(state, 1, 2), 1, planted)[1]
 
 
 def test_a_job_that_does_not_fit_into_its_gpus_ends_with_the_second_of_them() -> None:
@@ -56,7 +79,7 @@ def test_a_job_that_does_not_fit_into_its_gpus_ends_with_the_second_of_them() ->
     assert not survives(ALONE, 1, of_gpu("GPU out of memory: tried to allocate 2.00 GiB"))[1]
     state, goes_on = survives(SHADOWED, 1, of_gpu("GPU out of memory: tried to allocate 2.00 GiB", "a"))
     assert goes_on
-    assert not survives(state, 0, of_gpu("GPU out of memory: tried to allocate 512.00 MiB", "b"))[1]
+    assert not survives(inherits(state, 0, 1), 0, of_gpu("GPU out of memory: tried to allocate 512.00 MiB", "b"))[1]
 
 
 def end_of_two(code: int, first: Place, second: Place) -> Stop | None:

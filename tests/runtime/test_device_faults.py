@@ -232,6 +232,16 @@ def test_a_worker_ends_whose_device_failed_and_another_goes_on_with_the_same_bit
     assert trajectory_hash(ending.view.run_state.rows) == expected
 
 
+def test_two_gpus_that_fail_in_one_step_are_two_losses() -> None:
+    """The second of the same errors in a step ended the run, as if it came from the user's code."""
+    job = replace(JOB, stages=4)
+    (fault,) = faults("gpu-error", "1:0:B:1")
+    ending = run_in_threads(job, (replace(fault, victims=(Owner(0, 0), Owner(0, 2))),))
+    assert (ending.outcome, ending.error) == ("finished", None)
+    assert [worker.worker for worker in ending.view.workers if worker.state == "dead"] == [0, 2]
+    assert trajectory_hash(ending.view.run_state.rows) == trajectory_hash(run_in_threads(job).view.run_state.rows)
+
+
 @pytest.mark.parametrize("kill", ["1:0:F:1", "1:2:COMMIT"], ids=["a message", "the vote"])
 def test_a_kernel_that_does_not_end_is_found_where_its_worker_waits(expected: str, kill: str) -> None:
     """It keeps a message for which others wait; or the norm of its gradients, which the vote needs."""

@@ -20,6 +20,7 @@ from engine.files.nccl_settings import nccl_settings
 from engine.runtime.nccl import nccl_transport
 from engine.runtime.nccl.library import Config, NcclLibrary, non_blocking
 from engine.runtime.nccl.nccl_transport import NcclTransport
+from engine.runtime.transport.group_formation import _Attempt
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.loopback import Groups
 from engine.runtime.transport.tensor_spec import TensorSpec
@@ -192,6 +193,61 @@ def test_a_program_that_leaves_messages_is_found(pair: tuple[NcclTransport, Nccl
     one.expect(4, [])
     with pytest.raises(InvariantError, match="the one before it has left 1 messages to issue"):
         one.in_order.take(4, A1)
+
+
+LOST = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+
+class Broken:
+    """Work that fails."""
+
+    def __init__(self, error: RuntimeError):
+        self.error = error
+
+    def wait(self) -> None:
+        """Raises the error."""
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["given", "waited for", "compared"])
+@pytest.mark.parametrize("error", [LOST, RuntimeError("remote process exited")], ids=["own device", "NCCL"])
+def test_an_error_of_the_own_device_is_told_from_a_suspicion(
+    pair: tuple[NcclTransport, NcclTransport], monkeypatch: pytest.MonkeyPatch, error: RuntimeError, where: str
+) -> None:
+    one, other = pair
+
+    def fails(*given: object) -> None:
+        raise error
+
+    communicator = other._issues._communicator
+    if where == "given":
+        monkeypatch.setattr(communicator, "receive", fails)
+    elif where == "waited for":
+        monkeypatch.setattr(communicator, "pending", lambda: Broken(error))
+    else:
+        monkeypatch.setattr(other._issues, "_receive", fails)
+    program(one, other, [A0], [A0])
+    one.in_order.send(7, A0, numbers(1, 2))
+    with pytest.raises(type(error) if error is LOST else TransferFailedError, match=str(error)) as raised:
+        other.in_order.take(4, A0)
+    if error is LOST:
+        assert raised.value is LOST
+    else:
+        assert getattr(raised.value, "peer", 0) == (None if where == "waited for" else 4)
+
+
+def test_a_device_that_is_lost_while_its_group_opens_ends_its_worker(nccl: FakeNccl) -> None:
+    """The thread that formed the group ended without a word, and its worker waited for it."""
+
+    def opening(*given: object) -> None:
+        raise LOST
+
+    backend = NcclOverLoopback(nccl, Groups(), LinkCuts(Patience()), 4, contextlib.nullcontext)
+    backend._communicators.open = opening  # type: ignore[method-assign, assignment]
+    attempt = _Attempt(backend.joining(0, (4,)))
+    attempt.join()
+    assert attempt.failed is LOST
+    backend.leave()
 
 
 def test_a_receive_that_an_abort_ends_has_not_arrived(

@@ -3,8 +3,9 @@
 Rules: a second worker that hangs, or exits with the same code, in the action in which another one did, shows that the
 cause is the user's code: it would end one heir after the other. So does the same exception of a second worker in the
 same step. A worker that an injected fault struck does not count. An error of a GPU is a loss like any death, also of a
-worker without an heir. After the last commit no exception ends the run: every step is committed, and only results of
-the last step can be lost.
+worker without an heir. Several GPUs may fail at once, as behind one switch; but an heir whose GPU has the same trouble
+with the same slots shows that a kernel of the model is the cause. After the last commit no exception ends the run:
+every step is committed, and only results of the last step can be lost.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ _PUT_OUT = (Cause.HANG, Cause.SILENCE, Cause.NO_ANSWER)  # of workers whose proc
 def survives(state: CoordinatorState, worker: int, raised: RaisedMessage) -> tuple[CoordinatorState, bool]:
     """Returns the state after an exception of a worker, and whether the run goes on without the worker."""
     exception, membership = raised.exception, state.membership
-    is_known = (raised.step, exception.kind) in {(each.step, each.kind) for each in state.raised.values()}
-    entry = Raised(raised.step, exception.kind, exception.in_verdict())
+    slots = tuple(slot for slot, owner in enumerate(membership.owners) if owner == worker)
+    entry = Raised(raised.step, exception.kind, exception.in_verdict(), slots if exception.gpu else None)
+    is_known = not exception.is_injected and any(_is_the_same(entry, each) for each in state.raised.values())
     is_device = exception.gpu.startswith(GPU_ERROR)
     can_go_on = membership.is_over or (not is_known and (is_device or not heirs(membership, (worker,)).lost))
     return state._replace(raised={**state.raised, worker: entry}), can_go_on
+
+
+def _is_the_same(entry: Raised, before: Raised) -> bool:
+    """Returns whether two exceptions have one cause; of GPUs only if the second worker is an heir of the first."""
+    if (entry.step, entry.kind) != (before.step, before.kind):
+        return False
+    return entry.of_gpu is None or before.of_gpu is None or not set(entry.of_gpu).isdisjoint(before.of_gpu)
 
 
 def repeated(state: CoordinatorState) -> Stop | None:

@@ -33,11 +33,15 @@ ROLE, STATE, COMMIT, FACTS = "coordinator", "state", "commit", "facts"  # keys i
 
 
 class Raised(NamedTuple):
-    """An exception of a worker: the open step, its `WorkerException.kind`, and words that follow "worker N"."""
+    """An exception of a worker: the open step, its `WorkerException.kind`, and words that follow "worker N".
+
+    `of_gpu` has the slots that the worker owned if its GPU had failed, else None.
+    """
 
     step: int
     kind: str
     words: str
+    of_gpu: tuple[int, ...] | None = None
 
 
 class Preparation(NamedTuple):
@@ -137,6 +141,10 @@ def documents(state: CoordinatorState) -> dict[str, str]:
     return found if state.commit is None else found | {COMMIT: json.dumps(state.commit._asdict())}
 
 
+def _raised(step: int, kind: str, words: str, of_gpu: list[int] | None) -> Raised:
+    return Raised(step, kind, words, None if of_gpu is None else tuple(of_gpu))
+
+
 def resume(job: Job, found: Mapping[str, str], now_ns: int) -> CoordinatorState:
     """Returns the state that another coordinator has kept in `documents`, on this one's clock.
 
@@ -146,7 +154,7 @@ def resume(job: Job, found: Mapping[str, str], now_ns: int) -> CoordinatorState:
     try:
         facts = json.loads(found[FACTS])
         commit = Commit(**json.loads(found[COMMIT])) if COMMIT in found else None
-        raised = {int(worker): Raised(*each) for worker, each in facts["raised"].items()}
+        raised = {int(worker): _raised(*each) for worker, each in facts["raised"].items()}
         codes = {int(worker): int(code) for worker, code in facts["codes"].items()}
         new = begin(job, membership, now_ns)._replace(
             started=int(facts["started"]),

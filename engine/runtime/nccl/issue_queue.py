@@ -7,7 +7,8 @@
 Rules: a receive has arrived when the device has done all of it, and the group has not been left by then: an abort ends
 a receive too, whose memory is then worth nothing. Under audit the key of a message comes first, as a message of its
 own; until it has been compared, nothing else is issued. So a message that is not the wanted one reaches no memory. A
-message that was sent keeps its memory until a receive behind it is done, or until the commit.
+message that was sent keeps its memory until a receive behind it is done, or until the commit. An error of this worker's
+own device ends this worker; any other is a suspicion, of the other end if there is one.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.errors import BambooError, InvariantError, TransferFailedError
+from engine.core.errors import InvariantError, TransferFailedError
 from engine.models.layers import Tensors
+from engine.runtime.device.device_errors import device_trouble
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
 from engine.runtime.nccl.communicator import Communicator, Opening, PendingWork
 from engine.runtime.nccl.message_header import NUM_FIELDS, Header
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.transport.group_end import GroupEnd
 from engine.runtime.transport.transfer_key import Issued, ProgramKey
+
+_BROKEN = "transfer between GPUs failed"
 
 _Address = tuple[int, ProgramKey]  # the target of a message, and its key
 
@@ -89,8 +93,8 @@ class IssueQueue:
     def join(self, begin: Callable[[], Opening]) -> None:
         """Begins to join the ranks; fails all transfers if that fails."""
         if not self.has_left:
-            self._queue.enter()
             with self._as_opening():
+                self._queue.enter()
                 self._opening = begin()
                 self._thread.watch(self._look)
 
@@ -133,7 +137,7 @@ class IssueQueue:
         try:
             yield
         except RuntimeError as error:
-            self._fails(TransferFailedError(f"connecting the GPUs failed: {error}"))
+            self._breaks("connecting the GPUs failed", error)
             self.has_joined.set()
             self.has_opened.set()
 
@@ -157,7 +161,7 @@ class IssueQueue:
                     break
                 self._ahead.popleft()
         except RuntimeError as error:
-            self._fails(_broken(error, self._ahead[0][0].peer))
+            self._breaks(_BROKEN, error, self._ahead[0][0].peer)
 
     def _may_issue(self) -> bool:
         return not (self._is_comparing or self.has_left or self._end.failed)
@@ -206,7 +210,7 @@ class IssueQueue:
             try:
                 self._receive(self._communicator, issued)
             except RuntimeError as error:
-                self._fails(_broken(error, issued.peer))
+                self._breaks(_BROKEN, error, issued.peer)
             self._go_on()
 
     def _look(self) -> bool:
@@ -216,7 +220,11 @@ class IssueQueue:
             self._fails(TransferFailedError(f"transfers between GPUs failed: {failure}"))
         return not self.has_joined.is_set()
 
-    def _fails(self, error: BambooError) -> None:
+    def _breaks(self, what: str, error: RuntimeError, peer: int | None = None) -> None:
+        """Fails all transfers by an error of NCCL, or of the device."""
+        self._fails(error if device_trouble(error) else TransferFailedError(f"{what}: {error}", peer))
+
+    def _fails(self, error: Exception) -> None:
         if not self.has_left and self._end.failed is None:
             self._end.fails(error)
 
@@ -230,8 +238,8 @@ class IssueQueue:
                 if self.has_left:
                     return
                 landing.landed()
-            except RuntimeError as error:  # of the device, after which nothing works on it
-                self._fails(TransferFailedError(f"waiting for a transfer between GPUs failed: {error}"))
+            except RuntimeError as error:
+                self._breaks("waiting for a transfer between GPUs failed", error)
                 return
             del landing
 
@@ -243,7 +251,3 @@ class IssueQueue:
         self._thread.give(partial(self._release, num_sent))
         self._received.pop((issued.peer, issued.key), None)
         self._end.arrives(issued.peer, issued.key, tuple(map(self._queue.hand_over, tensors)))
-
-
-def _broken(error: RuntimeError, peer: int) -> TransferFailedError:
-    return TransferFailedError(f"transfer between GPUs failed: {error}", peer)

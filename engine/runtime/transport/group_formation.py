@@ -21,7 +21,7 @@ class _Attempt:
 
     def __init__(self, joining: Joining):
         self.plane: Transport | None = None
-        self.failed: TransferFailedError | None = None
+        self.failed: TransferFailedError | RuntimeError | None = None
         self._joining = joining
         self._ending = threading.Lock()
         self._is_given_up = False
@@ -30,7 +30,7 @@ class _Attempt:
         """Waits for the other members."""
         try:
             plane = self._joining.join()
-        except TransferFailedError as error:
+        except (TransferFailedError, RuntimeError) as error:  # the latter of the device: the main thread ends by it
             self.failed = error
             return
         with self._ending:
@@ -68,7 +68,7 @@ class GroupFormation:
         self._control.wake()
 
     @property
-    def outcome(self) -> Transport | TransferFailedError | None:
+    def outcome(self) -> Transport | TransferFailedError | RuntimeError | None:
         """The group, or the failure to form it; None at first. The main thread is woken when it is there."""
         return self._attempt.plane if self._attempt.plane is not None else self._attempt.failed
 

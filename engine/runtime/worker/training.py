@@ -161,6 +161,8 @@ class Training:
             return None
         if isinstance(outcome, TransferFailedError):
             return inputs.GroupFormed(epoch, _failed(outcome))
+        if isinstance(outcome, RuntimeError):
+            raise outcome
         self._group, self._forming = outcome, None
         return inputs.GroupFormed(epoch)
 
