@@ -156,6 +156,7 @@ class HeartbeatMessage(ToAgent):
     inside: bool
     quiet_ns: int = 0  # without news; then `counts` has each member, and the messages to it, awaited and received
     counts: tuple[tuple[int, int, int, int], ...] = ()
+    device: str = ""  # while inside: the worker's GPU, if that has not come to the end of its work
 
 
 @message

@@ -109,6 +109,29 @@ def test_a_worker_that_loads_data_is_never_out_and_no_standstill(seen: dict[str,
     assert looks.state.epoch == 1
 
 
+def test_the_verdict_names_the_gpu_whose_kernel_does_not_end() -> None:
+    gpu = "GPU 1 (NVIDIA H100)"
+    state = beating(running(), 32, (1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
+    how = f"hangs for 31.0 s (limit 30.0 s), in a kernel of {gpu}"
+    assert (state.verdict[0].how, state.verdict[0].why) == (how, f"{how}, inside action 4 of step 0")
+    looks = Looks()
+    looks.state = told(looks.state, Heard(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
+    assert looks.state.sightings[1].device == gpu
+    looks.until(4 * S, answers=False)
+    assert looks.state.verdict[0].how.endswith(f" s without running (limit 1.0 s), in a kernel of {gpu}")
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_a_gpu_that_has_ended_its_work_since_is_not_named(number: int) -> None:
+    first = Heard(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device="GPU 1"))
+    state = told(running(), first, beats(5, 1, 1, 0, number, inside=True))
+    assert state.sightings[1].device == ""
+    looks = Looks()
+    looks.state = told(looks.state, Heard(4, 1, HeartbeatMessage(1, 0, 3, inside=True, device="GPU 1")))
+    looks.until(S, answers=False)
+    assert looks.state.sightings[1].device == "", "it has been seen at a later action"
+
+
 def test_after_a_stop_the_time_inside_an_action_begins_again() -> None:
     looks = Looks()
     looks.until(5 * S - S // 4, state="T", answers=False)

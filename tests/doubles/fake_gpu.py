@@ -314,6 +314,7 @@ def fake_gpu(num_gpus: int = 1) -> Iterator[FakeGpu]:
         patch.setattr(threading.Thread, "run", run_with_modes)
         patch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         patch.setattr(torch.cuda, "set_device", opened)
+        patch.setattr(torch.cuda, "get_device_name", lambda place: "the double of a GPU")
         gpu.streams.patch(patch)
         patch.setattr(Tensor, "record_stream", partialmethod(_record, gpu))  # torch takes no stream but its own
         patch.setattr(torch.cuda, "default_generators", (gpu.generator,) * num_gpus)

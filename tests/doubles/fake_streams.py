@@ -187,6 +187,10 @@ class FakeStream:
             _join(streams.behind[self.number], event.clock)
             streams.busy_until_ns[self.number] = max(streams.busy_until_ns[self.number], event.at_ns)
 
+    def query(self) -> bool:
+        """Returns whether all operations so far are over."""
+        return self.streams.now_ns() >= self.streams.busy_until_ns[self.number]
+
     def wait_stream(self, stream: FakeStream) -> None:
         """Lets later operations wait for all of another stream so far."""
         self.wait_event(stream.record_event())

@@ -191,6 +191,17 @@ def test_a_malformed_message_ends_the_worker(
     assert "Error" in capsys.readouterr().err
 
 
+def test_a_heartbeat_from_inside_an_action_names_the_gpu_that_has_not_ended_its_work(
+    pair: tuple[Control, Link],
+) -> None:
+    control, agent = pair
+    control.unfinished = lambda: "GPU 0"
+    for inside in (True, False):
+        control.at = (3, 5, inside)
+        agent.send(PingMessage())
+        assert agent.receive() == HeartbeatMessage(0, 3, 5, inside, device="GPU 0" * inside)
+
+
 def test_a_wait_for_no_other_worker_is_told_as_an_action_is(pair: tuple[Control, Link]) -> None:
     """Its number goes up: the agent ignores what goes back, and would think that the wait goes on."""
     control, _ = pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from engine.core.faults.kill_text import kill_moment
 from engine.core.ownership import Grid
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.device.copies import Copies
-from engine.runtime.device.device import open_device
+from engine.runtime.device.device import HOST, open_device
 from engine.runtime.device.device_errors import device_trouble
 from engine.runtime.device.device_faults import DeviceTrouble
 from engine.runtime.transport.group_end import GroupEnd
@@ -146,6 +147,45 @@ def test_a_wait_for_the_device_is_told_and_one_for_the_host_is_not() -> None:
     assert watch.marks[2:] in (["left"] * 2, ["left"]), "the last one is told behind its copy"
 
 
+def test_a_gpu_is_named_while_it_has_not_ended_its_work() -> None:
+    host = open_device("cpu", 0)
+    assert (host.unfinished(), HOST.unfinished()) == ("", "")
+    with Struck("hang") as struck:
+        torch.ones(1)
+        assert struck.device.unfinished() == "the GPU that it plays"
+    with fake_gpu() as gpu:
+        device = open_device("cuda", 0)
+        assert device.unfinished() == ""
+        gpu.streams.busy_until_ns[0] = time.monotonic_ns() + 10**12
+        assert device.unfinished() == "GPU 0 (the double of a GPU)"
+
+        def lost() -> bool:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+        stream: Any = SimpleNamespace(query=lost)
+        assert replace(device, computing=stream).unfinished() == ""
+
+
+def test_a_message_between_gpus_is_leaving_until_its_kernel_has_ended() -> None:
+    """Else a worker whose kernel does not end would seem to wait for others, for ever."""
+    begun, failed = list[str](), list[Exception]()
+    with Struck("hang") as struck:
+        torch.ones(1)
+        struck.device.copies.when_computed(None, lambda: begun.append("host"), failed.append)
+        assert (struck.device.copies.is_leaving, begun) == (True, [])
+    with fake_gpu() as gpu:
+        gpu.streams.busy_until_ns[0] = time.monotonic_ns() + 200_000_000
+        copies = open_device("cuda", 0).copies
+        event = torch.cuda.Event()
+        event.record()
+        copies.when_computed(event, lambda: begun.append("gpu"), failed.append)
+        assert (copies.is_leaving, begun) == (True, ["gpu"])
+        until_s = time.monotonic() + 10
+        while copies.is_leaving and time.monotonic() < until_s:
+            time.sleep(0.001)
+        assert not copies.is_leaving and not failed
+
+
 class OnGpu(GroupEnd):
     """The end of a group whose device has failed."""
 
@@ -248,5 +288,5 @@ def test_a_kernel_that_does_not_end_is_found_where_its_worker_waits(expected: st
     ending = run_in_threads(JOB, faults("gpu-hang", kill))
     assert (ending.outcome, ending.error) == ("finished", None)
     assert ending.view.workers[int(kill.split(":")[1])].state == "dead"
-    assert "hangs for" in verdict_of(ending)
+    assert re.search(r"hangs for .* \(limit .* s\), in a kernel of the GPU that it plays", verdict_of(ending))
     assert trajectory_hash(ending.view.run_state.rows) == expected

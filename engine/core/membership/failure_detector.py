@@ -36,12 +36,13 @@ def heard(state: State, now_ns: int, worker: int, beat: HeartbeatMessage) -> Sta
     report = Report(beat.epoch, beat.quiet_ns, tuple(Counts(*each) for each in beat.counts)) if beat.counts else None
     was = state.sightings.get(worker) or Sighting(now_ns, now_ns)
     at = (beat.epoch, beat.step, beat.index, not beat.inside)
-    seen = was._replace(heard_ns=now_ns, report=report)
+    seen = was._replace(heard_ns=now_ns, report=report, device=beat.device if at == was.at else "")
     if at > was.at:
         slowest_ns = max(was.slowest_ns, now_ns - was.since_ns) if was.is_inside else was.slowest_ns
         same_step = was.at[1] == beat.step
         before_ns = was.slowest_before_ns if same_step else slowest_ns
-        seen = Sighting(now_ns, now_ns, at, slowest_ns if same_step else 0, before_ns, was.evidence, report)
+        slowest = slowest_ns if same_step else 0, before_ns
+        seen = Sighting(now_ns, now_ns, at, *slowest, was.evidence, report, beat.device)
     moves = worker not in state.done and (at > was.at or seen.is_inside)
     moved_ns = now_ns if moves else state.moved_ns
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, worker: seen})
@@ -57,7 +58,7 @@ def sighted(state: State, sights: Mapping[int, Sight], now_ns: int) -> State:
         at = (sight.epoch, sight.step, sight.number, not sight.inside)
         seen = was._replace(evidence=after(was.evidence, sight, now_ns))
         if at > was.at:  # it has come there since the last tick
-            seen = seen._replace(at=at, since_ns=max(now_ns - sight.inside_ns, state.ticked_ns))
+            seen = seen._replace(at=at, since_ns=max(now_ns - sight.inside_ns, state.ticked_ns), device="")
         elif at == was.at and sight.inside:
             seen = seen._replace(since_ns=max(now_ns - sight.inside_ns, was.since_ns))
         if worker not in state.done and (at > was.at or seen.loading is not Loading.NONE):
@@ -93,7 +94,7 @@ def _silence_allowed_ns(seen: Sighting, options: Options, now_ns: int) -> float:
 
 def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
     """Returns the words on a worker that hangs, else an empty text."""
-    evidence, slowest_ns = seen.evidence, seen.known_slowest_ns
+    evidence, slowest_ns, where = seen.evidence, seen.known_slowest_ns, _where(seen)
     if not seen.is_inside or seen.loading is Loading.MAIN or (evidence is not None and evidence.is_stopped):
         return ""
     # A thread that loads data may hold Python's lock: then no time passes for the main thread.
@@ -108,9 +109,14 @@ def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
         still_ns = until_ns - max(since_ns, evidence.ran_ns, evidence.worked_ns if is_quiet else 0)
         if still_ns > (allowed_ns := max(allowed_ns, first_ns)):
             how = f"hangs for {_seconds(until_ns - since_ns)} without running"
-            return f"{how} (limit {_seconds(allowed_ns)})"
+            return f"{how} (limit {_seconds(allowed_ns)}){where}"
     inside_ns = until_ns - since_ns
-    return f"hangs for {_seconds(inside_ns)} (limit {_seconds(limit_ns)})" if inside_ns > limit_ns else ""
+    return f"hangs for {_seconds(inside_ns)} (limit {_seconds(limit_ns)}){where}" if inside_ns > limit_ns else ""
+
+
+def _where(seen: Sighting) -> str:
+    """Returns the place of a hang that is not the worker's process, in words."""
+    return f", in a kernel of {seen.device}" if seen.device else ""
 
 
 def dark(state: State, now_ns: int) -> tuple[Edge, ...]:

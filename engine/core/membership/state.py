@@ -84,6 +84,7 @@ class Sighting(NamedTuple):
     slowest_before_ns: int = 0  # its slowest action in the previous step
     evidence: Evidence | None = None
     report: Report | None = None  # with the last heartbeat, if the worker waits without news
+    device: str = ""  # with the last heartbeat, of this position: the worker's GPU, which has not ended its work
 
     @property
     def is_inside(self) -> bool:

@@ -95,9 +95,15 @@ class Copies:
         """
         give_on(leaving)  # type: ignore[arg-type]
 
+    def when_computed(
+        self, computed: torch.cuda.Event | None, begin: Callable[[], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """Begins to send a message from the device itself, which leaves behind an event of the computing."""
+        self.when_fetched((), lambda nothing: begin(), failed)
+
     @property
     def is_leaving(self) -> bool:
-        """Whether a copy to the host is not over: then this worker's device keeps others waiting."""
+        """Whether a message has not left the device: then this worker keeps others waiting."""
         return False
 
     def settle(self) -> None:
@@ -179,9 +185,17 @@ class StreamCopies(Copies):
         self._open.count(1)
         self._leaving.put(_Item(leaving, give_on, failed))
 
+    def when_computed(
+        self, computed: torch.cuda.Event | None, begin: Callable[[], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """Begins at once: streams wait for the event; and tells until it has come that a message is leaving."""
+        begin()
+        if computed is not None:
+            self.when_fetched(ToHost((), computed), lambda nothing: None, failed)
+
     @property
     def is_leaving(self) -> bool:
-        """Whether a copy to the host is not over."""
+        """Whether a message has not left."""
         return self._open.num > 0
 
     def settle(self) -> None:

@@ -22,12 +22,15 @@ from engine.runtime.device.action_clock import ActionClock, GpuClock, TellTimes
 from engine.runtime.device.copies import HOST_COPIES, NO_WATCH, Copies, Leaving, StreamCopies, Watch
 from engine.runtime.device.device_faults import DeviceFaults, DoubledCopies
 
+_PLAYED = "the GPU that it plays"  # a worker on the host, for a fault
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """The device of one worker; `is_host` is true for the memory of the host itself.
 
-    `watch` is told of each wait of the main thread for the device. `faults` were aimed at it.
+    `watch` is told of each wait of the main thread for the device. `faults` were aimed at it. The main thread computes
+    on the stream `computing`, None on the host. `name` is for texts.
     """
 
     place: torch.device
@@ -35,6 +38,8 @@ class Device:
     copies: Copies = field(default=HOST_COPIES, compare=False)
     watch: Watch = field(default=NO_WATCH, compare=False)
     faults: DeviceFaults = field(default_factory=DeviceFaults, compare=False)
+    computing: torch.cuda.Stream | None = field(default=None, compare=False)
+    name: str = field(default=_PLAYED, compare=False)
 
     def put(self, tensor: Tensor) -> Tensor:
         """Returns a tensor on the device, detached; itself if it is there."""
@@ -82,6 +87,18 @@ class Device:
             self.faults.wait()
             yield
 
+    def unfinished(self) -> str:
+        """Returns the name of a GPU that has not come to the end of the main thread's work; never waits.
+
+        It is empty for the host, and for a GPU that is lost. Any thread may call it.
+        """
+        if self.computing is None:
+            return self.name if self.faults.hangs else ""
+        try:
+            return "" if self.computing.query() else self.name
+        except RuntimeError:  # the main thread meets it, too
+            return ""
+
 
 HOST: Final = Device(torch.device("cpu"), is_host=True)
 
@@ -108,4 +125,6 @@ def open_device(
         return Device(HOST.place, True, DoubledCopies(faults), watch, faults)
     place = torch.device("cuda", ordinal(worker, torch.cuda.device_count(), shares=shares))
     torch.cuda.set_device(place)
-    return Device(place, False, StreamCopies(place, watch.wake), watch, faults)
+    name = f"GPU {place.index} ({torch.cuda.get_device_name(place)})"
+    copies, computing = StreamCopies(place, watch.wake), torch.cuda.current_stream(place)
+    return Device(place, False, copies, watch, faults, computing, name)

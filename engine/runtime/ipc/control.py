@@ -84,6 +84,8 @@ class Control:
         self._traffic: tuple[int, ReadCounts] = (0, dict)  # with the epoch that it is about
         # Whether this worker's own device keeps a message; then its main thread is inside of something, and may hang.
         self.is_owing: Callable[[], bool] = lambda: False
+        # The name of this worker's GPU, if that has not ended its work; called in the control thread.
+        self.unfinished: Callable[[], str] = str
         self.on_move: Callable[[int, int, int, bool], None] = lambda epoch, step, index, inside: None
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
@@ -174,7 +176,7 @@ class Control:
         quiet_ns = time.monotonic_ns() - since_ns if since_ns else 0
         epoch, traffic = self._traffic
         if quiet_ns < LEAST_QUIET_NS or at[2] or epoch != self.accepted:
-            return HeartbeatMessage(self.accepted, *at)
+            return HeartbeatMessage(self.accepted, *at, device=self.unfinished() if at[2] else "")
         counts = tuple((peer, *each) for peer, each in traffic().items())
         return HeartbeatMessage(self.accepted, *at, quiet_ns, counts)
 

@@ -82,8 +82,9 @@ class _BetweenGpus(EndChannel[ProgramKey]):
             numbers = end.device.put(on_host.copy_(torch.tensor(header, dtype=torch.int64, device="cpu")))
         ready = Ready(sent, numbers, moment_now(end.device))
         begin = partial(self._issues.ready, target, key, ready)
-        if target not in end.cuts.there or not end.cuts.keeps(target, begin):
-            begin()
+        leave = partial(end.device.copies.when_computed, ready.moment.of, begin, end.fails)
+        if target not in end.cuts.there or not end.cuts.keeps(target, leave):
+            leave()
 
 
 class _SplitChannel:

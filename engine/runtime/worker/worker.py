@@ -161,6 +161,7 @@ def _run(
     try:
         device = open_device(job.device, welcome.worker, shares=job.share_gpu, watch=control, faults=faults)
         control.is_owing = lambda: device.copies.is_leaving
+        control.unfinished = device.unfinished
         member = join(control, welcome, record_fds, board_fd, backend_of(welcome, device), device)
     except TransferFailedError:
         control.check()  # the others may be missing because the run is being stopped
