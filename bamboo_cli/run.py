@@ -103,6 +103,7 @@ def run(
 ) -> None:
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
     from engine.core.faults.expansion import expand
+    from engine.files.accelerators import sharing
 
     scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin, after=begun_with(resolved.origin))
     faults = expand(scenario, resolved.job.seed)
@@ -110,6 +111,8 @@ def run(
     options |= {"standby_coordinator": second, "notices": asking(notice_command, notice_url, notice_every, in_process)}
     if resolved.with_faults and not faults:
         echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
+    if shared := sharing(resolved.job):
+        echo(shared, err=True)
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:

@@ -77,7 +77,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.device": _GROUND | {"engine.core.checks"},
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models", "engine.runtime.device"},
     "engine.runtime.nccl": _GROUND
-    | {"engine.models", "engine.runtime.device", "engine.runtime.process", "engine.runtime.transport"},
+    | {"engine.files", "engine.models", "engine.runtime.device", "engine.runtime.process", "engine.runtime.transport"},
     "engine.runtime.optimizers": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.runtime.stage": _PLANS
     | {"engine.core.analysis", "engine.core.checks", "engine.models"}

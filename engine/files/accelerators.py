@@ -86,6 +86,15 @@ def lacks(job: Job, found: Accelerators) -> str:
     return ""
 
 
+def sharing(job: Job, found: Accelerators | None = None) -> str:
+    """Returns in words that the workers of a job share GPUs; empty if each has one of its own, or none has one."""
+    found = accelerators() if found is None else found
+    if job.device != "cuda" or not job.share_gpu or job.num_workers <= found.num_gpus:
+        return ""
+    shared = f"{counted(job.num_workers, 'worker')} share {counted(found.num_gpus, 'GPU')} (--share-gpu)"
+    return f"{shared}: a mode for tests; they wait for each other, so the times say little about training"
+
+
 def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None) -> None:
     """Raises EnvironmentLacksError for a job whose workers cannot compute or exchange tensors here as it says."""
     found = accelerators() if found is None else found

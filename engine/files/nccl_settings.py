@@ -12,6 +12,7 @@ _SETTINGS: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+LEAST_NCCL: Final = (2, 29, 0)  # the oldest version with all fields of the configuration that is given to it
 HOST_ID: Final = "NCCL_HOSTID"  # NCCL refuses two ranks on one GPU of one host
 
 

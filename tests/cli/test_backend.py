@@ -11,6 +11,9 @@ from bamboo_cli.app import app
 from bamboo_cli.run import _own_problems
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
+from engine.files import accelerators
+from engine.files.accelerators import Accelerators
+from engine.files.jobs import job_file
 from engine.files.jobs.resolved_job import Resolved
 
 
@@ -28,6 +31,15 @@ def test_explain_prints_the_variables_of_nccl(monkeypatch: pytest.MonkeyPatch) -
     assert rows["NCCL_HOSTID"]["value"] == "bamboo-worker-<number>"
     assert rows["TORCH_NCCL_ENABLE_MONITORING"]["value"] == "0"
     assert not [name for name in explained() if "NCCL" in name]
+
+
+def test_a_run_says_first_that_its_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Accelerators(1, ("NVIDIA H100",), "580.65", "13.0")
+    for module in (accelerators, job_file):
+        monkeypatch.setattr(module, "accelerators", lambda: one)
+    shared = CliRunner().invoke(app, ["run", "--dry-run", "--device", "cuda", "--share-gpu"])
+    assert shared.stderr.startswith("4 workers share 1 GPU (--share-gpu): a mode for tests")
+    assert "share" not in CliRunner().invoke(app, ["run", "--dry-run", "--share-gpu", "--stages", "1"]).stderr
 
 
 def test_nccl_on_the_cpu_is_refused() -> None:

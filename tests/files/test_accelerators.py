@@ -18,6 +18,7 @@ from engine.files.accelerators import (
     device_facts,
     device_for,
     refuse_what_this_host_lacks,
+    sharing,
     torch_cuda,
 )
 
@@ -124,6 +125,14 @@ def test_a_host_without_what_a_job_asks_for_is_refused(job: Job, found: Accelera
 )
 def test_what_a_host_has_is_not_refused(job: Job, found: Accelerators) -> None:
     refuse_what_this_host_lacks(job, found)
+
+
+def test_workers_that_share_gpus_are_told() -> None:
+    shared = Job(device="cuda", share_gpu=True)
+    told = "4 workers share 1 GPU (--share-gpu): a mode for tests; they wait for each other, so the times say little"
+    assert sharing(shared, ONE).startswith(told)
+    for job, found in ((Job(device="cuda"), ONE), (shared, FOUR), (Job(device="cpu", share_gpu=True), ONE)):
+        assert sharing(job, found) == ""
 
 
 def test_another_gpu_is_a_difference_of_bits_for_a_job_on_gpus_only() -> None:

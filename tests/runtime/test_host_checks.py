@@ -19,7 +19,7 @@ FACTS: dict[str, Any] = {
     "gloo_ms": 20.0,
     "gloo_error": "",
     "num_gpus": 0,
-    "nccl": False,
+    "nccl": [],
     "machine": "x86_64",
     "isa": "AVX2",
     "blas": "MKL",
@@ -29,7 +29,7 @@ GIB = 1 << 30
 NO_GPU = Accelerators()
 H100 = Accelerators(1, ("NVIDIA H100",), "580.65", "13.0")
 MIXED = replace(H100, num_gpus=2, names=("NVIDIA H100", "NVIDIA A100"))
-ONE_GPU = {"num_gpus": 1, "nccl": True}
+ONE_GPU = {"num_gpus": 1, "nccl": [2, 29, 7]}
 CLIENT = Client(("etcd3 0.12.0",), "7.1", "upb", "1.8")
 TWO = replace(CLIENT, owners=("etcd3 0.12.0", "etcd3-py 0.1.6"))
 OTHER = Client(("etcdpy",), error="TypeError: no")
@@ -88,10 +88,11 @@ def test_verdicts(check: HostCheck, status: str, part_of_found: str, part_of_fix
         ({}, Accelerators(4), "gpu", "warn", "4 GPUs that torch 2.13.0+cpu cannot use: it was built without CUDA"),
         ({}, Accelerators(1, torch_cuda="13.0"), "gpu", "warn", "1 GPU that torch"),
         ({}, replace(H100, driver="550.54"), "gpu", "warn", "driver 550.54, and CUDA 13.0 needs 580 or newer"),
-        (ONE_GPU, H100, "gpu", "ok", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, NCCL; a worker each"),
-        (ONE_GPU | {"nccl": False}, H100, "gpu", "warn", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, no NCCL"),
+        (ONE_GPU, H100, "gpu", "ok", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, NCCL 2.29.7; a worker each"),
+        (ONE_GPU | {"nccl": []}, H100, "gpu", "warn", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, no NCCL"),
+        (ONE_GPU | {"nccl": [2, 27, 3]}, H100, "gpu", "warn", "driver 580.65, CUDA 13.0, NCCL 2.27.3: too old"),
         (ONE_GPU | {"num_gpus": 2}, MIXED, "gpu", "warn", "2 x NVIDIA H100 and NVIDIA A100"),
-        ({"num_gpus": 4, "nccl": True}, Accelerators(), "gpu", "ok", "4 GPUs, NCCL"),
+        ({"num_gpus": 4, "nccl": [3, 0, 1]}, Accelerators(), "gpu", "ok", "4 GPUs, NCCL 3.0.1; "),
         ({}, NO_GPU, "arithmetic", "ok", "AVX2, MKL, oneDNN"),
         ({"isa": "DEFAULT"}, NO_GPU, "arithmetic", "warn", "DEFAULT"),
         ({"isa": "DEFAULT", "machine": "aarch64", "blas": "no MKL"}, NO_GPU, "arithmetic", "ok", "DEFAULT, no MKL"),

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.ownership import Grid
-from engine.files.nccl_settings import nccl_settings
+from engine.files.nccl_settings import LEAST_NCCL, nccl_settings
 from engine.runtime.nccl import nccl_transport
 from engine.runtime.nccl.library import Config, NcclLibrary, non_blocking
 from engine.runtime.nccl.nccl_transport import NcclTransport
@@ -298,6 +298,30 @@ def test_the_configuration_is_that_of_the_header() -> None:
 def test_a_build_without_nccl_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"NCCL cannot be loaded: .*no-such-library"):
         NcclLibrary("no-such-library.so")
+
+
+@pytest.mark.parametrize(("number", "version"), [(22907, (2, 29, 7)), (21805, (2, 18, 5)), (30001, (3, 0, 1))])
+def test_an_older_nccl_is_refused_by_its_version(
+    monkeypatch: pytest.MonkeyPatch, number: int, version: tuple[int, int, int]
+) -> None:
+    """The doctor names the same limit."""
+
+    class Function:
+        def __call__(self, *given: Any) -> int:
+            given[0]._obj.value = number
+            return 0
+
+    class Loaded:
+        def __getattr__(self, name: str) -> Function:
+            self.__dict__[name] = Function()
+            return self.__dict__[name]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Loaded())
+    if version >= LEAST_NCCL:
+        assert NcclLibrary().version == version
+    else:
+        with pytest.raises(RuntimeError, match=r"NCCL 2\.18\.5 was found, and 2\.29\.0 or newer is needed"):
+            NcclLibrary()
 
 
 def test_each_worker_on_a_shared_gpu_has_a_host_of_its_own() -> None:

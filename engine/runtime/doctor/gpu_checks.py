@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from engine.core.texts import counted
 from engine.files.accelerators import Accelerators
+from engine.files.nccl_settings import LEAST_NCCL
 
 # The first driver of each major version of CUDA (NVIDIA's table of compatibility).
 _FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -21,7 +22,10 @@ class GpuVerdict(NamedTuple):
 
 
 def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
-    """Judges the GPUs by the facts of torch's probe (`version`, `num_gpus`, `nccl`) and of the host's files."""
+    """Judges the GPUs by the facts of torch's probe (`version`, `num_gpus`, `nccl`) and of the host's files.
+
+    `nccl` is the version of NCCL, empty for none.
+    """
     usable, cuda = int(torch["num_gpus"]), host.torch_cuda
     if not usable and not host.num_gpus:
         return GpuVerdict(
@@ -36,10 +40,12 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
     if len(set(host.names)) > 1:
         fix = "CUDA_VISIBLE_DEVICES with GPUs of one kind: others have other kernels, and so other bits"
         return GpuVerdict("warn", f"{found}; GPUs of several kinds", fix)
-    if not torch["nccl"]:
-        fix = "install a build of torch with NCCL, or use --backend gloo: tensors then go through host memory"
-        return GpuVerdict("warn", f"{found}, no NCCL", fix)
-    return GpuVerdict("ok", f"{found}, NCCL; a worker each with --device cuda, or several with --share-gpu for a test")
+    nccl, least = (".".join(map(str, each)) for each in (torch["nccl"], LEAST_NCCL))
+    if tuple(torch["nccl"]) < LEAST_NCCL:
+        fix = f"install a build of torch with NCCL {least} or newer, or use --backend gloo: tensors then go through "
+        return GpuVerdict("warn", f"{found}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory")
+    each = "a worker each with --device cuda, or several with --share-gpu for a test"
+    return GpuVerdict("ok", f"{found}, NCCL {nccl}; {each}")
 
 
 def _unusable(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:

@@ -64,7 +64,7 @@ def facts() -> dict[str, object]:
         "gloo_ms": gloo_ms,
         "gloo_error": gloo_error,
         "num_gpus": torch.cuda.device_count(),
-        "nccl": distributed.is_nccl_available(),
+        "nccl": list(torch.cuda.nccl.version()) if distributed.is_nccl_available() else [],
         "machine": platform.machine(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "blas": "MKL" if torch.backends.mkl.is_available() else "no MKL",

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from engine.files.nccl_settings import LEAST_NCCL
+
 LIBRARY: Final = "libnccl.so.2"  # torch has loaded it; a process has one NCCL
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
-_LEAST, _OF_CONFIG = 22900, 22907  # the oldest version with all of these fields, and the header that was read
+_OF_CONFIG = 22907  # the header that was read
 _LOOK_EVERY_S = 0.0005
 
 
@@ -83,13 +85,15 @@ class NcclLibrary:
         self._c.ncclCommAbort.argtypes = (ctypes.c_void_p,)
         self._c.ncclCommGetAsyncError.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
         self.version = self._version()
-        if self.version < _LEAST:
-            raise RuntimeError(f"NCCL {self.version} was found, and {_LEAST} or newer is needed")
+        if self.version < LEAST_NCCL:
+            found, least = (".".join(map(str, each)) for each in (self.version, LEAST_NCCL))
+            raise RuntimeError(f"NCCL {found} was found, and {least} or newer is needed")
 
-    def _version(self) -> int:
+    def _version(self) -> tuple[int, int, int]:
         found = ctypes.c_int()
         self._checked(self._c.ncclGetVersion(ctypes.byref(found)))
-        return found.value
+        major, rest = divmod(found.value, 10_000)
+        return major, rest // 100, rest % 100
 
     def _checked(self, result: int, communicator: ctypes.c_void_p | None = None) -> None:
         if result not in (_SUCCESS, _IN_PROGRESS):
