@@ -103,16 +103,12 @@ def run(
 ) -> None:
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
     from engine.core.faults.expansion import expand
-    from engine.files.accelerators import sharing
 
     scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin, after=begun_with(resolved.origin))
     faults = expand(scenario, resolved.job.seed)
     options: dict[str, Any] = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES}
     options |= {"standby_coordinator": second, "notices": asking(notice_command, notice_url, notice_every, in_process)}
-    if resolved.with_faults and not faults:
-        echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
-    if shared := sharing(resolved.job):
-        echo(shared, err=True)
+    _say_first(resolved, bool(faults))
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:
@@ -132,6 +128,15 @@ def run(
         except UserError as error:
             raise UserError(with_origins(error.problems, resolved)) from None
         raise typer.Exit(code)
+
+
+def _say_first(resolved: Resolved, has_faults: bool) -> None:
+    from engine.files.accelerators import sharing
+
+    if resolved.with_faults and not has_faults:
+        echo(f"the job of that run, without its faults; with them: {resolved.with_faults}", err=True)
+    if shared := sharing(resolved.job):
+        echo(shared, err=True)
 
 
 def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **options: Any) -> Case:
