@@ -280,7 +280,7 @@ class _Operations(TorchDispatchMode):
                 streams.host_uses(reads - writes, writes, str(func))
         if func is _aten._local_scalar_dense.default and is_there:
             streams.await_present("value")
-        elif mixes and func in _MAY_MIX:
+        elif is_there and mixes and func in _MAY_MIX:
             is_async = len(args) > 2 and args[2] and all(map(self._gpu.is_pinned_or_there, args[:2]))
             if not is_async:
                 streams.await_present("copy")

@@ -38,6 +38,7 @@ class FakeStreams:
         self.now_ns: Callable[[], int] = time.monotonic_ns
         self.sleep_ns: Callable[[int], None] = _sleep
         self.waits: Counter[tuple[str, str]] = Counter()  # (what, name of the thread)
+        self.on_wait: Callable[[str], None] = lambda what: None  # called in the thread that waits
         self.calls: Counter[str] = Counter()
         self.behind: list[Clock] = [{}]  # of each stream
         self.busy_until_ns: list[int] = [0]
@@ -132,6 +133,7 @@ class FakeStreams:
 
     def await_host(self, what: str, clock: Clock, until_ns: int) -> None:
         """Lets the host wait for operations."""
+        self.on_wait(what)
         self.sleep_ns(max(0, until_ns - self.now_ns()))
         with self.lock:
             self.waits[what, threading.current_thread().name] += 1

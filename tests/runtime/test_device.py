@@ -29,6 +29,7 @@ from engine.runtime.transport.group_end import EndChannel
 from engine.runtime.worker import microbatch_loader
 from tests.doubles.fake_gpu import PLACE, FakeGpu, MixedDevicesError, fake_gpu
 from tests.kills import parse_kills
+from tests.runtime.marked_waits import unmarked_waits
 from tests.runtime.small_jobs import NORMED as WITH_BUFFERS
 from tests.runtime.thread_runs import run_in_threads
 
@@ -41,10 +42,11 @@ NORMED: dict[str, Any] = {**MLP, **WITH_BUFFERS}
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A double of one GPU, which the launcher finds too."""
+    """A double of one GPU, which the launcher finds too; each wait of a main thread for it must be marked."""
     monkeypatch.setattr(session, "refuse_what_this_host_lacks", lambda job: None)
-    with fake_gpu() as gpu:
+    with fake_gpu() as gpu, unmarked_waits(gpu) as unmarked:
         yield gpu
+    assert unmarked == []
 
 
 def run(job: Job, *kills: str, **options: Any) -> Ending:

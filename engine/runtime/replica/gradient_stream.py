@@ -120,8 +120,9 @@ class GradientStreams:
         action, replica = self._coming[slot].popleft(), self.replicas.stages[slot]
         microbatch, told = action.microbatch, self._told(action)
         parts = iter(unpacked(arrived, specs_of(replica, microbatch, told)))
-        present = next(parts).tolist()
-        losses = next(parts).tolist() if replica.is_last else []
+        with replica.device.waiting():
+            present = next(parts).tolist()
+            losses = next(parts).tolist() if replica.is_last else []
         template = replica.history.before(microbatch)
         befores = {each: _filled(template, parts) for each in _told_forwards(microbatch, told)}
         if microbatch >= replica.counted:
@@ -156,9 +157,10 @@ def packed(stage: Stage, microbatch: int, told: int) -> Tensor:
         parts += stage.history.before(each).tensors()
     specs = specs_of(stage, microbatch, told)
     stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8, device=stage.device.place)
-    for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
-        if part is not None:
-            place.copy_(part)
+    with stage.device.waiting():
+        for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
+            if part is not None:
+                place.copy_(part)
     return stream
 
 

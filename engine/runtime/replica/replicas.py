@@ -72,7 +72,8 @@ class Replicas:
     def await_heal(self, slot: Slot) -> None:
         """Builds an unfilled replica for a slot whose owner will send the state, unless there is one."""
         if slot not in self._unfilled:
-            self.stages[slot] = self._build(slot)
+            with self.device.waiting():
+                self.stages[slot] = self._build(slot)
             self._unfilled.add(slot)
 
     def healed(self, slot: Slot) -> None:

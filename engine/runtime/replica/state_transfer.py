@@ -43,8 +43,13 @@ def state_of(stage: Stage) -> Iterator[tuple[StatePlace, Tensor]]:
 def send_state(channel: Channel[AsideKey], targets: Iterable[int], key: AsideKey, stage: Stage) -> None:
     """Starts sending the state of a slot at the step boundary; the open step may have begun."""
     state = list(state_of(stage))
+    with stage.device.waiting():
+        hashes = [_hash_of(each) for _, each in state]
     header = json.dumps(
-        [[place, TensorSpec.of(each).to_json(), each.stride(), _on_host(each), _hash_of(each)] for place, each in state]
+        [
+            [place, TensorSpec.of(each).to_json(), each.stride(), _on_host(each), digest]
+            for (place, each), digest in zip(state, hashes, strict=True)
+        ]
     ).encode()
     as_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for target in targets:
@@ -58,10 +63,13 @@ def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: St
 
     Returns the nanoseconds since the first word of the owner.
     """
-    (length,) = _take(channel, source, key, TensorSpec((1,), torch.int64, False)).tolist()
+    size = _take(channel, source, key, TensorSpec((1,), torch.int64, False))
     begun_ns = time.monotonic_ns()
+    with stage.device.waiting():
+        (length,) = size.tolist()
     header = _take(channel, source, key, TensorSpec((length,), torch.uint8, False))
-    entries = json.loads(header.cpu().numpy().tobytes())
+    with stage.device.waiting():
+        entries = json.loads(header.cpu().numpy().tobytes())
     specs = [TensorSpec.from_json(spec) for _, spec, *_ in entries]
     for optimizer in stage.optimizers.values():
         optimizer.state = {name: {} for name in optimizer.state}
@@ -71,10 +79,12 @@ def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: St
     boundary: list[dict[int, Tensor]] = [{} for _ in stage.boundary]
     for index, tensor in arriving(channel, source, key, specs):
         place, _, stride, is_on_host, _ = entries[index]
-        _fill(stage, tuple(place), _laid_out(tensor, stride, is_on_host), boundary)
+        with stage.device.waiting():
+            _fill(stage, tuple(place), _laid_out(tensor, stride, is_on_host), boundary)
         del tensor  # before the next one comes
     stage.boundary = tuple(tuple(buffers[number] for number in sorted(buffers)) for buffers in boundary)
-    _compare(stage, {tuple(place): digest for place, *_, digest in entries})
+    with stage.device.waiting():
+        _compare(stage, {tuple(place): digest for place, *_, digest in entries})
     return time.monotonic_ns() - begun_ns
 
 

@@ -80,7 +80,8 @@ class Stage:
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; minus zeros for a parameter without one."""
-        return {index: {name: gradient_of(p) for name, p in named.items()} for index, named in self.weights.items()}
+        with self.device.waiting():
+            return {index: {name: gradient_of(p) for name, p in named.items()} for index, named in self.weights.items()}
 
     def forget_step(self) -> None:
         """Drops the residuals, gradients, losses and counters of the open step."""
