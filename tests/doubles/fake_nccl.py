@@ -4,32 +4,37 @@
 - Each rank has one queue, and its head waits for the other end: an order that NCCL could not do stands still here.
 - A tensor is read and written when both ends have come, not when the call is made.
 - A peer that dies gives no error. An abort is local; it ends receives too, whose memory then holds garbage.
+- A call of a worker that `stands` names does not return.
 - One thread of a worker calls. A communicator joins beside one other, and is connected when that one is aborted. A call
   that breaks this is noted in `wrongs`. A worker that ends should have aborted all; those left are in `left_behind`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from engine.models.layers import Tensors
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
+from engine.runtime.in_process.thread_control import ThreadControl
 from engine.runtime.nccl.nccl_backend import NcclBackend, NcclJoining
 from engine.runtime.nccl.nccl_thread import NcclThread
-from engine.runtime.nccl.nccl_transport import LastResort, NcclTransport
+from engine.runtime.nccl.nccl_transport import ABORT_S, LastResort, NcclTransport
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.loopback import Groups, LoopbackBackend
 from engine.runtime.transport.tensor_spec import bytes_of
+from engine.runtime.worker.backends import tell_end
 
+_Call = Literal["begin", "connect", "abort"]
 _GARBAGE = 0xA5
 _TIMEOUT_S = 30.0
 
@@ -46,7 +51,8 @@ class FakeNccl:
         self.num_aside = 0  # communicators that began to join while another one was at work
         self.left_behind: set[int] = set()  # workers that did not abort a communicator before their end
         self.ended: list[str] = []  # the reasons of workers that ended themselves
-        self.hang_in_abort: set[int] = set()  # workers
+        self.stands: dict[int, tuple[_Call, int]] = {}  # worker -> its call, and which of them
+        self.open_s, self.abort_s = _TIMEOUT_S, ABORT_S  # the deadlines of a worker
         self.absent: set[int] = set()  # workers of whose beginning to join no other one hears
         self._told: dict[object, dict[str, bytes]] = {}
 
@@ -109,6 +115,7 @@ class _FakeGroup:
         self.of_device: dict[int, SideQueue] = {}
         self.connecting: set[int] = set()
         self.left: set[int] = set()
+        self.begun_s = time.monotonic()
 
     def meet(self, nccl: FakeNccl) -> None:
         """Transfers between all heads that wait for each other."""
@@ -184,8 +191,7 @@ class FakeCommunicator:
         """Ends all work here; the other ranks do not notice."""
         self._owner.is_called()
         nccl = self._owner.nccl
-        while self._owner.worker in nccl.hang_in_abort:
-            time.sleep(0.005)
+        self._owner.comes_to("abort")
         with nccl.lock:
             self._group.left.add(self._rank)
             nccl.num_aborted += 1
@@ -205,15 +211,19 @@ class FakeOpening(FakeCommunicator):
         """Returns whether all ranks have come."""
         self._owner.is_called()
         with self._owner.nccl.lock:
-            return len(self._group.of_device) == len(self._group.queues)
+            has_joined = len(self._group.of_device) == len(self._group.queues)
+        if not has_joined and time.monotonic() > self._group.begun_s + self._owner.nccl.open_s:
+            raise RuntimeError("the others did not join")
+        return has_joined
 
     def connect(self, is_given_up: Callable[[], bool]) -> FakeCommunicator:
         """Waits until all ranks connect."""
         owner, group = self._owner, self._group
         owner.is_called()
+        owner.comes_to("connect")
         if owner.at_work is not None:
             owner.nccl.wrongs.append(f"worker {owner.worker} has two communicators at work")
-        until_s = time.monotonic() + _TIMEOUT_S
+        until_s = time.monotonic() + owner.nccl.open_s
         with owner.nccl.lock:
             group.connecting.add(self._rank)
             owner.nccl.lock.notify_all()
@@ -233,6 +243,13 @@ class FakeCommunicators:
         self.unfinished: set[_FakeGroup] = set()
         self.at_work: _FakeGroup | None = None
         self._thread = 0
+        self._num_calls = Counter[str]()
+
+    def comes_to(self, call: _Call) -> None:
+        """Stands in a call, if it is to."""
+        self._num_calls[call] += 1
+        while self.nccl.stands.get(self.worker) == (call, self._num_calls[call]):
+            time.sleep(0.005)
 
     def is_called(self) -> None:
         """Notes a call from another thread than the one that called before."""
@@ -250,6 +267,7 @@ class FakeCommunicators:
     def begin(self, group_id: bytes, rank: int, size: int, queue: SideQueue) -> FakeOpening:
         """Begins to join a group."""
         self.is_called()
+        self.comes_to("begin")
         nccl = self.nccl
         with nccl.lock:
             group = nccl.groups.setdefault(group_id, _FakeGroup(size))
@@ -280,6 +298,7 @@ class NcclOverLoopback(NcclBackend):
         self._paused, self._of_nccl = paused, NcclThread(f"nccl of worker {worker}")
         self._transports: list[NcclTransport] = []
         self._own = FakeCommunicators(nccl, worker)
+        self._nccl, self._name = nccl, device.name
         super().__init__(
             self._loopback,
             self._own,
@@ -287,7 +306,7 @@ class NcclOverLoopback(NcclBackend):
             partial(nccl.meeting, groups),
             SideQueue(device),
             self._of_nccl,
-            LastResort(nccl.ended.append),
+            LastResort(partial(self._end, cuts.waiter), nccl.abort_s),
             is_audited=True,
         )
 
@@ -299,6 +318,13 @@ class NcclOverLoopback(NcclBackend):
         """Returns the transport of a group."""
         self._transports.append(super().transport(*given))
         return self._transports[-1]
+
+    def _end(self, waiter: Any, why: str) -> None:
+        self._nccl.ended.append(why)
+        if isinstance(waiter, ThreadControl):
+            with contextlib.suppress(OSError):  # its worker has ended meanwhile
+                tell_end(waiter, self._name, why)
+            waiter.kill()
 
     def leave(self) -> None:
         """Ends what the end of the process would end."""

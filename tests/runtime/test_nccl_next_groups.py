@@ -140,7 +140,7 @@ def test_planted_group_that_is_never_given_up_is_found(
 def test_an_abort_aside_that_does_not_return_ends_the_worker(pair: Pair, coming: Next, nccl: FakeNccl) -> None:
     coming.form(1)
     assert coming.formed() == ["", ""]
-    nccl.hang_in_abort = {4}
+    nccl.stands[4] = ("abort", 1)
     attempt = coming.of[4]._attempts[1, 1].plane
     assert isinstance(attempt, NcclTransport)
     attempt._last_resort = attempt._last_resort._replace(abort_s=0.05)

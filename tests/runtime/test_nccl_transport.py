@@ -69,7 +69,7 @@ def backends(nccl: FakeNccl) -> Iterator[Backends]:
         for worker in (4, 7)
     }
     yield backends
-    nccl.hang_in_abort.clear()
+    nccl.stands.clear()
     for backend in backends.values():
         backend.leave()
     assert nccl.wrongs == []
@@ -243,7 +243,7 @@ def test_a_device_that_is_lost_while_its_group_opens_ends_its_worker(nccl: FakeN
         raise LOST
 
     backend = NcclOverLoopback(nccl, Groups(), LinkCuts(Patience()), 4, contextlib.nullcontext)
-    backend._communicators.open = opening  # type: ignore[method-assign, assignment]
+    backend._own.begin = opening  # type: ignore[method-assign, assignment]
     attempt = _Attempt(backend.joining(0, (4,)))
     attempt.join()
     assert attempt.failed is LOST
@@ -268,7 +268,7 @@ def test_a_worker_whose_abort_does_not_return_ends_itself(
     pair: tuple[NcclTransport, NcclTransport], nccl: FakeNccl
 ) -> None:
     one, other = pair
-    nccl.hang_in_abort = {4}
+    nccl.stands[4] = ("abort", 1)
     one._last_resort = one._last_resort._replace(abort_s=0.05)
     one.abandon()
     other.abandon()
@@ -314,7 +314,8 @@ def test_an_older_nccl_is_refused_by_its_version(
     class Loaded:
         def __getattr__(self, name: str) -> Function:
             self.__dict__[name] = Function()
-            return self.__dict__[name]  # type: ignore[no-any-return]
+            found: Function = self.__dict__[name]
+            return found
 
     monkeypatch.setattr(ctypes, "CDLL", lambda path: Loaded())
     if version >= LEAST_NCCL:

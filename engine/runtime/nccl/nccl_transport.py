@@ -32,7 +32,7 @@ from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey, 
 from engine.runtime.transport.transport import Channel, Traffic
 
 ABORT_S = 10.0  # for the abort of a communicator
-ENDS_ITSELF = "the communicator of a group that was left was not aborted in time: this worker ends itself"
+ENDS_ITSELF = "NCCL did not abort the communicator of a group in time"
 _WITHOUT_TAGS = frozenset({ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT})
 
 

@@ -8,12 +8,14 @@ import sys
 from functools import partial
 
 from engine.core.config.job import Job
-from engine.core.messages import WelcomeMessage
+from engine.core.messages import RaisedMessage, WelcomeMessage
 from engine.core.process_messages import UnprovenMessage
+from engine.core.worker_exception import GPU_ERROR, WorkerException
 from engine.files.nccl_settings import nccl_settings
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.nccl.nccl_backend import NcclBackend
 from engine.runtime.nccl.nccl_communicator import NcclCommunicators
 from engine.runtime.nccl.nccl_thread import NcclThread
@@ -40,15 +42,22 @@ def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | Non
         partial(Rendezvous, control),
         SideQueue(device),
         NcclThread("nccl", network_fd),
-        LastResort(end_this_process),
+        LastResort(partial(end_this_process, control, device.name)),
         is_audited=job.audit > 0,
     )
 
 
-def end_this_process(why: str) -> None:
+def end_this_process(control: Control, device: str, why: str) -> None:
     """Ends this worker at once: nothing of it can be trusted to return. The agent sees the end of the process."""
+    tell_end(control, device, why)
     print(why, file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell_end(control: Control, device: str, why: str) -> None:
+    """Tells the cause, which the verdict on this worker has then, as trouble of its GPU: no user's code is in it."""
+    told = WorkerException(why, gpu=f"{GPU_ERROR}: {why}, on {device}")
+    control.send(RaisedMessage(now_ns(), control.at[0], told))
 
 
 def gloo_backend(
