@@ -40,6 +40,7 @@ class Table(StrEnum):
     OUTCOME = "outcome"
     SAMPLES = "samples"
     EVALUATIONS = "evaluations"
+    MEMORY = "memory"
 
 
 class Format(StrEnum):

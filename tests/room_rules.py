@@ -83,7 +83,14 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.analysis", "engine.core.checks", "engine.models"}
     | {"engine.runtime.device", "engine.runtime.optimizers", "engine.runtime.transport"},
     "engine.runtime.replica": _PLANS
-    | {"engine.models", "engine.runtime.device", "engine.runtime.stage", "engine.runtime.transport"},
+    | {
+        "engine.core.analysis",
+        "engine.core.history",
+        "engine.models",
+        "engine.runtime.device",
+        "engine.runtime.stage",
+        "engine.runtime.transport",
+    },
     "engine.runtime.checkpoint": _GROUND
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}
     | {"engine.files", "engine.files.checkpoints"}

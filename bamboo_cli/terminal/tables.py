@@ -26,7 +26,7 @@ FIRST_TO_GO = (
     *("replay ms", "pause ms", "detect ms"),
     *("epoch", "commit ms", "grad norm", "validation loss", "validation metric", "samples/s"),
     *("tensors MiB", "code", "peak stash", "actions", "pid", "end ms", "last action"),
-    *("peak memory MiB", "busy ms", "slots"),
+    *("reserved MiB", "device predicted MiB", "peak memory MiB", "device MiB", "busy ms", "slots"),
     *("date", "job", "microbatches/s"),
     *("stages before", "blocks before"),
     *("kind", "pipeline", "op", "stage", "microbatch", "redundant", "replayed", "end ns", "start ns"),

@@ -33,9 +33,9 @@ from engine.report.history import history_table
 from engine.report.judgement import Judgement, checks_table, judgement_of, outcome_table
 from engine.report.recovery import exposure_table, recovery_table
 from engine.report.steps import evaluations_table, samples_table, steps_table
-from engine.report.workers import takeovers_table, workers_table
+from engine.report.workers import memory_table, takeovers_table, workers_table
 
-TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations")
+TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "memory")
 _SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."
 
 
@@ -64,6 +64,7 @@ class RunTables:
     history: pd.DataFrame
     exposure: pd.DataFrame
     takeovers: pd.DataFrame
+    memory: pd.DataFrame  # of the workers' GPUs
     twin_loss: Mapping[int, float]  # by step; empty if the run was not compared with a twin
     scenario: ScenarioRecord | None  # of `bamboo inject`
     raised: tuple[RaisedRecord, ...]  # the exceptions that ended workers, in the order of time
@@ -127,6 +128,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         history_table(history),
         exposure_table(history.job, recovery, end_ms),
         takeovers_table(history),
+        memory_table(history),
         dict(twin.losses) if twin else {},
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),

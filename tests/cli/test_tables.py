@@ -88,6 +88,11 @@ FIRST[-1:-1] = [
     agent("validation", 2000, step=11, name=name, samples=samples, loss=loss, metrics={"accuracy": loss / 3})
     for name, samples, loss in (("validation", 360, 1.0625), ("test", 10_000, 1.25))
 ]
+FIRST[-1:-1] = [
+    agent("memory", 1500, step=step, allocated=mib << 20, reserved=1536 << 20, predicted=1300 << 20)
+    | {"worker": worker}
+    for step, worker, mib in ((0, 0, 640), (0, 1, 512), (1, 0, 1280))
+]
 SECOND = slow(MadeUpRun(dead=((5, 2),)).events())
 SECOND[-1:] = [*CHECKS[:1], SECOND[-1]]
 SECOND[-1:-1] = [agent("validation", 2000, step=9, name="validation", samples=360, loss=1.5, metrics={"f1": 0.5})]

@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from tests.doubles.fake_memory import FakeMemory
 from tests.doubles.fake_streams import FakeStream, FakeStreams
 
 PLACE = torch.device("cuda", 0)
@@ -52,13 +53,15 @@ class MixedDevicesError(RuntimeError):
 class FakeGpu:
     """The marks of the device's memory, its generator, and the numbers of copies between host and device."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts_memory: bool = False) -> None:
         self._marked: dict[int, StorageWeakRef] = {}  # a weak reference keeps its address from another storage
         self._num_marks = 0
         self._pinned: dict[int, StorageWeakRef] = {}
         self.rooms_made: Counter[int] = Counter()  # allocations of pinned memory by size; torch keeps what is free
         self._size: dict[int, int] = {}  # of pinned memory
         self.streams = FakeStreams()
+        self.memory = FakeMemory()
+        self.counts_memory = counts_memory
         self._lock = self.streams.lock
         self.generator = torch.Generator()
         self.copies: Counter[str] = Counter()
@@ -80,6 +83,9 @@ class FakeGpu:
                     self.streams.freed(address)
             self.streams.allocated(reference.cdata)
             self._marked[reference.cdata] = reference
+            if self.counts_memory:
+                num_bytes = tensor.untyped_storage().nbytes()
+                self.memory.allocated(self.streams.maker[self.streams.present], reference, num_bytes)
         return tensor
 
     def unmark(self, tensor: Tensor) -> Tensor:
@@ -160,6 +166,11 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | 
         if isinstance(each, torch.device) or (isinstance(each, str) and each.partition(":")[0] in ("cpu", "cuda")):
             found = each
     return None if found is None else torch.device(found)
+
+
+def _autocast(of_torch: Any, kind: str, **options: Any) -> Any:
+    """Returns the block of the host, with the casts of the host: the arithmetic is the host's."""
+    return of_torch("cpu" if kind == "cuda" else kind, **options)
 
 
 class _Calls(TorchFunctionMode):
@@ -299,9 +310,12 @@ class _Operations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_gpu(num_gpus: int = 1) -> Iterator[FakeGpu]:
-    """Gives this process GPUs with one memory; threads that start in the block see it, and so does this one."""
-    gpu, run = FakeGpu(), threading.Thread.run
+def fake_gpu(num_gpus: int = 1, *, counts_memory: bool = False) -> Iterator[FakeGpu]:
+    """Gives this process GPUs with one memory; threads that start in the block see it, and so does this one.
+
+    The bytes of each worker are counted only with `counts_memory`, as it takes time; else they are 0.
+    """
+    gpu, run = FakeGpu(counts_memory), threading.Thread.run
 
     def run_with_modes(thread: threading.Thread) -> None:
         with gpu.modes():
@@ -316,6 +330,8 @@ def fake_gpu(num_gpus: int = 1) -> Iterator[FakeGpu]:
         patch.setattr(torch.cuda, "set_device", opened)
         patch.setattr(torch.cuda, "get_device_name", lambda place: "the double of a GPU")
         gpu.streams.patch(patch)
+        gpu.memory.patch(patch)
+        patch.setattr(torch, "autocast", partial(_autocast, torch.autocast))
         patch.setattr(Tensor, "record_stream", partialmethod(_record, gpu))  # torch takes no stream but its own
         patch.setattr(torch.cuda, "default_generators", (gpu.generator,) * num_gpus)
         with gpu.modes():

@@ -42,6 +42,7 @@ class FakeStreams:
         self.calls: Counter[str] = Counter()
         self.behind: list[Clock] = [{}]  # of each stream
         self.busy_until_ns: list[int] = [0]
+        self.maker = [""]  # of each stream: the name of the thread
         self.host: Clock = {}
         self._written: dict[int, tuple[int, int]] = {}  # memory -> stream and number
         self._read: dict[int, Clock] = {}
@@ -69,6 +70,7 @@ class FakeStreams:
         with self.lock:
             self.behind.append({})
             self.busy_until_ns.append(0)
+            self.maker.append(threading.current_thread().name)
             return len(self.behind) - 1
 
     def operation(self, reads: Iterable[int], writes: Iterable[int], what: str) -> None:

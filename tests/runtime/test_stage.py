@@ -18,6 +18,7 @@ from engine.models.layers import FunctionLayer, LayerSpec, Model, Tensors, Tie, 
 from engine.runtime.replica.gradient_log import squared_norm
 from engine.runtime.stage.buffers import BufferHistory
 from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.stage.residual import Checkpoint
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.e2e.state_models import KINDS
@@ -315,6 +316,15 @@ def test_recomputing_holds_less_and_groups_begin_at_multiples_of_k() -> None:
     groups = stage.residuals[0].groups
     assert len(groups) == 3  # layer 1, layers 2 and 3, layer 4
     assert not any(isinstance(kept, list) for kept in groups)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_recomputing_keeps_no_graph(every: int) -> None:
+    """The outputs of a group, which are kept, would keep the whole graph behind them."""
+    stage = Stage(job_of(activation_checkpoint=every), model_of([Block, Block, Block, Block]), 0, 0, 3)
+    outputs = stage.forward(0, 0, inputs_of(0), None)
+    kept = [each for group in stage.residuals[0].groups if isinstance(group, Checkpoint) for each in group.inputs]
+    assert all(each.grad_fn is None for each in (*kept, *outputs))
 
 
 def test_a_probe_learns_the_border_and_leaves_no_trace() -> None:

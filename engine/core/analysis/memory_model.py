@@ -36,6 +36,19 @@ class StageBytes(NamedTuple):
     output: int
 
 
+class MicrobatchBytes(NamedTuple):
+    """The bytes that a microbatch takes on the device of a stage.
+
+    `residual` bytes stay from its forward to its backward; the two take `forward` and `backward` bytes for themselves.
+    `largest` is the largest parameter of the stage.
+    """
+
+    residual: int
+    forward: int
+    backward: int
+    largest: int
+
+
 class WorkerBytes(NamedTuple):
     """The bytes of tensors that one worker holds at most, by their purpose."""
 

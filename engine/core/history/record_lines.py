@@ -11,7 +11,14 @@ from typing import Any, get_type_hints
 from engine.core.config.job import Job
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Verdict, verdict_of
-from engine.core.history import elastic_records, process_records, request_records, run_records, verdict_records
+from engine.core.history import (
+    elastic_records,
+    memory_records,
+    process_records,
+    request_records,
+    run_records,
+    verdict_records,
+)
 from engine.core.history.record import VERSION, Record, StampedRecord, kind_of
 from engine.core.history.run_records import CommitRecord, JobRecord
 from engine.core.history.verdict_records import Difference
@@ -19,7 +26,7 @@ from engine.core.message_codec import Reader, reader_of, strict_text
 
 RECORDS: dict[str, type[Record]] = {
     kind_of(each): each
-    for module in (run_records, process_records, request_records, elastic_records, verdict_records)
+    for module in (run_records, process_records, memory_records, request_records, elastic_records, verdict_records)
     for each in vars(module).values()
     if isinstance(each, type) and issubclass(each, Record) and each not in (Record, StampedRecord)
 }

@@ -40,6 +40,8 @@ def charts(run: RunTables) -> dict[str, Figure]:
         figures["metrics"] = _metrics(run)
     if run.workers["peak_memory_mib"].notna().any():
         figures["memory"] = _memory(run)
+    if len(run.memory):
+        figures["gpu"] = _gpu_memory(run)
     recovery = run.recovery[~run.recovery["outcome"].isin(NO_WORKER_LOST)]
     if len(recovery):
         figures["phases"] = _phases(recovery)
@@ -159,6 +161,15 @@ def _memory(run: RunTables) -> Figure:
     ]
     layout = {"height": _HEIGHT, "yaxis": title("peak memory, MiB"), "bargap": 0.4, "annotations": ends}
     return {"data": [bar], "layout": layout}
+
+
+def _gpu_memory(run: RunTables) -> Figure:
+    """Returns a line over the steps for each worker; its points are the steps in which the memory became another."""
+    lines = [
+        _line(f"worker {worker}", of["step"], of["allocated_mib"], shape="hv", width=2)
+        for worker, of in run.memory.groupby("worker")
+    ]
+    return _by_step(lines, run, "memory of the GPU, MiB", rangemode="tozero")
 
 
 def _exposure(run: RunTables) -> Figure:

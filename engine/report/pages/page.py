@@ -43,7 +43,8 @@ def page(run: RunTables) -> str:
         recovery=recoveries_section(run),
         exposed=html.escape(definition("exposure")),
         exposure=html.escape(_exposed(run)),
-        memory=_section("memory") if "memory" in shown else "",
+        memory=(_section("memory") if "memory" in shown else "")
+        + (_section("gpu", "Memory of the GPUs") if "gpu" in shown else ""),
         metrics=_section("metrics") if "metrics" in shown else "",
         remarks=_listed("Remarks", run.remarks),
         history=html_table(_history(run)),
@@ -63,8 +64,8 @@ def page(run: RunTables) -> str:
     return framed(heading, sections, data)
 
 
-def _section(chart: str) -> str:
-    return f'<section><h2>{chart.capitalize()}</h2><div id="{chart}" class="chart"></div></section>'
+def _section(chart: str, title: str = "") -> str:
+    return f'<section><h2>{title or chart.capitalize()}</h2><div id="{chart}" class="chart"></div></section>'
 
 
 def _listed(title: str, sentences: Sequence[str]) -> str:
@@ -138,6 +139,9 @@ def _workers(run: RunTables) -> pd.DataFrame:
         heir: slots_text(of[["pipeline", "stage"]].to_numpy(), run.job) for heir, of in run.takeovers.groupby("heir")
     }
     slots = [[list(map(int, each.split("."))) for each in text.split()] for text in run.workers["slots"]]
+    of_host, of_gpu = run.workers["peak_memory_mib"], run.workers["device_mib"]
+    is_on_gpu = of_gpu.notna().any()
+    on_gpu = {"peak of the GPU, MiB": of_gpu, "predicted, MiB": run.workers["device_predicted_mib"]}
     return pd.DataFrame(
         {
             "worker": run.workers["worker"],
@@ -145,7 +149,7 @@ def _workers(run: RunTables) -> pd.DataFrame:
             "took over": run.workers["worker"].map(gained),
             "end": run.workers["state"],
             "at, s": run.workers["end_ms"].map(_seconds),
-            "peak memory, MiB": run.workers["peak_memory_mib"],
+            **(on_gpu if is_on_gpu else {"peak memory, MiB": of_host}),
             "peak stashed activations": run.workers["peak_stash"],
             "actions": run.workers["num_actions"],
             "busy, s": run.workers["busy_ms"] / 1e3,

@@ -74,6 +74,14 @@ class Device:
             if not self.is_host:
                 torch.cuda.current_stream(self.place).synchronize()
 
+    def memory_peak(self) -> tuple[int, int] | None:
+        """Returns the most bytes that tensors took since the last call, and with free ones kept; None on the host."""
+        if self.is_host:
+            return None
+        found = torch.cuda.max_memory_allocated(self.place), torch.cuda.max_memory_reserved(self.place)
+        torch.cuda.reset_peak_memory_stats(self.place)
+        return found
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Marks a wait of the main thread for the device: a worker that stays in it hangs, as in an action.

@@ -146,7 +146,8 @@ class Stage:
                 history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
                 checkpoint = Checkpoint(residual.outputs, history.keep())
             segments = self._run(group, step, microbatch, residual.outputs)
-            residual.outputs = segments[-1].outputs
+            outputs = segments[-1].outputs
+            residual.outputs = outputs if checkpoint is None else cut_off(outputs)  # they would keep the whole graph
             residual.groups.append(checkpoint or segments)
         if self.border is not None:
             self._check(max(self.layers), self.border, residual.outputs)

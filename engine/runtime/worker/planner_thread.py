@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import NamedTuple
 
-from engine.core.action import Program
+from engine.core.action import Action, Program
 from engine.core.errors import required
 from engine.core.history.run_records import PreparedRecord
 from engine.core.ownership import Grid, Ownership, Slot, healed
@@ -75,6 +75,10 @@ class PlannerThread:
         job = self._context.job
         program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
         return self._part(program, ownership)
+
+    def usual_actions(self, ownership: Ownership) -> tuple[Action, ...]:
+        """Returns the actions of this worker in a whole step."""
+        return tuple(action for action, _ in self.default_program(ownership).actions)
 
     def _part(self, program: Program, ownership: Ownership) -> WorkerProgram:
         context, has_tags = self._context, self._context.job.backend != "nccl"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from engine.core import messages
@@ -22,6 +23,7 @@ from engine.core.recovery.inventory import to_json
 from engine.core.worker import inputs, outputs
 from engine.core.worker.epoch_plan import plan_epoch
 from engine.runtime.ipc.control import Fenced, Stopped
+from engine.runtime.replica.memory_watch import MemoryWatch
 from engine.runtime.stage.stage_bytes import stage_bytes
 from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.transport.group_formation import GroupFormation, NextGroups
@@ -57,8 +59,10 @@ class Training:
         how = (job.fsdp > 0, plane is None, joins)
         self._built = inputs.Built(context.worker, ownership, job.validate_every, job.audit, step, *how)
         self._group = plane
+        self._ownership = ownership
         self._forming: GroupFormation | None = None
         self._executor = Executor(context, step)
+        self._memory = MemoryWatch(context.worker, context.replicas, context.borders, context.recorder.write)
         self._planner = PlannerThread(context, protocol, ownership.grid)
         self._next_groups = NextGroups(context.backend, self._tell_of_next)
         protocol.form, protocol.leave = self._next_groups.form, self._next_groups.leave
@@ -96,6 +100,7 @@ class Training:
 
     def run(self) -> int:
         """Trains until the machine ends; returns the exit code. Raises the exceptions of layers and of broken rules."""
+        self._memory.begin(self.context.data)
         given: inputs.Input | None = self._built
         while True:
             found = self._protocol.feed(given or self._heard())
@@ -182,6 +187,7 @@ class Training:
     def _enter(self, output: outputs.Enter) -> None:
         program, self._made_ready = self._made_ready, None
         self._plane.epoch = self.context.control.accepted
+        self._ownership = output.ownership
         self._executor.enter(self._plane, program or self._planner.default_program(output.ownership))
 
     # A step
@@ -202,6 +208,8 @@ class Training:
     def _take_step(self, output: outputs.TakeStep) -> inputs.Input:
         self._join_copy()
         self._executor.take_step(output.commit)
+        usual = partial(self._planner.usual_actions, self._ownership)
+        self._memory.step_ends(output.commit.step, self._ownership, usual)
         return inputs.StepTaken(output.commit)
 
     def _catch_up(self, output: outputs.CatchUp) -> inputs.Input:
