@@ -28,6 +28,7 @@ COMMANDS = {
     "run": "Train a model in a pipeline of worker processes.",
     "doctor": "Check this machine, one line per check with the fix",
     "agent": "Train on several hosts, with one agent on each; or add a worker to a running job",
+    "launch": "Print the files with which Slurm, Kubernetes, Ray or ssh place a run on several hosts.",
     "status": "Show the owners of the stages of a run, its step, heartbeats and verdicts",
     "inject": "Run a scenario: its job, its faults, its fault-free twin; then check its expectations.",
     "validate": "Check scenarios, matrices and jobs: fields, possible moments, existing victims.",
@@ -52,6 +53,7 @@ _PLACES = {
     "export": ("stock.export", "export"),
     "agent": ("hosts.agent", "agent"),
     "collect": ("hosts.collect", "collect"),
+    "launch": ("hosts.launch", "launch"),
 }
 
 

@@ -26,8 +26,8 @@ PURE_STDLIB = frozenset(
     hmac ipaddress itertools json math operator re statistics string struct textwrap types typing
     """.split()
 )
-# Single names that are pure in modules that are not: text in memory.
-PURE_NAMES = frozenset({"io.StringIO"})
+# Single names that are pure in modules that are not: text in memory, text for a shell.
+PURE_NAMES = frozenset({"io.StringIO", "shlex.quote"})
 IMPORTING_CALLS = frozenset({"importlib.import_module", "import_module", "__import__"})
 EFFECTFUL_BUILTINS = frozenset({"open", "print", "input", "breakpoint"})
 REPORT_ONLY = frozenset({"pandas"})

@@ -50,6 +50,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
     | {"engine.core.elastic", "engine.core.faults"},
     "engine.core.hosts": _GROUND | {"engine.core.checkpoints", "engine.core.config"},
+    "engine.core.launch": _GROUND,
     "engine.core.merging": _GROUND | {"engine.core.config", "engine.core.history"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history", "engine.core.merging"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},
@@ -143,6 +144,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
     "engine.harness.hosts": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.hosts", "engine.files.jobs", "engine.models"}
+    | {"engine.core.launch"}
     | {"engine.harness", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.hosts"}
     | {"engine.runtime.store"},
     "engine.harness": _HOST

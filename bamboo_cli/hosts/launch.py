@@ -1,0 +1,122 @@
+"""`bamboo launch`: a run on several hosts as files for Slurm, Kubernetes, Ray or ssh; and their submission."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bamboo_cli.options import completion
+from bamboo_cli.options.etcd import Endpoints, PlainHttp
+from bamboo_cli.options.hosts import Hosts, Settings, TrustedNetwork, Workers
+from bamboo_cli.options.trust import TrustCode
+from bamboo_cli.terminal.echo import echo
+from engine.core.errors import Problem, UserError
+from engine.core.launch.launch_plan import PLACES, LaunchPlan, problems_of_plan
+
+EPILOG = (
+    "Examples:  bamboo launch slurm job.yaml --hosts 3 --etcd 10.0.0.1:2379 --trusted-network 10.0.0.0/8  |  "
+    "bamboo launch k8s job.yaml --hosts 3 --image train:1 --etcd etcd:2379 --trusted-network 10.0.0.0/8 --submit"
+)
+_ANY = "192.0.2.1"  # an address for documents: that of the hosts is not known here
+
+
+def launch(
+    place: Annotated[str, typer.Argument(metavar="PLACE", help=f"{', '.join(PLACES[:-1])} or {PLACES[-1]}.")],
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB.yaml", help="The job file.", autocompletion=completion.job_files)
+    ],
+    *,
+    hosts: Hosts = "",
+    etcd: Endpoints = "",
+    etcd_plain_http: PlainHttp = False,
+    trusted: TrustedNetwork = "",
+    workers: Workers = 0,
+    settings: Settings = None,
+    trust_code: TrustCode = False,
+    name: Annotated[str, typer.Option("--name", help="Of the run; by default that of the job file.")] = "",
+    grace_s: Annotated[int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")] = 120,
+    image: Annotated[str, typer.Option("--image", help="Of the pods, with bamboo, code and data.")] = "",
+    extra: Annotated[
+        list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="A line for sbatch; repeatable.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write the files there.")] = None,
+    is_submitted: Annotated[bool, typer.Option("--submit", help="Write the files and send them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the files with which Slurm, Kubernetes, Ray or ssh place a run on several hosts.
+
+    They start one agent on each, and the loss of a host ends no other. Secrets are written into files, and not printed.
+    """
+    names = () if hosts.isdecimal() or not hosts else tuple(each.strip() for each in hosts.split(","))
+    plan = LaunchPlan(
+        name=name or job_file.stem.lower().replace("_", "-"),
+        job_file=str(job_file),
+        num_hosts=int(hosts) if hosts.isdecimal() else len(names),
+        etcd=etcd,
+        workers=workers,
+        trusted=trusted,
+        plain_http=etcd_plain_http,
+        trust_code=trust_code,
+        settings=tuple(settings or ()),
+        grace_s=grace_s,
+        image=image,
+        hosts=names,
+        extra=tuple(extra or ()),
+    )
+    _refuse(place, plan, hosts)
+    _make(place, plan, output, is_submitted=is_submitted, as_json=as_json)
+
+
+def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bool, as_json: bool) -> None:
+    from engine.harness.hosts.launching import launch_files, submit, write_files
+
+    files = launch_files(place, plan)
+    folder = output or (Path(f"launch-{plan.name}") if is_submitted else None)
+    if folder is not None:
+        write_files(files, folder)
+    told = submit(place, folder / files[-1].name) if folder is not None and is_submitted else ""
+    if as_json:
+        shown = {each.name: each.shown for each in files}
+        echo(json.dumps({"files": shown, "folder": folder and str(folder), "submitted": told or None}))
+        return
+    for each in files:
+        echo(each.shown.rstrip("\n") if folder is None else f"wrote {folder / each.name}")
+    if told:
+        echo(told)
+
+
+def _refuse(place: str, plan: LaunchPlan, hosts: str) -> None:
+    """Raises UserError with every mistake: in the options, and in the job on so many hosts."""
+    from bamboo_cli.options.etcd import etcd_settings
+    from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
+    from engine.core.hosts.host_options import HostOptions, problems_of
+
+    problems = problems_of_plan(place, plan)
+    if place not in PLACES:
+        raise UserError(problems)
+    endpoints: tuple[str, ...] = ()
+    try:
+        found = etcd_settings(plan.etcd, plan.plain_http)
+        endpoints = () if found is None else tuple(str(getattr(each, "host", "localhost")) for each in found.endpoints)
+    except UserError as error:
+        problems += error.problems
+        endpoints = (plan.etcd,)
+    values: dict[str, Any] = dict.fromkeys(FLAG_FIELDS) | {"job_file": Path(plan.job_file), "results": None}
+    values |= {"set": list(plan.settings), "trust_code": plan.trust_code}
+    job = resolve_options(values, program_only=False, is_plan=False).job
+    address = plan.trusted.partition("/")[0] or _ANY
+    node = plan.hosts[0].rpartition("@")[2] if plan.hosts else "any"
+    names = ",".join(each.rpartition("@")[2] for each in plan.hosts)
+    given = HostOptions("any", names or hosts or "0", node, address, endpoints, plan.workers, plan.trusted)
+    for each in problems_of(given, job, lambda _: True):
+        if each.field == "--address":  # that of the network, which is not one of a host
+            problems.append(Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(plan.trusted)))
+        elif each.field == "--trusted-network" and not plan.trusted:
+            problems.append(Problem("--trusted-network", "the network of the hosts", "nothing", each.hint))
+        else:
+            problems.append(each)
+    if problems:
+        raise UserError(problems)

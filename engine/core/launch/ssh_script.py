@@ -1,0 +1,38 @@
+"""The script for ssh: a line for each host, all at once; the end of one ends no other.
+
+Rule: every agent exits with the outcome of the run. The code 255 is that of ssh, and 85 of a host that was cut off.
+"""
+
+from __future__ import annotations
+
+from shlex import quote
+
+from engine.core.launch.launch_plan import LaunchPlan
+
+
+def ssh_lines(plan: LaunchPlan, folder: str, run: str) -> list[str]:
+    """Returns a line for each host, which begins in `folder` of that host."""
+    found = []
+    for host in plan.hosts:
+        node = host.rpartition("@")[2]
+        agent = f"cd {quote(folder)} && exec {plan.line} --run {quote(run)} --node {quote(node)}"
+        found.append(f"ssh -o BatchMode=yes -o ServerAliveInterval=5 {quote(host)} {quote(agent)}")
+    return found
+
+
+def ssh_script(plan: LaunchPlan, folder: str, run: str) -> str:
+    """Returns the script."""
+    lines = [
+        "#!/bin/bash",
+        "# One agent on each host. A host that is lost ends no other.",
+        "agents=()",
+        *(f"{line} & agents+=($!)" for line in ssh_lines(plan, folder, run)),
+        "outcome=69",
+        'for agent in "${agents[@]}"; do',
+        '    wait "$agent"; code=$?',
+        '    echo "an agent has ended with $code"',
+        "    case $code in 255 | 85 | 137 | 143) ;; *) outcome=$code ;; esac",
+        "done",
+        'exit "$outcome"',
+    ]
+    return "\n".join(lines) + "\n"

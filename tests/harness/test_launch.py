@@ -1,0 +1,255 @@
+"""`bamboo launch`: the files for Slurm, Kubernetes, Ray and ssh, and that the loss of one host ends no other."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from bamboo_cli.app import app
+from engine.core.errors import EnvironmentLacksError, UserError
+from engine.core.launch.kubernetes_manifests import TLS_FILES
+
+ETCD = ["--etcd", "10.0.0.1:2379", "--etcd-plain-http", "--trusted-network", "10.0.0.0/8"]
+JOB = "model: gpt\nstages: 3\nsteps: 4\ncheckpoint_every: 0\n"
+CODES = {"a": 0, "b": 137, "c": 0}  # of the agents: the one on b is killed
+
+
+@pytest.fixture(name="job", autouse=True)
+def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in (*TLS_FILES.values(), "BAMBOO_ETCD"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "my job.yaml"  # a shell has to be told that this is one word
+    path.write_text(JOB)
+    return path
+
+
+def launched(place: str, job: Path, *words: str) -> str:
+    name = () if "--name" in words else ("--name", "tried")
+    line = ["launch", place, str(job), *name, *words]
+    return CliRunner().invoke(app, line, catch_exceptions=False).stdout
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """Puts a program of this name on the path of a test."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def bamboo_in(folder: Path) -> None:
+    """A program `bamboo` that records its words, and ends as the agent of its node."""
+    program(
+        folder,
+        "bamboo",
+        f"""#!{sys.executable}
+import json, sys
+words = sys.argv[1:]
+node = words[words.index("--node") + 1]
+with open({str(folder / "told")!r}, "a") as file:
+    file.write(json.dumps(words) + "\\n")
+sys.exit({CODES}.get(node, 0))
+""",
+    )
+
+
+def ran(command: list[str], folder: Path, **environment: str) -> tuple[int, list[list[str]]]:
+    """Runs a file with the programs of a folder; returns its code, and the words of each agent by node."""
+    variables = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(folder), **environment}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (folder / "told").exists(), done.stderr
+    told = [json.loads(line) for line in (folder / "told").read_text().splitlines()]
+    return done.returncode, sorted(told, key=lambda words: str(words[words.index("--node") + 1]))
+
+
+def nodes(told: list[list[str]]) -> list[str]:
+    return [words[words.index("--node") + 1] for words in told]
+
+
+def test_slurm_starts_an_agent_per_node_and_exits_with_the_outcome_not_with_sruns(tmp_path: Path, job: Path) -> None:
+    text = launched("slurm", job, "--hosts", "3", *ETCD, "--grace", "90", "--sbatch", "--partition=train")
+    options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=3", "--ntasks-per-node=1", "--no-kill", "--signal=TERM@90", "--partition=train"} < set(options)
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
+    assert srun.startswith("srun --no-kill --kill-on-bad-exit=0 --wait=0 ")
+    folder = tmp_path / "path"
+    bamboo_in(folder)
+    srun_text = '#!/bin/bash\nshift 3\nfor n in a b c; do SLURMD_NODENAME=$n "$@" & done; wait; exit 137\n'
+    program(folder, "srun", srun_text)
+    (tmp_path / "script").write_text(text)
+    code, told = ran(["bash", str(tmp_path / "script")], folder, SLURM_JOB_ID="4711")
+    assert (code, nodes(told)) == (0, ["a", "asks", "b", "c"])
+    assert {words[words.index("--run") + 1] for words in told} == {"slurm-4711"}
+    assert {words[1] for words in told} == {str(job)}
+
+
+def test_ssh_starts_an_agent_per_host_and_a_lost_one_ends_no_other(tmp_path: Path, job: Path) -> None:
+    text = launched("ssh", job, "--hosts", "me@a,b,c", *ETCD, "--set", "model_args.width=64")
+    folder = tmp_path / "path"
+    bamboo_in(folder)
+    program(folder, "ssh", '#!/bin/bash\n[ "$5" = c ] && exit 255\nexec bash -c "${@: -1}"\n')
+    (tmp_path / "script").write_text(text)
+    code, told = ran(["bash", str(tmp_path / "script")], folder)
+    assert (code, nodes(told)) == (0, ["a", "b"])  # c was not reached
+    assert len({words[words.index("--run") + 1] for words in told}) == 1
+    assert told[0][-6:-4] == ["--set", "model_args.width=64"]
+
+
+RAY = '''
+"""A stand-in for Ray: an actor is an object, a call is a result that is ready; the node of actor 1 is lost."""
+import types, sys
+class exceptions:
+    class RayError(Exception): pass
+class _Call:
+    def __init__(self, at, make): self.at, self.make = at, make
+    def remote(self, *words): return (self.at, lambda: self.make(*words))
+class _Actor:
+    def __init__(self, at, made): self.at, self.run = at, _Call(at, made.run)
+class _Class:
+    def __init__(self, kind): self.kind, self.at = kind, 0
+    def options(self, scheduling_strategy):
+        assert scheduling_strategy[0].strategy == "STRICT_SPREAD"
+        self.at = scheduling_strategy[1]
+        return self
+    def remote(self): return _Actor(self.at, self.kind())
+def remote(**settings):
+    assert settings == {"num_cpus": 1, "max_restarts": 0}
+    return _Class
+at = [0]
+class _Context:
+    def get_node_id(self): return "abc"[at[0]]
+    def get_job_id(self): return "01000000"
+def get_runtime_context(): return _Context()
+class util:
+    @staticmethod
+    def get_node_ip_address(): return "10.0.0.7"
+def init(): pass
+def wait(waiting, num_returns): return waiting[:1], waiting[1:]
+def get(ref):
+    if ref is None: return None
+    at[0] = ref[0]
+    if ref[0] == 2: raise exceptions.RayError()
+    return ref[1]()
+class _Group:
+    def __init__(self, bundles, strategy): self.strategy = strategy
+    def ready(self): return None
+def _module(name, **members):
+    made = types.ModuleType(name)
+    made.__dict__.update(members)
+    sys.modules[name] = made
+__path__ = []
+_module("ray.util", get_node_ip_address=util.get_node_ip_address, __path__=[])
+_module("ray.util.placement_group", placement_group=_Group)
+_module("ray.util.scheduling_strategies", PlacementGroupSchedulingStrategy=lambda group, number: (group, number))
+'''
+
+
+def test_ray_starts_an_agent_per_node_and_a_lost_one_ends_no_other(tmp_path: Path, job: Path) -> None:
+    text = launched("ray", job, "--hosts", "3", *ETCD)
+    folder = tmp_path / "path"
+    bamboo_in(folder)
+    (folder / "ray.py").write_text(RAY)
+    (tmp_path / "program.py").write_text(text)
+    code, told = ran([sys.executable, str(tmp_path / "program.py")], folder)
+    assert (code, nodes(told)) == (0, ["a", "b"])  # the agent of b was killed, the node of c was lost
+    assert told[0][-2:] == ["--address", "10.0.0.7"] and "ray-01000000" in told[0]
+
+
+def manifests(text: str) -> dict[str, Any]:
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
+def test_manifests_pass_the_schemas_of_kubernetes(job: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for variable in TLS_FILES.values():
+        monkeypatch.setenv(variable, str(job))
+    found = manifests(launched("k8s", job, "--hosts", "3", "--image", "train:1", *ETCD[:2], *ETCD[3:]))
+    assert set(found) == {"Secret", "Service", "ConfigMap", "Job"}
+    for each in found.values():
+        validate.validate(each, version, strict=True)
+    found["Job"]["spec"]["backoffLimitPerIndx"] = found["Job"]["spec"].pop("backoffLimitPerIndex")
+    with pytest.raises(validate.ValidationError):
+        validate.validate(found["Job"], version, strict=True)
+
+
+def test_a_pod_per_node_is_replaced_alone_and_has_the_job_and_the_certificates(
+    tmp_path: Path, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, variable in enumerate(TLS_FILES.values()):
+        (tmp_path / f"file{number}").write_text(f"secret {number}")
+        monkeypatch.setenv(variable, str(tmp_path / f"file{number}"))
+    words = ["--hosts", "3", "--image", "train:1", *ETCD[:2], *ETCD[3:], "--grace", "77"]
+    printed = launched("k8s", job, *words)
+    assert manifests(printed)["Secret"]["data"] == dict.fromkeys(TLS_FILES, "***")
+    assert launched("k8s", job, *words, "--output", "out") == "wrote out/tried.yaml\n"
+    path = tmp_path / "out" / "tried.yaml"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = manifests(path.read_text())
+    assert found["Secret"]["data"]["tls.key"] == base64.b64encode(b"secret 2").decode()
+    assert found["ConfigMap"]["data"]["job.yaml"] == JOB
+    spec = found["Job"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
+    assert spec["backoffLimitPerIndex"] > 0 and spec["maxFailedIndexes"] == 3 and "backoffLimit" not in spec
+    pod = spec["template"]["spec"]
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 77)
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert found["Service"]["spec"]["clusterIP"] == "None"
+    assert pod["subdomain"] == found["Service"]["metadata"]["name"]
+    env = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert env["BAMBOO_ETCD_KEY"] == "/etc/bamboo-etcd/tls.key"
+    assert pod["containers"][0]["command"][-6:] == ["--run", "$(RUN)", "--node", "$(NODE)", "--address", "$(ADDRESS)"]
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "expected"),
+    [
+        ("torchrun", ["--hosts", "3", *ETCD], ["PLACE: .*torchrun ends every process when one ends"]),
+        ("podman", ["--hosts", "3", *ETCD], ["PLACE: expected slurm, k8s, ray or ssh, found 'podman'"]),
+        ("k8s", ["--hosts", "3", *ETCD], ["--image: expected the image of the pods"]),
+        ("ssh", ["--hosts", "3", *ETCD], ["--hosts: expected the names of the hosts"]),
+        (
+            "slurm",
+            ["--hosts", "4", "--grace", "0", "--name", "No_Name"],
+            [
+                "--name",
+                "--grace",
+                "--hosts: expected --etcd",
+                "--trusted-network",
+                "--hosts: expected at most one host",
+            ],
+        ),
+        ("slurm", ["--hosts", "3", "--workers", "0", "--etcd", "10.0.0.1:2379"], ["--etcd: expected TLS"]),
+    ],
+)
+def test_every_mistake_is_told_at_once(job: Path, place: str, words: list[str], expected: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        launched(place, job, *words)
+    for each in expected:
+        assert pytest.RaisesExc(UserError, match=each).matches(refused.value), (each, str(refused.value))
+
+
+def test_files_are_sent_by_the_placers_own_program(tmp_path: Path, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "path"
+    program(folder, "sbatch", '#!/bin/sh\ngrep -c "^srun" "$1"\necho "Submitted batch job 12"\n')
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+    told = launched("slurm", job, "--hosts", "3", *ETCD, "--submit").splitlines()
+    assert told == ["wrote launch-tried/tried.sbatch", "1", "Submitted batch job 12"]
+    program(folder, "sbatch", "#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
+    with pytest.raises(EnvironmentLacksError, match="sbatch has ended with 1: invalid partition"):
+        launched("slurm", job, "--hosts", "3", *ETCD, "--submit")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    for place, sender in (("slurm", "sbatch"), ("k8s", "kubectl"), ("ray", "ray")):
+        with pytest.raises(EnvironmentLacksError, match=f"^{sender} is not on the PATH of this machine"):
+            launched(place, job, "--hosts", "3", "--image", "train:1", *ETCD, "--submit")
