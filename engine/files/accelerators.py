@@ -75,14 +75,18 @@ def device_for(job: Job, found: Accelerators) -> tuple[DeviceKind, str]:
     return "cuda", f"auto: {counted(found.num_gpus, 'GPU')}"
 
 
-def lacks(job: Job, found: Accelerators) -> str:
-    """Returns why the workers of a job cannot compute on the GPUs of this host; empty if they can."""
+def lacks(job: Job, found: Accelerators, num_workers: int | None = None) -> str:
+    """Returns why the workers of a job, or as many, cannot compute on the GPUs of this host; empty if they can.
+
+    Those that wait need a GPU too: their memory is there, and CUDA has begun, when they take a place.
+    """
+    num_workers = job.num_workers + job.standby if num_workers is None else num_workers
     if not found.num_gpus:
         return "no GPU"
     if not found.torch_cuda:
         return f"{counted(found.num_gpus, 'GPU')}, and a build of torch without CUDA"
-    if job.num_workers > found.num_gpus and not job.share_gpu:
-        return f"{counted(found.num_gpus, 'GPU')} for {counted(job.num_workers, 'worker')}"
+    if num_workers > found.num_gpus and not job.share_gpu:
+        return f"{counted(found.num_gpus, 'GPU')} for {counted(num_workers, 'worker')}"
     return ""
 
 

@@ -106,6 +106,7 @@ def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerator
         (Job(device="cpu", backend="nccl"), FOUR, r"on the CPU \(--device cpu\)"),
         (Job(retain="cpu"), NONE, r"takes values from a GPU .* on the CPU \(no GPU\); use --retain device$"),
         (Job(retain="cpu", device="cpu"), FOUR, r"on the CPU \(--device cpu\); use --retain device$"),
+        (Job(device="cuda", standby=1), FOUR, "4 GPUs for 5 workers"),
         (Job(device="cuda", backend="nccl"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
     ],
 )

@@ -205,7 +205,7 @@ def test_the_double_refuses_what_a_gpu_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("worker", "num_gpus", "shares", "number"),
+    ("rank", "num_gpus", "shares", "number"),
     [
         (0, 1, False, 0),
         (3, 4, False, 3),
@@ -218,13 +218,13 @@ def test_the_double_refuses_what_a_gpu_refuses() -> None:
     ],
 )
 def test_each_worker_has_a_gpu_of_its_own_unless_they_share(
-    worker: int, num_gpus: int, shares: bool, number: int
+    rank: int, num_gpus: int, shares: bool, number: int
 ) -> None:
     if number >= 0:
-        assert ordinal(worker, num_gpus, shares=shares) == number
+        assert ordinal(rank, num_gpus, shares=shares) == number
         return
-    with pytest.raises(EnvironmentLacksError, match=f"worker {worker} finds {num_gpus} GPU"):
-        ordinal(worker, num_gpus, shares=shares)
+    with pytest.raises(EnvironmentLacksError, match=f": {num_gpus} GPU.* this is number {rank + 1} on its host"):
+        ordinal(rank, num_gpus, shares=shares)
 
 
 def test_on_the_host_nothing_is_copied() -> None:

@@ -239,6 +239,8 @@ def _hands(agent: Agent, crew: Crew) -> Hands:
     """Returns what requests for workers are carried out with."""
 
     def start(joins: bool) -> int:
+        if why := crew.lacks_gpu():
+            raise ValueError(f"each worker needs a GPU of its own, and there is {why}")
         with crew.launch.server.forking():
             member = crew.start_waiting()
         crew.welcome(member, joins=joins)

@@ -20,7 +20,8 @@ from engine.core.history.run_records import JobRecord
 from engine.core.history.step_files import FOLDER, span_of
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
-from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_worker
+from engine.files.accelerators import accelerators, lacks
+from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
@@ -111,12 +112,21 @@ class Crew:
         fds = (*launch.record_fds, self.board.fd, *self.guard.fds)
         self.board.grow(worker + 1)
         launch.numbers.add(worker)
+        rank = free_rank(self.members.values(), launch.server.at(worker).host)
         self.members[worker] = member = start_worker(launch.server, worker, launch.ownership, fds, launch.logs)
+        member.local_rank = rank
         return member
 
     def start_waiting(self) -> WorkerHandle:
         """Starts a worker that will wait, with a number that no worker has had since the last start; at any time."""
         return self.start(max(self.members) + 1)
+
+    def lacks_gpu(self) -> str:
+        """Returns why one more worker of this host would have no GPU; empty if it needs none, or gets one."""
+        job = self.launch.job
+        if job.device != "cuda" or job.share_gpu or self.launch.server.host:
+            return ""
+        return lacks(job, accelerators(), sum(each.exit_code is None for each in self.members.values()) + 1)
 
     def welcome(self, member: WorkerHandle, *, joins: bool = False) -> None:
         """Sends a worker its first message; one that owns nothing waits, with `joins` for no failure."""
@@ -137,6 +147,7 @@ class Crew:
             waits=member.worker not in owners,
             joins=joins,
             address=launch.server.at(member.worker).address,
+            local_rank=member.local_rank,
         )
         member.link.send(message)
 

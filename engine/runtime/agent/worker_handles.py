@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from engine.core.membership.evidence import Sight
@@ -34,6 +35,7 @@ class WorkerHandle:
     peak_memory_kib: int = 0
     is_left_behind: bool = False  # SIGKILL has not ended it
     host: str = ""  # the name of its host, if the run has several
+    local_rank: int = 0  # the least number that no other living worker of its host has
 
     @property
     def name(self) -> str:
@@ -95,6 +97,12 @@ def fork_linked(server: ForkServer, role: str, name: str, log: Path, fds: Sequen
     os.close(log_fd)
     far.close()
     return child, link
+
+
+def free_rank(members: Iterable[WorkerHandle], host: str) -> int:
+    """Returns the local rank of one more worker of a host: a worker that has ended leaves its own, and its GPU."""
+    taken = {each.local_rank for each in members if each.exit_code is None and each.host == host}
+    return next(rank for rank in count() if rank not in taken)
 
 
 def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:

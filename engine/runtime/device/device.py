@@ -111,27 +111,28 @@ class Device:
 HOST: Final = Device(torch.device("cpu"), is_host=True)
 
 
-def ordinal(worker: int, num_gpus: int, *, shares: bool) -> int:
-    """Returns the number of the GPU of a worker: its own by local rank, or one that it shares.
+def ordinal(local_rank: int, num_gpus: int, *, shares: bool) -> int:
+    """Returns the number of the GPU of a worker: its own by its local rank, or one that it shares.
 
     Raises EnvironmentLacksError if there is none.
     """
-    if num_gpus and (shares or worker < num_gpus):
-        return worker % num_gpus
+    if num_gpus and (shares or local_rank < num_gpus):
+        return local_rank % num_gpus
     raise EnvironmentLacksError(
-        f"device cuda: worker {worker} finds {counted(num_gpus, 'GPU')} that torch can use, and each worker needs one; "
-        "use --device cpu" + (", fewer workers, or --share-gpu for a test" if num_gpus else "")
+        f"device cuda: {counted(num_gpus, 'GPU')} that torch can use, and each worker needs one: this is number "
+        f"{local_rank + 1} on its host; use --device cpu"
+        + (", fewer workers, or --share-gpu for a test" if num_gpus else "")
     )
 
 
 def open_device(
-    kind: str, worker: int, *, shares: bool = False, watch: Watch = NO_WATCH, faults: DeviceFaults | None = None
+    kind: str, local_rank: int, *, shares: bool = False, watch: Watch = NO_WATCH, faults: DeviceFaults | None = None
 ) -> Device:
     """Returns the device of a worker, of a kind ``cpu`` or ``cuda``; the latter starts CUDA in this process."""
     faults = faults or DeviceFaults()
     if kind != "cuda":  # a job in memory that no file resolved has `auto`
         return Device(HOST.place, True, DoubledCopies(faults), watch, faults)
-    place = torch.device("cuda", ordinal(worker, torch.cuda.device_count(), shares=shares))
+    place = torch.device("cuda", ordinal(local_rank, torch.cuda.device_count(), shares=shares))
     torch.cuda.set_device(place)
     name = f"GPU {place.index} ({torch.cuda.get_device_name(place)})"
     copies, computing = StreamCopies(place, watch.wake), torch.cuda.current_stream(place)

@@ -159,7 +159,7 @@ def _run(
     control.on_ping = StartWatch(control).look
     set_up(settings := settings_of(job))
     try:
-        device = open_device(job.device, welcome.worker, shares=job.share_gpu, watch=control, faults=faults)
+        device = open_device(job.device, welcome.local_rank, shares=job.share_gpu, watch=control, faults=faults)
         control.is_owing = lambda: device.copies.is_leaving
         control.unfinished = device.unfinished
         member = join(control, welcome, record_fds, board_fd, backend_of(welcome, device), device)
