@@ -14,6 +14,7 @@ from bamboo_cli.options.hosts import (
     Address,
     Hosts,
     HostsWithin,
+    InstructionSet,
     JobFile,
     LeaseSeconds,
     Node,
@@ -61,6 +62,7 @@ def agent(
     trusted: TrustedNetwork = "",
     lease_s: LeaseSeconds = 5,
     patience_s: HostsWithin = 300.0,
+    isa: InstructionSet = "",
     trust_code: TrustCode = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
@@ -71,8 +73,11 @@ def agent(
     if not hosts:
         _add_worker(join, results, is_standby=standby, as_json=as_json)
     from bamboo_cli.hosts.host_agent import run_host
+    from engine.files.host_facts import fix_instruction_set
     from engine.harness.case_runner import run_case
 
+    if isa:
+        fix_instruction_set(isa)
     given = {"hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
     given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
     given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http}

@@ -10,7 +10,7 @@ import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp
-from bamboo_cli.options.hosts import Hosts, Settings, TrustedNetwork, Workers
+from bamboo_cli.options.hosts import Hosts, InstructionSet, Settings, TrustedNetwork, Workers
 from bamboo_cli.options.trust import TrustCode
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
@@ -35,6 +35,7 @@ def launch(
     trusted: TrustedNetwork = "",
     workers: Workers = 0,
     settings: Settings = None,
+    isa: InstructionSet = "",
     trust_code: TrustCode = False,
     name: Annotated[str, typer.Option("--name", help="Of the run; by default that of the job file.")] = "",
     grace_s: Annotated[int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")] = 120,
@@ -65,6 +66,7 @@ def launch(
         image=image,
         hosts=names,
         extra=tuple(extra or ()),
+        isa=isa,
     )
     _refuse(place, plan, hosts)
     _make(place, plan, output, is_submitted=is_submitted, as_json=as_json)

@@ -72,3 +72,12 @@ LeaseSeconds = Annotated[
 HostsWithin = Annotated[
     float, typer.Option("--hosts-within", metavar="SECONDS", help="Wait for all hosts.", rich_help_panel=_PANEL)
 ]
+InstructionSet = Annotated[
+    str,
+    typer.Option(
+        "--isa",
+        metavar="SET",
+        help="Compute with one instruction set on all hosts: portable, avx2 or avx512.",
+        rich_help_panel=_PANEL,
+    ),
+]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from engine.core.config.bit_fields import INSTRUCTION_SETS
+from engine.core.errors import EnvironmentLacksError, Problem, UserError, ensure
 from engine.core.history.process_records import HostRecord
 from engine.files.accelerators import accelerators, device_facts
 
@@ -57,6 +60,28 @@ def host_facts(folder: Path) -> dict[str, object]:
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+
+
+def fix_instruction_set(name: str) -> None:
+    """Makes all processes that this one starts compute with one instruction set; torch must not be loaded here yet.
+
+    Raises:
+        UserError: there is no such set, or the environment asks for something else.
+        EnvironmentLacksError: the processor of this host does not have it.
+    """
+    if name not in INSTRUCTION_SETS:
+        raise UserError([Problem("--isa", f"one of {', '.join(INSTRUCTION_SETS)}", repr(name))])
+    variables, needs = INSTRUCTION_SETS[name]
+    ensure("torch" not in sys.modules, "torch has chosen its instruction set already")
+    wrong = {key: os.environ[key] for key in variables if os.environ.get(key, variables[key]) != variables[key]}
+    if wrong:
+        hint = f"--isa {name} sets it, and the environment has another value"
+        raise UserError([Problem(key, repr(variables[key]), repr(found), hint) for key, found in wrong.items()])
+    cpu = _cpu_info(Path("/proc/cpuinfo"))
+    if lacks := [each for each in needs if each not in cpu.get("flags", "").split()]:
+        text = f"instruction set {name}: expected a processor with {', '.join(lacks)}, found {cpu.get('model name')!r}"
+        raise EnvironmentLacksError(f"{text} on host {os.uname().nodename}")
+    os.environ.update(variables)
 
 
 def host_record(now: datetime, node: str = "", run_id: str = "") -> HostRecord:

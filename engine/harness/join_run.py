@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.bit_fields import BIT_FACTS
+from engine.core.config.bit_fields import compared_facts, different_facts
+from engine.core.config.job import Job
 from engine.core.errors import (
     BambooError,
     EnvironmentLacksError,
@@ -72,7 +73,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
     if not takes_workers(history.job):
         hint = "start it with --elastic, so that blocks move to a worker that joins; or with --standby N"
         raise UserError([Problem("--join", "a run that takes workers", folder.path.name, f"{CLOSED}; {hint}")])
-    _refuse_other_bits(folder)
+    _refuse_other_bits(folder, history.job)
     return folder
 
 
@@ -82,16 +83,14 @@ def _others(run: str, results: Path) -> str:
     return nearest(run, live) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
 
 
-def _refuse_other_bits(folder: RunFolder) -> None:
+def _refuse_other_bits(folder: RunFolder, job: Job) -> None:
     """Raises EnvironmentLacksError for each fact of this host and of the code that is not that of a run."""
     there = json.loads(folder.run_json.read_text(encoding="utf-8"))
-    facts = host_facts(Path.cwd())
-    before = {**there.get("host", {}), "sources": there.get("sources")}
-    now = {**json.loads(json.dumps(facts)), "sources": own_sources()}
-    wrong = [name for name in (*BIT_FACTS, "sources") if before.get(name) != now.get(name)]
-    if wrong:
+    before = {**compared_facts(there.get("host", {}), job), "sources": there.get("sources")}
+    now = {**compared_facts(host_facts(Path.cwd()), job), "sources": own_sources()}
+    if wrong := different_facts(before, now):
         told = [
-            f"{name}: expected {before.get(name)!r} as in run {folder.path.name}, found {now[name]!r}" for name in wrong
+            f"{each.name}: expected {each.before!r} as in run {folder.path.name}, found {each.now!r}" for each in wrong
         ]
         raise EnvironmentLacksError("\n".join([*told, "a worker with other code or arithmetic gives other bits"]))
 

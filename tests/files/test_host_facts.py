@@ -12,9 +12,17 @@ from pathlib import Path
 import pytest
 
 from engine.core.checks.twin import fingerprint
-from engine.core.config.bit_fields import BitDifference, bit_differences, bit_facts
+from engine.core.config.bit_fields import (
+    INSTRUCTION_SETS,
+    BitDifference,
+    bit_differences,
+    bit_facts,
+    compared_facts,
+    different_facts,
+)
 from engine.core.config.job import Job
-from engine.files.host_facts import git_commit, host_facts, host_record
+from engine.core.errors import EnvironmentLacksError, UserError
+from engine.files.host_facts import fix_instruction_set, git_commit, host_facts, host_record
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -88,3 +96,58 @@ def test_the_record_of_a_host_has_the_local_time_with_its_zone() -> None:
     assert datetime.fromisoformat(record.began).tzinfo is not None
     assert record.cores == len(os.sched_getaffinity(0))
     assert record.cpu and record.torch
+
+
+@pytest.fixture(name="free_choice")
+def _free_choice(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing fixes an instruction set, torch counts as not loaded, and the environment is as before afterwards."""
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "ISA" not in name})
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    return monkeypatch
+
+
+def with_processor(monkeypatch: pytest.MonkeyPatch, model: str, flags: str) -> None:
+    monkeypatch.setattr("engine.files.host_facts._cpu_info", lambda path: {"model name": model, "flags": flags})
+
+
+def test_a_fixed_instruction_set_makes_different_processors_equal(
+    tmp_path: Path, free_choice: pytest.MonkeyPatch
+) -> None:
+    new, old = ("new", "avx2 fma avx512f"), ("old", "avx2 fma")
+    facts = {}
+    for isa in ("", "avx2"):
+        if isa:
+            fix_instruction_set(isa)
+        for model, flags in (new, old):
+            with_processor(free_choice, model, flags)
+            facts[isa, model] = compared_facts(host_facts(tmp_path), Job())
+    assert [each.name for each in different_facts(facts["", "new"], facts["", "old"])] == ["cpu", "isa"]
+    assert different_facts(facts["avx2", "new"], facts["avx2", "old"]) == []
+    told = different_facts(facts["avx2", "new"], facts["", "old"])
+    assert [each.name for each in told] == ["cpu", "isa", "kernel_variables"]
+
+
+def test_a_set_that_is_unknown_or_lacking_or_contradicted_is_refused(free_choice: pytest.MonkeyPatch) -> None:
+    with_processor(free_choice, "old", "avx2 fma")
+    with pytest.raises(UserError, match="--isa: expected one of portable, avx2, avx512, found 'sse9'"):
+        fix_instruction_set("sse9")
+    with pytest.raises(EnvironmentLacksError, match="avx512: expected a processor with avx512f, found 'old' on host"):
+        fix_instruction_set("avx512")
+    assert "MKL_CBWR" not in os.environ
+    os.environ["MKL_CBWR"] = "AUTO"
+    with pytest.raises(UserError, match="MKL_CBWR: expected 'AVX2', found 'AUTO'"):
+        fix_instruction_set("avx2")
+
+
+@pytest.mark.parametrize(("isa", "capability"), [("portable", "DEFAULT"), ("avx2", "AVX2")])
+def test_torch_takes_the_fixed_set(isa: str, capability: str) -> None:
+    if "avx2" not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("this processor has no AVX2")
+    code = "import sys; from engine.files.host_facts import fix_instruction_set; fix_instruction_set(sys.argv[1]); "
+    code += "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    plain = {name: value for name, value in os.environ.items() if name not in INSTRUCTION_SETS["avx2"].variables}
+    command = [sys.executable, "-c", code, isa]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], env=plain)
+    assert done.stdout.strip() == capability

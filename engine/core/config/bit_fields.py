@@ -2,11 +2,14 @@
 
 Rule: a field decides bits unless it stands in `NEUTRAL`, and so does a new field. The cut of the model, the worker that
 computes a slot, and the ways in which state is kept or moved change no bit.
+
+The math libraries choose their kernels by the processor, unless variables of the environment name an instruction set.
+They read them when torch is loaded. A set is fixed if all three variables have its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
@@ -65,6 +68,33 @@ BIT_FACTS = ("python", "torch", "machine", "cpu", "isa", "kernel_variables")
 OF_GPUS = ("gpus", "torch_cuda")  # of a job that computes on GPUs
 
 
+class InstructionSet(NamedTuple):
+    """A set: the variables that fix it, and the flags of /proc/cpuinfo that a processor needs for it."""
+
+    variables: Mapping[str, str]
+    needs: tuple[str, ...]
+
+
+def _named(aten: str, mkl: str, onednn: str, *needs: str) -> InstructionSet:
+    return InstructionSet({"ATEN_CPU_CAPABILITY": aten, "MKL_CBWR": mkl, "ONEDNN_MAX_CPU_ISA": onednn}, needs)
+
+
+INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
+    "portable": _named("default", "COMPATIBLE", "SSE41"),
+    "avx2": _named("avx2", "AVX2", "AVX2", "avx2", "fma"),
+    "avx512": _named("avx512", "AVX512", "AVX512_CORE", "avx2", "fma", "avx512f"),
+}
+
+
+def fixed_set(kernel_variables: object) -> str:
+    """Returns the set that some ``NAME=VALUE`` fix; empty if they fix none."""
+    told = set(kernel_variables) if isinstance(kernel_variables, Iterable) else set()
+    for name, each in INSTRUCTION_SETS.items():
+        if {f"{variable}={value}" for variable, value in each.variables.items()} <= told:
+            return name
+    return ""
+
+
 class BitDifference(NamedTuple):
     """A field or a fact that decides bits, with its value before and now."""
 
@@ -84,8 +114,23 @@ def cheapest(job: Job) -> Job:
 
 
 def bit_facts(facts: Mapping[str, object]) -> dict[str, object]:
-    """Returns the facts of a host that decide bits."""
-    return {name: facts.get(name) for name in (*BIT_FACTS, *OF_GPUS)}
+    """Returns the facts of a host that decide bits; a fixed instruction set stands for the processor and its own."""
+    found = {name: facts.get(name) for name in (*BIT_FACTS, *OF_GPUS)}
+    fixed = fixed_set(facts.get("kernel_variables"))
+    return found | {"cpu": None, "isa": [fixed]} if fixed else found
+
+
+def compared_facts(facts: Mapping[str, object], job: Job) -> dict[str, object]:
+    """Returns those facts of a host that decide the bits of a job."""
+    of_host = bit_facts(facts)
+    return {name: of_host[name] for name in (*BIT_FACTS, *(OF_GPUS if job.device == "cuda" else ()))}
+
+
+def different_facts(before: Mapping[str, object], now: Mapping[str, object]) -> list[BitDifference]:
+    """Returns the facts that differ; values count as equal if JSON would make them so."""
+    names = sorted(before.keys() | now.keys())
+    found = [BitDifference(name, _plain(before.get(name)), _plain(now.get(name))) for name in names]
+    return [each for each in found if each.before != each.now]
 
 
 def bit_differences(
@@ -98,9 +143,8 @@ def bit_differences(
     ours = asdict(job.masked)
     names = [name for name in ours if name not in NEUTRAL and (name != "steps" or depends_on_steps(job))]
     of_job = [BitDifference(name, before.get(name, _BEFORE.get(name)), ours[name]) for name in names]
-    known = (*BIT_FACTS, *(OF_GPUS if job.device == "cuda" else ()))
-    of_host = [BitDifference(name, facts.get(name), now.get(name)) for name in known]
-    return [each for each in (*of_job, *of_host) if _plain(each.before) != _plain(each.now)]
+    different = [each for each in of_job if _plain(each.before) != _plain(each.now)]
+    return different + different_facts(compared_facts(facts, job), compared_facts(now, job))
 
 
 def _plain(value: object) -> object:

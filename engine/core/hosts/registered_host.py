@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from engine.core.config.bit_fields import different_facts
 from engine.core.errors import InvariantError
 
 
@@ -39,10 +40,8 @@ def registered_host(text: str) -> RegisteredHost:
 def differences(hosts: Sequence[RegisteredHost]) -> list[str]:
     """Returns a line for each fact in which a host differs from the first one, with both values and both hosts."""
     first, *others = hosts
-    found = []
-    for other in others:
-        for name in sorted(first.facts.keys() | other.facts.keys()):
-            one, two = first.facts.get(name), other.facts.get(name)
-            if one != two:
-                found.append(f"{name}: {one!r} on host {first.name}, {two!r} on host {other.name}")
-    return found
+    return [
+        f"{each.name}: {each.before!r} on host {first.name}, {each.now!r} on host {other.name}"
+        for other in others
+        for each in different_facts(first.facts, other.facts)
+    ]

@@ -35,6 +35,7 @@ class LaunchPlan:
     image: str = ""
     hosts: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    isa: str = ""
 
     def words(self, job_file: str = "") -> list[str]:
         """Returns the words of the line that are the same everywhere, without the run, the node and the address."""
@@ -42,6 +43,7 @@ class LaunchPlan:
         found += ["--workers", str(self.workers)] if self.workers else []
         found += ["--trusted-network", self.trusted] if self.trusted else []
         found += ["--etcd-plain-http"] if self.plain_http else []
+        found += ["--isa", self.isa] if self.isa else []
         found += ["--trust-code"] if self.trust_code else []
         return found + [word for each in self.settings for word in ("--set", each)]
 

@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.bit_fields import bit_facts
+from engine.core.config.bit_fields import compared_facts
 from engine.core.config.job import Job
 from engine.core.config.update_rules import preloads
 from engine.core.coordinator.state import STATE
@@ -30,6 +30,7 @@ from engine.core.hosts.host_options import HostOptions
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.host_facts import host_facts, host_record
+from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
 from engine.files.run_folder import create_run_folder
 from engine.files.twin_file import own_sources
@@ -112,8 +113,8 @@ def run_on_hosts(
 def _facts(job: Job) -> dict[str, Any]:
     """Returns the facts of this host and of its job in which all hosts of a run have to agree."""
     fields = {name: value for name, value in asdict(job.masked).items() if name not in _NOT_EQUAL}
-    facts = {**fields, **bit_facts(host_facts(Path.cwd())), "sources": own_sources(), "data files": data_files(job)}
-    return {name: list(each) if isinstance(each, tuple) else each for name, each in facts.items()}
+    files = {"code files": code_files(job), "data files": data_files(job)}
+    return {**fields, **compared_facts(host_facts(Path.cwd()), job), "sources": own_sources(), **files}
 
 
 def _place(address: str, port: int) -> str:
