@@ -13,13 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.files.accelerators import accelerators, lacks
 from engine.files.host_facts import host_facts
+from tests.gpu.gpu_session import FACTS, ROOT, WHY
 from tests.gpu.hardware_page import figure_of, page
-from tests.gpu.test_gpu_runs import FACTS, ROOT
-
-WHY = lacks(Job(share_gpu=True), accelerators())
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY), pytest.mark.timeout(600)]
 

@@ -7,56 +7,26 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.files.accelerators import accelerators, lacks
-from engine.files.host_facts import host_facts
 from engine.files.trajectory_file import trajectory_rows
-from tests.gpu.hardware_page import Figure, page
+from tests.gpu.gpu_session import BAMBOO, ROOT, WHY, note, run
+from tests.gpu.hardware_page import Figure
 
-ROOT = Path(__file__).resolve().parents[2]
 JOB = ["--steps", "6", "--stages", "2", "--device", "cuda", "--backend", "gloo", "--share-gpu"]
-FACTS = ("gpus", "driver", "torch", "torch_cuda", "python", "kernel", "cpu", "git_commit")
-WHY = lacks(Job(share_gpu=True), accelerators())
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY), pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def figures() -> Iterator[list[Figure]]:
-    """The results so far; at the end they become a page of docs/hardware."""
-    found: list[Figure] = []
-    yield found
-    facts = host_facts(ROOT)
-    name, text = page(date.today(), {each: facts[each] for each in FACTS}, found)
-    folder = ROOT / "docs" / "hardware"
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-
-
-BAMBOO = [sys.executable, "-m", "bamboo_cli"]
-
-
-def run(folder: Path, *options: str, command: str = "run") -> dict[str, Any]:
-    command_line = [*BAMBOO, command, "--json", *options]
-    command_line += ["--results", str(folder)] if command == "run" else ["--set", f"results={folder}"]
-    ended = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return dict(json.loads(ended.stdout))
-
-
-def note(figures: list[Figure], what: str, found: str, since_s: float) -> None:
-    figures.append(Figure(what, found, time.monotonic() - since_s))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(WHY), reason=WHY),
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("in_time"),
+]
 
 
 @pytest.mark.parametrize("fields", [["--model", "mlp"], [], ["--model", "resnet18"]], ids=["mlp", "gpt", "resnet18"])
