@@ -52,17 +52,7 @@ def test_the_memory_of_each_worker_is_what_was_predicted(figures: list[Figure], 
     since_s = time.monotonic()
     size = ["--set", "model_args.width=768", "--set", "model_args.depth=8", "--set", "model_args.heads=12"]
     result = run(tmp_path, *JOB, *size, "--microbatch-size", "16", "--retain", retain)
-    command = [
-        sys.executable,
-        "-m",
-        "bamboo_cli",
-        "report",
-        result["run_dir"],
-        "--table",
-        "workers",
-        "--format",
-        "json",
-    ]
+    command = [*BAMBOO, "report", result["run_dir"], "--table", "workers", "--format", "json"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     ratios = {each["worker"]: each["device_mib"] / each["device_predicted_mib"] for each in json.loads(told.stdout)}
     peaks = ", ".join(f"{each['device_mib']:.0f}" for each in json.loads(told.stdout))
