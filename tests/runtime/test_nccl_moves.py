@@ -94,6 +94,14 @@ def test_a_waiting_worker_takes_the_place_of_a_dead_one(doubles: Doubles, tmp_pa
     assert bits == doubles.on_host(Job(**SMALL))
 
 
+def test_all_workers_begin_again_in_groups_of_their_own(doubles: Doubles, tmp_path: Path) -> None:
+    """A worker that dies before the first commit has all of them started again, with the same numbers."""
+    bits, epochs = doubles.run(Job(**SMALL, redundancy="none"), tmp_path, "0:2:B:0")
+    assert [each.members for each in epochs] == [(0, 1)] * 2
+    assert 1 in doubles.nccl.left_behind
+    assert bits == doubles.on_host(Job(**SMALL, redundancy="none"))
+
+
 @contextmanager
 def a_joiner(folder: Path) -> Iterator[None]:
     """Asks for one more worker when the job begins; a step takes long enough for it to come."""
