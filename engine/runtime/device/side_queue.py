@@ -85,11 +85,13 @@ class SideQueue:
         with self.given():
             return torch.empty(shape, dtype=dtype, device=self.device.place)
 
+    def reading(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a block that reads tensors on which no work is under way; a wait in it is for no other work."""
+        return contextlib.nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
+
     def read(self, tensor: Tensor) -> list[int]:
         """Returns the numbers of a tensor on which no work is under way; waits for no other work."""
-        if self._reading is None:
-            return list(tensor.tolist())
-        with torch.cuda.stream(self._reading):
+        with self.reading():
             return list(tensor.tolist())
 
     def hand_over(self, tensor: Tensor) -> Tensor:

@@ -27,12 +27,13 @@ from torch import Tensor
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.models.layers import Tensors
 from engine.runtime.device.device_errors import device_trouble
+from engine.runtime.device.missing_gradients import look_at
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
 from engine.runtime.nccl.communicator import Communicator, Opening, PendingWork
 from engine.runtime.nccl.message_header import NUM_FIELDS, Header
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.transport.group_end import GroupEnd
-from engine.runtime.transport.transfer_key import Issued, ProgramKey
+from engine.runtime.transport.transfer_key import Issued, ProgramKey, ProgramPurpose
 
 _BROKEN = "transfer between GPUs failed"
 
@@ -250,4 +251,7 @@ class IssueQueue:
         """Takes in a message, behind which the first `num_sent` of this end have been sent: both go by one queue."""
         self._thread.give(partial(self._release, num_sent))
         self._received.pop((issued.peer, issued.key), None)
+        if issued.key.purpose is ProgramPurpose.GRADIENT:
+            with self._queue.reading():
+                look_at(tensors)
         self._end.arrives(issued.peer, issued.key, tuple(map(self._queue.hand_over, tensors)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from engine.core.config.loss_scaling import inverse_of
 from engine.models.layers import Tensors
+from engine.runtime.device.missing_gradients import look_at
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.bulk_transfer import post_bulk, receive_bulk, send_bulk
@@ -42,10 +44,12 @@ class LogEntry:
 
     def norms(self, skipped: Collection[tuple[int, str]]) -> list[tuple[int, float]]:
         """Returns (layer, squared norm of its gradient) for each layer, without the parameters `skipped`."""
-        return [
-            (layer, squared_norm([each for name, each in named.items() if (layer, name) not in skipped]))
+        counted = {
+            layer: [each for name, each in named.items() if (layer, name) not in skipped]
             for layer, named in self.gradients.items()
-        ]
+        }
+        norms = iter(_norms([each for of_layer in counted.values() for each in of_layer]))
+        return [(layer, _sum_of_squares(islice(norms, len(of_layer)))) for layer, of_layer in counted.items()]
 
     def loss(self, pipeline: int) -> float | None:
         """Returns the training loss of one pipeline, or None; `fmean`, as `sum` differs between Python versions."""
@@ -117,6 +121,7 @@ def _in_parts(tensors: Tensors, num_parts: int) -> tuple[Tensors, ...]:
 
 def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: float) -> None:
     """Takes the optimizer step of a replica from its log entry, and sets its buffers to the logged ones."""
+    look_at(gradient for named in entry.gradients.values() for gradient in named.values())
     for index, optimizer in stage.optimizers.items():
         optimizer.step(learning_rate, entry.gradients[index], clip_factor)
     with torch.no_grad():
@@ -129,7 +134,17 @@ def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: 
 
 def squared_norm(gradients: Sequence[Tensor]) -> float:
     """Returns the sum of squares of gradients in float64, added in the given order."""
+    return _sum_of_squares(_norms(gradients))
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[float]:
+    """Returns the norm of each gradient, with one wait for the device."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return list(torch.stack(norms).tolist()) if norms else []
+
+
+def _sum_of_squares(norms: Iterable[float]) -> float:
     total = 0.0
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
+    for norm in norms:
+        total += norm**2
     return total

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.core.config.loss_scaling import LEAST_SCALE
 from engine.core.errors import DivergedError
+from engine.runtime.device.missing_gradients import marked
 
 
 class LossShare:
@@ -26,5 +27,6 @@ class LossShare:
         if self._made is None or scale != self._scale:
             if scale < LEAST_SCALE:
                 raise DivergedError(f"the gradients are not finite, down to a scale of the loss of {scale}")
-            self._made, self._scale = (torch.ones_like(loss) * scale) / self._microbatches, scale
+            share = (torch.ones_like(loss) * scale) / self._microbatches
+            self._made, self._scale = marked(share, is_missing=False), scale
         return self._made

@@ -21,9 +21,9 @@ from engine.core.config.param_groups import ParamGroup
 from engine.core.errors import Problem, UserError
 from engine.models.arguments import check_builtin_args
 from engine.models.layers import Model
+from engine.runtime.device.missing_gradients import is_missing
 from engine.runtime.optimizers.class_optimizer import ClassOptimizer, Named, OptimizerClass
 from engine.runtime.optimizers.layer_groups import groups_by_layer
-from engine.runtime.stage.segment import is_missing
 from engine.runtime.stage.tensor_shards import as_shard_of
 
 LOSS_SCALE = "(loss scale)"  # in the place of a parameter's name

@@ -1,43 +1,28 @@
 """A segment: the autograd graph of one layer, detached from the neighbouring layers.
 
-A missing gradient is a tensor of minus zeros: -0.0 + x is x to the bit, so sums and transfers keep what is missing.
+A missing gradient is a tensor of minus zeros, so sums and transfers keep what is missing; no backward begins from one.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from engine.models.layers import Tensors
 from engine.models.user_code import RAISED, blame
+from engine.runtime.device.missing_gradients import is_missing, made, marked_as, none_like
 
 
 def cut_off(tensors: Tensors) -> Tensors:
     """Returns the same tensors as leaves of a new graph."""
-    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+    return tuple(marked_as(tensor.detach().requires_grad_(tensor.requires_grad), tensor) for tensor in tensors)
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
     """Returns the gradient of a leaf; minus zeros if it has none, and plain zeros for a gradient of minus zeros."""
-    if leaf.grad is None:
-        return torch.full_like(leaf, -0.0, requires_grad=False)
-    return torch.zeros_like(leaf.grad) if is_missing(leaf.grad) else leaf.grad
-
-
-def is_missing(gradient: Tensor) -> bool:
-    """Returns whether a gradient is minus zero everywhere; so is one without elements."""
-    if gradient.is_sparse or not gradient.is_floating_point():
-        return False
-    if not gradient.numel():
-        return True
-    first = gradient.as_strided((), ()).item()  # nearly always another number, which costs no look at the rest
-    if first != 0 or math.copysign(1, first) > 0:
-        return False
-    return bool(torch.signbit(gradient).all()) and not gradient.any()
+    return none_like(leaf) if leaf.grad is None else made(leaf.grad)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from engine.models.layers import MAX_TENSORS, Model, Tensors, as_tensors
 from engine.models.losses import loss_of, metrics_of, shapes_of
 from engine.models.user_code import RAISED, blame
 from engine.runtime.device.device import HOST, Device
+from engine.runtime.device.missing_gradients import look_at
 from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
 from engine.runtime.stage.build_layer import build_layer
@@ -80,6 +81,8 @@ class Stage:
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; minus zeros for a parameter without one."""
+        with self.device.waiting():
+            look_at(each.grad for each in self.trained() if each.grad is not None)
         with self.device.waiting():
             return {index: {name: gradient_of(p) for name, p in named.items()} for index, named in self.weights.items()}
 
@@ -146,8 +149,7 @@ class Stage:
                 history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
                 checkpoint = Checkpoint(residual.outputs, history.keep())
             segments = self._run(group, step, microbatch, residual.outputs)
-            outputs = segments[-1].outputs
-            residual.outputs = outputs if checkpoint is None else cut_off(outputs)  # they would keep the whole graph
+            residual.outputs = cut_off(segments[-1].outputs) if checkpoint else segments[-1].outputs  # not the graph
             residual.groups.append(checkpoint or segments)
         if self.border is not None:
             self._check(max(self.layers), self.border, residual.outputs)

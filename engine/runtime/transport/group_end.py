@@ -9,11 +9,12 @@ from typing import Generic
 
 from engine.core.errors import TransferFailedError
 from engine.models.layers import Tensors
-from engine.runtime.device.copies import Arriving, Leaving, tensors_of
+from engine.runtime.device.copies import Arriving, Leaving, ToDevice, tensors_of
 from engine.runtime.device.device import Device
 from engine.runtime.device.device_errors import device_trouble
+from engine.runtime.device.missing_gradients import look_at, marked_as
 from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey
+from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey, ProgramPurpose
 from engine.runtime.transport.transport import AnyKey, Channel, Traffic
 
 
@@ -61,6 +62,8 @@ class GroupEnd:
         """Takes in a message whose receive was posted; any thread may call it."""
         try:
             arriving = self.device.copies.landed(tensors)
+            if not self.device.is_host and key.purpose is ProgramPurpose.GRADIENT:
+                _look_at(tensors, arriving)
         except RuntimeError as error:  # of the device: this thread is not the one that may end
             self.fails(error)
             return
@@ -89,6 +92,13 @@ class GroupEnd:
             peer: Traffic(sent, self.num_posted[peer], self.cuts.back.get(peer, self._num_received[peer]))
             for peer, sent in self.num_sent.items()
         }
+
+
+def _look_at(messages: Tensors, arriving: Arriving) -> None:
+    """Marks gradients on their way to the device by a look at the host, for which nobody waits."""
+    look_at(messages)
+    for message, there in zip(messages, arriving.tensors if isinstance(arriving, ToDevice) else arriving, strict=True):
+        marked_as(there, message)
 
 
 class EndChannel(Generic[AnyKey]):
