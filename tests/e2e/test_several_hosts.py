@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.core.hosts.host_lease import USUAL_S
 from engine.runtime.agent.run_view import Ending
 from tests.e2e.conftest import Train
 from tests.e2e.host_bed import HostBed, kept_etcd, settings
@@ -195,3 +197,16 @@ def test_hosts_listen_on_their_addresses_only(hosts: Hosts) -> None:
         found = {each.address.removeprefix("::ffff:") for each in agent.listeners()}
         assert found == {f"127.0.0.{number}"}
     bed.ends()
+
+
+@pytest.mark.soak
+def test_hosts_that_cannot_renew_their_leases_have_ended_before_these_expire(tmp_path: Path) -> None:
+    with kept_etcd(tmp_path) as etcd:
+        bed = HostBed(tmp_path / "run", etcd, 3, settings(MLP, "model", "stages", "microbatches"))
+        bed.until_commits(3)
+    began_s = time.monotonic()  # etcd was killed
+    ends = bed.ends()
+    assert {each.code for each in ends.values()} <= {ExitCode.FENCED, ExitCode.COORDINATOR_UNAVAILABLE}, ends
+    assert ExitCode.FENCED in {each.code for each in ends.values()}
+    assert time.monotonic() - began_s < USUAL_S
+    assert [each.leftovers() for each in bed.agents.values()] == [[], [], []]

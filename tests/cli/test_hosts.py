@@ -1,0 +1,66 @@
+"""`bamboo agent --hosts`: the mistakes that are told before anything is asked of the store, all of them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from bamboo_cli.hosts.agent import agent
+from bamboo_cli.hosts.host_agent import is_own_address, usual_address
+from engine.core.errors import UserError
+
+APP = typer.Typer()
+APP.command()(agent)
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(APP, [*arguments])
+
+
+def problems(*arguments: str) -> list[str]:
+    """Returns the fields of the mistakes of a command line, which is refused."""
+    result = call(*arguments)
+    assert isinstance(result.exception, UserError), result.output
+    assert result.exception.exit_code == 2
+    return [each.field for each in result.exception.problems]
+
+
+def test_all_mistakes_come_at_once_and_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["--hosts", "9", "--node", "-", "--address", "192.0.2.1", "--workers", "-1", "--lease", "1"]
+    assert problems(*line, "--set", "stages=2") == [
+        "--hosts",
+        "--run",
+        "--lease",
+        "--node",
+        "--address",
+        "--trusted-network",
+        "--workers",
+        "--hosts",
+        "checkpoints",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clear_text_to_etcd_needs_its_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = call("--hosts", "2", "--run", "1", "--etcd", "192.0.2.1:2379", "--address", "127.0.0.1").exception
+    assert isinstance(found, UserError)
+    assert [each.field for each in found.problems] == ["--etcd", "--address"]
+    assert "--etcd-plain-http" in str(found)
+
+
+def test_a_run_and_hosts_to_join_are_two_things() -> None:
+    assert problems("--hosts", "2", "--join", "latest") == ["--join"]
+    assert problems() == ["--join"]
+
+
+def test_an_address_is_of_this_host_if_a_socket_can_be_bound_to_it() -> None:
+    assert is_own_address("127.0.0.7")
+    assert not is_own_address("192.0.2.1")
+    assert not is_own_address("nowhere")
+    assert usual_address("127.0.0.1") == "127.0.0.1"
+    assert usual_address("no.such.host.invalid") == "127.0.0.1"
