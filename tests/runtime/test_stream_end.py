@@ -9,6 +9,8 @@ import pytest
 
 from engine.runtime.hosts.stream_end import StreamEnd
 
+pytestmark = pytest.mark.timeout(20)
+
 
 class Wire:
     """Two ends, and connections between them that lose what is under way when they break."""
