@@ -118,7 +118,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
     | {"engine.core.elastic", "engine.runtime.faults", "engine.runtime.coordinator"},
     "engine.runtime.hosts": _HOST
-    | {"engine.core.hosts", "engine.core.membership", "engine.core.store", "engine.runtime.agent"},
+    | {"engine.core.hosts", "engine.core.membership", "engine.core.merging", "engine.core.store"}
+    | {"engine.runtime.agent"},
     "engine.bench": _HOST
     | _PLANS
     | _ARRAYS

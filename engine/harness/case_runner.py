@@ -165,7 +165,10 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
     with observing(job, folder.events, folder.logs, screen.say) as observers:
         with screen.picture(job, folder.events) as show:
             watch = observers.watching(show, lambda view: bool(view.run_state.losses))
-            ending = run_session(job, folder.events, folder.logs, watch, host=host_record(datetime.now()), **options)
+            host = host_record(datetime.now())
+            if (server := options["server"]) is not None and server.host:
+                host = replace(host, node=server.host, run_id=options["run_id"])
+            ending = run_session(job, folder.events, folder.logs, watch, host=host, **options)
         return replace(ending, loggers=observers.finish(ending.view.run_state.committed))
 
 

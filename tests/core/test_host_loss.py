@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.hosts.host_loss import BACK_NS, SILENT_NS, HostSight
+from engine.core.config.job import Job
+from engine.core.config.job_wants import fresh_ownership
+from engine.core.coordinator.state import first_state
+from engine.core.hosts.host_loss import BACK_NS, LATER_NS, SILENT_NS, HostSight
 
 HEARD_NS = 10**12
+
+
+def test_a_broken_transfer_is_no_proof_before_the_loss_of_its_host_is_known() -> None:
+    """Else the loss would make two epochs."""
+    job = Job(model="mlp", stages=3)
+    looks = [
+        first_state(job, fresh_ownership(job), 0, later_ns=each).membership.options.look_ns for each in (0, LATER_NS)
+    ]
+    assert looks[1] - looks[0] == LATER_NS > BACK_NS
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ HEADERS: list[Message] = [
     host_messages.UnforkedHostMessage(1, "no memory"),
     host_messages.SignalHostMessage(1, 9),
     host_messages.EndedHostMessage(1, -9),
-    host_messages.SignsHostMessage(4, (tuple(SIGN),)),  # type: ignore[arg-type]
-    host_messages.TickHostMessage(9),
+    host_messages.SignsHostMessage(4, 5, (tuple(SIGN),)),  # type: ignore[arg-type]
+    host_messages.TickHostMessage(9, 10, (11, 12)),
+    host_messages.HeardHostMessage('{"event":"commit"}'),
     host_messages.LeavesHostMessage(),
     host_messages.OutcomeHostMessage(3, "failed: a\nb"),
 ]
@@ -59,10 +60,10 @@ def test_the_longest_control_message_has_room_and_a_longer_frame_is_refused() ->
         b"{}",
         encode(PingMessage()),  # a message, but none between hosts
         encode(host_messages.WordsHostMessage(1)),  # without the control message
-        encode(host_messages.TickHostMessage(1)) + b"\n{}",  # with one
-        encode(host_messages.TickHostMessage(1))[:-1],
-        b'{"kind":"tickhost","received":"1"}',
-        b'{"kind":"tickhost","received":1,"more":2}',
+        encode(host_messages.TickHostMessage(1, 2)) + b"\n{}",  # with one
+        encode(host_messages.TickHostMessage(1, 2))[:-1],
+        b'{"kind":"tickhost","received":"1","sent_ns":1,"heard":[]}',
+        b'{"kind":"tickhost","received":1,"sent_ns":1,"heard":[],"more":2}',
     ],
 )
 def test_a_frame_of_another_form_is_refused(data: bytes) -> None:

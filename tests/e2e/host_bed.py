@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.config.job import Job
+from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import trajectory_rows
 from engine.runtime.store.embedded_etcd import find_etcd
 from tests.e2e.launcher import Done, Launcher
@@ -60,6 +61,11 @@ class HostBed:
     def ends(self) -> dict[str, Done]:
         """Waits for the ends of all agents."""
         return {name: each.wait() for name, each in self.agents.items()}
+
+    @property
+    def folders(self) -> list[RunFolder]:
+        """The run folders of all hosts, that of the one that coordinates first."""
+        return [RunFolder(each.run_folder.resolve()) for each in (self.chief, *self.others.values())]
 
     def trajectory(self) -> list[Any]:
         """Returns the rows of the run."""

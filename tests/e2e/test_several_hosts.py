@@ -13,7 +13,10 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.core.history.record_lines import decoded
+from engine.core.history.run_records import CommitRecord
 from engine.core.hosts.host_lease import USUAL_S
+from engine.files.merging.host_folders import collect
 from engine.runtime.agent.run_view import Ending
 from tests.e2e.conftest import Train
 from tests.e2e.host_bed import HostBed, kept_etcd, settings
@@ -69,6 +72,12 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
     assert failovers(bed) == [[], sorted(workers)]
     assert bed.trajectory() == rows_of(train(MLP))
     assert agent.leftovers() == []
+    hosts_told = {each["node"]: each for each in collect(bed.folders)["hosts"]}
+    assert {*hosts_told} == {*bed.agents}
+    assert [name for name, each in hosts_told.items() if each["incomplete"]] == [lost]
+    assert max(each["within_ms"] for each in hosts_told.values()) < 1000
+    merged = [decoded(line) for line in (bed.folders[0].path / "collected" / "events.jsonl").read_text().splitlines()]
+    assert len([each for each in merged if isinstance(each, CommitRecord)]) == MLP.steps
 
 
 @pytest.mark.soak

@@ -85,12 +85,12 @@ def test_frames_go_both_ways_and_survive_a_break(bed: Bed) -> None:
     client.end.send(WORDS)
     assert bed.came.get(timeout=10) == (WordsHostMessage(1), PACKET)
     for number in range(2, 12):
-        bed.peer.end.send(frame(TickHostMessage(number)))
+        bed.peer.end.send(frame(TickHostMessage(number, 0)))
         client.end.send(frame(WordsHostMessage(number), PACKET))
         if number % 3 == 0:
             bed.peer.end.connect()  # ends the connection; the host comes back
     assert [bed.came.get(timeout=10)[0] for _ in range(2, 12)] == [WordsHostMessage(each) for each in range(2, 12)]
-    assert [heard.get(timeout=10) for _ in range(2, 12)] == [TickHostMessage(each) for each in range(2, 12)]
+    assert [heard.get(timeout=10) for _ in range(2, 12)] == [TickHostMessage(each, 0) for each in range(2, 12)]
     client.close()
     until(lambda: bed.peer.ended_ns is not None)
 
@@ -127,7 +127,7 @@ def test_a_host_believes_no_server_of_another_run(bed: Bed) -> None:
     [
         frame(HelloHostMessage("c", "1f", 0)),  # an unknown host
         frame(HelloHostMessage("b", "2f", 0)),  # an earlier incarnation
-        frame(TickHostMessage(1)),
+        frame(TickHostMessage(1, 0)),
         encode(PingMessage()),
         b"",
         b"\xff" * 100,

@@ -110,8 +110,11 @@ def begin(job: Job, membership: State, now_ns: int) -> CoordinatorState:
     return CoordinatorState(job, membership, validated=begun, told=told, preparation=preparation, kept_ns=now_ns)
 
 
-def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1) -> CoordinatorState:
-    """Returns the state of the coordinator of a job before a worker has joined; `begun` is the step of a checkpoint."""
+def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1, later_ns: int = 0) -> CoordinatorState:
+    """Returns the state of the coordinator of a job before a worker has joined; `begun` is the step of a checkpoint.
+
+    The end of a process may be seen `later_ns` later than on one host.
+    """
     # A worker may take minutes to build a model and to open its data, and no worker can take over before training.
     patience_ns = _PATIENCE_S * 1_000_000_000
     options = Options(
@@ -125,6 +128,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1) -> 
         silence_ns=required(parse_duration(job.silent_after), "a duration is checked"),
         hang_ns=required(parse_duration(job.hang_after), "a duration is checked"),
     )
+    options = replace(options, look_ns=options.look_ns + later_ns)
     if job.redundancy == "none" and job.pipelines == 1:
         # A verdict on a slow worker would only end the run. A transfer that breaks while both its workers live cannot
         # be repaired.

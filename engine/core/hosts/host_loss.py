@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 BACK_NS = 200_000_000  # from the end of a stream until it has to be back
 SILENT_NS = 2_000_000_000
+LATER_NS = BACK_NS + 500_000_000  # from the end of a host until all hear of it; a broken transfer is no proof before
 
 
 class HostSight(NamedTuple):

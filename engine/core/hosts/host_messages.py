@@ -10,6 +10,7 @@
     EndedHost ------------------------->  after the last words of the worker
     SignsHost ------------------------->  four times a second: signs of life, places and times of all workers
     <------------------------- TickHost   four times a second
+    <------------------------ HeardHost   a decision, as the coordinator's host has recorded it
     LeavesHost ------------------------>  the host ends, and has no worker any more
     <----------------------- OutcomeHost  the run has ended
 
@@ -110,14 +111,27 @@ class SignsHostMessage(FromOtherHost):
     """The signs of life of the processes of a host, each as plain values of `WorkerSign`."""
 
     received: int
+    sent_ns: int
     signs: tuple[tuple[int, str, tuple[int, int, str], tuple[int, ...], tuple[str | int, ...]], ...]
 
 
 @message
 class TickHostMessage(ToOtherHost):
-    """The coordinator's host lives, and has received so many frames."""
+    """The coordinator's host lives, and has received so many frames; the times compare the clocks of both.
+
+    `heard` has the time of sending of the last `SignsHost`, and that of its arrival; none if none has come.
+    """
 
     received: int
+    sent_ns: int
+    heard: tuple[int, ...] = ()
+
+
+@message
+class HeardHostMessage(ToOtherHost):
+    """The coordinator's host has recorded a decision; each host keeps it, so no disk has the only copy."""
+
+    line: str
 
 
 @message

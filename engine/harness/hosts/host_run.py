@@ -25,11 +25,13 @@ from engine.core.config.job import Job
 from engine.core.config.update_rules import preloads
 from engine.core.coordinator.state import STATE
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, UserError, required
+from engine.core.history.process_records import EndedRecord
 from engine.core.hosts.deal import deal
 from engine.core.hosts.host_options import HostOptions
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.host_facts import host_facts, host_record
+from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
 from engine.files.run_folder import create_run_folder
@@ -45,6 +47,7 @@ from engine.runtime.hosts.kept_lease import KeptLease
 from engine.runtime.hosts.run_certificate import new_certificate
 from engine.runtime.hosts.wire import WireClient, WireServer
 from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.process.folder_lock import folder_used
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, holding
 from engine.runtime.store.etcd_settings import EtcdSettings
@@ -107,7 +110,7 @@ def run_on_hosts(
                 return _coordinate(run, servers, registry)
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
-        return _serve(job, name, elected, registry, server, interrupts)
+        return _serve(job, f"{name}/{given.run_id}", elected, registry, server, interrupts)
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -180,31 +183,38 @@ def _tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) ->
 
 
 def _serve(
-    job: Job, name: str, elected: Elected, registry: HostRegistry, server: ForkServer, interrupts: Interrupts
+    job: Job, label: str, elected: Elected, registry: HostRegistry, server: ForkServer, interrupts: Interrupts
 ) -> HostRunEnd:
     """Serves the host that coordinates with the workers of this host, until the outcome is known."""
     interrupts.limit_s = interrupts.patience_s = _MOST_TO_LEAVE_S
-    own = registry.own
+    own, (name, run_id) = registry.own, label.rsplit("/", 1)
     folder = create_run_folder(Path(job.results), f"{name}-{own.name.lower()}", datetime.now(), secrets.token_hex(2))
+    host = replace(host_record(datetime.now()), node=own.name, run_id=run_id)
     with contextlib.ExitStack() as stack:
-        _, record_fds = recording(stack, folder.events, job, False, host_record(datetime.now()))
+        stack.enter_context(folder_used(folder.path))
+        recorder, record_fds = recording(stack, folder.events, with_whole_place(job), False, host)
         board = ProgressBoard.create(job.num_workers)
         stack.callback(board.close)
         stack.enter_context(server.adopting(preloads(job)))
-        workers = HostWorkers(server, record_fds, board, folder.logs)
+        workers = HostWorkers(server, recorder, record_fds, board, folder.logs, elected.name)
         stack.callback(workers.close)
         wire = WireClient(own.name, own.incarnation, elected.place, elected.made, workers.deliver)
         workers.end = wire.end
         stack.callback(wire.close)
         workers.run(interrupts, _is_gone(wire, registry, elected))
+        workers.close()
+        found = _served(own.name, elected.name, workers, registry)
+        recorder.write(EndedRecord(outcome=found.words.partition(":")[0], exit_code=found.code))
+    return HostRunEnd(found)
+
+
+def _served(name: str, chief: str, workers: HostWorkers, registry: HostRegistry) -> HostOutcome:
+    """Returns the end of the run as this host knows it, when its workers have ended."""
     if workers.has_left:
-        return HostRunEnd(HostOutcome(ExitCode.OK, f"host {own.name} has left, and the run goes on"))
-    outcome = workers.outcome or registry.waited(registry.outcome, _OUTCOME_WAIT_S)
-    if outcome is None:
-        raise CoordinatorUnavailableError(
-            f"host {elected.name}, which coordinated the run, is lost; the workers of this host were ended"
-        )
-    return HostRunEnd(outcome)
+        return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run goes on")
+    lost = f"failed: host {chief}, which coordinated the run, is lost; the workers of this host were ended"
+    found = workers.outcome or registry.waited(registry.outcome, _OUTCOME_WAIT_S)
+    return found or HostOutcome(ExitCode.COORDINATOR_UNAVAILABLE, lost)
 
 
 def _is_gone(wire: WireClient, registry: HostRegistry, elected: Elected) -> Callable[[], bool]:

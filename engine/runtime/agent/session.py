@@ -82,9 +82,9 @@ def run_session(
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership, folder = _on_hosts(job, ownership, server), str(events.parent)
-    first = first_state(job, ownership, now_ns(), begun_with(origin))
+    first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
-        recorder, record_fds = recording(files, events, job, injectable, host)
+        recorder, record_fds = recording(files, events, job, injectable, host, server)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()

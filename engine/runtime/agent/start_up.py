@@ -43,8 +43,9 @@ def recording(
     job: Job,
     injectable: bool,
     host: HostRecord | None,
+    server: ForkServer | None = None,
 ) -> tuple[Recorder, tuple[int, int]]:
-    """Opens the files of a run's records, and returns their descriptors for the workers.
+    """Opens the files of a run's records, and returns their descriptors for the workers; a `server` hears of records.
 
     The first record is the job, the second one the host if it is given.
     """
@@ -55,6 +56,8 @@ def recording(
     thinning = Thinning(steps_fd, events_fd, span, limit) if limit else None
     recorder = Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning)
     stack.callback(recorder.close)
+    if server is not None:
+        recorder.tell = server.hear
     recorder.write(JobRecord(version=VERSION, job=job, injectable=injectable))
     if host is not None:
         recorder.write(host)
@@ -131,7 +134,9 @@ class Crew:
     def welcome(self, member: WorkerHandle, *, joins: bool = False) -> None:
         """Sends a worker its first message; one that owns nothing waits, with `joins` for no failure."""
         launch, owners = self.launch, self.launch.ownership.workers()
-        launch.recorder.write(StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots))
+        launch.recorder.write(
+            StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots, node=member.host)
+        )
         message = WelcomeMessage(
             worker=member.worker,
             job=asdict(launch.job),

@@ -13,6 +13,7 @@ from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
     ForkHostMessage,
+    HeardHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
     SignsHostMessage,
@@ -23,10 +24,11 @@ from engine.core.hosts.host_messages import (
     frame,
 )
 from engine.core.hosts.registered_host import RegisteredHost
-from engine.core.message_codec import Message
+from engine.core.message_codec import MAX_BYTES, Message
 from engine.runtime.hosts.away_child import AwayChild
 from engine.runtime.hosts.wire import HostPeer
 from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import breakable
 
@@ -48,6 +50,7 @@ class AwayServer(ForkServer):
         self._answers: queue.SimpleQueue[ForkedHostMessage | UnforkedHostMessage | None] = queue.SimpleQueue()
         self._losing = threading.Lock()
         self.has_left = False
+        self._heard: tuple[int, ...] = ()  # when the last signs were sent, and when they came
 
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
         """Forks a worker on the other host; of `fds` it takes the link and the progress board, which come first.
@@ -83,7 +86,8 @@ class AwayServer(ForkServer):
     def _deliver(self, header: Message, packet: bytes) -> None:
         """Takes a frame of the other host, in the thread of its stream."""
         match header:
-            case SignsHostMessage(received=received, signs=signs):
+            case SignsHostMessage(received=received, sent_ns=sent_ns, signs=signs):
+                self._heard = (sent_ns, now_ns())
                 self.peer.end.forget(received)
                 for each in map(WorkerSign._make, signs):
                     self._with(each.process, "sees", each)
@@ -103,7 +107,7 @@ class AwayServer(ForkServer):
 
     def tick(self) -> None:
         """Tells the other host that this one lives."""
-        self.peer.end.send(frame(TickHostMessage(self.peer.end.received)))
+        self.peer.end.send(frame(TickHostMessage(self.peer.end.received, now_ns(), self._heard)))
 
     def lose(self, why: str) -> None:
         """Counts the host as lost, because of `why`, with all its processes; its words count for nothing any more."""
@@ -114,6 +118,11 @@ class AwayServer(ForkServer):
         for child in children:
             child.ended(_KILLED, why)
         self._answers.put(None)
+
+    def keep(self, line: str) -> None:
+        """Lets the other host keep a decision."""
+        if len(line) < MAX_BYTES // 2:  # as text in a message it may take twice as much
+            self.peer.end.send(frame(HeardHostMessage(line)))
 
     def tell(self, code: int, words: str) -> None:
         """Tells the other host the outcome of the run."""

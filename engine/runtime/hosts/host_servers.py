@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from engine.core.errors import CoordinatorUnavailableError
+from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord, PreparedRecord
 from engine.core.hosts.deal import host_for_one_more
-from engine.core.hosts.host_loss import HostSight
+from engine.core.hosts.host_loss import LATER_NS, HostSight
 from engine.core.store.kv import KV, Lease
 from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.process import descendants
@@ -21,11 +22,14 @@ from engine.runtime.process.fork_client import Child, ForkServer
 
 _LOOK_S = 0.05
 _TICK_S = 0.25
+_DECISIONS = (CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord, PreparedRecord)
 _FIRST_NS = 60_000_000_000  # from the election until a host has to have connected
 
 
 class HostServers(ForkServer):
     """The fork server of this host, and those of others by name; `dealt` has the host of each worker."""
+
+    later_ns = LATER_NS
 
     def __init__(self, local: ForkServer, away: Sequence[AwayServer], dealt: Mapping[int, str], kv: KV):
         self.host, self.address = local.host, local.address
@@ -67,6 +71,12 @@ class HostServers(ForkServer):
         with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look
             self._kv.revoke(Lease(away.known.lease_id, 1))
             away.lose(why)
+
+    def hear(self, record: object, line: str) -> None:
+        """Lets all hosts keep a decision."""
+        if isinstance(record, _DECISIONS):
+            for each in self._away.values():
+                each.keep(line)
 
     def stop_watching(self) -> None:
         """Judges no host any more: the run has ended."""

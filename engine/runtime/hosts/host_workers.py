@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import EnvironmentLacksError, required
+from engine.core.history.process_records import ClockRecord, HeardRecord
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
     ForkHostMessage,
+    HeardHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
     SignalHostMessage,
@@ -38,6 +40,7 @@ from engine.core.hosts.host_messages import (
     WorkerSign,
     frame,
 )
+from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
 from engine.core.message_codec import MAX_BYTES, Message, encode
 from engine.core.process_messages import PingMessage
 from engine.runtime.agent.worker_handles import fork_linked
@@ -45,7 +48,7 @@ from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.stream_end import StreamEnd
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
@@ -70,9 +73,21 @@ class _Process:
 class HostWorkers:
     """The workers of this host. `end` is this host's end of the stream, whose frames come to `deliver`."""
 
-    def __init__(self, server: ForkServer, record_fds: Sequence[int], board: ProgressBoard, logs: Path):
+    def __init__(
+        self,
+        server: ForkServer,
+        recorder: Recorder,
+        record_fds: Sequence[int],
+        board: ProgressBoard,
+        logs: Path,
+        chief: str,
+    ):
+        """`chief` is the name of the host that coordinates."""
         self.end: StreamEnd | None = None
         self.outcome: HostOutcome | None = None
+        self._recorder, self._chief = recorder, chief
+        self._offset = OffsetWatch()  # of the clock of that host; used by the thread of the stream alone
+        self._bounds: OffsetBounds | None = None
         self._server, self._record_fds, self._board, self._logs = server, record_fds, board, logs
         self._orders: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -85,6 +100,10 @@ class HostWorkers:
         """Takes a frame of the coordinator's host, in the thread of the stream."""
         if isinstance(header, TickHostMessage):
             self._end.forget(header.received)
+            self._offset.received(header.sent_ns, at_ns := now_ns())
+            if header.heard:
+                self._offset.sent(*header.heard)
+            self._bounds = self._offset.at(at_ns)
         else:
             self._orders.put((header, packet))
             os.eventfd_write(self._wake_fd, 1)
@@ -109,8 +128,14 @@ class HostWorkers:
                 return
             if time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
+                self._record_clock()
                 if is_over():
                     return
+
+    def _record_clock(self) -> None:
+        if (bounds := self._bounds) is not None:
+            record = ClockRecord(of=self._chief, least_ns=bounds.least_ns, most_ns=bounds.most_ns)
+            self._recorder.write(record)
 
     @property
     def has_left(self) -> bool:
@@ -140,6 +165,8 @@ class HostWorkers:
                     self._release(number)
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
                     self._processes[number].child.signal(signal.Signals(which))
+                case HeardHostMessage(line=line):
+                    self._recorder.write(HeardRecord(of=self._chief, line=line))
                 case OutcomeHostMessage(code=code, words=words):
                     self.outcome = HostOutcome(code, words)
 
@@ -212,7 +239,7 @@ class HostWorkers:
             signs = [self._sign(each) for each in living]
             for begin in range(0, max(1, len(signs)), _TOGETHER):
                 part = tuple(map(tuple, signs[begin : begin + _TOGETHER]))
-                self._send(SignsHostMessage(self._end.received, part))  # type: ignore[arg-type]
+                self._send(SignsHostMessage(self._end.received, now_ns(), part))  # type: ignore[arg-type]
             for each in living:
                 with contextlib.suppress(OSError):  # it was released meanwhile
                     each.link.send_packet(_PING)

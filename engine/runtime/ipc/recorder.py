@@ -38,6 +38,7 @@ class Recorder:
         self.worker = worker
         self.steps = steps
         self._thinning = thinning
+        self.tell: Callable[[StampedRecord, str], None] | None = None  # is called with each record and its line
         self._pid = os.getpid()
         self._lost = LostRecord(records=0, why="")
 
@@ -71,11 +72,14 @@ class Recorder:
 
     def _append(self, record: StampedRecord) -> None:
         stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
-        line = f"{encoded(stamped)}\n".encode()
+        text = encoded(stamped)
+        line = f"{text}\n".encode()
         if isinstance(record, AuditRecord) and self.steps is not None:
             self.steps.append(record.step, line)
         else:
             append(self.fd, line)
+        if self.tell is not None:
+            self.tell(stamped, text)
         if self._thinning is not None and (thinned := self._thinning.after(stamped)):
             self.write(thinned)
             self._thinning.delete()

@@ -84,6 +84,7 @@ class ForkServer:
     """A running fork server, as a context. `at` returns the one on the host of a worker, where a run has several."""
 
     host = ""  # the name of its host, if a run has several
+    later_ns = 0  # how much later the end of a child may be seen than on this host
     address = LOOPBACK  # where the transfers of its children listen
 
     def __init__(self) -> None:
@@ -135,6 +136,9 @@ class ForkServer:
     def at(self, worker: int) -> ForkServer:
         """Returns the server that forks a worker."""
         return self
+
+    def hear(self, record: object, line: str) -> None:
+        """Hears of a record of the launcher; other hosts of a run keep its decisions."""
 
     def has_ended(self) -> bool:
         """Returns whether the server has ended; the next fork then starts another."""
