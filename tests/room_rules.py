@@ -143,6 +143,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.harness.cases": _GROUND
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}
     | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
+    "engine.harness.bed": _HOST | {"engine.runtime.doctor", "engine.runtime.store"},
     "engine.harness.hosts": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.hosts", "engine.files.jobs", "engine.models"}
     | {"engine.core.launch"}

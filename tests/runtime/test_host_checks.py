@@ -47,6 +47,8 @@ OTHER = Client(("etcdpy",), error="TypeError: no")
         (host_checks.judge_kernel(["pidfd (x)", "memfd (y)"]), "missing", "no pidfd (x), no memfd (y)", "Linux 5.4"),
         (host_checks.judge_loopback(""), "ok", "127.0.0.1", ""),
         (host_checks.judge_loopback("[Errno 13] denied"), "missing", "denied", "lo up"),
+        (host_checks.judge_hosts(""), "ok", "can be made of namespaces", ""),
+        (host_checks.judge_hosts("no ip (x)"), "warn", "faults of hosts are not tried here: no ip (x)", "as root"),
         (host_checks.judge_results(Path("r"), 9 * GIB, ""), "ok", "r: writable, 9.0 GiB", ""),
         (host_checks.judge_results(Path("r"), GIB // 2, ""), "warn", "0.5 GiB", "old runs"),
         (host_checks.judge_results(Path("r"), 0, "Permission denied"), "missing", "r: Permission denied", "--results"),

@@ -58,6 +58,7 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
             judge_kernel(host_probes.missing_kernel_calls()),
             judge_loopback(host_probes.loopback_error()),
             judge_pairs(host_probes.network_error()),
+            judge_hosts(host_probes.hosts_error()),
             judge_results(results, *host_probes.probe_folder(results)),
             *check_etcd(),
             judge_vision(importlib.util.find_spec("sklearn") is not None),
@@ -116,6 +117,16 @@ def judge_pairs(network_error: str) -> HostCheck:
         why = f"an own network namespace takes CAP_SYS_ADMIN: {network_error}"
         return HostCheck("transfers", "ok", f"every pair of workers proves the run's key ({why})")
     return HostCheck("transfers", "ok", "in a network namespace of the run, so no pair of workers needs a proof")
+
+
+def judge_hosts(error: str) -> HostCheck:
+    """Judges whether hosts to break can be made of namespaces; only tests of several hosts need them."""
+    if error:
+        fix = "run as root, or allow user namespaces: sysctl kernel.unprivileged_userns_clone=1"
+        return HostCheck(
+            "hosts", "warn", f"no hosts of namespaces, so faults of hosts are not tried here: {error}", fix
+        )
+    return HostCheck("hosts", "ok", "can be made of namespaces, so faults of hosts can be tried here")
 
 
 def judge_results(folder: Path, free_bytes: int, error: str) -> HostCheck:

@@ -80,6 +80,22 @@ def network_error() -> str:
     return ""
 
 
+def own_namespaces() -> list[str]:
+    """Returns the options of `unshare` for a network, processes and mounts of one's own; rootless with a user, too."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return [*user, "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
+
+
+def hosts_error() -> str:
+    """Returns the reason why hosts cannot be made of namespaces on this machine, or an empty string."""
+    if lacks := [each for each in ("unshare", "nsenter", "ip") if shutil.which(each) is None]:
+        return f"no {', no '.join(lacks)} (util-linux and iproute2 have them)"
+    trial = ["unshare", "--time", "--monotonic", "1", "--fork", "sh", "-c", "ip link add trial type bridge"]
+    command = ["unshare", *own_namespaces(), *trial]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return "" if done.returncode == 0 else (done.stderr.strip() or f"unshare has ended with {done.returncode}")
+
+
 def probe_folder(folder: Path) -> tuple[int, str]:
     """Returns (free bytes, error of creating a file) for `folder` or its nearest existing parent."""
     candidates = (folder.absolute(), *folder.absolute().parents)

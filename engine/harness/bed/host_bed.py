@@ -1,0 +1,217 @@
+"""Hosts of one run as namespaces of this machine: each has its network, processes, mounts, name and clock.
+
+    this process ---> outer namespaces: a bridge ---> h0: 10.99.0.1, its own init, its clock so much ahead
+                                                 ---> h1: 10.99.0.2, ...
+
+Rules:
+- The kernel removes a bed also after a crash: the init of the outer namespaces dies with the thread that made the bed,
+  which must be the main one; with that init die all processes in them, and with the last process each namespace.
+- Nothing outside reaches into a bed over the network, and nothing in it reaches out. Files are those of this machine.
+- A host whose power is cut loses its link first, so that no word of its dying processes leaves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from engine.core.errors import EnvironmentLacksError, ensure
+from engine.runtime.doctor.host_probes import hosts_error, own_namespaces
+from engine.runtime.process import subprocesses
+
+NETWORK = "10.99.0.0/24"
+_BRIDGE = "bridge"
+_START_S, _CALL_S, _END_S = 10.0, 10.0, 5.0
+# The init of a host: its name, its loopback, a word, and then it sleeps.
+_INIT = """
+import os, socket, subprocess, sys
+socket.sethostname(sys.argv[1])
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+print("ready", flush=True)
+os.execvp("sleep", ["sleep", "infinity"])
+"""
+
+
+class BedHost:
+    """A host; `pid` is its init, as this machine numbers it."""
+
+    def __init__(self, bed: HostBed, number: int, pid: int):
+        self.name, self.address, self.pid = f"h{number}", f"10.99.0.{number + 1}", pid
+        self.is_on = True
+        self._bed, self._pidfd = bed, os.pidfd_open(pid)
+        self._programs: list[subprocess.Popen[bytes]] = []
+        self._link = f"to-{self.name}"
+
+    def words(self, *command: str) -> list[str]:
+        """Returns the command line that runs a command on this host."""
+        return [*_entering(self.pid), "--uts", "--time", "--", *command]
+
+    def start(
+        self, *command: str, environment: Mapping[str, str] | None = None, log: IO[bytes] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Starts a program on this host; it ends with the host, if not before."""
+        output = subprocess.DEVNULL if log is None else log
+        started = subprocess.Popen(
+            self.words(*command),
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        self._programs.append(started)
+        return started
+
+    def run(self, *command: str, timeout_s: float = _CALL_S) -> subprocess.CompletedProcess[str]:
+        """Runs a program on this host to its end; raises subprocess.TimeoutExpired."""
+        return subprocess.run(self.words(*command), capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def connect(self) -> None:
+        """Joins this host to the bridge."""
+        inner = _inner_pid(self.pid)
+        self._bed.call("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", str(inner))
+        self._bed.call("ip", "link", "set", self._link, "master", _BRIDGE, "up")
+        _checked(self.words("ip", "address", "add", f"{self.address}/24", "dev", "eth0"))
+        _checked(self.words("ip", "link", "set", "eth0", "up"))
+
+    def cut(self) -> None:
+        """Cuts its link: packets are lost in both directions, and no connection ends by that."""
+        self._bed.call("ip", "link", "set", self._link, "down")
+
+    def mend(self) -> None:
+        """Mends its link."""
+        self._bed.call("ip", "link", "set", self._link, "up")
+
+    def power_off(self) -> None:
+        """Cuts its link, then kills all its processes at once."""
+        self.cut()
+        self.is_on = False
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Forgets the host, which has ended with its bed."""
+        for each in self._programs:
+            subprocesses.end(each, _END_S)
+        os.close(self._pidfd)
+
+
+class HostBed:
+    """So many hosts, made when the context is entered; the clock of each is `apart_s` ahead of the one before."""
+
+    def __init__(self, num_hosts: int, apart_s: int = 0):
+        self.hosts: list[BedHost] = []
+        self._num_hosts, self._apart_s = num_hosts, apart_s
+        self._outer: subprocess.Popen[bytes] | None = None
+        self._starters: list[subprocess.Popen[bytes]] = []
+        self._pid = 0
+
+    def __enter__(self) -> HostBed:
+        """Makes the hosts; raises EnvironmentLacksError with the reason that `bamboo doctor` gives."""
+        ensure(threading.current_thread() is threading.main_thread(), "the hosts would die with this thread")
+        if why := hosts_error():
+            raise EnvironmentLacksError(f"this machine makes no hosts of namespaces: {why}")
+        try:
+            self._pid = self._begin()
+            self.call("ip", "link", "add", _BRIDGE, "type", "bridge")
+            self.call("ip", "link", "set", _BRIDGE, "up")
+            for number in range(self._num_hosts):
+                self.hosts.append(BedHost(self, number, self._host(number)))
+                self.hosts[-1].connect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, *command: str) -> None:
+        """Runs a program beside the bridge; raises EnvironmentLacksError if it fails."""
+        _checked([*_entering(self._pid), "--", *command])
+
+    def close(self) -> None:
+        """Kills all processes of all hosts and waits for their end."""
+        if self._outer is not None:
+            if self._pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+            self._outer.kill()
+            for each in (*self._starters, self._outer):
+                subprocesses.end(each, _END_S)
+                if each.stdout is not None:
+                    each.stdout.close()
+        for host in self.hosts:
+            host.close()
+        self._outer, self.hosts, self._starters = None, [], []
+
+    def _begin(self) -> int:
+        command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
+        command += [str(shutil.which("unshare")), *own_namespaces(), sys.executable, "-I", "-S", "-c", _INIT, "bridge"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        self._outer = _piped(command, environment)
+        return _ready(self._outer)
+
+    def _host(self, number: int) -> int:
+        ahead = str(number * self._apart_s)
+        apart = ["--net", "--mount", "--pid", "--uts", "--time", "--monotonic", ahead, "--boottime", ahead]
+        apart += ["--fork", "--kill-child", "--mount-proc"]
+        command = [
+            *_entering(self._pid),
+            "--",
+            "unshare",
+            *apart,
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _INIT,
+            f"h{number}",
+        ]
+        self._starters.append(_piped(command, os.environ))
+        return _ready(self._starters[-1])
+
+
+def _entering(pid: int) -> list[str]:
+    """Returns the begin of a command line that enters the namespaces of a process."""
+    user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+    return ["nsenter", "--target", str(pid), *user, "--net", "--mount", "--pid"]
+
+
+def _piped(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a program whose first word says that a namespace is ready; an unshare that is killed complains."""
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def _checked(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, check=False)
+    if done.returncode:
+        raise EnvironmentLacksError(f"{' '.join(command)} has ended with {done.returncode}: {done.stderr.strip()}")
+
+
+def _ready(starter: subprocess.Popen[bytes]) -> int:
+    """Waits for the word of an init, and returns its pid: the last of the chain of processes that made it."""
+    output = starter.stdout
+    told = output.readline() if output is not None else b""
+    if told != b"ready\n":
+        raise EnvironmentLacksError(f"a namespace was not made; unshare has ended with {starter.wait(_START_S)}")
+    pid = starter.pid
+    while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        pid = int(children[0])
+    return pid
+
+
+def _inner_pid(pid: int) -> int:
+    """Returns the number of a host's init in the outer namespaces."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = [each for each in status.splitlines() if each.startswith("NSpid:")]
+    return int(line.split()[-2])
