@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, UserError
 from engine.core.hosts.registered_host import RegisteredHost
+from engine.runtime.hosts import host_registry
 from engine.runtime.hosts.host_registry import HostOutcome, HostRegistry
 from engine.runtime.hosts.run_certificate import RunCertificate
 from tests.runtime.kv_backends import Backend
@@ -85,6 +86,34 @@ def test_the_election_is_over_when_the_lease_of_the_elected_host_is(backend: Bac
     backend.client().revoke(a._lease)
     assert b.elected() is None
     assert [each.name for each in b.hosts()] == ["b"]
+
+
+def test_a_host_that_comes_back_waits_for_the_outcome(backend: Backend) -> None:
+    a, b = come(backend, "a"), come(backend, "b")
+    hosts = a.gathered((), 2, 5.0)
+    assert a.elect(hosts, "10.0.0.1:7", MADE)
+    assert b.outlived() is None
+    backend.client().revoke(b._lease)
+    again = come(backend, "b", "b2")
+    found = again.outlived()
+    assert found is not None
+    a.tell(HostOutcome(0, "finished"))
+    assert again.awaited(found) == HostOutcome(0, "finished")
+
+
+def test_a_host_that_comes_back_ends_with_the_host_that_coordinates(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_registry, "_ELECTION_S", 0.0)
+    a, b = come(backend, "a"), come(backend, "b")
+    assert a.elect(a.gathered((), 2, 5.0), "10.0.0.1:7", MADE)
+    backend.client().revoke(b._lease)
+    again = come(backend, "b", "b2")
+    found = again.outlived()
+    assert found is not None
+    backend.client().revoke(a._lease)
+    with pytest.raises(CoordinatorUnavailableError, match="host a"):
+        again.awaited(found)
 
 
 def test_the_outcome_stays_when_all_hosts_have_gone(backend: Backend) -> None:

@@ -94,6 +94,9 @@ def run_on_hosts(
             return HostRunEnd(replace(outcome, words=f"run {given.run_id} has ended before: {outcome.words}"))
         registry.register()
         screen.say(f"host {own.name} has registered, and waits for {given.number - 1} more")
+        if (run_of := registry.outlived()) is not None:
+            screen.say(f"the run goes on without host {own.name}, which was lost; its outcome is awaited")
+            return HostRunEnd(registry.awaited(run_of))
         hosts = registry.gathered(given.names, given.number, patience_s)
         server = stack.enter_context(_forking(kept, own, job))
         elected = registry.elected()

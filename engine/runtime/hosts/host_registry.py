@@ -44,6 +44,7 @@ class Elected:
     incarnation: str
     place: str
     hosts: tuple[str, ...]
+    incarnations: tuple[str, ...]  # of these hosts
     certificate: tuple[str, str]
 
     @property
@@ -119,7 +120,8 @@ class HostRegistry:
     def elect(self, hosts: Sequence[RegisteredHost], place: str, made: RunCertificate) -> bool:
         """Tries to make this host the one that coordinates; returns whether it is."""
         names = tuple(each.name for each in hosts)
-        value = Elected(self.own.name, self.own.incarnation, place, names, (made.certificate, made.key))
+        lives = tuple(each.incarnation for each in hosts)
+        value = Elected(self.own.name, self.own.incarnation, place, names, lives, (made.certificate, made.key))
         text = json.dumps(asdict(value), sort_keys=True).encode()
         return self._kv.transact(Txn((absent(_ELECTED),), (Put(_ELECTED, text, self._lease),))).succeeded
 
@@ -131,11 +133,27 @@ class HostRegistry:
         plain: dict[str, Any] = json.loads(found.value)
         try:
             certificate, key = plain["certificate"]
-            return Elected(
-                plain["name"], plain["incarnation"], plain["place"], tuple(plain["hosts"]), (certificate, key)
-            )
+            names, lives = tuple(plain["hosts"]), tuple(plain["incarnations"])
+            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, (certificate, key))
         except (KeyError, TypeError, ValueError) as error:
             raise InvariantError("the key 'elected' of this run is not of a host") from error
+
+    def outlived(self) -> Elected | None:
+        """Returns the run that goes on without this host, which was lost and has come back; None if there is none."""
+        found = self.elected()
+        is_back = found is not None and self.own.name in found.hosts and self.own.incarnation not in found.incarnations
+        return found if is_back else None
+
+    def awaited(self, run: Elected) -> HostOutcome:
+        """Waits for the outcome of a run; raises CoordinatorUnavailableError if its coordinator is lost before."""
+        while (found := self.outcome()) is None:
+            now = self.elected()
+            if now is None or now.incarnation != run.incarnation:
+                if (last := self.waited(self.outcome, _ELECTION_S)) is not None:
+                    return last
+                raise CoordinatorUnavailableError(f"host {run.name}, which coordinated the run, is lost")
+            _pause()
+        return found
 
     def tell(self, outcome: HostOutcome) -> None:
         """Writes the outcome, which stays for an hour."""
