@@ -38,7 +38,7 @@ def wrong(found: Found, gpu: str) -> str:
     """Returns what is wrong with a cell; `gpu` is a part of the name of the GPU of a kernel that does not end."""
     if found.verdict.cause != CAUSES.get(found.row, Cause.HANG) or not 0 < found.ms < DEADLINE_MS:
         return str(found)
-    names_it = f", in a kernel of {gpu}" in found.verdict.why
+    names_it = f"hangs in a kernel of {gpu}" in found.verdict.why
     return "" if names_it == (found.row == "kernel") else str(found)
 
 

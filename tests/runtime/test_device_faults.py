@@ -152,7 +152,7 @@ def test_a_gpu_is_named_while_it_has_not_ended_its_work() -> None:
     assert (host.unfinished(), HOST.unfinished()) == ("", "")
     with Struck("hang") as struck:
         torch.ones(1)
-        assert struck.device.unfinished() == "the GPU that it plays"
+        assert struck.device.unfinished() == "a played GPU"
     with fake_gpu() as gpu:
         device = open_device("cuda", 0)
         assert device.unfinished() == ""
@@ -288,5 +288,5 @@ def test_a_kernel_that_does_not_end_is_found_where_its_worker_waits(expected: st
     ending = run_in_threads(JOB, faults("gpu-hang", kill))
     assert (ending.outcome, ending.error) == ("finished", None)
     assert ending.view.workers[int(kill.split(":")[1])].state == "dead"
-    assert re.search(r"hangs for .* \(limit .* s\), in a kernel of the GPU that it plays", verdict_of(ending))
+    assert re.search(r"hangs in a kernel of a played GPU for .* s .*\(limit .* s\)", verdict_of(ending))
     assert trajectory_hash(ending.view.run_state.rows) == expected

@@ -7,11 +7,15 @@ row runs in `make test`, and all with real processes in `make soak-tests` (`test
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +28,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.faults.registry import kinds
 from engine.runtime.in_process import thread_server
 from engine.runtime.nccl.nccl_transport import ENDS_ITSELF
+from engine.runtime.worker import backends
 from tests.doubles.fake_nccl import FakeNccl, NcclOverLoopback
 from tests.runtime.thread_runs import run_in_threads
 
@@ -93,7 +98,7 @@ def wrong(row: str, waits: str, nccl: FakeNccl, twin: str) -> list[str]:
         found.append(f"verdicts {verdicts}")
     elif row in IN_NCCL and ENDS_ITSELF not in verdicts[0].why:
         found.append(f"no word of NCCL: {verdicts[0].why}")
-    elif row == "kernel" and "in a kernel of the GPU that it plays" not in verdicts[0].why:
+    elif row == "kernel" and "hangs in a kernel of a played GPU for" not in verdicts[0].why:
         found.append(f"no word of the GPU: {verdicts[0].why}")
     return [*found, *nccl.wrongs]
 
@@ -110,6 +115,19 @@ def test_planted_abort_without_a_deadline_turns_its_cell_red(twin: str, nccl: Fa
     release.start()
     assert wrong("abort", "RECV_F", nccl, twin) == ["verdicts ()"]
     release.cancel()
+
+
+def test_a_process_that_ends_itself_says_why_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(backends.os, "kill", lambda *given: done.append(given))
+    control: Any = SimpleNamespace(at=(3, 1, True), send=done.append)
+    backends.end_this_process(control, "GPU 0 (NVIDIA H100)", ENDS_ITSELF)
+    told, killed = done
+    assert (told.step, told.exception.in_verdict()) == (
+        3,
+        "ended with GPU error: NCCL did not abort the communicator of a group in time, on GPU 0 (NVIDIA H100)",
+    )
+    assert killed == (os.getpid(), signal.SIGKILL)
 
 
 def test_the_matrix_has_six_places_times_six_calls() -> None:

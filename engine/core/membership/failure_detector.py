@@ -108,15 +108,15 @@ def _hang(seen: Sighting, options: Options, now_ns: int) -> str:
         is_quiet = now_ns - seen.heard_ns > _QUIET_NS
         still_ns = until_ns - max(since_ns, evidence.ran_ns, evidence.worked_ns if is_quiet else 0)
         if still_ns > (allowed_ns := max(allowed_ns, first_ns)):
-            how = f"hangs for {_seconds(until_ns - since_ns)} without running"
-            return f"{how} (limit {_seconds(allowed_ns)}){where}"
+            how = f"hangs{where} for {_seconds(until_ns - since_ns)} without running"
+            return f"{how} (limit {_seconds(allowed_ns)})"
     inside_ns = until_ns - since_ns
-    return f"hangs for {_seconds(inside_ns)} (limit {_seconds(limit_ns)}){where}" if inside_ns > limit_ns else ""
+    return f"hangs{where} for {_seconds(inside_ns)} (limit {_seconds(limit_ns)})" if inside_ns > limit_ns else ""
 
 
 def _where(seen: Sighting) -> str:
     """Returns the place of a hang that is not the worker's process, in words."""
-    return f", in a kernel of {seen.device}" if seen.device else ""
+    return f" in a kernel of {seen.device}" if seen.device else ""
 
 
 def dark(state: State, now_ns: int) -> tuple[Edge, ...]:

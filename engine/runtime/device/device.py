@@ -22,7 +22,7 @@ from engine.runtime.device.action_clock import ActionClock, GpuClock, TellTimes
 from engine.runtime.device.copies import HOST_COPIES, NO_WATCH, Copies, Leaving, StreamCopies, Watch
 from engine.runtime.device.device_faults import DeviceFaults, DoubledCopies
 
-_PLAYED = "the GPU that it plays"  # a worker on the host, for a fault
+_PLAYED = "a played GPU"  # of a worker on the host, for a fault
 
 
 @dataclass(frozen=True, slots=True)
