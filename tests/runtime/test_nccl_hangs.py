@@ -119,7 +119,7 @@ def test_planted_abort_without_a_deadline_turns_its_cell_red(twin: str, nccl: Fa
 
 def test_a_process_that_ends_itself_says_why_first(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
-    monkeypatch.setattr(backends.os, "kill", lambda *given: done.append(given))
+    monkeypatch.setattr(os, "kill", lambda *given: done.append(given))
     control: Any = SimpleNamespace(at=(3, 1, True), send=done.append)
     backends.end_this_process(control, "GPU 0 (NVIDIA H100)", ENDS_ITSELF)
     told, killed = done
