@@ -38,10 +38,6 @@ def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
 
     def ordinary(module: nn.Module, given: object) -> Model:
         nonlocal form
-        if job.device == "cuda":
-            expected = "cpu for a module whose forward is recorded"
-            hint = "the record has places of tensors on the host: give the layers, as in nn.Sequential"
-            raise UserError([Problem("device", expected, repr(job.device), hint)])
         form = None  # it is in the record
         made: Model = _ORDINARY(job, required(data, "an ordinary module is called with data"), module, given)
         return made

@@ -234,10 +234,55 @@ def test_on_the_host_nothing_is_copied() -> None:
     assert HOST.put_all(tensors) is tensors and HOST.copies.fetched(tensors) is tensors
 
 
-def test_an_ordinary_module_is_refused_on_a_gpu(gpu: FakeGpu) -> None:
-    job = Job(
-        model="tests.e2e.ordinary_modules:language_model", data="text", device="cuda", share_gpu=True, stages=2, steps=1
-    )
-    ending = run_in_threads(job)
+class Held(nn.Module):
+    """Makes tensors on the device of its input, and has one that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = torch.linspace(0.5, 1.5, 8, device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[-1], device=x.device) / 8
+        for block in self.blocks:
+            x = x + block(x * self.scale) * places.to(x.device, x.dtype) + torch.ones(8, device=x.device)
+        return x
+
+
+def held() -> Held:
+    return Held()
+
+
+class OnTheHost(Held):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.ones(8))
+
+
+def on_the_host() -> OnTheHost:
+    return OnTheHost()
+
+
+OWN: dict[str, Any] = {"data": "synthetic", "data_args": {"features": 8, "outputs": 8}, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "tests.runtime.test_device:held", **OWN},
+        pytest.param({"model": "tests.runtime.test_device:held", **OWN, "dtype": "bfloat16"}, marks=pytest.mark.soak),
+        pytest.param(
+            {"model": "tests.e2e.ordinary_modules:language_model", "model_args": {"dropout": 0.1}, "data": "text"},
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["held", "held, bfloat16", "language model"],
+)
+def test_an_ordinary_module_has_the_bits_of_the_host(gpu: FakeGpu, fields: dict[str, Any]) -> None:
+    same_bits(gpu, {"steps": 3, "stages": 3, "microbatches": 2, "validate_every": 2, **fields})
+
+
+def test_a_module_that_makes_a_tensor_on_the_host_is_told(gpu: FakeGpu) -> None:
+    fields = {"model": "tests.runtime.test_device:on_the_host", "stages": 3, "microbatches": 2, **OWN}
+    ending = run_in_threads(Job(**fields, device="cuda", share_gpu=True))
     assert ending.outcome == "failed"
-    assert "cpu for a module whose forward is recorded" in str(ending.error)
+    assert "layer 0 (from blocks.0): MixedDevicesError" in str(ending.error)

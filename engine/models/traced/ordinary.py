@@ -83,13 +83,15 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     _refuse_buffers_of_two_layers(traces[0], planned[0])
     layers = [
         LayerSpec(name, kind, ModuleCopy(name, piece))
-        for (name, kind), piece in zip(names_of(cuts, traces[0]), _pieces(module, traces, planned), strict=True)
+        for (name, kind), piece in zip(
+            names_of(cuts, traces[0]), _pieces(module, traces, planned, _device_of(job)), strict=True
+        )
     ]
-    tails = [splitter.loss() for splitter in splitters]
+    tails, kind = [splitter.loss() for splitter in splitters], _device_of(job)
     if tails[0] is None or tails[1] is None:
         return Model(tuple(layers), default_loss)
     training, evaluation = (
-        Writer(tail, trace.base).program()[0] for tail, trace in zip((tails[0], tails[1]), traces, strict=True)
+        Writer(tail, trace.base, kind).program()[0] for tail, trace in zip((tails[0], tails[1]), traces, strict=True)
     )
     by_sample = is_by_sample(tails[1], traces[1], job.microbatch_size)
     loss = OutputLoss(training, evaluation)
@@ -153,7 +155,12 @@ def _line_with(buffer: NamedState, trace: Trace, piece: PlannedPiece) -> CodeLin
     return lines.get(True, lines.get(False))
 
 
-def _pieces(module: nn.Module, traces: list[Trace], planned: list[list[PlannedPiece]]) -> list[Piece]:
+def _device_of(job: Job) -> str:
+    """Returns the kind of device for which pieces are written; `auto` stays in jobs that no host has resolved."""
+    return "cuda" if job.device == "cuda" else "cpu"
+
+
+def _pieces(module: nn.Module, traces: list[Trace], planned: list[list[PlannedPiece]], kind: str) -> list[Piece]:
     both = list(zip(*planned, strict=True))
     bases = [trace.base for trace in traces]
     leaves = [
@@ -163,7 +170,7 @@ def _pieces(module: nn.Module, traces: list[Trace], planned: list[list[PlannedPi
     used = [dict.fromkeys(place for piece in pair for place in piece.places()) for pair in both]
     _add_unused(module, used)
     return [
-        Piece(module, places, paths, *(Writer(*each).program() for each in zip(pair, bases, strict=True)))
+        Piece(module, places, paths, *(Writer(*each, kind).program() for each in zip(pair, bases, strict=True)))
         for pair, places, paths in zip(both, used, leaves, strict=True)
     ]
 

@@ -1,7 +1,8 @@
 """Writes the operations of a piece as one Python function, and compiles it.
 
 Each operation has a line of its own. An exception in it is raised again at the line of the user's code that the
-operation came from, so that messages show that line.
+operation came from, so that messages show that line. The record was made on the host: a piece for another device has
+that one in the place of each `torch.device` of the host, and brings the tensors there that it did not make itself.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import builtins
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from engine.models.layers import Tensors
 from engine.models.pytree import flatten
@@ -32,6 +35,7 @@ from engine.models.traced.recording import (
 )
 
 _FILE = "<piece of a module>"
+_HOST = torch.device("cpu")
 
 
 class PieceProgram(NamedTuple):
@@ -67,12 +71,13 @@ def _raise_again(error: BaseException) -> None:
 
 
 class Writer:
-    """Writes one piece; `context` is the one in which it will be called."""
+    """Writes one piece for a kind of device; `context` is the one in which it will be called."""
 
-    def __init__(self, planned: PlannedPiece, context: Context):
-        self._planned, self._context = planned, context
-        self._names: dict[str, Any] = {"_flat": lambda made: flatten(made)[1], "_modes": _modes}
+    def __init__(self, planned: PlannedPiece, context: Context, kind: str):
+        self._planned, self._context, self._place = planned, context, torch.device(kind)
+        self._names: dict[str, Any] = {"_flat": lambda made: flatten(made)[1], "_modes": partial(_modes, self._place)}
         self._known: dict[int, str] = {}  # name of a constant by id
+        self._bringing: dict[int, _Bringing] = {}  # by the id of what is held
         self._holders: dict[tuple[str, str], str] = {}
         self._last: dict[TracedValue, int] = {}
 
@@ -138,7 +143,16 @@ class Writer:
         if type(value) is slice:
             return f"slice({', '.join(map(self._text, (value.start, value.stop, value.step)))})"
         is_literal = type(value) in (bool, int, str, type(None)) or (type(value) is float and math.isfinite(value))
-        return repr(value) if is_literal else self._constant(value.tensor if isinstance(value, HeldTensor) else value)
+        if is_literal:
+            return repr(value)
+        if isinstance(value, HeldTensor):
+            is_there = value.tensor.device.type == self._place.type
+            return self._constant(value.tensor) if is_there else f"{self._brought(value)}()"
+        return self._constant(self._place if value == _HOST else value)
+
+    def _brought(self, held: HeldTensor) -> str:
+        bringing = self._bringing.setdefault(id(held), _Bringing(held.tensor, self._place))
+        return self._constant(bringing)
 
     def _text_of_place(self, place: NamedState) -> str:
         if place in self._planned.entering:
@@ -174,8 +188,20 @@ def _compiled(text: str, names: dict[str, Any]) -> Callable[..., Tensors]:
     return FunctionType(code, names | {"__builtins__": builtins})  # torch may import a module in any of the calls
 
 
+class _Bringing:
+    """Brings a tensor to a device at its first use: the process that writes a piece may not open one."""
+
+    def __init__(self, tensor: Tensor, place: torch.device):
+        self._tensor, self._place = tensor, place
+
+    def __call__(self) -> Tensor:
+        if self._tensor.device.type != self._place.type:
+            self._tensor = self._tensor.to(self._place)
+        return self._tensor
+
+
 @contextlib.contextmanager
-def _modes(has_gradients: bool, is_autocast: bool, dtype: torch.dtype) -> Iterator[None]:
+def _modes(place: torch.device, has_gradients: bool, is_autocast: bool, dtype: torch.dtype) -> Iterator[None]:
     """Runs operations with or without gradients and autocast."""
-    with torch.set_grad_enabled(has_gradients), torch.autocast("cpu", dtype=dtype, enabled=is_autocast):
+    with torch.set_grad_enabled(has_gradients), torch.autocast(place.type, dtype=dtype, enabled=is_autocast):
         yield
