@@ -68,8 +68,11 @@ def agent(
     etcd_plain_http: PlainHttp = False,
 ) -> None:
     """Train on several hosts, with one agent on each; or add a worker to a running job, and follow it."""
-    if hosts and join:
-        raise UserError([Problem("--join", "--hosts or --join", "both")])
+    of_several = {"JOB": job_file, "--hosts": hosts, "--run": run_id, "--set": settings, "--workers": workers}
+    of_several |= {"--node": node, "--address": address, "--trusted-network": trusted, "--isa": isa, "--etcd": etcd}
+    if join and (beside := [name for name, value in of_several.items() if value]):
+        hint = "the host of the run starts the worker, as its other ones"
+        raise UserError([Problem(name, "none beside --join", str(of_several[name]), hint) for name in beside])
     if not hosts:
         _add_worker(join, results, is_standby=standby, as_json=as_json)
     from bamboo_cli.hosts.host_agent import run_host

@@ -54,7 +54,7 @@ def test_clear_text_to_etcd_needs_its_flag(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_and_hosts_to_join_are_two_things() -> None:
-    assert problems("--hosts", "2", "--join", "latest") == ["--join"]
+    assert problems("--hosts", "2", "--join", "latest") == ["--hosts"]
     assert problems() == ["--join"]
 
 
