@@ -1,0 +1,85 @@
+"""Runs on three hosts of a bed, with clocks an hour apart and an etcd over TLS: the same bits as on one host."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.core.checks.recovery_log import recoveries
+from engine.core.history.process_records import ClockRecord
+from engine.core.history.run_records import CommitRecord
+from engine.files.events_file import read_history
+from engine.files.merging.host_folders import collect, folders_of
+from engine.harness.bed.bed_etcd import BedEtcd
+from engine.harness.bed.host_bed import BedHost, HostBed
+from engine.runtime.doctor.host_probes import hosts_error
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(300)]
+BAMBOO = str(Path(sys.executable).with_name("bamboo"))
+JOB = "model: gpt\nstages: 3\nsteps: 20\ncheckpoint_every: 0\n"
+LOST_AT = 6  # commits
+
+
+def begun(bed: HostBed, etcd: BedEtcd, folder: Path) -> dict[str, subprocess.Popen[bytes]]:
+    """Starts the same line on each host."""
+    agents = {}
+    for host in bed.hosts:
+        words = ["agent", str(folder / "job.yaml"), "--run", "r", "--hosts", "3", "--node", host.name]
+        words += ["--address", host.address, "--trusted-network", "10.99.0.0/24", "--results", str(folder / "results")]
+        with (folder / f"{host.name}.log").open("wb") as log:
+            agents[host.name] = host.start(BAMBOO, *words, environment=etcd.variables, log=log)
+    return agents
+
+
+def follower(bed: HostBed, folder: Path) -> BedHost:
+    """Waits for some commits; returns a host that does not coordinate."""
+    until_s = time.monotonic() + 120
+    while time.monotonic() < until_s:
+        told = "".join((folder / f"{host.name}.log").read_text() for host in bed.hosts)
+        lead = re.search(r"host (h\d) coordinates", told)
+        events = [path.read_text() for path in (folder / "results").glob("*/events.jsonl")]
+        if lead and any(text.count('{"event":"commit"') >= LOST_AT for text in events):
+            return next(host for host in bed.hosts if host.name != lead[1])
+        time.sleep(0.1)
+    raise AssertionError("there is no commit")
+
+
+def trajectory_of(text: str) -> str:
+    found = re.search(r"trajectory ([0-9a-f]+)", text)
+    assert found is not None, text
+    return found[1]
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_three_hosts_compute_the_bits_of_one_also_if_the_power_of_one_goes(tmp_path: Path, loses: bool) -> None:
+    if why := hosts_error():
+        pytest.skip(why)
+    (tmp_path / "job.yaml").write_text(JOB)
+    command = [BAMBOO, "run", str(tmp_path / "job.yaml"), "--results", str(tmp_path / "one")]
+    one = subprocess.run(command, capture_output=True, text=True, check=True)
+    with HostBed(3, 3600) as bed, BedEtcd(bed.hosts, tmp_path) as etcd:
+        agents = begun(bed, etcd, tmp_path)
+        lost = follower(bed, tmp_path) if loses else None
+        if lost is not None:
+            lost.power_off()
+        codes = {name: each.wait(150) for name, each in agents.items() if lost is None or name != lost.name}
+    logs = {name: (tmp_path / f"{name}.log").read_text() for name in agents}
+    assert set(codes.values()) == {0}, logs
+    assert trajectory_of("".join(logs.values())) == trajectory_of(one.stdout)
+
+    told = collect(folders_of(tmp_path / "results", "latest", ()))
+    assert {each["node"] for each in told["hosts"] if each["incomplete"]} == ({lost.name} if lost else set())
+    merged = read_history(Path(told["run_dir"]) / "events.jsonl")
+    assert [each.step for each in merged.of(CommitRecord)] == list(range(20))
+    assert {each.of for each in merged.of(ClockRecord)} == {"h0", "h1", "h2"} - {told["reference"]}
+    found = recoveries(merged.records_of_recoveries)
+    assert [len(each.verdict) for each in found] == ([1] if lost else [])
+    for each in found:
+        assert each.uncertain_ns and max(each.uncertain_ns.values()) < 100_000_000  # of clocks that are hours apart
+    assert json.dumps(told)
