@@ -33,7 +33,7 @@ from engine.report.history import history_table
 from engine.report.judgement import Judgement, checks_table, judgement_of, outcome_table
 from engine.report.recovery import exposure_table, recovery_table
 from engine.report.steps import evaluations_table, samples_table, steps_table
-from engine.report.workers import memory_table, takeovers_table, workers_table
+from engine.report.workers import loads_in_words, memory_table, takeovers_table, workers_table
 
 TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "memory")
 _SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."
@@ -73,6 +73,7 @@ class RunTables:
     not_kept: str = ""  # in words, that the last checkpoint was not kept
     num_samples: int = 0  # in the training set; 0 for data without limit
     moves: tuple[str, ...] = ()  # the slow workers, the wishes of the policy and each hand-over, in sentences
+    loads: tuple[str, ...] = ()  # the loads of GPUs, in sentences
     goes_on: bool = False  # its launcher ran when the events were read; no record says so
 
     @property
@@ -84,7 +85,7 @@ class RunTables:
     def remarks(self) -> tuple[str, ...]:
         """All that a reader of its times should know, and the moves, in sentences."""
         shares = self.job.share_gpu and self.job.device == "cuda"
-        return (*([_SHARED] if shares else []), *self.moves)
+        return (*([_SHARED] if shares else []), *self.loads, *self.moves)
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of a name in `TABLES`, with the name of the run as first column."""
@@ -137,6 +138,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         history.not_kept,
         0 if partition is None else partition.samples,
         tuple(moves_in_words(history)),
+        tuple(loads_in_words(history)),
     )
 
 

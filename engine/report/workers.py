@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
 from engine.core.analysis.memory_model import StageBytes, WorkerBytes, worker_bytes
-from engine.core.history.memory_records import MemoryRecord
+from engine.core.history.memory_records import LoadRecord, MemoryRecord
 from engine.core.history.process_records import ExitRecord, StartedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FinishedRecord, RaisedRecord
@@ -86,6 +87,18 @@ def _peaks(memory: pd.DataFrame) -> dict[int, dict[str, float]]:
         each.worker: {"device_mib": each.allocated_mib, "device_predicted_mib": each.predicted_mib}
         for each in rows.itertuples()
     }
+
+
+def loads_in_words(history: RunHistory) -> Iterator[str]:
+    """Yields the load of each GPU over the run, where its host told it."""
+    loads: dict[int, list[LoadRecord]] = {}
+    for each in history.of(LoadRecord):
+        loads.setdefault(each.gpu, []).append(each)
+    for gpu, of in sorted(loads.items()):
+        seconds = sum(each.samples for each in of)
+        busy = sum(each.busy * each.samples for each in of) / seconds
+        used = max(each.used for each in of) / _MIB
+        yield f"GPU {gpu} computed for {busy:.0%} of {seconds} s, with at most {used:,.0f} MiB in use."
 
 
 def takeovers_table(history: RunHistory) -> pd.DataFrame:

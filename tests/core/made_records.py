@@ -9,7 +9,7 @@ from typing import Any
 from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Position, excluded
 from engine.core.history.elastic_records import AddedRecord, CrampedRecord, PaceRecord, PolicyRecord
-from engine.core.history.memory_records import MemoryRecord
+from engine.core.history.memory_records import LoadRecord, MemoryRecord
 from engine.core.history.process_records import (
     ClockRecord,
     CoordinatorEndedRecord,
@@ -151,6 +151,7 @@ SAMPLES: tuple[Record, ...] = (
     TrainingEndedRecord(**AGENT, outcome="finished", exit_code=0),
     EndedRecord(**AGENT, outcome="finished", exit_code=0),
     MemoryRecord(worker=0, pid=8, at_ns=12, step=3, allocated=2**30, reserved=2**31, predicted=2**30),
+    LoadRecord(**AGENT, gpu=0, samples=10, busy=0.75, used=2**30),
     RequestRecord(**AGENT, request="request-1.json", faults=("a", "b")),
     RefusedRecord(**AGENT, request="request-1.json", reason="x"),
     PaceRecord(**AGENT, of=0, step=9, slowness=2.0, why="x"),

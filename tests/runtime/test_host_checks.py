@@ -91,6 +91,7 @@ def test_verdicts(check: HostCheck, status: str, part_of_found: str, part_of_fix
         ({}, Accelerators(1, torch_cuda="13.0"), "gpu", "warn", "1 GPU that torch"),
         ({}, replace(H100, driver="550.54"), "gpu", "warn", "driver 550.54, and CUDA 13.0 needs 580 or newer"),
         (ONE_GPU, H100, "gpu", "ok", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, NCCL 2.29.7; a worker each"),
+        (ONE_GPU | {"nvml": "x.so: cannot open"}, H100, "gpu", "ok", "no load of GPUs in reports: x.so: cannot open"),
         (ONE_GPU | {"nccl": []}, H100, "gpu", "warn", "1 x NVIDIA H100, driver 580.65, CUDA 13.0, no NCCL"),
         (ONE_GPU | {"nccl": [2, 27, 3]}, H100, "gpu", "warn", "driver 580.65, CUDA 13.0, NCCL 2.27.3: too old"),
         (ONE_GPU | {"num_gpus": 2}, MIXED, "gpu", "warn", "2 x NVIDIA H100 and NVIDIA A100"),

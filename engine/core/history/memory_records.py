@@ -1,4 +1,4 @@
-"""The records of a run about the memory of its devices."""
+"""The records of a run about the memory and the load of its devices."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ class MemoryRecord(StampedRecord):
     allocated: int
     reserved: int
     predicted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRecord(StampedRecord):
+    """A GPU of the host computed for this share of the time, in `samples` of a second; `used` bytes were in use."""
+
+    gpu: int
+    samples: int
+    busy: float
+    used: int

@@ -22,6 +22,7 @@ from engine.core.elastic.rebalancing import Rebalancing
 from engine.core.elastic.slow_workers import slow_workers
 from engine.core.errors import ExitCode, StorageError
 from engine.core.faults.fault import Fault
+from engine.core.history.memory_records import LoadRecord
 from engine.core.history.process_records import (
     HostRecord,
     InterruptRecord,
@@ -31,6 +32,7 @@ from engine.core.history.process_records import (
 from engine.core.membership.events import Restarted
 from engine.core.ownership import Ownership
 from engine.files.accelerators import refuse_what_this_host_lacks
+from engine.files.nvml import GpuLook
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.asking import ask, look_at_memory
 from engine.runtime.agent.checkpoints import place_of
@@ -216,6 +218,7 @@ class _Look:
         self._crew, launch = crew, crew.launch
         self._joins = JoinRequests(launch.logs.parent, job, launch.recorder)
         self._asked, self._memory = Rebalancing(()), MemoryLook()
+        self._gpus = GpuLook() if job.device == "cuda" else None
 
     def tick(self, agent: Agent) -> None:
         self._watch(_view(agent, self._crew.board))
@@ -224,6 +227,8 @@ class _Look:
             self._source.look(agent)
         self._joins.look(agent.node.state, _hands(agent, self._crew))
         agent.checkpoints.record()
+        for load in self._gpus.found() if self._gpus else ():
+            agent.recorder.write(LoadRecord(**load._asdict()))
         if not agent.is_stopping:
             run, known, newcomers = agent.run_state, agent.node.state, agent.newcomers.numbers
             self._memory = look_at_memory(self._memory, run, known, newcomers, agent.decide)

@@ -24,7 +24,7 @@ class GpuVerdict(NamedTuple):
 def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
     """Judges the GPUs by the facts of torch's probe (`version`, `num_gpus`, `nccl`) and of the host's files.
 
-    `nccl` is the version of NCCL, empty for none.
+    `nccl` is the version of NCCL, empty for none; `nvml`, which may be added, says why there is no load of GPUs.
     """
     usable, cuda = int(torch["num_gpus"]), host.torch_cuda
     if not usable and not host.num_gpus:
@@ -45,7 +45,8 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
         fix = f"install a build of torch with NCCL {least} or newer, or use --backend gloo: tensors then go through "
         return GpuVerdict("warn", f"{found}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory")
     each = "a worker each with --device cuda, or several with --share-gpu for a test"
-    return GpuVerdict("ok", f"{found}, NCCL {nccl}; {each}")
+    no_load = f"; no load of GPUs in reports: {torch['nvml']}" if torch.get("nvml") else ""
+    return GpuVerdict("ok", f"{found}, NCCL {nccl}; {each}{no_load}")
 
 
 def _unusable(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:

@@ -18,6 +18,7 @@ import psutil
 
 from engine.core.errors import ExitCode
 from engine.files.accelerators import Accelerators, accelerators
+from engine.files.nvml import lacks_nvml
 from engine.runtime.doctor import etcd_probes, host_probes
 from engine.runtime.doctor.etcd_probes import Client, Latency, Server
 from engine.runtime.doctor.gpu_checks import judge_gpus
@@ -65,7 +66,7 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
             judge_terminal(sys.stdout.isatty(), sys.stdout.encoding, shutil.get_terminal_size().columns),
         ]
         facts, error = host_probes.finish_torch_probe(torch_probe)
-    return *checks, *judge_torch(facts, error, accelerators())
+    return *checks, *judge_torch(facts | {"nvml": lacks_nvml()}, error, accelerators())
 
 
 def check_etcd() -> list[HostCheck]:
