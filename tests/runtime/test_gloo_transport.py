@@ -363,8 +363,8 @@ def dies(prefix: str) -> None:
 
 def is_left(prefix: str) -> list[str]:
     plane = plane_of(prefix, 1)
-    plane.in_order.send(0, an_order(200), (torch.ones(1),))
     plane.in_order.post(0, an_order(0), (spec(1),))
+    plane.in_order.send(0, an_order(200), (torch.ones(1),))  # the other dies of it
     texts = []
     for _ in range(2):  # the failure stays
         with pytest.raises(TransferFailedError) as failed:
