@@ -26,7 +26,7 @@ class LiveRecoveries:
     """Follows the views of one run, whose events go to `events`."""
 
     def __init__(self, job: Job, events: Path):
-        self.owners: dict[Slot, int] = {}  # after the last recovery
+        self.owners: dict[Slot, int] = {}  # after the last recovery or hand-over
         self._job = job
         self._events = events
         # The last few (steps committed, size of the file, owners); the stall needs the usual steps before.
@@ -51,6 +51,8 @@ class LiveRecoveries:
                 self._slots[each.worker] = tuple(slot for slot, owner in self.owners.items() if owner == each.worker)
         if gone - self._known_gone and num_steps < self._job.steps:
             self._looks_left, self._looked_at = _MAX_LOOKS, num_steps
+        elif not self._looks_left:
+            self._follow_moves(view, gone)
         self._known_gone |= gone
         if self._looks_left and num_steps > self._looked_at:
             self._looks_left, self._looked_at = self._looks_left - 1, num_steps
@@ -58,6 +60,12 @@ class LiveRecoveries:
         if not self._looks_left:
             self._note(num_steps)
         return []
+
+    def _follow_moves(self, view: RunView, gone: set[int]) -> None:
+        """Takes owners that a hand-over has changed; a worker that is out, and not yet gone, still shows its slots."""
+        owned = [(slot, each.worker) for each in view.workers if each.worker not in gone for slot in each.slots]
+        if len(owned) == len(self.owners) == len(dict(owned)):
+            self.owners = dict(owned)
 
     def _note(self, num_steps: int) -> None:
         """Keeps a mark before the open step; a worker may be a step ahead of the agent's run state."""

@@ -67,6 +67,16 @@ def test_a_stage_is_told_as_a_stage() -> None:
     assert told(blocks=1, stages=6)[1].startswith("After step 9 stage 2 went from worker 0 to worker 3, stage 3 went")
 
 
+def test_a_wish_that_is_withdrawn_is_told_as_that() -> None:
+    asked = [("2 blocks of 6 move", MOVED), ("no better cut was found", MERGED)]
+    policy = [at("policy", 600, step=4, why=why, owners=owners) for why, owners in asked]
+    events = [at("job", 0, stages=3, blocks=2, steps=40), epoch(1, 1, MERGED, planned=False), *steps(0, 4, 2, 100)]
+    assert [*moves_in_words(made_history([*events, *policy]))] == [
+        "After step 4 the policy wanted other owners: 2 blocks of 6 move.",
+        "After step 4 the policy withdrew its wish: no better cut was found.",
+    ]
+
+
 def test_a_worker_without_memory_is_told() -> None:
     events = [at("job", 0, stages=3, blocks=2), *(at("cramped", 5, of=3, why=why) for why in ("waits on: x", ""))]
     assert [*moves_in_words(made_history(events))] == [

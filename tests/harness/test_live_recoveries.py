@@ -13,6 +13,7 @@ from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import lines_of
 
 JOB = Job(stages=2, steps=99)
+THREE = Job(stages=3, steps=99)
 
 
 def view(num_steps: int, *states: str) -> RunView:
@@ -68,6 +69,34 @@ def test_a_recovery_is_told_once_when_its_step_is_committed(tmp_path: Path) -> N
     assert live.slots(0) == ((0, 0), (0, 1))
     assert live.slots(1) == ((0, 1),)
     assert live.owners == {(0, 0): 0, (0, 1): 0}
+
+
+def test_slots_that_were_handed_over_before_are_not_told_as_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    live = LiveRecoveries(THREE, path)
+    append(path, {"event": "job", "stages": 3, "steps": 99}, {"event": "go", "epoch": 0, "at_ns": 0})
+
+    def look(num_steps: int, *workers: tuple[str, tuple[int, ...]]) -> list[str]:
+        views = [
+            WorkerView(worker, 100, tuple((0, stage) for stage in stages), state, Progress(0, 0, ""), 0, 0)
+            for worker, (state, stages) in enumerate(workers)
+        ]
+        return live.look(RunView(RunState(THREE, losses=[0.5] * num_steps), tuple(views)))
+
+    for step in range(30):
+        append(path, commit(step, step))
+        if step == 10:
+            moved = {"event": "epoch", "epoch": 1, "owners": [0, 0, 2], "verdict": [], "reason": "", "planned": True}
+            append(path, moved | {"at_ns": step * 1_000_000})
+        second = ("running", (1,) if step < 10 else ())
+        assert look(step + 1, ("running", (0,) if step < 10 else (0, 1)), second, ("running", (2,))) == []
+    assert live.owners == {(0, 0): 0, (0, 1): 0, (0, 2): 2}
+    died = {"event": "epoch", "epoch": 2, "owners": [0, 0, 0], "verdict": [[2, "was ended by SIGKILL"]], "reason": ""}
+    append(path, died | {"at_ns": 40_000_000}, {"event": "go", "epoch": 2, "at_ns": 50_000_000})
+    assert look(30, ("running", (0, 1, 2)), ("running", ()), ("dead", (2,))) == []
+    append(path, commit(30, 60))
+    (told,) = look(31, ("running", (0, 1, 2)), ("running", ()), ("dead", (2,)))
+    assert "worker 0 took over stage 2;" in told
 
 
 def test_the_first_epoch_is_no_recovery_and_none_is_told_twice(tmp_path: Path) -> None:

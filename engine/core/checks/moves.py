@@ -29,7 +29,9 @@ def moves_in_words(history: RunHistory) -> Iterator[str]:
         if isinstance(each, PaceRecord):
             yield f"After step {each.step} {each.why}."
         elif isinstance(each, PolicyRecord) and each.owners:
-            yield f"After step {each.step} the policy wanted other owners: {each.why}."
+            stays = before is not None and each.owners == before.owners
+            wish = "withdrew its wish" if stays else "wanted other owners"
+            yield f"After step {each.step} the policy {wish}: {each.why}."
         elif isinstance(each, CrampedRecord):
             yield f"Worker {each.of} {each.why or f'has memory for a {history.job.slot_noun}, and may join'}."
         elif isinstance(each, EpochRecord):
