@@ -15,7 +15,7 @@ from engine.core.hosts.host_options import HostOptions, problems_of
 
 if TYPE_CHECKING:
     from engine.files.jobs.resolved_job import Resolved
-    from engine.harness.hosts.host_run import HostRunEnd
+    from engine.harness.hosts.coordinating import HostRunEnd
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_view import Ending
+    from engine.runtime.agent.taken_run import Seat
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
 
@@ -39,8 +40,16 @@ _PASSED_ON = ("faults", "grace_s", "injectable", "standby_coordinator", "notices
 _QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
 
 
-def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: ForkServer | None = None) -> CaseResult:
+def run_case(
+    case: Case,
+    etcd: EtcdSettings | None,
+    screen: Screen,
+    server: ForkServer | None = None,
+    seat: Seat | None = None,
+) -> CaseResult:
     """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so that leftovers are found.
+
+    With a run in its `seat` this host goes on with what another one has begun, in the folder that it has.
 
     Raises BambooError if the run could not be started.
     """
@@ -59,6 +68,10 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
         raise UserError(problems)
     init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
     case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
+    taken = seat.taken if seat else None
+    if taken is not None:
+        with holding() as interrupts, interrupts.forcing(partial(note_forced_end, taken.folder)):
+            return _run_in(taken.folder, case, etcd, screen, server, started_s, seat)
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
     with (
         holding() as interrupts,
@@ -67,7 +80,7 @@ def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Fork
         interrupts.forcing(partial(note_forced_end, folder)),
     ):
         delete_dead_stores(Path(job.results))
-        return _run_in(folder, case, etcd, screen, server, started_s)
+        return _run_in(folder, case, etcd, screen, server, started_s, seat)
 
 
 def _run_in(
@@ -77,6 +90,7 @@ def _run_in(
     screen: Screen,
     server: ForkServer | None,
     started_s: float,
+    seat: Seat | None,
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
     from engine.files.checkpoints.claims import claimed
@@ -93,7 +107,7 @@ def _run_in(
     job = case.scenario.job
     place, run = place_of(job, str(folder.path)), folder.path.name
     restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)
-    options |= {"origin": case.origin, "revive": restarts.revive}
+    options |= {"origin": case.origin, "revive": restarts.revive} | ({"seat": seat} if seat else {})
     with claimed(place if job.checkpoints else "", run):
         ending = drive(job, folder, run_id=case.run_id or run, **options)
     wall_s = time.monotonic() - started_s

@@ -49,12 +49,12 @@ class HostBed:
         self.until(lambda: any(each.events("started") for each in self.agents.values()))
         return next(each for each in self.agents.values() if each.events("started"))
 
-    def until(self, is_so: Callable[[], object], timeout_s: float = 100.0) -> None:
-        """Waits for a condition; fails if an agent ends before."""
+    def until(self, is_so: Callable[[], object], timeout_s: float = 100.0, *, lost: Launcher | None = None) -> None:
+        """Waits for a condition; fails if an agent ends before that is not `lost`."""
         until_s = time.monotonic() + timeout_s
         while not is_so():
             for name, each in self.agents.items():
-                assert each.process.poll() is None, f"{name} ended with {each.wait()}"
+                assert each is lost or each.process.poll() is None, f"{name} ended with {each.wait()}"
             assert time.monotonic() < until_s
             time.sleep(0.02)
 
@@ -69,13 +69,18 @@ class HostBed:
 
     def trajectory(self) -> list[Any]:
         """Returns the rows of the run."""
-        path = self.chief.run_folder / "trajectory.csv"
-        return [row.texts() for row in trajectory_rows(path.read_text(), path)]
+        return trajectory_of(self.chief)
 
     def close(self) -> None:
         """Kills all that is left."""
         for each in self.agents.values():
             each.kill_all()
+
+
+def trajectory_of(agent: Launcher) -> list[Any]:
+    """Returns the rows of a run, from the folder of the agent that has finished it."""
+    path = agent.run_folder / "trajectory.csv"
+    return [row.texts() for row in trajectory_rows(path.read_text(), path)]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from engine.core.hosts.host_lease import USUAL_S
 from engine.files.merging.host_folders import collect
 from engine.runtime.agent.run_view import Ending
 from tests.e2e.conftest import Train
-from tests.e2e.host_bed import HostBed, kept_etcd, settings
+from tests.e2e.host_bed import HostBed, kept_etcd, settings, trajectory_of
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -187,15 +187,23 @@ def test_an_interrupted_run_ends_all_agents_with_one_code(hosts: Hosts) -> None:
     assert {each.code for each in bed.ends().values()} == {ExitCode.TERMINATED}
 
 
-@pytest.mark.soak
-def test_without_the_host_that_coordinates_the_others_end(hosts: Hosts) -> None:
-    """Nothing takes over yet."""
+def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hosts, train: Train) -> None:
     bed = hosts(MLP, "model stages steps microbatches")
     bed.until_commits(3)
-    others = bed.others.values()
-    os.kill(bed.chief.process.pid, signal.SIGKILL)
-    assert {each.wait().code for each in others} == {ExitCode.COORDINATOR_UNAVAILABLE}
-    assert [each.leftovers() for each in others] == [[], []]
+    lost, agent = next((name, each) for name, each in bed.agents.items() if each is bed.chief)
+    workers, others = workers_of(agent), {**bed.others}
+    before = {name: workers_of(each) for name, each in others.items()}
+    os.kill(agent.process.pid, signal.SIGKILL)
+    bed.until(lambda: any(each.events("commit") for each in others.values()), lost=agent)
+    assert {name: workers_of(each) for name, each in others.items()} == before  # the same processes go on
+    ends = bed.ends()
+    assert ends.pop(lost).code == -signal.SIGKILL
+    assert {each.code for each in ends.values()} == {0}, ends
+    (heir,) = (each for each in others.values() if each.events("commit"))
+    epochs = heir.events("epoch")
+    assert [sorted(out[0] for out in each["verdict"]) for each in epochs] == [[], sorted(workers)]
+    assert trajectory_of(heir) == rows_of(train(MLP))
+    assert agent.leftovers() == []
 
 
 @pytest.mark.soak

@@ -30,6 +30,7 @@ _keeping_of = lru_cache(maxsize=64)(keeping_of)
 _PATIENCE_S = 600
 _MAX_RESTARTS = 3  # of the workers, if one of them dies before the first commit
 ROLE, STATE, COMMIT, FACTS = "coordinator", "state", "commit", "facts"  # keys in the store
+READERS = ("epoch", "status", "reconfigured", "verdicts", "plan", "members/", "heartbeats")  # others, and prefixes
 
 
 class Raised(NamedTuple):

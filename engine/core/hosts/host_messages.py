@@ -3,6 +3,8 @@
     host                                  coordinator's host
     HelloHost ------------------------->  knows the host, by name and incarnation
     <----------------------- HailedHost   each sends again all that the other has not received
+    HoldsHost ------------------------->  first of all: its processes, which another coordinator takes over
+    WordsHost, then SaidAllHost ------->  what these have said, as far as the one before may have lost it
     <------------------------- ForkHost   forks a worker; its process has a number of its own, as workers begin again
     ForkedHost, or UnforkedHost ------->
     <---------- WordsHost ------------->  a control message of a worker, or to one, which follows in the frame
@@ -55,6 +57,18 @@ class HailedHostMessage(ToOtherHost):
     """The answer."""
 
     received: int
+
+
+@message
+class HoldsHostMessage(FromOtherHost):
+    """The processes of a host: number, worker, pid, and the exit code of one that has ended."""
+
+    processes: tuple[tuple[int, ...], ...]
+
+
+@message
+class SaidAllHostMessage(FromOtherHost):
+    """All has been said again that another coordinator has to hear."""
 
 
 @message

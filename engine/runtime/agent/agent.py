@@ -65,14 +65,16 @@ class Agent(EndsOfRun):
         revive: Callable[[Agent], Resumption | None] = lambda agent: None,
         folder: str = "",  # of the run; without it no checkpoint is kept
         begins: Resumption | None = None,
+        results: RunState | None = None,
         on_joiners: Callable[[Agent], None] = lambda agent: None,
     ):
         """`on_joiners` is called when a verdict takes workers in, before any answer to it is heard.
 
-        `before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`.
+        `before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`. `results`
+        are those of a run that is taken over.
         """
         after = begun_with(begins)
-        run_state: RunState = RunState(job, after) if before is None else before.run_state.again(after)
+        run_state = results or RunState(job, after) if before is None else before.run_state.again(after)
         super().__init__(members, recorder, run_state)
         self.node, self.tick, self._board, self._on_joiners = node, tick, board, on_joiners
         self._revive = revive
@@ -198,7 +200,7 @@ class Agent(EndsOfRun):
 
     def _ends(self, stop: outputs.Stop) -> None:
         parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
-        logs = [f"; {self.members[each].account}" for each in self.node.state.out]
+        logs = [f"; {self.members[each].account}" for each in self.node.state.out if each in self.members]
         self.fail(WorkerFailedError("".join([stop.text, parts, *logs]), stop.exit_code))
 
     def _fails(self, failed: outputs.Fail) -> None:

@@ -42,6 +42,7 @@ from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, worker_view
 from engine.runtime.agent.start_up import Crew, Launch, recording
+from engine.runtime.agent.taken_run import NO_SEAT, Seat, TakenRun, take_over, taken_crew
 from engine.runtime.agent.worker_handles import start_coordinator
 from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.store_joining import join_store
@@ -74,26 +75,28 @@ def run_session(
     origin: Resumption | None = None,
     revive: Callable[[Agent], Resumption | None] = lambda agent: None,
     notices: NoticeFrom | None = None,
+    seat: Seat = NO_SEAT,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
     Without `etcd` it starts one. `ownership` assigns slots, `ranks` orders the group. Workers are killed `grace_s`
     after their notice; asks for `notices`. `faults` strike workers, requests if `injectable`. Begins after `origin`,
-    and after the loss of a state as `revive` says. Raises EnvironmentLacksError, CoordinatorUnavailableError.
+    and after the loss of a state as `revive` says; with a run in `seat`, goes on with that one. Raises
+    EnvironmentLacksError, CoordinatorUnavailableError.
     """
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership, folder = _on_hosts(job, ownership, server), str(events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
-        recorder, record_fds = recording(files, events, job, injectable, host, server)
+        recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.taken is None)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting(preloads(job)))
                 start = partial(start_coordinator, server, logs) if standby_coordinator else None
-                node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start)
+                node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start, seat.lease)
                 stack.enter_context(_renewing(node, server))
                 ranks, place = ranks or ownership.workers(), place_of(job, folder)
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
@@ -101,7 +104,8 @@ def run_session(
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
                 made = partial(made, folder=folder)
                 look = partial(_Look, job, watch, requests, asked_for(stack, notices))
-                agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), faults, origin)
+                run = partial(_supervise, server, interrupts)
+                agent, board = _trained(launch, made, look, run, faults, origin, seat.taken)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             return _broken_off(recorder, job, error, started_at_ns)
@@ -137,13 +141,18 @@ def _trained(
     run: Callable[[Agent], None],
     faults: Sequence[Fault],
     origin: Resumption | None,
+    taken: TakenRun | None,
 ) -> tuple[Agent, ProgressBoard]:
-    """Starts workers and runs their agent, again while they are to be started again; returns the last agent."""
+    """Starts workers and runs their agent, again while they are to be started again; returns the last agent.
+
+    The first agent of a run that another host has begun takes over its workers.
+    """
     agent: Agent | None = None
     while agent is None or agent.is_to_restart:
         left = faults if agent is None else _restarted(agent, launch.ownership)
-        origin = _origin(launch.recorder, origin, agent)
-        crew = launch.start(left, origin)
+        is_taken = taken is not None and agent is None
+        origin = origin if is_taken else _origin(launch.recorder, origin, agent)
+        crew = taken_crew(launch, taken, origin) if taken and is_taken else launch.start(left, origin)
         board, at = crew.board, look(crew)
         agent = made(
             crew.members,
@@ -152,9 +161,12 @@ def _trained(
             before=agent,
             board=board,
             begins=origin,
+            results=taken.results if taken else None,
         )
         for member in crew.members.values():
             agent.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
+        if taken and is_taken:
+            take_over(agent, taken)
         run(agent)
     return agent, board
 

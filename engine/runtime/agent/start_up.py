@@ -44,10 +44,12 @@ def recording(
     injectable: bool,
     host: HostRecord | None,
     server: ForkServer | None = None,
+    *,
+    is_new: bool = True,
 ) -> tuple[Recorder, tuple[int, int]]:
     """Opens the files of a run's records, and returns their descriptors for the workers; a `server` hears of records.
 
-    The first record is the job, the second one the host if it is given.
+    The first record of new files is the job, the second one the host if it is given.
     """
     events_fd, steps_fd = record_fds = open_events(events), open_steps(events.parent / FOLDER)
     for fd in record_fds:
@@ -58,6 +60,8 @@ def recording(
     stack.callback(recorder.close)
     if server is not None:
         recorder.tell = server.hear
+    if not is_new:
+        return recorder, record_fds
     recorder.write(JobRecord(version=VERSION, job=job, injectable=injectable))
     if host is not None:
         recorder.write(host)

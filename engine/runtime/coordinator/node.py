@@ -21,7 +21,7 @@ from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
 from engine.core.membership.run_status import Slots
 from engine.core.membership.state import State
 from engine.core.ownership import by_slot
-from engine.core.store.kv import KV, Delete, Txn
+from engine.core.store.kv import KV, Delete, Lease, Txn
 from engine.runtime.coordinator.coordinator import STOOD_STILL, Coordinator
 from engine.runtime.coordinator.standby import StandbyCoordinator
 from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS, Election
@@ -30,14 +30,23 @@ _REPORT_EVERY_NS = 1_000_000_000
 
 
 class Node:
-    """This host in the store of one run; its agent is the coordinator."""
+    """This host in the store of one run; its agent is the coordinator. A thread may keep its lease, then `kept`."""
 
-    def __init__(self, kv: KV, first: CoordinatorState, now_ns: int, standby: StandbyCoordinator | None = None):
+    def __init__(
+        self,
+        kv: KV,
+        first: CoordinatorState,
+        now_ns: int,
+        standby: StandbyCoordinator | None = None,
+        kept: Lease | None = None,
+    ):
         self.name = socket.gethostname()
         self._kv = kv
         self._is_out = False
-        self._lease = kv.grant(LEASE_TTL_S)
-        self._election = Election(kv, ROLE, f"{self.name}:{os.getpid()}".encode(), LEASE_TTL_S)
+        self._kept = kept
+        self._lease = kept or kv.grant(LEASE_TTL_S)
+        candidate = f"{self.name}:{os.getpid()}" + (f":{kept.lease_id:x}" if kept else "")
+        self._election = Election(kv, ROLE, candidate.encode(), LEASE_TTL_S, kept)
         if standby is None and not self._election.poll():
             raise CoordinatorUnavailableError("another coordinator holds this run")
         self._is_candidate = standby is None  # else a process of its own is
@@ -91,7 +100,7 @@ class Node:
 
     def renew(self, now_ns: int) -> None:
         """Renews the leases of this host when they are due; raises CoordinatorUnavailableError if one has expired."""
-        if self._is_out or now_ns - self._renewed_ns < RENEW_EVERY_NS:
+        if self._kept is not None or self._is_out or now_ns - self._renewed_ns < RENEW_EVERY_NS:
             return
         self._renewed_ns = now_ns
         with self._in_or_out():
@@ -99,8 +108,11 @@ class Node:
                 raise LeaseLostError
 
     def leave(self) -> None:
-        """Deletes every key of the run unless this host is out; raises CoordinatorUnavailableError."""
-        if not self._is_out:
+        """Deletes every key of the run unless this host is out; raises CoordinatorUnavailableError.
+
+        Of several hosts another one may have to finish the run: the keys go when its outcome is told.
+        """
+        if not self._is_out and self._kept is None:
             self._kv.delete_prefix("")
             self._election.resign()
             self._kv.revoke(self._lease)

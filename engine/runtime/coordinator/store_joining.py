@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import CoordinatorUnavailableError, required
 from engine.core.history.process_records import KeysLeftRecord, StoreRecord
+from engine.core.store.kv import Lease
 from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.standby import StandbyCoordinator, Start, plain_settings
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -25,10 +26,11 @@ def join_store(
     first: CoordinatorState,
     recorder: Recorder,
     start: Start | None = None,
+    kept: Lease | None = None,
 ) -> Node:
     """Connects this host to the store, or to a private one that it starts; `stack` releases all of it.
 
-    With `start`, coordinators are processes of their own that it starts.
+    With `start`, coordinators are processes of their own that it starts. A thread renews the lease `kept`.
     """
     private = EmbeddedEtcd(logs) if etcd is None else None
     # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
@@ -50,7 +52,7 @@ def join_store(
         store = plain_settings(settings, None if private is None else logs)
         standby = StandbyCoordinator(start, store, run_id, kv, first, recorder)
         stack.callback(standby.close)
-    node = Node(kv, first, now_ns(), standby)
+    node = Node(kv, first, now_ns(), standby, kept)
     if standby is not None:
         standby.while_waiting = lambda: node.renew(now_ns())
     if private is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.core.errors import EnvironmentLacksError, ensure
@@ -14,8 +15,10 @@ from engine.core.hosts.host_messages import (
     ForkedHostMessage,
     ForkHostMessage,
     HeardHostMessage,
+    HoldsHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
+    SaidAllHostMessage,
     SignsHostMessage,
     TickHostMessage,
     UnforkedHostMessage,
@@ -29,6 +32,7 @@ from engine.runtime.hosts.away_child import AwayChild
 from engine.runtime.hosts.wire import HostPeer
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.process import descendants
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import breakable
 
@@ -38,9 +42,9 @@ _KILLED = -9  # the code of a process whose end nothing saw
 
 
 class AwayServer(ForkServer):
-    """The processes of one other host."""
+    """The processes of one other host. With `takes_over` that host has processes already, from another coordinator."""
 
-    def __init__(self, known: RegisteredHost):
+    def __init__(self, known: RegisteredHost, *, takes_over: bool = False):
         self.host, self.address = known.name, known.address
         self.known = known
         self.peer = HostPeer(known.incarnation, self._deliver)
@@ -50,6 +54,12 @@ class AwayServer(ForkServer):
         self._answers: queue.SimpleQueue[ForkedHostMessage | UnforkedHostMessage | None] = queue.SimpleQueue()
         self._losing = threading.Lock()
         self.has_left = False
+        self.held: tuple[tuple[int, ...], ...] = ()  # as the host told them
+        self.has_said = threading.Event()
+        self._is_early = takes_over  # nobody hears the processes yet
+        self._early: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._hearing = threading.Lock()
+        self._why_lost = ""
         self._heard: tuple[int, ...] = ()  # when the last signs were sent, and when they came
 
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
@@ -99,11 +109,47 @@ class AwayServer(ForkServer):
                 self._answers.put(header)
             case LeavesHostMessage():
                 self.has_left = True
+            case HoldsHostMessage(processes=processes):
+                self.held = processes
+            case SaidAllHostMessage():
+                self.has_said.set()
 
     def _with(self, process: int, name: str, *given: Any) -> None:
-        child = self._away.get(process)
-        if child is not None:
-            getattr(child, name)(*given)
+        with self._hearing:
+            child = self._away.get(process)
+            if self._is_early:
+                self._early.append((process, name, given))
+            elif child is not None:
+                getattr(child, name)(*given)
+
+    def adopt(self, number: int, worker: int, pid: int, ended: Sequence[int], far: int, board_fd: int) -> Child:
+        """Returns a handle of a process that another coordinator has had; `ended` has its exit code, or is empty."""
+        child = AwayChild(f"bamboo-{worker}", number, worker, far, board_fd, self.peer.end.send)
+        child.pid = pid
+        with self._losing:
+            self._number = max(self._number, number)
+            self._away[number] = child
+            is_lost = self.peer.is_lost
+        if ended or is_lost:
+            child.ended(ended[0] if ended else _KILLED, "" if ended else self._why_lost)
+        return child
+
+    def words(self) -> list[tuple[int, bytes]]:
+        """Returns what processes have said before they were adopted, each with its number."""
+        with self._hearing:
+            return [(number, packet) for number, name, (packet, *_) in self._early if name == "hear"]
+
+    def hear_again(self) -> None:
+        """Lets all come to the handles that has come before them, and from now on all at once."""
+
+        def replay() -> None:
+            with self._hearing:
+                for number, name, given in self._early:
+                    if (child := self._away.get(number)) is not None:
+                        getattr(child, name)(*given)
+                self._early, self._is_early = [], False
+
+        threading.Thread(target=replay, name=f"again {self.host}", daemon=True).start()
 
     def tick(self) -> None:
         """Tells the other host that this one lives."""
@@ -112,12 +158,26 @@ class AwayServer(ForkServer):
     def lose(self, why: str) -> None:
         """Counts the host as lost, because of `why`, with all its processes; its words count for nothing any more."""
         with self._losing:
-            self.peer.is_lost = True
+            self.peer.is_lost, self._why_lost = True, why
             self.peer.end.connect()  # which ends the stream
             children = [*self._away.values()]
         for child in children:
             child.ended(_KILLED, why)
         self._answers.put(None)
+        self.has_said.set()
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """The agent of the other host does it."""
+        yield
+
+    @contextlib.contextmanager
+    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
+        """The agent of the other host does it."""
+        yield
+
+    def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
+        """The agent of the other host does it."""
 
     def keep(self, line: str) -> None:
         """Lets the other host keep a decision."""

@@ -1,7 +1,8 @@
 """The hosts of a run in the store: each registers, one of them is elected, and the outcome stays for an hour.
 
     hosts/NAME     a host, on its lease
-    elected        the host that coordinates, its address, the hosts of the run and the certificate, on its lease
+    elected        the host that coordinates, its address, the hosts of the run and the certificate, on its lease; when
+                   that has ended, another host of the run takes its place
     refused        why these hosts do not begin, for those of them that have not seen it; on a lease of seconds
     outcome        the exit code of the run, and words; on a lease of an hour
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from engine.core.errors import (
@@ -46,6 +47,7 @@ class Elected:
     hosts: tuple[str, ...]
     incarnations: tuple[str, ...]  # of these hosts
     certificate: tuple[str, str]
+    lease_id: int
 
     @property
     def made(self) -> RunCertificate:
@@ -121,9 +123,29 @@ class HostRegistry:
         """Tries to make this host the one that coordinates; returns whether it is."""
         names = tuple(each.name for each in hosts)
         lives = tuple(each.incarnation for each in hosts)
-        value = Elected(self.own.name, self.own.incarnation, place, names, lives, (made.certificate, made.key))
+        pair, lease_id = (made.certificate, made.key), self._lease.lease_id
+        return self._stands(Elected(self.own.name, self.own.incarnation, place, names, lives, pair, lease_id))
+
+    def succeed(self, before: Elected, place: str) -> Elected | None:
+        """Tries to put this host in the place of one that is lost; None if another host is, or the run is over."""
+        own, lease_id = self.own, self._lease.lease_id
+        value = replace(before, name=own.name, incarnation=own.incarnation, place=place, lease_id=lease_id)
+        return value if self._stands(value) else None
+
+    def _stands(self, value: Elected) -> bool:
         text = json.dumps(asdict(value), sort_keys=True).encode()
-        return self._kv.transact(Txn((absent(_ELECTED),), (Put(_ELECTED, text, self._lease),))).succeeded
+        is_free = (absent(_ELECTED), absent(_OUTCOME))
+        return self._kv.transact(Txn(is_free, (Put(_ELECTED, text, self._lease),))).succeeded
+
+    def revoke(self, elected: Elected) -> None:
+        """Ends the lease of a host whose process is known to have ended."""
+        self._kv.revoke(Lease(elected.lease_id, 1))
+
+    def of_run(self, elected: Elected) -> list[RegisteredHost]:
+        """Returns the hosts of a run; one that is lost has neither address nor lease."""
+        known = {each.incarnation: each for each in self.hosts()}
+        pairs = zip(elected.hosts, elected.incarnations, strict=True)
+        return [known.get(life) or RegisteredHost(name, life, "", 0, {}) for name, life in pairs]
 
     def elected(self) -> Elected | None:
         """Returns the host that coordinates the run, None if there is none."""
@@ -134,7 +156,8 @@ class HostRegistry:
         try:
             certificate, key = plain["certificate"]
             names, lives = tuple(plain["hosts"]), tuple(plain["incarnations"])
-            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, (certificate, key))
+            pair, lease_id = (certificate, key), int(plain["lease_id"])
+            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id)
         except (KeyError, TypeError, ValueError) as error:
             raise InvariantError("the key 'elected' of this run is not of a host") from error
 
@@ -145,12 +168,12 @@ class HostRegistry:
         return found if is_back else None
 
     def awaited(self, run: Elected) -> HostOutcome:
-        """Waits for the outcome of a run; raises CoordinatorUnavailableError if its coordinator is lost before."""
+        """Waits for the outcome of a run; raises CoordinatorUnavailableError if no host coordinates it any more."""
+        seen_s = time.monotonic()
         while (found := self.outcome()) is None:
-            now = self.elected()
-            if now is None or now.incarnation != run.incarnation:
-                if (last := self.waited(self.outcome, _ELECTION_S)) is not None:
-                    return last
+            if self.elected() is not None:
+                seen_s = time.monotonic()
+            elif time.monotonic() - seen_s > _ELECTION_S:
                 raise CoordinatorUnavailableError(f"host {run.name}, which coordinated the run, is lost")
             _pause()
         return found
@@ -158,6 +181,11 @@ class HostRegistry:
     def tell(self, outcome: HostOutcome) -> None:
         """Writes the outcome, which stays for an hour."""
         self._kv.put(_OUTCOME, json.dumps(asdict(outcome)).encode(), self._kv.grant(_OUTCOME_S))
+
+    def forget(self, prefixes: Sequence[str]) -> None:
+        """Deletes what another host would have gone on with: the run is over."""
+        for prefix in prefixes:
+            self._kv.delete_prefix(prefix)
 
     def outcome(self) -> HostOutcome | None:
         """Returns the outcome of the run, None if it has none yet."""

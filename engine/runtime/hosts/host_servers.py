@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord, PreparedRecord
 from engine.core.hosts.deal import host_for_one_more
 from engine.core.hosts.host_loss import LATER_NS, HostSight
 from engine.core.store.kv import KV, Lease
 from engine.runtime.hosts.away_server import AwayServer
+from engine.runtime.hosts.heard_results import KEPT
 from engine.runtime.process import descendants
 from engine.runtime.process.fork_client import Child, ForkServer
 
 _LOOK_S = 0.05
 _TICK_S = 0.25
-_DECISIONS = (CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord, PreparedRecord)
+_SLEPT_NS = 500_000_000
 _FIRST_NS = 60_000_000_000  # from the election until a host has to have connected
 
 
@@ -49,8 +49,13 @@ class HostServers(ForkServer):
 
     def _watch(self) -> None:
         began_ns = ticked_ns = time.monotonic_ns()
+        looked_ns = began_ns
         while not self._is_over.wait(_LOOK_S):
             now_ns = time.monotonic_ns()
+            has_slept, looked_ns = now_ns - looked_ns > _SLEPT_NS, now_ns
+            if has_slept:  # this host stood still, and may not coordinate any more: it judges nobody by that time
+                for each in self._away.values():
+                    each.peer.heard_ns, each.peer.ended_ns = now_ns, each.peer.ended_ns and now_ns
             is_due = now_ns - ticked_ns >= _TICK_S * 1e9
             ticked_ns = now_ns if is_due else ticked_ns
             for each in self._away.values():
@@ -69,14 +74,20 @@ class HostServers(ForkServer):
 
     def _lose(self, away: AwayServer, why: str) -> None:
         with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look
-            self._kv.revoke(Lease(away.known.lease_id, 1))
+            if away.known.lease_id:
+                self._kv.revoke(Lease(away.known.lease_id, 1))
             away.lose(why)
 
+    def lose(self, host: str, why: str) -> None:
+        """Counts a host as lost, because of `why`."""
+        self._lose(self._away[host], why)
+
     def hear(self, record: object, line: str) -> None:
-        """Lets all hosts keep a decision."""
-        if isinstance(record, _DECISIONS):
+        """Lets all other hosts keep a decision."""
+        if isinstance(record, KEPT):
             for each in self._away.values():
-                each.keep(line)
+                if each is not self._local:
+                    each.keep(line)
 
     def stop_watching(self) -> None:
         """Judges no host any more: the run has ended."""

@@ -3,6 +3,9 @@
     coordinator's host   ForkHost, SignalHost, WordsHost --->  this process  ---> link of the worker
                          <--- EndedHost, WordsHost, SignsHost                <--- link, pidfd, board, /proc
 
+They outlive the host that coordinates: `follow` tells the next one which processes there are, and says again what may
+have been lost with the one before.
+
 Rules: the words of a worker come before its end. A thread asks all workers for signs of life and sends them, four times
 a second and in one message, so that no fork holds them up. SIGTERM to this process is a notice for all its workers; a
 second one kills them.
@@ -23,15 +26,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, required
 from engine.core.history.process_records import ClockRecord, HeardRecord
+from engine.core.history.record_lines import decoded
+from engine.core.history.run_records import AuditRecord
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
     ForkHostMessage,
     HeardHostMessage,
+    HoldsHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
+    SaidAllHostMessage,
     SignalHostMessage,
     SignsHostMessage,
     TickHostMessage,
@@ -44,7 +52,9 @@ from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
 from engine.core.message_codec import MAX_BYTES, Message, encode
 from engine.core.process_messages import PingMessage
 from engine.runtime.agent.worker_handles import fork_linked
+from engine.runtime.hosts.heard_results import HeardResults
 from engine.runtime.hosts.host_registry import HostOutcome
+from engine.runtime.hosts.said_again import SaidAgain
 from engine.runtime.hosts.stream_end import StreamEnd
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -53,7 +63,8 @@ from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
 _TICK_S = 0.25
-_LOOK_S = 1.0  # for the end of the run, while no word comes
+_LOOK_S = 1.0  # between the records of the clock
+_ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
 _PATIENCE_S = 0.05  # for the descendants of a worker
 _TOGETHER = 32  # signs in one message
 _HEARTBEAT = b'{"kind":"heartbeat"'
@@ -67,7 +78,15 @@ class _Process:
     child: Child
     link: Link
     heartbeat: bytes = b""
-    has_ended: bool = field(default=False)
+    code: int | None = None  # when it has ended
+    said: SaidAgain = field(default_factory=SaidAgain)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.code is not None or self.child.is_closed
+
+    def to_plain(self) -> tuple[int, ...]:
+        return (self.number, self.worker, self.child.pid, *(() if self.code is None else (self.code,)))
 
 
 class HostWorkers:
@@ -80,12 +99,12 @@ class HostWorkers:
         record_fds: Sequence[int],
         board: ProgressBoard,
         logs: Path,
-        chief: str,
+        job: Job,
     ):
-        """`chief` is the name of the host that coordinates."""
-        self.end: StreamEnd | None = None
         self.outcome: HostOutcome | None = None
-        self._recorder, self._chief = recorder, chief
+        self.heard = HeardResults(job)
+        self._end: StreamEnd | None = None
+        self._recorder, self._chief = recorder, ""
         self._offset = OffsetWatch()  # of the clock of that host; used by the thread of the stream alone
         self._bounds: OffsetBounds | None = None
         self._server, self._record_fds, self._board, self._logs = server, record_fds, board, logs
@@ -95,31 +114,55 @@ class HostWorkers:
         self._selector = selectors.DefaultSelector()
         self._num_signals = 0
         self._is_over = threading.Event()
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
+        threading.Thread(target=self._tell_signs, name="signs", daemon=True).start()
+
+    def follow(self, chief: str, end: StreamEnd) -> None:
+        """Serves host `chief` from now on, over a new stream, of which `end` is this host's end."""
+        self._chief, self._orders = chief, queue.SimpleQueue()  # orders of the host before count for nothing
+        self._offset, self._bounds = OffsetWatch(), None
+        living = [*self._processes.values()]
+        end.send(frame(HoldsHostMessage(tuple(each.to_plain() for each in living))))
+        for each in living:
+            for packet in each.said.packets:
+                end.send(frame(WordsHostMessage(each.number), packet))
+        end.send(frame(SaidAllHostMessage()))
+        self._end = end
+
+    def wake(self) -> None:
+        """Lets the loop look at its stream at once, from any thread."""
+        os.eventfd_write(self._wake_fd, 1)
 
     def deliver(self, header: Message, packet: bytes) -> None:
         """Takes a frame of the coordinator's host, in the thread of the stream."""
         if isinstance(header, TickHostMessage):
-            self._end.forget(header.received)
+            if self._end is not None:
+                self._end.forget(header.received)
             self._offset.received(header.sent_ns, at_ns := now_ns())
             if header.heard:
                 self._offset.sent(*header.heard)
             self._bounds = self._offset.at(at_ns)
         else:
             self._orders.put((header, packet))
-            os.eventfd_write(self._wake_fd, 1)
+            self.wake()
 
-    @property
-    def _end(self) -> StreamEnd:
-        return required(self.end, "a host hears of nothing before its stream is there")
+    def run(self, interrupts: Interrupts | None, is_alone: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+        """Runs until the outcome has come, all workers have left after a notice, or `is_over` says so.
 
-    def run(self, interrupts: Interrupts, is_over: Callable[[], bool]) -> None:
-        """Runs until the outcome has come, `is_over` says so, or all workers have left after a notice."""
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
-        self._selector.register(interrupts, selectors.EVENT_READ, partial(self._interrupted, interrupts))
-        threading.Thread(target=self._tell_signs, name="signs", daemon=True).start()
+        That is asked while the host `is_alone`, without a stream. Without `interrupts` another loop has the signals.
+        """
+        if interrupts is not None:
+            self._selector.register(interrupts, selectors.EVENT_READ, partial(self._interrupted, interrupts))
+        try:
+            self._run(is_alone, is_over)
+        finally:
+            if interrupts is not None:
+                self._selector.unregister(interrupts)
+
+    def _run(self, is_alone: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         looked_s = time.monotonic()
         while self.outcome is None:
-            for key, _ in self._selector.select(_TICK_S):
+            for key, _ in self._selector.select(_ALONE_S if is_alone() else _TICK_S):
                 if self._selector.get_map().get(key.fd) is key:
                     with contextlib.suppress(BlockingIOError):
                         key.data()
@@ -129,8 +172,8 @@ class HostWorkers:
             if time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
                 self._record_clock()
-                if is_over():
-                    return
+            if is_alone() and is_over():
+                return
 
     def _record_clock(self) -> None:
         if (bounds := self._bounds) is not None:
@@ -150,7 +193,8 @@ class HostWorkers:
         self._selector.close()
 
     def _send(self, header: Message, packet: bytes = b"") -> None:
-        self._end.send(frame(header, packet))
+        if self._end is not None:
+            self._end.send(frame(header, packet))
 
     def _obey(self) -> None:
         os.eventfd_read(self._wake_fd)
@@ -166,9 +210,15 @@ class HostWorkers:
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
                     self._processes[number].child.signal(signal.Signals(which))
                 case HeardHostMessage(line=line):
-                    self._recorder.write(HeardRecord(of=self._chief, line=line))
+                    self._hear(line)
                 case OutcomeHostMessage(code=code, words=words):
                     self.outcome = HostOutcome(code, words)
+
+    def _hear(self, line: str) -> None:
+        record = decoded(line)
+        self.heard.hear(record)
+        if not isinstance(record, AuditRecord):  # most of the bytes, which the worker's own host has too
+            self._recorder.write(HeardRecord(of=self._chief, line=line))
 
     def _fork(self, order: ForkHostMessage) -> None:
         self._board.grow(order.num_lines)
@@ -199,6 +249,7 @@ class HostWorkers:
         elif data.startswith(_HEARTBEAT):
             of.heartbeat = data
         else:
+            of.said.add(data)
             self._send(WordsHostMessage(of.number), data)
         return bool(data)
 
@@ -206,9 +257,8 @@ class HostWorkers:
         with contextlib.suppress(BlockingIOError):
             while self._spoken(of):
                 pass
-        of.has_ended = True
-        code = required(of.child.wait(), "a process whose pidfd is readable has ended")
-        self._send(EndedHostMessage(of.number, code))
+        of.code = required(of.child.wait(), "a process whose pidfd is readable has ended")
+        self._send(EndedHostMessage(of.number, of.code))
         self._unwatch(of)
         self._server.end_descendants(_PATIENCE_S)
 
@@ -221,7 +271,6 @@ class HostWorkers:
         of = self._processes.pop(number, None)
         if of is not None:
             self._unwatch(of)
-            of.has_ended = True
             of.link.close()
             of.child.close()
 
@@ -235,11 +284,13 @@ class HostWorkers:
 
     def _tell_signs(self) -> None:
         while not self._is_over.wait(_TICK_S):
-            living = [each for each in [*self._processes.values()] if not each.has_ended]
+            living, end = [each for each in [*self._processes.values()] if not each.has_ended], self._end
+            if end is None:
+                continue
             signs = [self._sign(each) for each in living]
             for begin in range(0, max(1, len(signs)), _TOGETHER):
                 part = tuple(map(tuple, signs[begin : begin + _TOGETHER]))
-                self._send(SignsHostMessage(self._end.received, now_ns(), part))  # type: ignore[arg-type]
+                end.send(frame(SignsHostMessage(end.received, now_ns(), part)))  # type: ignore[arg-type]
             for each in living:
                 with contextlib.suppress(OSError):  # it was released meanwhile
                     each.link.send_packet(_PING)

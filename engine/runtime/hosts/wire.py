@@ -145,8 +145,18 @@ def _read(peer: HostPeer, connection: int, requests: Iterator[bytes], context: A
 class WireClient:
     """The stream of this host to the coordinator's, in a thread; connects again while it is not closed."""
 
-    def __init__(self, name: str, incarnation: str, place: str, made: RunCertificate, deliver: Deliver):
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        place: str,
+        made: RunCertificate,
+        deliver: Deliver,
+        on_end: Callable[[], None] = lambda: None,
+    ):
+        """`on_end` is called when a connection has ended."""
         self.peer = HostPeer(incarnation, deliver)
+        self._on_end = on_end
         self._name, self._place = name, place
         own = made.certificate.encode()
         self._credentials = grpc.ssl_channel_credentials(own, made.key.encode(), own)
@@ -170,6 +180,7 @@ class WireClient:
                     pass
             if self.peer.ended_ns is None:
                 self.peer.ended_ns = time.monotonic_ns()
+            self._on_end()
             self._is_closed.wait(_AGAIN_S)
 
     def _follow(self, channel: Any) -> None:

@@ -8,20 +8,21 @@ once another candidate holds the key.
 from __future__ import annotations
 
 from engine.core.errors import LeaseLostError, required
-from engine.core.store.kv import KV, Condition, Lease, Put, Txn, absent, equal
+from engine.core.store.kv import KV, Condition, Delete, Lease, Put, Txn, absent, equal
 
 LEASE_TTL_S = 15  # of a host and of a role
 RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
 
 
 class Election:
-    """One candidate for a key; `value` is unique among the candidates."""
+    """One candidate for a key; `value` is unique among the candidates. A `kept` lease is renewed by somebody else."""
 
-    def __init__(self, kv: KV, key: str, value: bytes, ttl_s: int):
+    def __init__(self, kv: KV, key: str, value: bytes, ttl_s: int, kept: Lease | None = None):
         self.key = key
         self._kv = kv
         self._value = value
         self._ttl_s = ttl_s
+        self._kept = kept
         self._lease: Lease | None = None
 
     @property
@@ -32,25 +33,29 @@ class Election:
     def poll(self) -> bool:
         """Takes the key if it is free; returns whether this candidate holds it."""
         if self._lease is None and self._kv.get(self.key) is None:
-            lease = self._kv.grant(self._ttl_s)
+            lease = self._kept or self._kv.grant(self._ttl_s)
             try:
                 outcome = self._kv.transact(Txn((absent(self.key),), (Put(self.key, self._value, lease),)))
             except LeaseLostError:
                 return False  # the lease expired meanwhile: the next poll tries again
             if outcome.succeeded:
                 self._lease = lease
-            else:
+            elif self._kept is None:
                 self._kv.revoke(lease)
         return self._lease is not None
 
     def renew(self) -> bool:
         """Renews the lease; returns False if it has expired, so that another candidate may hold the key."""
+        if self._kept is not None:
+            return True
         if not self._kv.keep_alive(required(self._lease, "a candidate that renews has a lease")):
             self._lease = None
         return self._lease is not None
 
     def resign(self) -> None:
         """Releases the key, if this candidate holds it."""
-        if self._lease is not None:
+        if self._lease is not None and self._kept is None:
             self._kv.revoke(self._lease)
-            self._lease = None
+        elif self._lease is not None:
+            self._kv.transact(Txn((self.fence,), (Delete(self.key),)))
+        self._lease = None

@@ -1,0 +1,49 @@
+"""Who takes over from a coordinator that is lost with its host has to have a process for each worker.
+
+Rule: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from engine.core.coordinator.state import FACTS, STATE
+from engine.core.errors import CoordinatorUnavailableError
+from engine.core.membership import state as membership_state
+
+_KILLED = -9  # the code of a process whose end nothing saw
+
+
+class TakenProcess(NamedTuple):
+    """A process of a worker on a host, by its number there; `ended` has its exit code, or is empty."""
+
+    worker: int
+    host: str
+    number: int
+    pid: int
+    ended: tuple[int, ...] = ()
+
+
+def succession(
+    texts: Mapping[str, str], held: Mapping[str, Sequence[Sequence[int]]], lost: str
+) -> tuple[TakenProcess, ...]:
+    """Returns the processes of a run whose coordinator was on host `lost`; `texts` are its values in the store.
+
+    `held` has of each host that is there the processes: number, worker, pid, and the exit code of one that has ended.
+    Raises CoordinatorUnavailableError for a run that had not begun to train: its workers know too little.
+    """
+    if STATE not in texts or FACTS not in texts or not json.loads(texts[FACTS])["started"]:
+        raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost before training has begun")
+    state = membership_state.resume(texts[STATE], 0)
+    found = {
+        worker: TakenProcess(worker, host, number, pid, tuple(ended))
+        for host, processes in held.items()
+        for number, worker, pid, *ended in processes
+    }
+    for worker in (*state.members, *state.waiting):
+        if worker not in found and worker not in state.exited:
+            host = state.nodes.get(worker, lost)
+            found[worker] = TakenProcess(worker, host, -1 - worker, 0, (_KILLED,) if host in held else ())
+    return tuple(found[worker] for worker in sorted(found))

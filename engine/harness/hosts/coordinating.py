@@ -1,0 +1,64 @@
+"""A host that coordinates: it runs the job with the fork servers of all hosts, and tells the outcome to everybody."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.core.coordinator.state import COMMIT, FACTS, READERS, ROLE, STATE
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode
+from engine.runtime.agent.taken_run import Seat
+from engine.runtime.hosts.host_registry import HostOutcome, HostRegistry
+from engine.runtime.hosts.host_servers import HostServers
+from engine.runtime.process.fork_client import ForkServer
+
+RunOn = Callable[[ForkServer, Seat], Any]  # runs the job with the servers of all hosts; returns the result of its case
+
+
+@dataclass(frozen=True, slots=True)
+class HostRunEnd:
+    """The end of a run on this host; `result` is there on the host that coordinated last."""
+
+    outcome: HostOutcome
+    result: Any = None
+
+
+def coordinate(run: RunOn, servers: HostServers, registry: HostRegistry, seat: Seat) -> HostRunEnd:
+    """Runs the job as on one host, with the workers of all hosts, and tells the outcome."""
+    result, error = None, None
+    try:
+        result = run(servers, seat)
+        plain = result.to_plain()
+        outcome = HostOutcome(int(plain["exit_code"]), str(plain["outcome"]))
+    except BambooError as found:
+        error, outcome = found, HostOutcome(int(found.exit_code), f"failed: {found}")
+    except BaseException:
+        tell(HostOutcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"), servers, registry)
+        raise
+    tell(outcome, servers, registry)
+    if error is not None:
+        raise error
+    return HostRunEnd(outcome, result)
+
+
+def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> None:
+    """Tells the outcome to the store and to all hosts; a signal, which may have ended the run, breaks neither off."""
+    servers.stop_watching()
+
+    def to_store() -> None:
+        with contextlib.suppress(CoordinatorUnavailableError):  # then the hosts hear it over their streams alone
+            registry.tell(outcome)
+            registry.forget((ROLE, STATE, COMMIT, FACTS, *READERS))
+
+    telling = threading.Thread(target=to_store, name="outcome", daemon=True)
+    telling.start()
+    servers.tell(outcome.code, outcome.words)
+    telling.join()
+
+
+def place_of_host(address: str, port: int) -> str:
+    """Returns the place where a host listens, as one text."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

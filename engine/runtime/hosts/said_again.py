@@ -1,0 +1,47 @@
+"""What a worker has said that the next coordinator has to hear again: that it has joined, its notice, its last words.
+
+Rule: in the epoch of a take-over all members say again what they hold, and vote again; the rest is said once only. The
+hashes of the last steps may not have been told to other hosts when a host was lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.core.message_codec import kind_of
+from engine.core.messages import (
+    AuditMessage,
+    FailedMessage,
+    RaisedMessage,
+    ReadyMessage,
+    RefusedMessage,
+    WaitingMessage,
+)
+from engine.core.process_messages import NoticeMessage
+
+_ONCE = tuple(
+    f'{{"kind":"{kind_of(each)}"'.encode()
+    for each in (ReadyMessage, WaitingMessage, NoticeMessage, RaisedMessage, FailedMessage, RefusedMessage)
+)
+_HASHES = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
+_MOST_HASHES = 64  # messages: those of two steps, of a worker with many slots
+
+
+class SaidAgain:
+    """The words of one worker that are said again."""
+
+    def __init__(self) -> None:
+        self._once: list[bytes] = []
+        self._hashes: deque[bytes] = deque(maxlen=_MOST_HASHES)
+
+    def add(self, packet: bytes) -> None:
+        """Takes a control message of the worker."""
+        if packet.startswith(_HASHES):
+            self._hashes.append(packet)
+        elif packet.startswith(_ONCE):
+            self._once.append(packet)
+
+    @property
+    def packets(self) -> list[bytes]:
+        """The words, each kind in its order."""
+        return [*self._once, *self._hashes]
