@@ -118,7 +118,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
     | {"engine.core.elastic", "engine.runtime.faults", "engine.runtime.coordinator"},
     "engine.runtime.hosts": _HOST
-    | {"engine.core.hosts", "engine.core.membership", "engine.core.merging", "engine.core.store"}
+    | {"engine.core.config", "engine.core.hosts", "engine.core.membership", "engine.core.merging", "engine.core.store"}
     | {"engine.runtime.agent"},
     "engine.bench": _HOST
     | _PLANS
@@ -146,6 +146,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.harness.bed": _HOST | {"engine.runtime.doctor", "engine.runtime.store"},
     "engine.harness.hosts": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.hosts", "engine.files.jobs", "engine.models"}
+    | {"engine.core.store"}
     | {"engine.core.launch"}
     | {"engine.harness", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.hosts"}
     | {"engine.runtime.store"},

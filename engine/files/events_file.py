@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.core.errors import InvariantError, StorageError
+from engine.core.history.heard_decisions import HeardDecisions
 from engine.core.history.process_records import StartedRecord
 from engine.core.history.record import AGENT, Record, StampedRecord, UnreadLine
 from engine.core.history.record_lines import (
@@ -39,9 +40,9 @@ def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
     Of its actions it has those that its recoveries are timed by, or every one; `files` has all of them. A run has
     millions, and each takes a hundred times longer to read as a record than as bytes.
     """
-    history, files = RunHistory(), StepReader(path.parent)
+    history, files, heard = RunHistory(), StepReader(path.parent), HeardDecisions()
     for begin, data in whole_lines(path, 0):
-        _add_lines(history, data, path, begin)
+        _add_lines(history, data, path, begin, heard)
     marked, span = marked_steps(history.records_of_recoveries), span_of(history.job)
     near = {step - step % span for step in marked}
     actions = files.actions([each for each in files.ranges() if every_action or each in near], _pids(history))
@@ -129,7 +130,7 @@ def _records_of(line: str, number: int, path: Path, start: int) -> Iterator[Reco
         yield record
 
 
-def _add_lines(history: RunHistory, data: bytes, path: Path, start: int) -> None:
+def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: HeardDecisions) -> None:
     """Adds the records in whole lines to a history; a day has a million commits, which are read many at once."""
     *lines, _ = data.decode("utf-8", "replace").split("\n")
     commits: list[tuple[str, ...]] = []
@@ -142,6 +143,8 @@ def _add_lines(history: RunHistory, data: bytes, path: Path, start: int) -> None
         commits = []
         for record in _records_of(line, number, path, start):
             history.add(record)
+            if (decision := heard.told(record)) is not None:
+                history.add(decision)
     history.add_commits(commits)
 
 

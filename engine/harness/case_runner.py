@@ -105,11 +105,12 @@ def _run_in(
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
     options: dict[str, Any] = {name: getattr(case, name) for name in _PASSED_ON}
     job = case.scenario.job
-    place, run = place_of(job, str(folder.path)), folder.path.name
+    home = seat.taken.home if seat and seat.taken else folder.path
+    place, run = place_of(job, str(home)), home.name
     restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)
     options |= {"origin": case.origin, "revive": restarts.revive} | ({"seat": seat} if seat else {})
     with claimed(place if job.checkpoints else "", run):
-        ending = drive(job, folder, run_id=case.run_id or run, **options)
+        ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:

@@ -220,7 +220,8 @@ def _taken(
         for server in away.values():
             server.hear_again()
 
-    return TakenRun(folder, results.results, processes, hear_again)
+    home = folder.path if at.job.checkpoints or not workers.checkpoints else Path(workers.checkpoints).parent
+    return TakenRun(folder, home, results.results, processes, hear_again)
 
 
 def _adopt(server: AwayServer, taken: TakenProcess, far: int, board_fd: int) -> Child:

@@ -29,7 +29,7 @@ from engine.core.history.process_records import (
     ResumedRecord,
     TrainingEndedRecord,
 )
-from engine.core.membership.events import Restarted
+from engine.core.membership.events import Restarted, TakenOver
 from engine.core.ownership import Ownership
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.nvml import GpuLook
@@ -42,8 +42,8 @@ from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, worker_view
 from engine.runtime.agent.start_up import Crew, Launch, recording
-from engine.runtime.agent.taken_run import NO_SEAT, Seat, TakenRun, take_over, taken_crew
-from engine.runtime.agent.worker_handles import start_coordinator
+from engine.runtime.agent.taken_run import NO_SEAT, Seat, TakenRun
+from engine.runtime.agent.worker_handles import give_slots, start_coordinator
 from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.store_joining import join_store
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -86,7 +86,8 @@ def run_session(
     """
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
-    ownership, folder = _on_hosts(job, ownership, server), str(events.parent)
+    ownership = _on_hosts(job, ownership, server)
+    folder = str(seat.taken.home if seat.taken else events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.taken is None)
@@ -152,7 +153,7 @@ def _trained(
         left = faults if agent is None else _restarted(agent, launch.ownership)
         is_taken = taken is not None and agent is None
         origin = origin if is_taken else _origin(launch.recorder, origin, agent)
-        crew = taken_crew(launch, taken, origin) if taken and is_taken else launch.start(left, origin)
+        crew = launch.take_over(taken, origin) if taken and is_taken else launch.start(left, origin)
         board, at = crew.board, look(crew)
         agent = made(
             crew.members,
@@ -166,7 +167,9 @@ def _trained(
         for member in crew.members.values():
             agent.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
         if taken and is_taken:
-            take_over(agent, taken)
+            give_slots(crew.members.values(), agent.node.coordination.ownership)
+            agent.decide(TakenOver(now_ns()))  # an epoch begins, in which all say again what they hold
+            taken.hear_again()
         run(agent)
     return agent, board
 

@@ -21,7 +21,9 @@ from engine.core.history.step_files import FOLDER, span_of
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.files.accelerators import accelerators, lacks
+from engine.runtime.agent.taken_run import TakenRun
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
+from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
@@ -99,6 +101,22 @@ class Launch:
                 crew.start_waiting()
         for member in crew.members.values():
             crew.welcome(member)
+        return crew
+
+    def take_over(self, taken: TakenRun, origin: Resumption | None) -> Crew:
+        """Returns the workers of a run that another host has coordinated; they go on."""
+        workers = [each.worker for each in taken.processes]
+        board = ProgressBoard.create(max(workers, default=0) + 1)
+        self.stack.callback(board.close)
+        crew = Crew(self, board, Guard(), (), origin, {})
+        self.stack.callback(close_workers, crew.members)
+        self.numbers.update(workers)
+        for each in taken.processes:
+            link, far = Link.pair(blocking=False)
+            child = each.adopt(far.fileno(), board.fd)
+            far.close()
+            log = self.logs / f"worker-{each.worker}.log"
+            crew.members[each.worker] = WorkerHandle(each.worker, (), child, link, log, "running", host=each.host)
         return crew
 
 

@@ -9,7 +9,7 @@ import contextlib
 
 from engine.core.config.job import Job
 from engine.core.errors import BambooError
-from engine.core.history.process_records import ResumedRecord
+from engine.core.history.process_records import ExitRecord, ResumedRecord, StartedRecord
 from engine.core.history.record import StampedRecord
 from engine.core.history.run_records import (
     AuditRecord,
@@ -38,6 +38,8 @@ KEPT = (
     PlanRecord,
     PreparedRecord,
     ResumedRecord,
+    StartedRecord,
+    ExitRecord,
     ValidationRecord,
 )  # of these every host hears
 _AUDIT = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()

@@ -21,10 +21,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, required
@@ -45,21 +43,20 @@ from engine.core.hosts.host_messages import (
     TickHostMessage,
     UnforkedHostMessage,
     WordsHostMessage,
-    WorkerSign,
     frame,
 )
 from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
-from engine.core.message_codec import MAX_BYTES, Message, encode
+from engine.core.message_codec import MAX_BYTES, Message, decode, encode, kind_of
+from engine.core.messages import WelcomeMessage
 from engine.core.process_messages import PingMessage
 from engine.runtime.agent.worker_handles import fork_linked
 from engine.runtime.hosts.heard_results import HeardResults
 from engine.runtime.hosts.host_registry import HostOutcome
-from engine.runtime.hosts.said_again import SaidAgain
+from engine.runtime.hosts.own_process import OwnProcess
 from engine.runtime.hosts.stream_end import StreamEnd
-from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
 _TICK_S = 0.25
@@ -68,25 +65,8 @@ _ALONE_S = 0.02  # between looks for another host that coordinates, while there 
 _PATIENCE_S = 0.05  # for the descendants of a worker
 _TOGETHER = 32  # signs in one message
 _HEARTBEAT = b'{"kind":"heartbeat"'
+_WELCOME = f'{{"kind":"{kind_of(WelcomeMessage)}"'.encode()
 _PING = encode(PingMessage())
-
-
-@dataclass(slots=True)
-class _Process:
-    number: int
-    worker: int
-    child: Child
-    link: Link
-    heartbeat: bytes = b""
-    code: int | None = None  # when it has ended
-    said: SaidAgain = field(default_factory=SaidAgain)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.code is not None or self.child.is_closed
-
-    def to_plain(self) -> tuple[int, ...]:
-        return (self.number, self.worker, self.child.pid, *(() if self.code is None else (self.code,)))
 
 
 class HostWorkers:
@@ -103,6 +83,7 @@ class HostWorkers:
     ):
         self.outcome: HostOutcome | None = None
         self.heard = HeardResults(job)
+        self.checkpoints = ""  # where the workers keep them, as the host told them that started them
         self._end: StreamEnd | None = None
         self._recorder, self._chief = recorder, ""
         self._offset = OffsetWatch()  # of the clock of that host; used by the thread of the stream alone
@@ -110,7 +91,7 @@ class HostWorkers:
         self._server, self._record_fds, self._board, self._logs = server, record_fds, board, logs
         self._orders: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, OwnProcess] = {}
         self._selector = selectors.DefaultSelector()
         self._num_signals = 0
         self._is_over = threading.Event()
@@ -119,7 +100,13 @@ class HostWorkers:
 
     def follow(self, chief: str, end: StreamEnd) -> None:
         """Serves host `chief` from now on, over a new stream, of which `end` is this host's end."""
-        self._chief, self._orders = chief, queue.SimpleQueue()  # orders of the host before count for nothing
+        while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
+            header, _ = self._orders.get()
+            if isinstance(header, HeardHostMessage):
+                self._hear(header.line)
+            elif isinstance(header, OutcomeHostMessage):
+                self.outcome = HostOutcome(header.code, header.words)
+        self._chief = chief
         self._offset, self._bounds = OffsetWatch(), None
         living = [*self._processes.values()]
         end.send(frame(HoldsHostMessage(tuple(each.to_plain() for each in living))))
@@ -205,6 +192,9 @@ class HostWorkers:
                     self._fork(header)
                 case WordsHostMessage(process=number) if number in self._processes:
                     self._processes[number].link.send_packet(packet)
+                    if packet.startswith(_WELCOME):
+                        welcome = decode(packet)
+                        self.checkpoints = welcome.checkpoints if isinstance(welcome, WelcomeMessage) else ""
                 case SignalHostMessage(process=number, number=0):
                     self._release(number)
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
@@ -231,13 +221,13 @@ class HostWorkers:
         except EnvironmentLacksError as error:
             self._send(UnforkedHostMessage(order.process, str(error)))
             return
-        made = _Process(order.process, order.worker, child, link)
+        made = OwnProcess(order.process, order.worker, child, link)
         self._processes[order.process] = made
         self._send(ForkedHostMessage(order.process, child.pid))
         self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._ended, made))
         self._selector.register(link, selectors.EVENT_READ, partial(self._spoken, made))
 
-    def _spoken(self, of: _Process) -> bool:
+    def _spoken(self, of: OwnProcess) -> bool:
         """Passes on one message of a worker; returns whether there was one."""
         try:
             data = of.link.socket.recv(MAX_BYTES)
@@ -253,7 +243,7 @@ class HostWorkers:
             self._send(WordsHostMessage(of.number), data)
         return bool(data)
 
-    def _ended(self, of: _Process) -> None:
+    def _ended(self, of: OwnProcess) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._spoken(of):
                 pass
@@ -262,7 +252,7 @@ class HostWorkers:
         self._unwatch(of)
         self._server.end_descendants(_PATIENCE_S)
 
-    def _unwatch(self, of: _Process) -> None:
+    def _unwatch(self, of: OwnProcess) -> None:
         for each in (of.link, of.child.pidfd):
             if each in self._selector.get_map():
                 self._selector.unregister(each)
@@ -287,20 +277,10 @@ class HostWorkers:
             living, end = [each for each in [*self._processes.values()] if not each.has_ended], self._end
             if end is None:
                 continue
-            signs = [self._sign(each) for each in living]
+            signs = [each.sign(self._board) for each in living]
             for begin in range(0, max(1, len(signs)), _TOGETHER):
                 part = tuple(map(tuple, signs[begin : begin + _TOGETHER]))
                 end.send(frame(SignsHostMessage(end.received, now_ns(), part)))  # type: ignore[arg-type]
             for each in living:
                 with contextlib.suppress(OSError):  # it was released meanwhile
                     each.link.send_packet(_PING)
-
-    def _sign(self, of: _Process) -> WorkerSign:
-        heartbeat, of.heartbeat = of.heartbeat.decode(), b""
-        at, place, times = self._board.read(of.worker), self._board.place_of(of.worker), of.child.times()
-        where: tuple[Any, ...] = ()
-        if place is not None:
-            aged = place._replace(since_ns=now_ns() - place.since_ns)
-            where = tuple(map(int, aged))
-        progress = (at.step, at.num_computed, at.action)
-        return WorkerSign(of.number, heartbeat, progress, where, () if times is None else tuple(times))

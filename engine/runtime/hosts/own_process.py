@@ -1,0 +1,46 @@
+"""A process of a worker on this host, as its agent keeps it for the host that coordinates, and for the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core.hosts.host_messages import WorkerSign
+from engine.runtime.hosts.said_again import SaidAgain
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.process.fork_client import Child
+
+
+@dataclass(slots=True)
+class OwnProcess:
+    """The process of a worker; `code` is there when it has ended."""
+
+    number: int
+    worker: int
+    child: Child
+    link: Link
+    heartbeat: bytes = b""  # the last one that no sign has told
+    code: int | None = None
+    said: SaidAgain = field(default_factory=SaidAgain)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, or nobody has a handle of it any more."""
+        return self.code is not None or self.child.is_closed
+
+    def to_plain(self) -> tuple[int, ...]:
+        """Returns what another host that coordinates needs of it."""
+        return (self.number, self.worker, self.child.pid, *(() if self.code is None else (self.code,)))
+
+    def sign(self, board: ProgressBoard) -> WorkerSign:
+        """Returns its sign of life, and takes its heartbeat for that."""
+        heartbeat, self.heartbeat = self.heartbeat.decode(), b""
+        at, place, times = board.read(self.worker), board.place_of(self.worker), self.child.times()
+        where: tuple[Any, ...] = ()
+        if place is not None:
+            aged = place._replace(since_ns=now_ns() - place.since_ns)
+            where = tuple(map(int, aged))
+        progress = (at.step, at.num_computed, at.action)
+        return WorkerSign(self.number, heartbeat, progress, where, () if times is None else tuple(times))
