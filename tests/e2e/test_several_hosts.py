@@ -207,6 +207,40 @@ def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hos
 
 
 @pytest.mark.soak
+def test_another_host_goes_on_when_the_one_that_coordinates_is_silent(hosts: Hosts, train: Train) -> None:
+    """Nothing proves its end before its lease is over; when it comes back, it is out."""
+    bed = hosts(MLP, "model stages steps microbatches")
+    bed.until_commits(3)
+    agent, others = bed.chief, bed.others
+    workers, began_s = workers_of(agent), time.monotonic()
+    os.kill(agent.process.pid, signal.SIGSTOP)
+    bed.until(lambda: any(each.events("commit") for each in others.values()), lost=agent)
+    assert USUAL_S - 2 < time.monotonic() - began_s < USUAL_S + 2
+    os.kill(agent.process.pid, signal.SIGCONT)
+    assert agent.wait().code == ExitCode.FENCED
+    assert {each.wait().code for each in others.values()} == {0}
+    (heir,) = (each for each in others.values() if each.events("commit"))
+    assert [sorted(out[0] for out in each["verdict"]) for each in heir.events("epoch")] == [[], sorted(workers)]
+    assert trajectory_of(heir) == rows_of(train(MLP))
+    assert agent.leftovers() == []
+
+
+@pytest.mark.soak
+def test_two_hosts_that_coordinate_are_lost_one_after_the_other(hosts: Hosts, train: Train) -> None:
+    job = replace(MLP, steps=80)
+    bed = hosts(job, "model stages steps microbatches")
+    bed.until_commits(3)
+    first, others = bed.chief, bed.others
+    os.kill(first.process.pid, signal.SIGKILL)
+    bed.until(lambda: any(len(each.events("commit")) > 4 for each in others.values()), lost=first)
+    second = next(each for each in others.values() if each.events("commit"))
+    os.kill(second.process.pid, signal.SIGKILL)
+    (last,) = (each for each in others.values() if each is not second)
+    assert last.wait().code == 0
+    assert trajectory_of(last) == rows_of(train(job))
+
+
+@pytest.mark.soak
 def test_hosts_listen_on_their_addresses_only(hosts: Hosts) -> None:
     bed = hosts(MLP, "model stages steps microbatches")
     bed.until_commits(3)
