@@ -20,6 +20,7 @@ from engine.core.checks.expectations import Observed, why_no_twin
 from engine.core.checks.twin import compare
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, StorageError, UserError
+from engine.core.history.process_records import EndedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.harness.cases.case import Case, scenario_record, whole_text, write_facts
@@ -94,8 +95,10 @@ def _run_in(
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
     from engine.files.checkpoints.claims import claimed
+    from engine.files.events_file import add_records
     from engine.harness.state_lost import Restarts
     from engine.runtime.agent.checkpoints import place_of
+    from engine.runtime.agent.taken_run import HandedOverError
     from engine.runtime.doctor.leak_check import LeakCheck
 
     if case.file is not None:
@@ -110,7 +113,11 @@ def _run_in(
     restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)
     options |= {"origin": case.origin, "revive": restarts.revive} | ({"seat": seat} if seat else {})
     with claimed(place if job.checkpoints else "", run):
-        ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
+        try:
+            ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
+        except HandedOverError:
+            add_records(folder.events, EndedRecord(outcome="left", exit_code=0))
+            raise
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:

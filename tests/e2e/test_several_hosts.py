@@ -183,8 +183,20 @@ def test_a_silent_host_is_lost_and_ends_when_it_comes_back(hosts: Hosts, train: 
 def test_an_interrupted_run_ends_all_agents_with_one_code(hosts: Hosts) -> None:
     bed = hosts(MLP, "model stages steps microbatches")
     bed.until_commits(3)
-    bed.chief.interrupt(signal.SIGTERM)
-    assert {each.code for each in bed.ends().values()} == {ExitCode.TERMINATED}
+    bed.chief.interrupt(signal.SIGINT)
+    assert {each.code for each in bed.ends().values()} == {ExitCode.INTERRUPTED}
+
+
+@pytest.mark.soak
+def test_a_sigterm_to_the_agent_that_coordinates_hands_over_workers_and_role(hosts: Hosts, train: Train) -> None:
+    bed = hosts(MLP, "model stages steps microbatches")
+    bed.until_commits(3)
+    agent, others = bed.chief, bed.others
+    agent.interrupt(signal.SIGTERM)
+    assert {each.code for each in bed.ends().values()} == {0}
+    (heir,) = (each for each in others.values() if each.events("commit"))
+    assert [each["verdict"] for each in heir.events("epoch")] == [[]]
+    assert trajectory_of(heir) == rows_of(train(MLP))
 
 
 def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hosts, train: Train) -> None:

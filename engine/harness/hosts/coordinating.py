@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.core.coordinator.state import COMMIT, FACTS, READERS, ROLE, STATE
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode
-from engine.runtime.agent.taken_run import Seat
+from engine.runtime.agent.taken_run import HandedOverError, Seat
 from engine.runtime.hosts.host_registry import HostOutcome, HostRegistry
 from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.process.fork_client import ForkServer
@@ -26,13 +26,21 @@ class HostRunEnd:
     result: Any = None
 
 
-def coordinate(run: RunOn, servers: HostServers, registry: HostRegistry, seat: Seat) -> HostRunEnd:
-    """Runs the job as on one host, with the workers of all hosts, and tells the outcome."""
+def coordinate(
+    run: RunOn, servers: HostServers, registry: HostRegistry, seat: Seat, give_back: Callable[[], None]
+) -> HostRunEnd:
+    """Runs the job as on one host, with the workers of all hosts, and tells the outcome.
+
+    If all workers of this host have left after a notice, it gives its lease back, and with it the role.
+    """
     result, error = None, None
     try:
         result = run(servers, seat)
         plain = result.to_plain()
         outcome = HostOutcome(int(plain["exit_code"]), str(plain["outcome"]))
+    except HandedOverError:
+        give_back()
+        return HostRunEnd(left(registry.own.name))
     except BambooError as found:
         error, outcome = found, HostOutcome(int(found.exit_code), f"failed: {found}")
     except BaseException:
@@ -42,6 +50,11 @@ def coordinate(run: RunOn, servers: HostServers, registry: HostRegistry, seat: S
     if error is not None:
         raise error
     return HostRunEnd(outcome, result)
+
+
+def left(name: str) -> HostOutcome:
+    """Returns the end of a host whose workers have handed over."""
+    return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run goes on")
 
 
 def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> None:

@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,12 @@ def run_on_hosts(
                 servers = HostServers(
                     server, away, deal(range(job.num_workers), [each.name for each in hosts]), watch_kv
                 )
-                return coordinate(run, servers, registry, Seat(kept.lease))
+                return coordinate(run, servers, registry, Seat(kept.lease), partial(_give_back, kept))
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
-        at = OwnHost(job, f"{name}/{given.run_id}", registry, kept.lease, watch_kv, screen, run)
+        at = OwnHost(
+            job, f"{name}/{given.run_id}", registry, kept.lease, watch_kv, screen, run, partial(_give_back, kept)
+        )
         return serve(at, elected, server, interrupts)
 
 

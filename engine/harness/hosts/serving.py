@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -25,7 +25,7 @@ from engine.core.config.job import Job
 from engine.core.config.update_rules import preloads
 from engine.core.coordinator.state import FACTS, STATE
 from engine.core.coordinator.succession import TakenProcess, succession
-from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode
+from engine.core.errors import BambooError, CoordinatorUnavailableError
 from engine.core.history.process_records import EndedRecord
 from engine.core.hosts.deal import deal
 from engine.core.hosts.host_loss import SILENT_NS
@@ -33,7 +33,7 @@ from engine.core.store.kv import KV, Lease
 from engine.files.host_facts import host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.run_folder import RunFolder, create_run_folder
-from engine.harness.hosts.coordinating import HostRunEnd, RunOn, coordinate, place_of_host, tell
+from engine.harness.hosts.coordinating import HostRunEnd, RunOn, coordinate, left, place_of_host, tell
 from engine.harness.screen import Screen
 from engine.runtime.agent.start_up import recording
 from engine.runtime.agent.taken_run import HeldProcess, Seat, TakenRun
@@ -52,7 +52,7 @@ _ASK_EVERY_S = 0.1
 _REFUSED_S = 0.2  # for an answer of the port
 _MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 _COME_S = SILENT_NS / 1e9  # from the election until a host has to have come
-_END_S = 10.0  # from the outcome until the workers of this host have ended
+_END_S = 1.0  # from the outcome until the thread has ended that serves the workers of this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class OwnHost:
     kv: KV  # to revoke leases with, and to read the state
     screen: Screen
     run: RunOn
+    give_back: Callable[[], None]  # the lease
 
 
 def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interrupts) -> HostRunEnd:
@@ -122,7 +123,7 @@ def _stream(at: OwnHost, elected: Elected, workers: HostWorkers) -> Iterator[Wir
 def _end(at: OwnHost, workers: HostWorkers) -> HostOutcome | None:
     """Returns the end of the run as this host knows it; None if there is none."""
     if workers.has_left:
-        return HostOutcome(ExitCode.OK, f"left: host {at.registry.own.name} has handed over, and the run goes on")
+        return left(at.registry.own.name)
     return workers.outcome or at.registry.outcome()
 
 
@@ -179,9 +180,7 @@ def _take_over(
     for name, each in away.items():
         if not each.known.lease_id or name == before.name:
             servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
-    with _stream(at, chosen, workers) as wire:
-        serving = threading.Thread(target=_serve_own, args=(workers, wire), name="own workers", daemon=True)
-        serving.start()
+    with _stream(at, chosen, workers), _served(workers):
         until_s = time.monotonic() + _COME_S
         for name, each in away.items():
             if not each.has_said.wait(max(0.0, until_s - time.monotonic())):
@@ -191,13 +190,21 @@ def _take_over(
         except BambooError as error:
             tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
             raise
-        ended = coordinate(at.run, servers, at.registry, Seat(at.lease, taken))
+        return coordinate(at.run, servers, at.registry, Seat(at.lease, taken), at.give_back)
+
+
+@contextlib.contextmanager
+def _served(workers: HostWorkers) -> Iterator[None]:
+    """Serves the workers of this host by a thread, until the outcome has come to it, or at most a little longer."""
+    is_over = threading.Event()
+    serving = threading.Thread(target=workers.run, args=(None, is_over.is_set, is_over.is_set), name="own", daemon=True)
+    serving.start()
+    try:
+        yield
         serving.join(_END_S)
-    return ended
-
-
-def _serve_own(workers: HostWorkers, wire: WireClient) -> None:
-    workers.run(None, lambda: False, lambda: False)
+    finally:
+        is_over.set()
+        serving.join(_END_S)
 
 
 def _taken(

@@ -38,6 +38,7 @@ from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.message_handlers import OwnParts
 from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.taken_run import HandedOverError
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
 from engine.runtime.coordinator.node import Node
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -67,11 +68,12 @@ class Agent(EndsOfRun):
         begins: Resumption | None = None,
         results: RunState | None = None,
         on_joiners: Callable[[Agent], None] = lambda agent: None,
+        own_host: str = "",
     ):
         """`on_joiners` is called when a verdict takes workers in, before any answer to it is heard.
 
         `before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`. `results`
-        are those of a run that is taken over.
+        are those of a run that is taken over. Of several hosts `own_host` is the name of this one.
         """
         after = begun_with(begins)
         run_state = results or RunState(job, after) if before is None else before.run_state.again(after)
@@ -88,6 +90,7 @@ class Agent(EndsOfRun):
         self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
+        self._own_host, self._num_notices = own_host, 0
 
     @property
     def _has_finished(self) -> bool:
@@ -244,12 +247,29 @@ class Agent(EndsOfRun):
         limit_ns = self.node.state.options.form_ns
         for member in self.newcomers.late(now_ns(), limit_ns):
             self.give_up(member, limit_ns / 1e9)
+        self._hand_over()
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
-        """Handles a signal to this process, and shows it."""
+        """Handles a signal to this process, and shows it; of several hosts SIGTERM is a notice for the own workers."""
+        if self._own_host and number is signal.SIGTERM and self.run_state.going_at_ns:
+            self.recorder.write(records.InterruptRecord(signal=number.name))
+            self._num_notices += 1
+            for member in self._own_living:
+                member.child.signal(signal.SIGTERM if self._num_notices == 1 else signal.SIGKILL)
+            return
         super().interrupt(number, step_grace_s)
         self.newcomers.stop()
         self.tick(self)
+
+    @property
+    def _own_living(self) -> list[WorkerHandle]:
+        return [each for each in self.members.values() if each.host == self._own_host and each.exit_code is None]
+
+    def _hand_over(self) -> None:
+        """Leaves the run to the other hosts, when all workers of this one have left after a notice."""
+        others = any(each.exit_code is None for each in self.members.values())
+        if self._num_notices and others and not self._own_living and not self._is_ending:
+            raise HandedOverError
 
     def close(self) -> None:
         """Completes the records and the run state after every worker has ended, if they are not started again."""

@@ -42,7 +42,7 @@ from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView, worker_view
 from engine.runtime.agent.start_up import Crew, Launch, recording
-from engine.runtime.agent.taken_run import NO_SEAT, Seat, TakenRun
+from engine.runtime.agent.taken_run import NO_SEAT, HandedOverError, Seat, TakenRun
 from engine.runtime.agent.worker_handles import give_slots, start_coordinator
 from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.store_joining import join_store
@@ -53,6 +53,7 @@ from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, h
 from engine.runtime.requests.join_requests import Hands, JoinRequests
 from engine.runtime.store.etcd_settings import EtcdSettings
 
+_MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
 
@@ -103,7 +104,7 @@ def run_session(
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
-                made = partial(made, folder=folder)
+                made = partial(made, folder=folder, own_host=server.host)
                 look = partial(_Look, job, watch, requests, asked_for(stack, notices))
                 run = partial(_supervise, server, interrupts)
                 agent, board = _trained(launch, made, look, run, faults, origin, seat.taken)
@@ -195,8 +196,13 @@ def _origin(recorder: Recorder, origin: Resumption | None, before: Agent | None)
 def _supervise(server: ForkServer, interrupts: Interrupts, agent: Agent) -> None:
     """Runs until every worker has ended, or until a record of the agent cannot be written: no more could be proved."""
     interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
+    if server.host:  # a signal may be a notice for the workers of this host, and the run goes on
+        interrupts.limit_s = interrupts.patience_s = _MOST_TO_LEAVE_S
     try:
         supervise(agent, server, interrupts)
+    except HandedOverError:
+        server.leave()
+        raise
     except StorageError as error:
         agent.cause = StorageError(f"{error}; {agent.run_state.progress()}")
 

@@ -48,3 +48,7 @@ class Seat(NamedTuple):
 
 
 NO_SEAT = Seat()
+
+
+class HandedOverError(Exception):
+    """All workers of this host have left after a notice, and the run goes on: another host coordinates it."""

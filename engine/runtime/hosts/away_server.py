@@ -166,6 +166,12 @@ class AwayServer(ForkServer):
         self._answers.put(None)
         self.has_said.set()
 
+    def leave(self) -> None:
+        """Forgets the processes, which go on; no order reaches them any more."""
+        self.peer.end.close()
+        for child in self._away.values():
+            child.ended(0)
+
     @contextlib.contextmanager
     def forking(self) -> Iterator[None]:
         """The agent of the other host does it."""

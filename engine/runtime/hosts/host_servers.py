@@ -89,6 +89,12 @@ class HostServers(ForkServer):
                 if each is not self._local:
                     each.keep(line)
 
+    def leave(self) -> None:
+        """Lets the workers of other hosts go on without this one: nothing more is told to them."""
+        self.stop_watching()
+        for each in self._away.values():
+            each.leave()
+
     def stop_watching(self) -> None:
         """Judges no host any more: the run has ended."""
         self._is_over.set()

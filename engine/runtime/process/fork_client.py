@@ -140,6 +140,9 @@ class ForkServer:
     def hear(self, record: object, line: str) -> None:
         """Hears of a record of the launcher; other hosts of a run keep its decisions."""
 
+    def leave(self) -> None:
+        """Lets the workers of other hosts go on without this one."""
+
     def has_ended(self) -> bool:
         """Returns whether the server has ended; the next fork then starts another."""
         return self._process.poll() is not None
