@@ -124,3 +124,29 @@ def test_the_outcome_stays_when_all_hosts_have_gone(backend: Backend) -> None:
     late = HostRegistry(backend.client(), replace(a.own, incarnation="a2"), a._lease)
     assert late.outcome() == HostOutcome(3, "failed: why")
     assert late.hosts() == []
+
+
+def test_another_host_succeeds_one_that_is_lost_and_only_one_does(backend: Backend) -> None:
+    a, b, c = come(backend, "a"), come(backend, "b"), come(backend, "c")
+    assert a.elect(a.gathered((), 3, 5.0), "10.0.0.1:7", MADE)
+    before = b.elected()
+    assert before is not None
+    assert b.succeed(before, "10.0.0.2:7") is None  # it is not lost
+    b.revoke(before)
+    c.revoke(before)  # each that sees the end does
+    found = b.succeed(before, "10.0.0.2:7")
+    assert found is not None
+    assert c.succeed(before, "10.0.0.3:7") is None
+    assert c.elected() == found
+    assert (found.name, found.place, found.hosts, found.made) == ("b", "10.0.0.2:7", before.hosts, before.made)
+    assert [(each.name, bool(each.lease_id)) for each in b.of_run(found)] == [("a", False), ("b", True), ("c", True)]
+
+
+def test_no_host_succeeds_when_the_run_is_over(backend: Backend) -> None:
+    a, b = come(backend, "a"), come(backend, "b")
+    assert a.elect(a.gathered((), 2, 5.0), "10.0.0.1:7", MADE)
+    before = b.elected()
+    assert before is not None
+    a.tell(HostOutcome(0, "finished"))
+    b.revoke(before)
+    assert b.succeed(before, "10.0.0.2:7") is None

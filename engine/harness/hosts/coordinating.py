@@ -1,4 +1,4 @@
-"""A host that coordinates: it runs the job with the fork servers of all hosts, and tells the outcome to everybody."""
+"""A host that coordinates: it runs the job with the fork servers of all hosts, and tells the outcome to all of them."""
 
 from __future__ import annotations
 

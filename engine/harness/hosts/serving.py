@@ -5,7 +5,7 @@
     take-over        the winner waits for these, and runs the job from the state in the store, as the host before did
 
 Rules: workers run on meanwhile. The winner serves its own workers as those of the others, over a stream to itself, so
-there is one path. What it needs of the run it has heard before: nothing is on the disk of the lost host alone.
+there is one path. It has heard all of the run that it needs: nothing is on the disk of the lost host alone.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interru
 
 @contextlib.contextmanager
 def _stream(at: OwnHost, elected: Elected, workers: HostWorkers) -> Iterator[WireClient]:
-    """Opens the stream of this host to the one that coordinates; its end waits for nobody."""
+    """Opens the stream of this host to the one that coordinates; its end holds nothing up."""
     own = at.registry.own
     wire = WireClient(own.name, own.incarnation, elected.place, elected.made, workers.deliver, workers.wake)
     workers.follow(elected.name, wire.end)
@@ -157,7 +157,7 @@ class _Look:
 
 
 def refuses(place: str) -> bool:
-    """Whether nobody listens at a place whose host answers: the process that did has ended."""
+    """Whether no process listens at a place whose host answers: the process that did has ended."""
     address, _, port = place.rpartition(":")
     try:
         with socket.create_connection((address.strip("[]"), int(port)), _REFUSED_S):

@@ -80,15 +80,12 @@ def run_session(
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
-    Without `etcd` it starts one. `ownership` assigns slots, `ranks` orders the group. Workers are killed `grace_s`
-    after their notice; asks for `notices`. `faults` strike workers, requests if `injectable`. Begins after `origin`,
-    and after the loss of a state as `revive` says; with a run in `seat`, goes on with that one. Raises
-    EnvironmentLacksError, CoordinatorUnavailableError.
+    Without `etcd` it starts one. `ownership` assigns slots, `ranks` orders the group. Kills `grace_s` after a notice.
+    Begins after `origin`, after a lost state as `revive` says; goes on with a run in `seat`. Raises BambooError.
     """
     refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
-    ownership = _on_hosts(job, ownership, server)
-    folder = str(seat.taken.home if seat.taken else events.parent)
+    ownership, folder = _on_hosts(job, ownership, server), str(seat.taken.home if seat.taken else events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.taken is None)
@@ -101,13 +98,12 @@ def run_session(
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start, seat.lease)
                 stack.enter_context(_renewing(node, server))
                 ranks, place = ranks or ownership.workers(), place_of(job, folder)
-                launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place)
+                launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place, faults)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
-                made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, revive=revive)
-                made = partial(made, folder=folder, own_host=server.host)
+                made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, folder=folder)
+                made = partial(made, revive=revive, own_host=server.host)
                 look = partial(_Look, job, watch, requests, asked_for(stack, notices))
-                run = partial(_supervise, server, interrupts)
-                agent, board = _trained(launch, made, look, run, faults, origin, seat.taken)
+                agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), origin, seat.taken)
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             return _broken_off(recorder, job, error, started_at_ns)
@@ -141,7 +137,6 @@ def _trained(
     made: Callable[..., Agent],
     look: Callable[[Crew], _Look],
     run: Callable[[Agent], None],
-    faults: Sequence[Fault],
     origin: Resumption | None,
     taken: TakenRun | None,
 ) -> tuple[Agent, ProgressBoard]:
@@ -151,7 +146,7 @@ def _trained(
     """
     agent: Agent | None = None
     while agent is None or agent.is_to_restart:
-        left = faults if agent is None else _restarted(agent, launch.ownership)
+        left = launch.faults if agent is None else _restarted(agent, launch.ownership)
         is_taken = taken is not None and agent is None
         origin = origin if is_taken else _origin(launch.recorder, origin, agent)
         crew = launch.take_over(taken, origin) if taken and is_taken else launch.start(left, origin)

@@ -86,6 +86,7 @@ class Launch:
     record_fds: tuple[int, int]
     logs: Path
     checkpoints: str = ""
+    faults: Sequence[Fault] = ()
     numbers: set[int] = field(default_factory=set)
 
     def start(self, faults: Sequence[Fault], origin: Resumption | None) -> Crew:

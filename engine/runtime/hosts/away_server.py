@@ -56,7 +56,7 @@ class AwayServer(ForkServer):
         self.has_left = False
         self.held: tuple[tuple[int, ...], ...] = ()  # as the host told them
         self.has_said = threading.Event()
-        self._is_early = takes_over  # nobody hears the processes yet
+        self._is_early = takes_over  # no handle of the processes is there yet
         self._early: list[tuple[int, str, tuple[Any, ...]]] = []
         self._hearing = threading.Lock()
         self._why_lost = ""
@@ -135,7 +135,7 @@ class AwayServer(ForkServer):
         return child
 
     def words(self) -> list[tuple[int, bytes]]:
-        """Returns what processes have said before they were adopted, each with its number."""
+        """Returns the words of processes before they were adopted, each with its number."""
         with self._hearing:
             return [(number, packet) for number, name, (packet, *_) in self._early if name == "hear"]
 

@@ -1,4 +1,4 @@
-"""The results of a run as a host hears them that does not coordinate it: whoever takes over goes on with these.
+"""The results of a run as a host hears them that does not coordinate it: the next one goes on with these.
 
 Rule: each decision is heard in the order in which it was recorded, so the results are those of the host that recorded.
 """

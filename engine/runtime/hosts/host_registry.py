@@ -183,7 +183,7 @@ class HostRegistry:
         self._kv.put(_OUTCOME, json.dumps(asdict(outcome)).encode(), self._kv.grant(_OUTCOME_S))
 
     def forget(self, prefixes: Sequence[str]) -> None:
-        """Deletes what another host would have gone on with: the run is over."""
+        """Deletes the keys that another host would have gone on with: the run is over."""
         for prefix in prefixes:
             self._kv.delete_prefix(prefix)
 

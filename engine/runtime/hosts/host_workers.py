@@ -3,8 +3,8 @@
     coordinator's host   ForkHost, SignalHost, WordsHost --->  this process  ---> link of the worker
                          <--- EndedHost, WordsHost, SignsHost                <--- link, pidfd, board, /proc
 
-They outlive the host that coordinates: `follow` tells the next one which processes there are, and says again what may
-have been lost with the one before.
+They outlive the host that coordinates: `follow` tells the next one which processes there are, and says again the words
+that may have been lost with the one before.
 
 Rules: the words of a worker come before its end. A thread asks all workers for signs of life and sends them, four times
 a second and in one message, so that no fork holds them up. SIGTERM to this process is a notice for all its workers; a

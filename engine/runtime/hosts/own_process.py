@@ -27,11 +27,11 @@ class OwnProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, or nobody has a handle of it any more."""
+        """Whether it has ended, or this agent has no handle of it any more."""
         return self.code is not None or self.child.is_closed
 
     def to_plain(self) -> tuple[int, ...]:
-        """Returns what another host that coordinates needs of it."""
+        """Returns the facts of it that the next host needs."""
         return (self.number, self.worker, self.child.pid, *(() if self.code is None else (self.code,)))
 
     def sign(self, board: ProgressBoard) -> WorkerSign:

@@ -1,6 +1,6 @@
-"""What a worker has said that the next coordinator has to hear again: that it has joined, its notice, its last words.
+"""The words of a worker that the next coordinator has to hear again: that it has joined, its notice, its last words.
 
-Rule: in the epoch of a take-over all members say again what they hold, and vote again; the rest is said once only. The
+Rule: in the epoch of a take-over all members report again, and vote again; the rest is said once only. The
 hashes of the last steps may not have been told to other hosts when a host was lost.
 """
 

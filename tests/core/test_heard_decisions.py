@@ -1,0 +1,47 @@
+"""Decisions that a host has heard, as records of its own: on its clock, and only they."""
+
+from __future__ import annotations
+
+from engine.core.history.heard_decisions import HeardDecisions
+from engine.core.history.process_records import ClockRecord, ExitRecord, HeardRecord
+from engine.core.history.record_lines import encoded
+from engine.core.history.run_records import CommitRecord
+from tests.core.made_records import AGENT
+
+COMMIT = CommitRecord(**{**AGENT, "at_ns": 5_000}, step=3, loss=0.5, grad_norm=1.0, clip_factor=1.0, last=False)
+
+
+def heard(record: CommitRecord | ExitRecord, at_ns: int) -> HeardRecord:
+    return HeardRecord(**{**AGENT, "at_ns": at_ns}, of="b", line=encoded(record))
+
+
+def clock(least_ns: int, most_ns: int) -> ClockRecord:
+    return ClockRecord(**{**AGENT, "at_ns": 1}, of="b", least_ns=least_ns, most_ns=most_ns)
+
+
+def test_a_decision_comes_onto_the_clock_of_the_host_that_has_heard_it() -> None:
+    known = HeardDecisions()
+    assert known.told(clock(3_990, 4_010)) is None
+    told = known.told(heard(COMMIT, 1_500))
+    assert isinstance(told, CommitRecord)
+    assert (told.at_ns, told.step, told.loss) == (1_000, 3, 0.5)
+
+
+def test_before_the_clock_is_known_a_decision_has_the_time_at_which_it_was_heard() -> None:
+    told = HeardDecisions().told(heard(COMMIT, 1_500))
+    assert told is not None
+    assert told.at_ns == 1_500
+
+
+def test_all_times_of_a_decision_move() -> None:
+    known = HeardDecisions()
+    known.told(clock(4_000, 4_000))
+    told = known.told(
+        heard(ExitRecord(**{**AGENT, "at_ns": 5_000}, of=1, code=-9, expected=False, seen_ns=4_900), 1_500)
+    )
+    assert isinstance(told, ExitRecord)
+    assert (told.at_ns, told.seen_ns) == (1_000, 900)
+
+
+def test_own_records_are_no_heard_ones() -> None:
+    assert HeardDecisions().told(COMMIT) is None

@@ -1,0 +1,86 @@
+"""The processes of a run whose coordinator is lost: each worker has one, or counts as ended, with its host or alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.coordinator.state import STATE, CoordinatorState, documents, resume
+from engine.core.coordinator.succession import TakenProcess, succession
+from engine.core.errors import CoordinatorUnavailableError
+from engine.core.membership.events import ExitSeen, LeaseExpired, TakenOver
+from engine.core.membership.protocol import step
+from engine.core.membership.state import Phase
+from tests.core.coordinator_cases import begun, committed, training
+
+
+def trained() -> CoordinatorState:
+    """Returns the coordinator of three workers after a commit: 0 and 1 are on node-0, and 2 is on node-1."""
+    return committed(training())[0]
+
+
+def test_every_worker_of_a_host_that_is_there_goes_on() -> None:
+    held = {"node-0": ((1, 0, 70), (2, 1, 71)), "node-1": ((1, 2, 72),)}
+    assert succession(documents(trained()), held, "node-2") == (
+        TakenProcess(0, "node-0", 1, 70),
+        TakenProcess(1, "node-0", 2, 71),
+        TakenProcess(2, "node-1", 1, 72),
+    )
+
+
+def test_the_workers_of_a_lost_host_have_no_end_of_their_own() -> None:
+    found = succession(documents(trained()), {"node-0": ((1, 0, 70), (2, 1, 71))}, "node-1")
+    assert found[2] == TakenProcess(2, "node-1", -3, 0, ())
+
+
+def test_a_worker_that_its_host_does_not_hold_any_more_has_ended() -> None:
+    found = succession(documents(trained()), {"node-0": ((1, 0, 70, -9),), "node-1": ((1, 2, 72),)}, "node-2")
+    assert found[0] == TakenProcess(0, "node-0", 1, 70, (-9,))
+    assert found[1] == TakenProcess(1, "node-0", -2, 0, (-9,))
+
+
+def test_a_worker_whose_end_is_known_needs_no_process() -> None:
+    state = trained()
+    membership, _ = step(state.membership, ExitSeen(9, 1, -9))
+    found = succession(documents(state._replace(membership=membership)), {"node-0": ((1, 0, 70),)}, "node-1")
+    assert [each.worker for each in found] == [0, 2]
+
+
+@pytest.mark.parametrize("state", [begun(), None], ids=["before training", "no state"])
+def test_a_run_that_does_not_train_is_not_taken_over(state: CoordinatorState | None) -> None:
+    texts = {} if state is None else documents(state)
+    with pytest.raises(CoordinatorUnavailableError, match="host a, which coordinated the run, is lost before"):
+        succession(texts, {}, "a")
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(seed: int) -> None:
+    """Whatever each host holds, the state and the processes name the same living workers."""
+    chance = random.Random(seed)  # noqa: S311
+    state = trained()
+    for _ in range(chance.randrange(4)):
+        state = committed(state)[0]
+    lost = chance.choice(("node-0", "node-1"))
+    known = resume(state.job, documents(state), 0).membership
+    held = {
+        host: tuple(
+            (number, worker, 70 + worker) for number, worker in enumerate(known.members) if known.nodes[worker] == host
+        )
+        for host in {"node-0", "node-1"} - {lost}
+    }
+    found = succession(documents(state), held, lost)
+    assert sorted(each.worker for each in found) == sorted(known.members)
+    gone = {each.worker for each in found if each.host == lost}
+    assert gone == {worker for worker in known.members if known.nodes[worker] == lost}
+    after, _ = step(known, TakenOver(1))
+    after, _ = step(after, LeaseExpired(2, lost))
+    assert after.epoch == known.epoch + 2
+    assert {out.worker for out in after.verdict} == gone
+    assert after.phase in (Phase.FAILING_OVER, Phase.HALTED)
+    assert after.committed == known.committed
+
+
+def test_a_state_of_another_form_is_refused() -> None:
+    with pytest.raises(Exception, match="state of the membership protocol"):
+        succession(documents(trained()) | {STATE: "{}"}, {}, "a")
