@@ -16,7 +16,9 @@ from engine.core.errors import ExitCode
 from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import CommitRecord
 from engine.core.hosts.host_lease import USUAL_S
+from engine.files.events_file import read_history
 from engine.files.merging.host_folders import collect
+from engine.files.run_folder import RunFolder
 from engine.runtime.agent.run_view import Ending
 from tests.e2e.conftest import Train
 from tests.e2e.host_bed import HostBed, kept_etcd, settings, trajectory_of
@@ -216,6 +218,13 @@ def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hos
     assert [sorted(out[0] for out in each["verdict"]) for each in epochs] == [[], sorted(workers)]
     assert trajectory_of(heir) == rows_of(train(MLP))
     assert agent.leftovers() == []
+    folder = RunFolder(heir.run_folder.resolve())
+    steps = [*range(MLP.steps)]
+    assert [each.step for each in read_history(folder.events).records if isinstance(each, CommitRecord)] == steps
+    told = collect([folder, *(each for each in bed.folders if each != folder)])["hosts"]
+    assert [each["node"] for each in told if each["incomplete"]] == [lost]
+    merged = [decoded(line) for line in (folder.path / "collected" / "events.jsonl").read_text().splitlines()]
+    assert [each.step for each in merged if isinstance(each, CommitRecord)] == steps
 
 
 @pytest.mark.soak

@@ -91,6 +91,6 @@ def test_words_that_come_once_only_are_said_again_and_hashes_of_the_last_steps()
     said = SaidAgain()
     words = [encode(each) for each in (ReadyMessage(), NoticeMessage())]
     hashes = [encode(audit(step, 0)) for step in range(100)]
-    for each in (*words, encode(FinishedMessage((), 0, (), ())), *hashes):
+    for each in (*words, encode(FinishedMessage(1, (), 0, ())), *hashes):
         said.add(each)
     assert said.packets == [*words, *hashes[-64:]]

@@ -89,19 +89,30 @@ def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interru
                 workers.run(interrupts, partial(_is_alone, wire), _Look(wire, at.registry, elected))
             if (found := _end(at, workers)) is not None:
                 break
-            wire_server = WireServer(own.address, elected.made)
-            stack.callback(wire_server.close)
-            chosen = at.registry.succeed(elected, place_of_host(own.address, wire_server.port))
-            if chosen is not None:
-                at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
+            if (stands := _stand(at, elected, workers)) is not None:
                 interrupts.limit_s, interrupts.patience_s = patience
+                at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
+                chosen, wire_server = stands
+                stack.callback(wire_server.close)
                 return _take_over(at, chosen, elected, wire_server, workers, folder)
-            if (other := at.registry.waited_for_elected()) is not None:
-                elected = other
-                at.screen.say(f"host {elected.name} coordinates the run now")
+            with contextlib.suppress(CoordinatorUnavailableError):  # the lease of this host says how long it may wait
+                elected = at.registry.waited_for_elected() or elected
         workers.close()
         recorder.write(EndedRecord(outcome=found.words.partition(":")[0], exit_code=found.code))
     return HostRunEnd(found)
+
+
+def _stand(at: OwnHost, before: Elected, workers: HostWorkers) -> tuple[Elected, WireServer] | None:
+    """Tries to make this host the next one that coordinates; one with a notice lets others go first."""
+    with contextlib.suppress(CoordinatorUnavailableError):
+        if workers.is_leaving and at.registry.waited_for_elected() is not None:
+            return None
+        wire_server = WireServer(at.registry.own.address, before.made)
+        place = place_of_host(at.registry.own.address, wire_server.port)
+        if (chosen := at.registry.succeed(before, place)) is not None:
+            return chosen, wire_server
+        wire_server.close()
+    return None
 
 
 @contextlib.contextmanager
@@ -124,7 +135,9 @@ def _end(at: OwnHost, workers: HostWorkers) -> HostOutcome | None:
     """Returns the end of the run as this host knows it; None if there is none."""
     if workers.has_left:
         return left(at.registry.own.name)
-    return workers.outcome or at.registry.outcome()
+    with contextlib.suppress(CoordinatorUnavailableError):
+        return workers.outcome or at.registry.outcome()
+    return None
 
 
 def _is_alone(wire: WireClient) -> bool:

@@ -82,6 +82,7 @@ class HostWorkers:
         job: Job,
     ):
         self.outcome: HostOutcome | None = None
+        self.has_left = False  # all workers, after a notice to this host
         self.heard = HeardResults(job)
         self.checkpoints = ""  # where the workers keep them, as the host told them that started them
         self._end: StreamEnd | None = None
@@ -155,6 +156,7 @@ class HostWorkers:
                         key.data()
             if self._num_signals and all(each.has_ended for each in [*self._processes.values()]):
                 self._send(LeavesHostMessage())
+                self.has_left = True
                 return
             if time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
@@ -168,9 +170,9 @@ class HostWorkers:
             self._recorder.write(record)
 
     @property
-    def has_left(self) -> bool:
-        """Whether all workers have left after a notice to this host."""
-        return self.outcome is None and self._num_signals > 0
+    def is_leaving(self) -> bool:
+        """Whether this host has a notice."""
+        return self._num_signals > 0
 
     def close(self) -> None:
         """Ends all workers."""
