@@ -14,7 +14,7 @@ from engine.core.coordinator.inputs import CoordinatorInput, Ended
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.coordinator.state import begin as begin_coordinator
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.membership.events import Heard
+from engine.core.membership.events import Heard, Notice
 from engine.core.membership.state import Options, begin
 from engine.core.messages import HeartbeatMessage, ReadyMessage
 from engine.core.store.kv import KV, Lease
@@ -158,3 +158,22 @@ def test_a_store_that_is_gone_is_asked_once(fragile: Backend) -> None:
     node.report(4 * S)
     node.strike_off(0)
     node.leave()
+
+
+def test_of_several_hosts_the_next_one_goes_on_as_soon_as_the_lease_of_the_first_is_revoked(backend: Backend) -> None:
+    """A thread keeps the lease: role, members and heartbeats hang on it, and the state outlives it."""
+    client, other = backend.client(), backend.client()
+    kept = client.grant(60)
+    node = Node(client, first_state(3), 0, kept=kept)
+    node.enrol(0, 1000, ((0, 0),))
+    tell(node, (Heard(S, worker, ReadyMessage(), "host") for worker in range(3)))
+    assert {each.lease_id for each in other.read_prefix("").items if each.lease_id} == {kept.lease_id}
+    with pytest.raises(CoordinatorUnavailableError, match="another coordinator holds this run"):
+        Node(other, first_state(3), 0, kept=other.grant(60))
+    node.leave()  # another host may have to finish the run
+    other.revoke(kept)
+    after = Node(other, first_state(3), 0, kept=other.grant(60))
+    assert after.state.epoch == node.state.epoch == 1
+    assert members_of(other) == {}
+    with pytest.raises(CoordinatorUnavailableError, match="this coordinator was replaced"):
+        tell(node, [Notice(2 * S, 0, S)])
