@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from engine.core.config.job import Job
+from engine.core.elastic.worker_times import WorkerTimes
 from engine.core.errors import ReplicasDifferError
 from engine.core.history.process_records import ResumedRecord
-from engine.core.history.run_records import AuditRecord, CommitRecord, PartitionRecord, ValidationRecord
+from engine.core.history.run_records import AuditRecord, CommitRecord, GoRecord, PartitionRecord, ValidationRecord
 from engine.core.message_codec import encode
 from engine.core.messages import AuditMessage, CutMessage, FinishedMessage, ReadyMessage
 from engine.core.process_messages import NoticeMessage
@@ -58,6 +60,16 @@ def test_a_host_that_takes_over_has_the_rows_of_the_host_before(seed: int) -> No
         each.books(commit(last + 1))
     assert [row.texts() for row in other.results.rows] == [row.texts() for row in own.rows]
     assert other.results.losses == own.losses
+
+
+def test_no_time_of_another_clock_is_left_in_the_results() -> None:
+    own, _ = heard_before()
+    for record in (GoRecord(at_ns=7_000_000, epoch=1, end=False), replace(commit(0), at_ns=8_000_000)):
+        own.books(record)
+    own.taken_over(50)
+    assert (own.going_at_ns, own.launched_at_ns, own.times) == (50, 0, WorkerTimes())
+    own.books(GoRecord(at_ns=60, epoch=2, end=False))
+    assert (own.going_at_ns, own.launched_at_ns) == (50, 60)
 
 
 def test_hashes_that_are_said_again_are_compared() -> None:

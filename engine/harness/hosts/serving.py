@@ -43,6 +43,7 @@ from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.hosts.host_workers import HostWorkers
 from engine.runtime.hosts.wire import WireClient, WireServer
 from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.folder_lock import folder_used
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import Interrupts
@@ -240,6 +241,7 @@ def _taken(
         for server in away.values():
             server.hear_again()
 
+    results.results.taken_over(now_ns())
     home = folder.path if at.job.checkpoints or not workers.checkpoints else Path(workers.checkpoints).parent
     return TakenRun(folder, home, results.results, processes, hear_again)
 

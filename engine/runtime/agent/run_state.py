@@ -105,6 +105,10 @@ class RunState:
             _before=self._before | lost,
         )
 
+    def taken_over(self, at_ns: int) -> None:
+        """Goes on with results of another host, whose times are of its clock: nothing is timed by them."""
+        self.times, self.going_at_ns, self.launched_at_ns = WorkerTimes(), at_ns, 0
+
     def cut(self, cut: CutMessage) -> None:
         """Keeps the partition of the model, and the size of the training set."""
         self.layers, self.starts, self.samples = cut.layers, cut.starts, cut.samples
