@@ -22,7 +22,7 @@ def trained() -> CoordinatorState:
 
 def test_every_worker_of_a_host_that_is_there_goes_on() -> None:
     held = {"node-0": ((1, 0, 70), (2, 1, 71)), "node-1": ((1, 2, 72),)}
-    assert succession(documents(trained()), held, "node-2") == (
+    assert succession(documents(trained()), held, "node-2", 0) == (
         TakenProcess(0, "node-0", 1, 70),
         TakenProcess(1, "node-0", 2, 71),
         TakenProcess(2, "node-1", 1, 72),
@@ -30,12 +30,12 @@ def test_every_worker_of_a_host_that_is_there_goes_on() -> None:
 
 
 def test_the_workers_of_a_lost_host_have_no_end_of_their_own() -> None:
-    found = succession(documents(trained()), {"node-0": ((1, 0, 70), (2, 1, 71))}, "node-1")
+    found = succession(documents(trained()), {"node-0": ((1, 0, 70), (2, 1, 71))}, "node-1", 0)
     assert found[2] == TakenProcess(2, "node-1", -3, 0, ())
 
 
 def test_a_worker_that_its_host_does_not_hold_any_more_has_ended() -> None:
-    found = succession(documents(trained()), {"node-0": ((1, 0, 70, -9),), "node-1": ((1, 2, 72),)}, "node-2")
+    found = succession(documents(trained()), {"node-0": ((1, 0, 70, -9),), "node-1": ((1, 2, 72),)}, "node-2", 0)
     assert found[0] == TakenProcess(0, "node-0", 1, 70, (-9,))
     assert found[1] == TakenProcess(1, "node-0", -2, 0, (-9,))
 
@@ -43,7 +43,7 @@ def test_a_worker_that_its_host_does_not_hold_any_more_has_ended() -> None:
 def test_a_worker_whose_end_is_known_needs_no_process() -> None:
     state = trained()
     membership, _ = step(state.membership, ExitSeen(9, 1, -9))
-    found = succession(documents(state._replace(membership=membership)), {"node-0": ((1, 0, 70),)}, "node-1")
+    found = succession(documents(state._replace(membership=membership)), {"node-0": ((1, 0, 70),)}, "node-1", 0)
     assert [each.worker for each in found] == [0, 2]
 
 
@@ -51,7 +51,7 @@ def test_a_worker_whose_end_is_known_needs_no_process() -> None:
 def test_a_run_that_does_not_train_is_not_taken_over(state: CoordinatorState | None) -> None:
     texts = {} if state is None else documents(state)
     with pytest.raises(CoordinatorUnavailableError, match="host a, which coordinated the run, is lost before"):
-        succession(texts, {}, "a")
+        succession(texts, {}, "a", 0)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -69,7 +69,7 @@ def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(se
         )
         for host in {"node-0", "node-1"} - {lost}
     }
-    found = succession(documents(state), held, lost)
+    found = succession(documents(state), held, lost, known.committed)
     assert sorted(each.worker for each in found) == sorted(known.members)
     gone = {each.worker for each in found if each.host == lost}
     assert gone == {worker for worker in known.members if known.nodes[worker] == lost}
@@ -81,6 +81,14 @@ def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(se
     assert after.committed == known.committed
 
 
+def test_a_host_that_has_not_heard_of_two_commits_does_not_make_up_results() -> None:
+    state = committed(committed(trained())[0])[0]
+    held = {"node-0": ((1, 0, 70), (2, 1, 71)), "node-1": ((1, 2, 72),)}
+    assert len(succession(documents(state), held, "a", state.membership.committed - 1)) == 3
+    with pytest.raises(CoordinatorUnavailableError, match="its results after step 0 with it: step 2 is committed"):
+        succession(documents(state), held, "a", 0)
+
+
 def test_a_state_of_another_form_is_refused() -> None:
     with pytest.raises(Exception, match="state of the membership protocol"):
-        succession(documents(trained()) | {STATE: "{}"}, {}, "a")
+        succession(documents(trained()) | {STATE: "{}"}, {}, "a", 0)

@@ -27,16 +27,21 @@ class TakenProcess(NamedTuple):
 
 
 def succession(
-    texts: Mapping[str, str], held: Mapping[str, Sequence[Sequence[int]]], lost: str
+    texts: Mapping[str, str], held: Mapping[str, Sequence[Sequence[int]]], lost: str, heard: int
 ) -> tuple[TakenProcess, ...]:
     """Returns the processes of a run whose coordinator was on host `lost`; `texts` are its values in the store.
 
     `held` has of each host that is there the processes: number, worker, pid, and the exit code of one that has ended.
-    Raises CoordinatorUnavailableError for a run that had not begun to train: its workers know too little.
+    `heard` is the last commit of which the next host has heard; the one after it is in the store. Raises
+    CoordinatorUnavailableError for a run that had not begun to train, whose workers know too little, and for one of
+    whose results the next host lacks more.
     """
     if STATE not in texts or FACTS not in texts or not json.loads(texts[FACTS])["started"]:
         raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost before training has begun")
     state = membership_state.resume(texts[STATE], 0)
+    if heard < state.committed - 1:
+        why = f"and its results after step {heard} with it: step {state.committed} is committed"
+        raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost, {why}")
     found = {
         worker: TakenProcess(worker, host, number, pid, tuple(ended))
         for host, processes in held.items()

@@ -230,7 +230,7 @@ def _taken(
     held = {name: each.held for name, each in away.items() if not each.peer.is_lost}
     results = workers.heard
     processes = []
-    for each in succession(texts, held, before.name):
+    for each in succession(texts, held, before.name, results.results.committed):
         server = away[each.host]
         processes.append(HeldProcess(each.worker, each.host, partial(_adopt, server, each)))
         for number, packet in server.words():
