@@ -201,8 +201,9 @@ def test_a_sigterm_to_the_agent_that_coordinates_hands_over_workers_and_role(hos
     assert trajectory_of(heir) == rows_of(train(MLP))
 
 
-def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hosts, train: Train) -> None:
-    bed = hosts(MLP, "model stages steps microbatches")
+@pytest.mark.parametrize("job", [MLP, pytest.param(GPT_TWICE, marks=pytest.mark.soak)], ids=["mlp", "gpt-twice"])
+def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hosts, train: Train, job: Job) -> None:
+    bed = hosts(job, "model stages steps pipelines microbatches")
     bed.until_commits(3)
     lost, agent = next((name, each) for name, each in bed.agents.items() if each is bed.chief)
     workers, others = workers_of(agent), {**bed.others}
@@ -216,10 +217,10 @@ def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hos
     (heir,) = (each for each in others.values() if each.events("commit"))
     epochs = heir.events("epoch")
     assert [sorted(out[0] for out in each["verdict"]) for each in epochs] == [[], sorted(workers)]
-    assert trajectory_of(heir) == rows_of(train(MLP))
+    assert trajectory_of(heir) == rows_of(train(job))
     assert agent.leftovers() == []
     folder = RunFolder(heir.run_folder.resolve())
-    steps = [*range(MLP.steps)]
+    steps = [*range(job.steps)]
     assert [each.step for each in read_history(folder.events).records if isinstance(each, CommitRecord)] == steps
     told = collect([folder, *(each for each in bed.folders if each != folder)])["hosts"]
     assert [each["node"] for each in told if each["incomplete"]] == [lost]
