@@ -158,13 +158,16 @@ def _size(text: str) -> int:
 def decode(data: bytes) -> Message:
     """Returns the message that `encode` made these bytes of; raises InvariantError for any other bytes."""
     try:
-        found, _ = _PARSE(data.decode())  # which is quicker than json.loads, as there is no space before or after
+        text = data.decode()
+        found, end = _PARSE(text)  # which is quicker than json.loads, as there is no space before or after
         kind = found.pop("kind", None)
-    except (ValueError, TypeError, AttributeError) as error:
+        made = _KINDS.get(kind)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InvariantError(f"these bytes are no message: {data[:100]!r}") from error
-    made = _KINDS.get(kind)
     if made is None:
-        raise InvariantError(f"no message is of the kind {kind!r}")
+        raise InvariantError(f"no message is of the kind {kind!r:.100}")
+    if end != len(text):
+        raise InvariantError(f"more bytes follow a message {kind!r}: {text[end : end + 100]!r}")
     decoded: Message = _read(made, found)
     return decoded
 

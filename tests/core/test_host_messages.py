@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
 from engine.core.hosts import host_messages
+from engine.core.hosts.frame_rules import read_from_coordinator, read_from_host
 from engine.core.hosts.host_messages import MOST_BYTES, WorkerSign, frame, read_frame
 from engine.core.message_codec import MAX_BYTES, Message, encode
+from engine.core.messages import HeartbeatMessage
 from engine.core.process_messages import KeyMessage, PingMessage
 
-SIGN = WorkerSign(3, '{"kind":"heartbeat"}', (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34))
+HEARTBEAT = encode(HeartbeatMessage(1, 5, 7, True)).decode()
+SIGN = WorkerSign(3, HEARTBEAT, (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34))
 HEADERS: list[Message] = [
     host_messages.HelloHostMessage("a", "1f", 3),
     host_messages.HailedHostMessage(2),
@@ -75,3 +78,26 @@ def test_a_frame_of_another_form_is_refused(data: bytes) -> None:
 def test_no_bytes_raise_another_error(data: bytes) -> None:
     with contextlib.suppress(InvariantError):
         read_frame(data)
+
+
+@pytest.mark.parametrize("header", [*HEADERS, host_messages.HoldsHostMessage(((1, 0, 4711), (2, 1, 4712, -9)))])
+def test_a_frame_goes_one_way(header: Message) -> None:
+    ways = {read_from_host: host_messages.FromOtherHost, read_from_coordinator: host_messages.ToOtherHost}
+    for read, of in ways.items():
+        if isinstance(header, of):
+            assert read(frame(header)) == (header, b"")
+        else:
+            with pytest.raises(InvariantError, match="goes the other way"):
+                read(frame(header))
+
+
+def test_words_of_workers_and_to_them_go_both_ways() -> None:
+    header, packet = host_messages.WordsHostMessage(1), encode(KeyMessage(3, "group/0", "a"))
+    assert read_from_host(frame(header, packet)) == read_from_coordinator(frame(header, packet)) == (header, packet)
+
+
+@given(st.lists(st.integers(), max_size=9), st.lists(st.integers() | st.text(max_size=3), max_size=4), st.text())
+def test_no_sign_raises_another_error(place: list[int], times: list[int | str], text: str) -> None:
+    sign = SIGN._replace(place=tuple(place), times=tuple(times), heartbeat=text)
+    with contextlib.suppress(InvariantError):
+        read_from_host(encode(host_messages.SignsHostMessage(1, 2, (tuple(sign),))))  # type: ignore[arg-type]

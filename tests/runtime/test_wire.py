@@ -89,6 +89,7 @@ def test_frames_go_both_ways_and_survive_a_break(bed: Bed) -> None:
         client.end.send(frame(WordsHostMessage(number), PACKET))
         if number % 3 == 0:
             bed.peer.end.connect()  # ends the connection; the host comes back
+            bed.peer.ended_ns = time.monotonic_ns()
     assert [bed.came.get(timeout=10)[0] for _ in range(2, 12)] == [WordsHostMessage(each) for each in range(2, 12)]
     assert [heard.get(timeout=10) for _ in range(2, 12)] == [TickHostMessage(each, 0) for each in range(2, 12)]
     client.close()

@@ -85,7 +85,7 @@ def run_on_hosts(
         if elected is None and kv.get(STATE) is not None:
             raise CoordinatorUnavailableError(f"run {given.run_id} was begun before, and its coordinator is gone")
         if elected is None:
-            wire = WireServer(own.address, made := new_certificate())
+            wire = WireServer(own.address, made := new_certificate(), screen.say)
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), made):
                 away = _admitted(wire, [each for each in hosts if each.name != own.name])

@@ -108,7 +108,7 @@ def _stand(at: OwnHost, before: Elected, workers: HostWorkers) -> tuple[Elected,
     with contextlib.suppress(CoordinatorUnavailableError):
         if workers.is_leaving and at.registry.waited_for_elected() is not None:
             return None
-        wire_server = WireServer(at.registry.own.address, before.made)
+        wire_server = WireServer(at.registry.own.address, before.made, at.screen.say)
         place = place_of_host(at.registry.own.address, wire_server.port)
         if (chosen := at.registry.succeed(before, place)) is not None:
             return chosen, wire_server

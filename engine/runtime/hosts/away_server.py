@@ -96,9 +96,8 @@ class AwayServer(ForkServer):
     def _deliver(self, header: Message, packet: bytes) -> None:
         """Takes a frame of the other host, in the thread of its stream."""
         match header:
-            case SignsHostMessage(received=received, sent_ns=sent_ns, signs=signs):
+            case SignsHostMessage(sent_ns=sent_ns, signs=signs):
                 self._heard = (sent_ns, now_ns())
-                self.peer.end.forget(received)
                 for each in map(WorkerSign._make, signs):
                     self._with(each.process, "sees", each)
             case WordsHostMessage(process=process):

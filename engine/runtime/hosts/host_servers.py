@@ -66,6 +66,8 @@ class HostServers(ForkServer):
 
     def _why_lost(self, away: AwayServer, began_ns: int, now_ns: int) -> str:
         peer = away.peer
+        if peer.broken:
+            return f"it has sent what no host sends: {peer.broken}"
         if not peer.has_come:
             return "it did not connect" if now_ns - began_ns > _FIRST_NS else ""
         if peer.end.is_full:

@@ -124,8 +124,6 @@ class HostWorkers:
     def deliver(self, header: Message, packet: bytes) -> None:
         """Takes a frame of the coordinator's host, in the thread of the stream."""
         if isinstance(header, TickHostMessage):
-            if self._end is not None:
-                self._end.forget(header.received)
             self._offset.received(header.sent_ns, at_ns := now_ns())
             if header.heard:
                 self._offset.sent(*header.heard)

@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from engine.core.errors import InvariantError
+
 _MOST_BYTES = 64 << 20  # that wait for the other end: it does not read any more
 
 
@@ -59,19 +61,31 @@ class StreamEnd:
         return connection == self._connection
 
     def resume(self, connection: int, received: int) -> None:
-        """Lets a connection send all that follows after the frames that the other end has received."""
+        """Lets a connection send all that follows after the frames that the other end has received.
+
+        Raises InvariantError for a number that the other end cannot have received.
+        """
         with self._changed:
             if connection == self._connection:
+                if received < self._first:
+                    raise InvariantError(f"the other end has had {self._first} frames, and says {received}")
                 self._forget(received)
-                self._next = max(received, self._first)
+                self._next = received
                 self._changed.notify_all()
 
     def forget(self, received: int) -> None:
-        """Drops the frames that the other end has received."""
+        """Drops the frames that the other end has received; raises InvariantError for more than were sent."""
         with self._changed:
             self._forget(received)
 
+    def can_resume(self, received: int) -> bool:
+        """Whether the other end can have received so many frames; those that it has had before are dropped here."""
+        with self._changed:
+            return self._first <= received <= self._first + len(self._unheard)
+
     def _forget(self, received: int) -> None:
+        if received > (sent := self._first + len(self._unheard)):
+            raise InvariantError(f"the other end says that it has {received} frames, and {sent} were sent")
         while self._unheard and self._first < received:
             self._bytes -= len(self._unheard.popleft())
             self._first += 1

@@ -1,12 +1,12 @@
 """The wire between hosts: one gRPC stream in both directions per host, JSON in bytes, mutual TLS with the run's key.
 
 Rules: both ends show the certificate of the run and take no other one. gRPC refuses a frame that is too long before it
-is read. A frame of another form ends its connection.
+is read. Who has that certificate and sends what no host sends is lost: its stream ends, and does not come back. A host
+that is heard keeps its stream, whoever says its name. Who says nothing is not waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +16,14 @@ from typing import Any
 import grpc
 
 from engine.core.errors import EnvironmentLacksError, InvariantError
+from engine.core.hosts.frame_rules import Packets, read_from_coordinator, read_from_host
 from engine.core.hosts.host_messages import (
     MOST_BYTES,
     HailedHostMessage,
     HelloHostMessage,
+    SignsHostMessage,
+    TickHostMessage,
     frame,
-    read_frame,
 )
 from engine.core.message_codec import Message
 from engine.runtime.hosts.run_certificate import NAME, RunCertificate
@@ -34,7 +36,12 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),  # no other process of this user shares the port
     ("grpc.max_receive_message_length", MOST_BYTES),
     ("grpc.max_send_message_length", MOST_BYTES),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a short frame does not become a long one
 )
+_HANDSHAKE_MS = 5000
+_GREET_S = 5.0  # for the first frame of a stream
+_HEARD_NS = 500_000_000  # two signs of life: who was heard since then has its stream still
+_MOST_TOLD = 50  # refusals in a run, so that no log is filled
 _CONNECT_S = 1.0
 _AGAIN_S = 0.02  # from the end of a connection to the next attempt
 _GRACE_S = 0.5  # for the last frames
@@ -45,10 +52,11 @@ Deliver = Callable[[Message, bytes], None]
 class HostPeer:
     """Another host, as the wire sees it: its end of the stream, and who takes its frames."""
 
-    def __init__(self, incarnation: str, deliver: Deliver):
+    def __init__(self, incarnation: str, deliver: Deliver, read: Callable[[bytes], Packets] = read_from_host):
         self.incarnation = incarnation
         self.end = StreamEnd()
-        self.deliver = deliver
+        self.deliver, self._read = deliver, read
+        self.broken = ""  # what is wrong with a frame that it has sent: it is no agent of this version
         self.heard_ns = time.monotonic_ns()
         self.ended_ns: int | None = None
         self.has_come = False
@@ -64,24 +72,43 @@ class HostPeer:
         """Notes that it has a stream now."""
         self.heard_ns, self.ended_ns, self.has_come = time.monotonic_ns(), None, True
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether its stream is there and has been heard a moment ago."""
+        return self.has_come and self.ended_ns is None and (self.is_waiting or self.silent_ns() < _HEARD_NS)
+
     def take(self, connection: int, data: bytes) -> bool:
-        """Delivers a frame; returns whether the connection is still the present one."""
-        header, packet = read_frame(data)
-        self.is_waiting = True
+        """Delivers a frame; returns whether the connection is still the present one. Notes a broken frame."""
         try:
-            return self.end.take(connection, lambda: self.deliver(header, packet))
+            header, packet = self._read(data)
+            if isinstance(header, HelloHostMessage | HailedHostMessage):
+                raise InvariantError("a stream has one greeting")
+            self.is_waiting = True
+            return self.end.take(connection, lambda: self._deliver(header, packet))
+        except InvariantError as error:
+            if self.end.is_present(connection):
+                self.broken = str(error)
+            return False
         finally:
             self.heard_ns = time.monotonic_ns()
             self.is_waiting = False
+
+    def _deliver(self, header: Message, packet: bytes) -> None:
+        if isinstance(header, SignsHostMessage | TickHostMessage):
+            self.end.forget(header.received)
+        self.deliver(header, packet)
 
 
 class WireServer:
     """Listens on `address` for the streams of hosts, as a context; `port` is chosen by the kernel."""
 
-    def __init__(self, address: str, made: RunCertificate):
+    def __init__(self, address: str, made: RunCertificate, say: Callable[[str], None] = lambda words: None):
+        """`say` is called for each stream that is refused."""
         self._peers: dict[str, HostPeer] = {}
+        self._say, self._num_told, self._telling = say, 0, threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="hosts")
-        self._server = grpc.server(self._pool, options=_OPTIONS)
+        options = (*_OPTIONS, ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS))
+        self._server = grpc.server(self._pool, options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._join)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         pair = ((made.key.encode(), made.certificate.encode()),)
@@ -102,22 +129,70 @@ class WireServer:
         peer, received = self._greeted(requests, context)
         connection = peer.end.connect()
         peer.came()
-        threading.Thread(target=_read, args=(peer, connection, requests, context), name="host", daemon=True).start()
+        reading = (peer, connection, requests, context)
+        threading.Thread(target=self._read, args=reading, name="host", daemon=True).start()
         yield frame(HailedHostMessage(peer.end.received))
         peer.end.resume(connection, received)
         yield from peer.end.frames(connection)
 
     def _greeted(self, requests: Iterator[bytes], context: Any) -> tuple[HostPeer, int]:
         """Returns the host whose stream begins, and the number of frames that it has; ends the call of any other."""
-        hello: Message | None = None
-        with contextlib.suppress(InvariantError, StopIteration):
-            hello, _ = read_frame(next(requests))
-        if isinstance(hello, HelloHostMessage):
-            peer = self._peers.get(hello.name)
-            if peer is not None and peer.incarnation == hello.incarnation and not peer.is_lost:
-                return peer, hello.received
+        patience = threading.Timer(_GREET_S, context.cancel)
+        patience.daemon = True
+        patience.start()
+        hello, why = None, f"it said nothing for {_GREET_S:g} s"
+        try:
+            hello, _ = read_from_host(next(requests))
+            why = self._why_refused(hello)
+        except InvariantError as error:
+            why = f"its first frame is broken: {error}"
+        except Exception:  # noqa: S110 - gRPC has no public name for the end of a stream
+            pass
+        finally:
+            patience.cancel()
+        if isinstance(hello, HelloHostMessage) and not why:
+            return self._peers[hello.name], hello.received
+        self._tell(f"a stream from {context.peer()} was refused: {why}")
         context.abort(grpc.StatusCode.PERMISSION_DENIED, "no host of this run")
         raise InvariantError("gRPC has ended the call")
+
+    def _why_refused(self, hello: Message) -> str:
+        if not isinstance(hello, HelloHostMessage):
+            return "it begins without the name of a host"
+        peer = self._peers.get(hello.name)
+        if peer is None:
+            return f"no host of this run is called {hello.name!r:.100}"
+        if peer.incarnation != hello.incarnation:
+            return f"it is another process than that of host {hello.name}"
+        if peer.is_lost or peer.broken:
+            return f"host {hello.name} is lost"
+        if peer.is_heard:
+            return f"host {hello.name} has a stream already"
+        return (
+            "" if peer.end.can_resume(hello.received) else f"host {hello.name} cannot have had {hello.received} frames"
+        )
+
+    def _read(self, peer: HostPeer, connection: int, requests: Iterator[bytes], context: Any) -> None:
+        """Delivers the frames of one connection until it ends."""
+        try:
+            for data in requests:
+                if not peer.take(connection, data):
+                    break
+        except Exception:  # noqa: S110 - gRPC has no public name for the end of a stream
+            pass
+        finally:
+            if peer.end.is_present(connection):
+                peer.ended_ns = time.monotonic_ns()
+            if peer.broken:
+                self._tell(f"the stream of a host from {context.peer()} was ended: {peer.broken}")
+            context.cancel()
+
+    def _tell(self, words: str) -> None:
+        with self._telling:
+            self._num_told += 1
+            last = "; no more of these are told" if self._num_told == _MOST_TOLD else ""
+            if self._num_told <= _MOST_TOLD:
+                self._say(words + last)
 
     def close(self) -> None:
         """Sends the last frames, and ends all streams."""
@@ -127,23 +202,8 @@ class WireServer:
         self._pool.shutdown(wait=False)
 
 
-def _read(peer: HostPeer, connection: int, requests: Iterator[bytes], context: Any) -> None:
-    """Delivers the frames of one connection until it ends."""
-    try:
-        for data in requests:
-            if not peer.take(connection, data):
-                return
-    except InvariantError:
-        context.cancel()
-    except Exception:  # noqa: S110 - gRPC has no public name for the end of a stream
-        pass
-    finally:
-        if peer.end.is_present(connection):
-            peer.ended_ns = time.monotonic_ns()
-
-
 class WireClient:
-    """The stream of this host to the coordinator's, in a thread; connects again while it is not closed."""
+    """The stream of this host to the coordinator's, in a thread; connects again until one of them is done."""
 
     def __init__(
         self,
@@ -155,7 +215,7 @@ class WireClient:
         on_end: Callable[[], None] = lambda: None,
     ):
         """`on_end` is called when a connection has ended."""
-        self.peer = HostPeer(incarnation, deliver)
+        self.peer = HostPeer(incarnation, deliver, read_from_coordinator)
         self._on_end = on_end
         self._name, self._place = name, place
         own = made.certificate.encode()
@@ -170,13 +230,15 @@ class WireClient:
         return self.peer.end
 
     def _run(self) -> None:
-        while not self._is_closed.is_set():
+        while not (self._is_closed.is_set() or self.peer.broken):
             options = (*_OPTIONS, ("grpc.ssl_target_name_override", NAME), ("grpc.initial_reconnect_backoff_ms", 50))
             with grpc.secure_channel(self._place, self._credentials, options=options) as channel:
                 try:
                     grpc.channel_ready_future(channel).result(_CONNECT_S)
                     self._follow(channel)
-                except (grpc.RpcError, grpc.FutureTimeoutError, InvariantError):
+                except InvariantError as error:
+                    self.peer.broken = str(error)
+                except (grpc.RpcError, grpc.FutureTimeoutError):
                     pass
             if self.peer.ended_ns is None:
                 self.peer.ended_ns = time.monotonic_ns()
@@ -193,7 +255,7 @@ class WireClient:
                     if not self.peer.take(connection, data):
                         return
                     continue
-                hailed, _ = read_frame(data)
+                hailed, _ = read_from_coordinator(data)
                 if not isinstance(hailed, HailedHostMessage):
                     raise InvariantError("a stream is answered with a hail")
                 self.peer.came()
