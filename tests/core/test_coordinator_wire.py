@@ -25,7 +25,7 @@ INPUTS: tuple[CoordinatorInput, ...] = (
     inputs.Passed(5, {0: Place(3, "0F1"), 3: Place(2, "")}),
     Notice(5, None, 7),
     Cramped(5, {3: "waits on"}),
-    inputs.Passed(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}),
+    inputs.Passed(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}, (2, 0)),
     inputs.Stopping(5),
     Restarted(5),
 )

@@ -216,3 +216,34 @@ def test_a_coordinator_that_slept_judges_nobody() -> None:
     state = told(state, Tick(500 * S))
     assert (state.epoch, unresponsive(state, 500 * S)) == (1, ())
     assert beating(state, 520).epoch == 1
+
+
+def test_a_worker_from_whose_host_nothing_comes_is_not_judged_before_something_comes_again() -> None:
+    sight = Sight(1, 0, 4, True, S // 2, S // 50, Loading.NONE, "S", 0, 0)  # the last one: it was inside an action
+    state = told(running(), *(beats(3, worker, 1, 0, 3, inside=False) for worker in range(3)), Tick(S // 4, {1: sight}))
+    judged = state
+    for now_ns in range(S // 2, 20 * S, S // 4):
+        answers = [beats(now_ns, worker, 1, 0, 3, inside=False) for worker in (0, 2)]
+        state = told(state, *answers, Tick(now_ns, {}, unseen=(1,)))
+        judged = told(judged, *answers, Tick(now_ns)) if judged.epoch == 1 else judged
+    assert (state.epoch, state.verdict) == (1, ())
+    assert numbers(judged.verdict) == {1}, "else it hangs"
+    for now_ns in range(20 * S, 30 * S, S // 4):
+        state = told(state, *(beats(now_ns, worker, 1, 0, 3, inside=False) for worker in (0, 2)), Tick(now_ns))
+        if state.epoch > 1:
+            break
+    assert numbers(state.verdict) == {1}
+    assert 20 * S < now_ns < 26 * S
+
+
+def test_no_edge_to_a_worker_is_dark_while_nothing_comes_from_its_host() -> None:
+    state = running()
+    for now_ns in range(S // 4, 20 * S, S // 4):
+        counts = {0: ((1, 7, 7, 7),), 1: ((0, 7, 8, 6),), 2: ()}
+        for worker in (0, 2):
+            beat = HeartbeatMessage(1, 0, 3, False, now_ns, ((1, 7, 8, 6), *counts[worker]))
+            state = told(state, Heard(now_ns, worker, beat))
+        if now_ns <= S // 4:
+            state = told(state, Heard(now_ns, 1, HeartbeatMessage(1, 0, 3, False, 9 * S, ((0, 7, 8, 6), (2, 7, 8, 6)))))
+        state = told(state, Tick(now_ns, {}, unseen=(1,)))
+    assert (state.epoch, state.verdict) == (1, ())

@@ -31,11 +31,15 @@ class Ended(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Time has passed; `places` and `sights` are those of the workers, as far as they are known."""
+    """Time has passed; `places` and `sights` are those of the workers, as far as they are known.
+
+    Of the `unseen` workers, which are on other hosts, no sign of life has come for a while.
+    """
 
     now_ns: int
     places: Mapping[int, Place] = {}
     sights: Mapping[int, Sight] = {}
+    unseen: tuple[int, ...] = ()
 
 
 class Stopping(NamedTuple):

@@ -87,9 +87,9 @@ def read_step(first: StepMessage, rest: Iterator[Message]) -> Any:
     """Returns the input or the output that begins with a message; takes the message behind it from `rest`."""
     values = list(first.values)
     match first.name, values:
-        case "Passed", [now_ns, places, sights]:
+        case "Passed", [now_ns, places, sights, unseen]:
             seen = {int(worker): _sight(each) for worker, each in sights.items()}
-            values = [now_ns, {int(worker): Place(*at) for worker, at in places.items()}, seen]
+            values = [now_ns, {int(worker): Place(*at) for worker, at in places.items()}, seen, tuple(unseen)]
         case "Ended", [*known, [*at]]:
             values = [*known, Place(*at)]
         case "Tell", [workers]:

@@ -114,9 +114,13 @@ class Cramped(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers."""
+    """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers.
+
+    From the hosts of the `unseen` workers no sign of life has come for a while.
+    """
 
     sights: Mapping[int, Sight] = field(default_factory=dict)
+    unseen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

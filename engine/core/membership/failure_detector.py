@@ -8,12 +8,12 @@
     it loads data                                                         never out, unless it is stopped
 
 Rules: a waiting worker never hangs, because one stopped worker makes all others wait. A coordinator that was suspended
-itself judges no worker.
+itself judges no worker. A worker from whose host nothing comes is not judged either: the loss of a host is one verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from engine.core.exclusion import Cause, Position, Verdict, excluded
 from engine.core.membership.broken_edges import Edge
@@ -132,12 +132,21 @@ def dark(state: State, now_ns: int) -> tuple[Edge, ...]:
     return dark_edges(reports, state.epoch, deadline_ns(state.steps_ns))
 
 
-def ticked(state: State, now_ns: int) -> State:
-    """Returns the state after a tick; after a long gap, in which the coordinator slept, all deadlines start again."""
-    if now_ns - state.ticked_ns <= state.options.silence_ns // 2:
+def ticked(state: State, now_ns: int, unseen: Collection[int] = ()) -> State:
+    """Returns the state after a tick; after a long gap, in which the coordinator slept, all deadlines start again.
+
+    So do those of `unseen` workers, for which the others may wait.
+    """
+    has_slept = now_ns - state.ticked_ns > state.options.silence_ns // 2
+    again = {
+        worker: seen.begun_again(now_ns)._replace(report=None if worker in unseen else seen.report)
+        for worker, seen in state.sightings.items()
+        if has_slept or worker in unseen
+    }
+    if not (has_slept or any(worker in again for worker in state.members)):
         return state._replace(ticked_ns=now_ns)
-    awake = {worker: seen.begun_again(now_ns) for worker, seen in state.sightings.items()}
-    return state._replace(moved_ns=now_ns, looked_ns=now_ns, ticked_ns=now_ns, sightings=awake)
+    sightings = {**state.sightings, **again}
+    return state._replace(moved_ns=now_ns, looked_ns=now_ns, ticked_ns=now_ns, sightings=sightings)
 
 
 def last_seen(state: State, worker: int) -> Position | None:

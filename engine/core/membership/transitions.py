@@ -188,7 +188,7 @@ def is_done(state: State, event: Heard[messages.FinishedMessage]) -> State:
 def looks_at_clock(state: State, event: events.Tick) -> State:
     """Excludes silent, hanging and late workers; after a look without a death, or a stall, makes an empty verdict."""
     now_ns, options = event.now_ns, state.options
-    state = loses_silent(ticked(sighted(state, event.sights, now_ns), now_ns), now_ns)
+    state = loses_silent(ticked(sighted(state, event.sights, now_ns), now_ns, event.unseen), now_ns)
     if dead := unresponsive(state, now_ns):
         return new_epoch(state, now_ns, dead)
     if state.look and now_ns - state.looked_ns >= options.look_ns:

@@ -241,7 +241,7 @@ class Agent(EndsOfRun):
                     self.node.strike_off(self._to_strike_off.pop())
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
-        self.decide(Passed(now_ns(), self.injector.places(), sights_of(self.members.values(), self._board)))
+        self.decide(Passed(now_ns(), self.injector.places(), *sights_of(self.members.values(), self._board)))
         self.broadcast(PingMessage())
         self.newcomers.ping(now_ns())
         limit_ns = self.node.state.options.form_ns

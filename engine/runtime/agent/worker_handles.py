@@ -111,10 +111,12 @@ def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:
         member.slots = ownership.slots_of(member.worker)
 
 
-def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> dict[int, Sight]:
-    """Returns the sight of each worker that has not ended, as far as there is something to see."""
-    seen = {each.worker: _sight_of(each, board) for each in members if each.exit_code is None} if board else {}
-    return {worker: sight for worker, sight in seen.items() if sight is not None}
+def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> tuple[dict[int, Sight], tuple[int, ...]]:
+    """Returns the sights of workers that have not ended, and those of them from whose hosts nothing comes."""
+    living = [each for each in members if each.exit_code is None]
+    seen = {each.worker: _sight_of(each, board) for each in living} if board else {}
+    sights = {worker: sight for worker, sight in seen.items() if sight is not None}
+    return sights, tuple(each.worker for each in living if each.child.is_unseen)
 
 
 def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:

@@ -26,6 +26,7 @@ from engine.runtime.process.fork_client import Child
 from engine.runtime.process.process_state import ProcessTimes
 
 _PING = encode(PingMessage())  # the agent of its host asks for signs of life
+_UNSEEN_NS = 600_000_000  # without two signs
 CLOSED = 0  # in the place of the number of a signal
 Send = Callable[[bytes], None]
 
@@ -42,6 +43,7 @@ class AwayChild(Child):
         self._board = ProgressBoard(os.dup(board_fd), worker + 1)
         self._send = send
         self._times: ProcessTimes | None = None
+        self._seen_ns = now_ns()
         self._has_ended = threading.Event()
         self._ending = threading.Lock()
         threading.Thread(target=self._pump, name=f"to {name}", daemon=True).start()
@@ -64,6 +66,7 @@ class AwayChild(Child):
         with self._ending:
             if self.is_closed or self._has_ended.is_set():
                 return
+            self._seen_ns = now_ns()
             self._board.write(self.worker, *sign.progress)
             if sign.place:
                 epoch, step, number, inside, age_ns, slowest_ns, loading = sign.place
@@ -87,6 +90,11 @@ class AwayChild(Child):
                     self._far.socket.shutdown(
                         socket.SHUT_WR
                     )  # no more words come; the thread that pumps ends with the handle
+
+    @property
+    def is_unseen(self) -> bool:  # type: ignore[override]
+        """Whether no sign of life of it has come for a while."""
+        return now_ns() - self._seen_ns > _UNSEEN_NS
 
     def state(self) -> str | None:
         """Returns its state as its host saw it last."""

@@ -44,6 +44,7 @@ class Child:
     """A process that this launcher started; `pidfd` becomes readable when the process has ended."""
 
     lost = ""  # why it is lost with its whole host: nothing has seen the end of the process
+    is_unseen = False  # on another host, from which no sign of life has come for a while
 
     def __init__(self, name: str, pid: int, pidfd: int):
         self.name = name
