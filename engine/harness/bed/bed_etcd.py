@@ -65,6 +65,15 @@ class BedEtcd:
                     return each
         raise EnvironmentLacksError("no member of etcd leads")
 
+    def lead(self, host: BedHost) -> None:
+        """Lets the member on a host lead."""
+        leader = self.leader()
+        if leader is not host:
+            told: dict[str, Any] = json.loads(
+                self._ask(host, _CALL_S, "endpoint", "status", "--write-out=json").stdout
+            )[0]
+            self._ask(leader, _CALL_S, "move-leader", f"{told['Status']['header']['member_id']:x}")
+
     def _ask(self, host: BedHost, timeout_s: float, *words: str) -> subprocess.CompletedProcess[str]:
         program = str(Path(find_etcd()).with_name("etcdctl"))
         tls = [f"--cacert={self._cert}", f"--cert={self._cert}", f"--key={self._key}"]
