@@ -17,7 +17,7 @@ from typing import Union
 
 from engine.core.history.step_files import FOLDER
 from engine.files.atomic_write import open_below
-from engine.files.run_folder import CHECKPOINTS_FOLDER, LATEST, RUN_NAME
+from engine.files.run_folder import CHECKPOINTS_FOLDER, HOSTS_FOLDER, LATEST, RUN_NAME
 
 # The name of an entry, as a pattern -> the entries of the folder, or one of the kinds below.
 OwnNames = Mapping[str, Union[str, "OwnNames"]]
@@ -40,6 +40,7 @@ RUN: OwnNames = {
     CHECKPOINTS_FOLDER: CHECKPOINTS,
     "twin": _SESSION,
     "collected": {r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE, **_SESSION, **TEMPORARY},
+    HOSTS_FOLDER: {r"[A-Za-z0-9][A-Za-z0-9._-]*": {r"events\.jsonl": FILE, FOLDER: _STEPS}},
     **_SESSION,
     **TEMPORARY,
 }

@@ -22,6 +22,7 @@ from engine.files.atomic_write import storage_errors, write_atomically
 LATEST = "latest"
 RUN_NAME = r"[0-9]{8}-[0-9]{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
 CHECKPOINTS_FOLDER = "checkpoints"
+HOSTS_FOLDER = "hosts"  # of the records that other hosts have shipped
 _TIME = "%Y%m%d-%H%M%S"
 _TWIN = "twin"
 

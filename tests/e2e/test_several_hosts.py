@@ -13,11 +13,10 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.history.record_lines import decoded
-from engine.core.history.run_records import CommitRecord
+from engine.core.history.run_records import ActionRecord, CommitRecord
 from engine.core.hosts.host_lease import USUAL_S
 from engine.files.events_file import read_history
-from engine.files.merging.host_folders import collect
+from engine.files.merging.host_folders import collect, folders_of
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent.run_view import Ending
 from tests.e2e.conftest import Train
@@ -74,12 +73,14 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
     assert failovers(bed) == [[], sorted(workers)]
     assert bed.trajectory() == rows_of(train(MLP))
     assert agent.leftovers() == []
-    hosts_told = {each["node"]: each for each in collect(bed.folders)["hosts"]}
+    chief = bed.chief  # its disk has the records of all hosts
+    hosts_told = {each["node"]: each for each in collect(folders_of(chief.folder / "results", "latest", ()))["hosts"]}
     assert {*hosts_told} == {*bed.agents}
     assert [name for name, each in hosts_told.items() if each["incomplete"]] == [lost]
     assert max(each["within_ms"] for each in hosts_told.values()) < 1000
-    merged = [decoded(line) for line in (bed.folders[0].path / "collected" / "events.jsonl").read_text().splitlines()]
-    assert len([each for each in merged if isinstance(each, CommitRecord)]) == MLP.steps
+    merged = read_history(chief.run_folder / "collected" / "events.jsonl", every_action=True)
+    assert len(merged.of(CommitRecord)) == MLP.steps
+    assert {each.worker for each in merged.of(ActionRecord)} == {*range(MLP.stages)}
 
 
 @pytest.mark.soak
@@ -222,10 +223,11 @@ def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hos
     folder = RunFolder(heir.run_folder.resolve())
     steps = [*range(job.steps)]
     assert [each.step for each in read_history(folder.events).records if isinstance(each, CommitRecord)] == steps
-    told = collect([folder, *(each for each in bed.folders if each != folder)])["hosts"]
+    told = collect(folders_of(heir.folder / "results", "latest", ()))["hosts"]  # its disk has the records of all hosts
     assert [each["node"] for each in told if each["incomplete"]] == [lost]
-    merged = [decoded(line) for line in (folder.path / "collected" / "events.jsonl").read_text().splitlines()]
-    assert [each.step for each in merged if isinstance(each, CommitRecord)] == steps
+    merged = read_history(folder.path / "collected" / "events.jsonl", every_action=True)
+    assert [each.step for each in merged.of(CommitRecord)] == steps
+    assert {each.worker for each in merged.of(ActionRecord)} == {*range(job.stages * job.pipelines)}
 
 
 @pytest.mark.soak

@@ -13,11 +13,14 @@
     SignsHost ------------------------->  four times a second: signs of life, places and times of all workers
     <------------------------- TickHost   four times a second
     <------------------------ HeardHost   a decision, as the coordinator's host has recorded it
+    <--------- ShippedHost ------------>  parts of the files of records, when nothing else waits to be sent
+    <---------- KeptHost -------------->  so much of these files is kept: the next part may come
     LeavesHost ------------------------>  the host ends, and has no worker any more
     <----------------------- OutcomeHost  the run has ended
 
-Rules: a frame is a header, a line break, and the control message if the header is of one. All of it is JSON, which has
-no line break. A frame that is longer than `MOST_BYTES`, or of another form, ends the stream.
+Rules: a frame is a header, a line break, and the control message, or the compressed bytes of files, if the header is of
+one of these. All else is JSON, which has no line break. A frame that is longer than `MOST_BYTES`, or of another form,
+ends the stream.
 """
 
 from __future__ import annotations
@@ -149,6 +152,22 @@ class HeardHostMessage(ToOtherHost):
 
 
 @message
+class ShippedHostMessage(FromOtherHost, ToOtherHost):
+    """Parts of files of records, each as plain values of `ShippedPart`, whose bytes follow in the frame."""
+
+    parts: tuple[tuple[str, str, int, int], ...]
+    is_last: bool  # the host has nothing more
+
+
+@message
+class KeptHostMessage(FromOtherHost, ToOtherHost):
+    """The answer: the bytes that are kept of each file, which is named by its host and its path."""
+
+    sizes: tuple[tuple[str, str, int], ...]
+    is_last: bool
+
+
+@message
 class LeavesHostMessage(FromOtherHost):
     """The host leaves: all its workers have ended."""
 
@@ -188,6 +207,6 @@ def read_frame(data: bytes) -> tuple[Message, bytes]:
     read = decode(header)
     if not isinstance(read, FromOtherHost | ToOtherHost):
         raise InvariantError(f"a frame begins with a message between hosts, not with {type(read).__name__}")
-    if bool(found) is not isinstance(read, WordsHostMessage):
-        raise InvariantError("a control message follows a header that says so, and no other")
+    if bool(found) is not isinstance(read, WordsHostMessage | ShippedHostMessage):
+        raise InvariantError("a control message, or bytes, follow a header that says so, and no other")
     return read, packet

@@ -1,7 +1,8 @@
 """Merges the folders of the hosts of one run into a folder with the history of the run: ``RUN/collected``.
 
 Rules: the folders of the hosts are read and never changed. The merged folder is made anew each time; `bamboo report`
-and `bamboo status` read it as any other. Two folders of one host count as one host, whose clock has gone on.
+and `bamboo status` read it as any other. Two folders of one host count as one host, whose clock has gone on. Other
+hosts keep copies of a folder (``RUN/hosts/NAME``); a file only grows, so of the same file the longest copy counts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.core.merging.event_order import HostRecords, Merged, merged, on_cloc
 from engine.core.merging.shared_clock import SharedClock
 from engine.files.atomic_write import make_folder, write_atomically
 from engine.files.events_file import events_of, recorded
+from engine.files.merging.host_copies import HostCopies, by_host, kept_copies
 from engine.files.run_folder import RunFolder, find_run, run_names
 
 COLLECTED = "collected"
@@ -31,7 +33,7 @@ _HEAD_BYTES = 1 << 16  # the job and the host stand in it
 
 
 def folders_of(results: Path, run: str, given: Sequence[Path]) -> list[RunFolder]:
-    """Returns the folder of a run and those of its other hosts: the given ones, or all in `results`.
+    """Returns the folder of a run and those of its other hosts: the given ones, or all in `results`; and the copies.
 
     Raises:
         NothingMatchedError: there is no such run, or a given folder has no events.
@@ -45,7 +47,8 @@ def folders_of(results: Path, run: str, given: Sequence[Path]) -> list[RunFolder
     for each in found:
         if not RunFolder(each).events.is_file():
             raise NothingMatchedError(f"{str(each)!r} is no folder of a run: it has no events.jsonl")
-    return [RunFolder(each) for each in found]
+    copies = [copy for each in found for copy in kept_copies(each)]
+    return [RunFolder(each) for each in dict.fromkeys([*found, *copies])]
 
 
 def _run_id(folder: RunFolder) -> str:
@@ -65,16 +68,17 @@ def collect(folders: Sequence[RunFolder]) -> dict[str, Any]:
         UserError: the folders are of different runs.
         StorageError: a line, which the message names, is damaged; or the folder cannot be written.
     """
-    files = {folder.path: [*recorded(folder.events)] for folder in folders}
+    copies = {each.path: each for each in by_host([each.path for each in folders])}
+    files = {path: [*recorded(each.events)] for path, each in copies.items()}
     _refuse_other_runs(files)
     nodes = {path: _node(path, records) for path, records in files.items()}
-    hosts = [_host(node, files, nodes) for node in dict.fromkeys(nodes.values())]
+    hosts = [_host(node, files, nodes, copies) for node in dict.fromkeys(nodes.values())]
     history = merged(hosts)
     output = folders[0].path / COLLECTED
     make_folder(output / FOLDER, folders[0].path)
     lines = (f"{encoded(each)}\n" for each in history.records)
     write_atomically(output / "events.jsonl", "".join(lines))
-    _write_steps(output / FOLDER, nodes, history.clock)
+    _write_steps(output / FOLDER, nodes, copies, history.clock)
     told = {"run_dir": str(output), "reference": history.reference, "hosts": _hosts(history, hosts, nodes)}
     _write_rest(output, files, told)
     ended = next((each for each in reversed(history.records) if isinstance(each, EndedRecord)), None)
@@ -107,10 +111,12 @@ def _node(path: Path, records: Iterable[Record]) -> str:
     return next((each.node for each in records if isinstance(each, HostRecord) and each.node), path.name)
 
 
-def _host(node: str, files: Mapping[Path, list[Record]], nodes: Mapping[Path, str]) -> HostRecords:
+def _host(
+    node: str, files: Mapping[Path, list[Record]], nodes: Mapping[Path, str], copies: Mapping[Path, HostCopies]
+) -> HostRecords:
     """Returns the records of all folders of a host, the oldest folder first."""
     own = sorted((path for path, of in nodes.items() if of == node), key=lambda path: _begin_ns(files[path]))
-    is_cut = any(_is_cut(path / "events.jsonl") for path in own)
+    is_cut = any(_is_cut(copies[path].events) for path in own)
     return HostRecords(node, [record for path in own for record in files[path]], is_cut)
 
 
@@ -125,17 +131,17 @@ def _is_cut(events: Path) -> bool:
         return file.read(1) not in (b"", b"\n")
 
 
-def _write_steps(output: Path, nodes: Mapping[Path, str], clock: SharedClock) -> None:
+def _write_steps(
+    output: Path, nodes: Mapping[Path, str], copies: Mapping[Path, HostCopies], clock: SharedClock
+) -> None:
     """Writes the files of the steps of all hosts, on the shared clock; files of an earlier merge are gone."""
     for old in output.iterdir():
         if step_file(old.name):
             old.unlink()
     sources: dict[str, list[tuple[Path, str]]] = {}
     for path, node in nodes.items():
-        if clock.knows(node) and (path / FOLDER).is_dir():
-            for each in sorted((path / FOLDER).iterdir()):
-                if step_file(each.name):
-                    sources.setdefault(each.name, []).append((each, node))
+        for name, each in copies[path].steps().items() if clock.knows(node) else ():
+            sources.setdefault(name, []).append((each, node))
     for name, parts in sorted(sources.items()):
         kind = StepFile(*_named(name))
         data = [_actions(*part, clock) if kind.worker is not None else _hashes(*part, clock) for part in parts]

@@ -88,10 +88,11 @@ def run_on_hosts(
             wire = WireServer(own.address, made := new_certificate(), screen.say)
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), made):
-                away = _admitted(wire, [each for each in hosts if each.name != own.name])
-                servers = HostServers(
-                    server, away, deal(range(job.num_workers), [each.name for each in hosts]), watch_kv
-                )
+                away = [AwayServer(each) for each in hosts if each.name != own.name]
+                dealt = deal(range(job.num_workers), [each.name for each in hosts])
+                servers = HostServers(server, away, dealt, watch_kv)
+                for other in away:
+                    wire.admit(other.host, other.peer)
                 return coordinate(run, servers, registry, Seat(kept.lease), partial(_give_back, kept))
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
@@ -106,13 +107,6 @@ def _facts(job: Job) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(job.masked).items() if name not in _NOT_EQUAL}
     files = {"code files": code_files(job), "data files": data_files(job)}
     return {**fields, **compared_facts(host_facts(Path.cwd()), job), "sources": own_sources(), **files}
-
-
-def _admitted(wire: WireServer, others: list[RegisteredHost]) -> list[AwayServer]:
-    away = [AwayServer(each) for each in others]
-    for each in away:
-        wire.admit(each.host, each.peer)
-    return away
 
 
 def _give_back(kept: KeptLease) -> None:

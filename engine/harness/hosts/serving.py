@@ -88,8 +88,12 @@ def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interru
         while True:
             with _stream(at, elected, workers) as wire:
                 workers.run(interrupts, partial(_is_alone, wire), _Look(wire, at.registry, elected))
-            if (found := _end(at, workers)) is not None:
-                break
+                if (found := _end(at, workers)) is not None:
+                    workers.end_workers()
+                    recorder.write(EndedRecord(outcome=found.words.partition(":")[0], exit_code=found.code))
+                    if wire.peer.ended_ns is None:
+                        workers.lines.finish()
+                    return HostRunEnd(found)
             if (stands := _stand(at, elected, workers)) is not None:
                 interrupts.limit_s, interrupts.patience_s = patience
                 at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
@@ -98,9 +102,6 @@ def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interru
                 return _take_over(at, chosen, elected, wire_server, workers, folder)
             with contextlib.suppress(CoordinatorUnavailableError):  # the lease of this host says how long it may wait
                 elected = at.registry.waited_for_elected() or elected
-        workers.close()
-        recorder.write(EndedRecord(outcome=found.words.partition(":")[0], exit_code=found.code))
-    return HostRunEnd(found)
 
 
 def _stand(at: OwnHost, before: Elected, workers: HostWorkers) -> tuple[Elected, WireServer] | None:
@@ -187,10 +188,10 @@ def _take_over(
 ) -> HostRunEnd:
     """Goes on with the run as the host that coordinates it; the workers of this host are served by a thread."""
     away = {each.name: AwayServer(each, takes_over=True) for each in at.registry.of_run(chosen)}
-    for name, each in away.items():
-        wire_server.admit(name, each.peer)
     own = away[chosen.name]
     servers = HostServers(own, [*away.values()], deal(range(at.job.num_workers), [*away]), at.kv)
+    for name, each in away.items():
+        wire_server.admit(name, each.peer)
     for name, each in away.items():
         if not each.known.lease_id or name == before.name:
             servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")

@@ -62,6 +62,7 @@ def recording(
     stack.callback(recorder.close)
     if server is not None:
         recorder.tell = server.hear
+        server.records_in(events.parent)
     if not is_new:
         return recorder, record_fds
     recorder.write(JobRecord(version=VERSION, job=job, injectable=injectable))

@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from engine.core.errors import EnvironmentLacksError, ensure
+from engine.core.errors import EnvironmentLacksError, ensure, required
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
     ForkHostMessage,
     HeardHostMessage,
     HoldsHostMessage,
+    KeptHostMessage,
     LeavesHostMessage,
     OutcomeHostMessage,
     SaidAllHostMessage,
+    ShippedHostMessage,
     SignsHostMessage,
     TickHostMessage,
     UnforkedHostMessage,
@@ -29,6 +31,8 @@ from engine.core.hosts.host_messages import (
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.core.message_codec import MAX_BYTES, Message
 from engine.runtime.hosts.away_child import AwayChild
+from engine.runtime.hosts.line_keeper import LineKeeper
+from engine.runtime.hosts.shipper import Shipper
 from engine.runtime.hosts.wire import HostPeer
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import now_ns
@@ -54,6 +58,9 @@ class AwayServer(ForkServer):
         self._answers: queue.SimpleQueue[ForkedHostMessage | UnforkedHostMessage | None] = queue.SimpleQueue()
         self._losing = threading.Lock()
         self.has_left = False
+        self.keeper: LineKeeper | None = None  # of the records of hosts
+        self.shipper: Shipper | None = None  # of those of the host that coordinates
+        self.has_shipped = False  # its last records
         self.held: tuple[tuple[int, ...], ...] = ()  # as the host told them
         self.has_said = threading.Event()
         self._is_early = takes_over  # no handle of the processes is there yet
@@ -112,6 +119,22 @@ class AwayServer(ForkServer):
                 self.held = processes
             case SaidAllHostMessage():
                 self.has_said.set()
+            case ShippedHostMessage():
+                self._keep_lines(header, packet)
+            case KeptHostMessage() if self.shipper is not None:
+                self.shipper.kept(header)
+
+    def _keep_lines(self, header: ShippedHostMessage, packet: bytes) -> None:
+        """Keeps records; the last answer is on its way when the host has shipped all."""
+
+        def answer(found: bytes) -> None:
+            self.peer.end.send(found)
+            self.has_shipped = header.is_last
+
+        parts = required(self.keeper, "a host is admitted after its keeper is there").take(header, packet, answer)
+        for each in parts:
+            if self.shipper is not None:
+                self.shipper.knows(each.node, each.file, each.begin + each.length)
 
     def _with(self, process: int, name: str, *given: Any) -> None:
         with self._hearing:

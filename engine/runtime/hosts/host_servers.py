@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.hosts.deal import host_for_one_more
@@ -17,6 +18,7 @@ from engine.core.hosts.host_loss import LATER_NS, HostSight
 from engine.core.store.kv import KV, Lease
 from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.heard_results import KEPT
+from engine.runtime.hosts.line_exchange import CoordinatorLines
 from engine.runtime.process import descendants
 from engine.runtime.process.fork_client import Child, ForkServer
 
@@ -36,6 +38,7 @@ class HostServers(ForkServer):
         self._local, self._away = local, {each.host: each for each in away}
         self._dealt = dict(dealt)
         self._kv = kv
+        self._lines = CoordinatorLines(self.host, self._away)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
         self._thread.start()
@@ -63,6 +66,7 @@ class HostServers(ForkServer):
                     each.tick()
                 if not each.peer.is_lost and (why := self._why_lost(each, began_ns, now_ns)):
                     self._lose(each, why)
+            self._lines.look()
 
     def _why_lost(self, away: AwayServer, began_ns: int, now_ns: int) -> str:
         peer = away.peer
@@ -94,6 +98,7 @@ class HostServers(ForkServer):
     def leave(self) -> None:
         """Lets the workers of other hosts go on without this one: nothing more is told to them."""
         self.stop_watching()
+        self._lines.hand_over()
         for each in self._away.values():
             each.leave()
 
@@ -103,9 +108,14 @@ class HostServers(ForkServer):
         self._thread.join()
 
     def tell(self, code: int, words: str) -> None:
-        """Tells all hosts the outcome of the run."""
+        """Tells all hosts the outcome of the run, and waits for their last records."""
         for each in self._away.values():
             each.tell(code, words)
+        self._lines.finish()
+
+    def records_in(self, run: Path) -> None:
+        """Lets the other hosts ship their records to the folder of the run, and its own go to one of them."""
+        self._lines.begin(run)
 
     @property
     def while_waiting(self) -> Callable[[], None]:

@@ -52,6 +52,7 @@ from engine.core.process_messages import PingMessage
 from engine.runtime.agent.worker_handles import fork_linked
 from engine.runtime.hosts.heard_results import HeardResults
 from engine.runtime.hosts.host_registry import HostOutcome
+from engine.runtime.hosts.line_exchange import ServedLines
 from engine.runtime.hosts.own_process import OwnProcess
 from engine.runtime.hosts.stream_end import StreamEnd
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -84,6 +85,7 @@ class HostWorkers:
         self.outcome: HostOutcome | None = None
         self.has_left = False  # all workers, after a notice to this host
         self.heard = HeardResults(job)
+        self.lines = ServedLines(server.host, logs.parent)
         self.checkpoints = ""  # where the workers keep them, as the host told them that started them
         self._end: StreamEnd | None = None
         self._recorder, self._chief = recorder, ""
@@ -114,6 +116,7 @@ class HostWorkers:
         for each in living:
             for packet in each.said.packets:
                 end.send(frame(WordsHostMessage(each.number), packet))
+        self.lines.follow(chief, end)
         end.send(frame(SaidAllHostMessage()))
         self._end = end
 
@@ -128,7 +131,7 @@ class HostWorkers:
             if header.heard:
                 self._offset.sent(*header.heard)
             self._bounds = self._offset.at(at_ns)
-        else:
+        elif not self.lines.take(header, packet):
             self._orders.put((header, packet))
             self.wake()
 
@@ -173,11 +176,16 @@ class HostWorkers:
         return self._num_signals > 0
 
     def close(self) -> None:
-        """Ends all workers."""
+        """Ends all workers, and keeps no records any more."""
         self._is_over.set()
+        self.lines.close()
+        self.end_workers()
+        self._selector.close()
+
+    def end_workers(self) -> None:
+        """Ends all workers."""
         for each in [*self._processes]:
             self._release(each)
-        self._selector.close()
 
     def _send(self, header: Message, packet: bytes = b"") -> None:
         if self._end is not None:

@@ -48,6 +48,14 @@ class StreamEnd:
                 self._bytes += len(frame)
                 self._changed.notify_all()
 
+    def send_last(self, frame: bytes) -> bool:
+        """Sends a frame if there is a connection, and no other frame waits to be sent; returns whether it did."""
+        with self._changed:
+            is_idle = self._next == self._first + len(self._unheard)
+            if is_idle:
+                self.send(frame)
+            return is_idle and not self._is_closed
+
     def connect(self) -> int:
         """Begins a connection, and ends the one before; returns its number."""
         with self._taking, self._changed:  # a frame that is being taken counts before the other end asks for the number

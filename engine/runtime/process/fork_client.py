@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from engine.core.errors import EnvironmentLacksError, required
 from engine.core.message_codec import Message
@@ -140,6 +141,9 @@ class ForkServer:
 
     def hear(self, record: object, line: str) -> None:
         """Hears of a record of the launcher; other hosts of a run keep its decisions."""
+
+    def records_in(self, run: Path) -> None:
+        """Knows the folder of the run, to which other hosts ship their records."""
 
     def leave(self) -> None:
         """Lets the workers of other hosts go on without this one."""

@@ -1,0 +1,133 @@
+"""Ships the records of this host to another one: what its files have more than the other end keeps.
+
+Rules: the files are the memory, so nothing waits here but one frame, and no order of the coordinator waits for it: a
+frame goes when nothing else does, and the next one when the other end has kept it. A new stream begins with a new
+shipper, which asks anew how much is kept. A part that fills its frame is followed at once, others four times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from engine.core.history.step_files import FOLDER, step_file
+from engine.core.hosts.host_messages import KeptHostMessage
+from engine.core.hosts.shipped_parts import EVENTS, MOST_SHIPPED_BYTES, ShippedPart, shipped_frame, whole_bytes
+from engine.files.atomic_write import open_to_read
+from engine.files.run_folder import HOSTS_FOLDER
+from engine.runtime.hosts.stream_end import StreamEnd
+
+_TICK_S = 0.2
+_BUSY_S = 0.01  # from one look for a moment without other frames to the next
+
+_kind = lru_cache(maxsize=1 << 14)(step_file)
+
+
+class Shipper:
+    """Ships the records in `folder`, which are of host `own`, over `end`; and those kept of hosts that `relays` names.
+
+    `relays` is asked whether this host ships its copy of the records of another host.
+    """
+
+    def __init__(self, own: str, folder: Path, end: StreamEnd, relays: Callable[[str], bool]):
+        self._own, self._folder, self._end, self._relays = own, folder, end, relays
+        self._kept: dict[tuple[str, str], int] = {}  # (host, file) -> bytes that the other end has
+        self._whole: set[tuple[str, str]] = set()  # files that do not grow any more, and are kept whole
+        self._is_waiting = self._has_more = self._is_ending = False
+        self._wakes, self._has_finished, self._is_over = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
+        self._thread.start()
+
+    def kept(self, answer: KeptHostMessage) -> None:
+        """Takes the answer of the other end."""
+        for node, file, size in answer.sizes:
+            self._kept[node, file] = size
+        self._is_waiting = False
+        if answer.is_last:
+            self._has_finished.set()
+        if self._has_more or self._is_ending:
+            self._wakes.set()
+
+    def knows(self, node: str, file: str, size: int) -> None:
+        """Knows that the other end has so much of a file, which has come from it."""
+        self._kept[node, file] = max(size, self._kept.get((node, file), 0))
+
+    def finish(self, patience_s: float) -> bool:
+        """Ships what is there, says that it was the last, and ends; returns whether the other end has all of it."""
+        self._is_ending = True
+        self._wakes.set()
+        self._has_finished.wait(patience_s)
+        self.close()
+        return self._has_finished.is_set()
+
+    def close(self) -> None:
+        """Ships nothing more."""
+        self._is_over.set()
+        self._wakes.set()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            if not self._is_waiting and (parts := self._next() or ([] if self._is_ending else None)) is not None:
+                self._is_waiting = True
+                self._send(shipped_frame(parts, is_last=not parts))
+            self._wakes.wait(_TICK_S)
+            self._wakes.clear()
+
+    def _send(self, frame: bytes) -> None:
+        while not self._end.send_last(frame) and not self._is_over.wait(_BUSY_S):
+            pass
+
+    def _next(self) -> list[tuple[ShippedPart, bytes]]:
+        """Returns the next parts; a file that is gone meanwhile was left out."""
+        found: list[tuple[ShippedPart, bytes]] = []
+        room, self._has_more = MOST_SHIPPED_BYTES, False
+        for node, file, path in self._files():
+            begin = self._kept.get((node, file), 0)
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+                if size <= begin:
+                    continue
+                data = _read(path, begin, min(room, size - begin))
+                self._has_more = self._has_more or size - begin > room
+                if length := whole_bytes(file, begin, data):
+                    found.append((ShippedPart(node, file, begin, length), data[:length]))
+                    room -= length
+            if not room:
+                break
+        return found
+
+    def _files(self) -> Iterator[tuple[str, str, Path]]:
+        """Yields host, name and path of each file that may have more, the events of each host first."""
+        folders = [(self._own, self._folder)]
+        with contextlib.suppress(FileNotFoundError):
+            kept = sorted(os.listdir(self._folder / HOSTS_FOLDER))
+            folders += [(name, self._folder / HOSTS_FOLDER / name) for name in kept if self._relays(name)]
+        for node, folder in folders:
+            for file in (EVENTS, *self._step_files(node, folder)):
+                if (node, file) not in self._whole:
+                    yield node, file, folder / file
+
+    def _step_files(self, node: str, folder: Path) -> list[str]:
+        """Returns the files of steps; of a worker only its newest one grows."""
+        try:
+            names = os.listdir(folder / FOLDER)
+        except FileNotFoundError:
+            return []
+        kinds = sorted((each for each in map(_kind, names) if each is not None), key=lambda each: each.first)
+        newest = {each.worker: each.first for each in kinds}
+        for each in kinds:
+            key = node, f"{FOLDER}/{each}"
+            if each.first < newest[each.worker] and key in self._kept and key not in self._whole:
+                with contextlib.suppress(OSError):
+                    if (folder / key[1]).stat().st_size <= self._kept[key]:
+                        self._whole.add(key)
+        return [f"{FOLDER}/{each}" for each in kinds]
+
+
+def _read(path: Path, begin: int, most: int) -> bytes:
+    with open(open_to_read(path), "rb") as file:
+        return os.pread(file.fileno(), most, begin)
