@@ -23,7 +23,7 @@ OUR_PACKAGES = ("bamboo_cli", "engine")
 PURE_STDLIB = frozenset(
     """
     __future__ abc array bisect collections csv dataclasses difflib enum fractions functools graphlib hashlib heapq
-    hmac ipaddress itertools json math operator re statistics string struct textwrap types typing
+    hmac ipaddress itertools json math operator re statistics string struct textwrap types typing zlib
     """.split()
 )
 # Single names that are pure in modules that are not: text in memory, text for a shell.

@@ -60,6 +60,7 @@ class Stream:
     def close(self) -> None:
         self.end.close()
         self.away.peer.end.close()
+        self.served.close()
 
 
 def _carry(frames: Iterator[bytes], number: int, take: Callable[[int, bytes], bool]) -> None:
@@ -140,7 +141,9 @@ def test_the_records_of_the_host_that_coordinates_are_with_the_heir_also_by_a_th
     until(lambda: all(files(a.run / "hosts" / each.run.name) == files(each.run) for each in (b, c)))
     assert not (c.run / "hosts").exists()
     for each in streams.values():
-        each.close()
+        each.end.close()
+        each.away.peer.end.close()
+    lines.close()
 
     # Host a is lost with its disk, and host c goes on.
     to_c = Stream("b", served["b"], "c")
@@ -153,8 +156,9 @@ def test_the_records_of_the_host_that_coordinates_are_with_the_heir_also_by_a_th
     until(lambda: files(c.run / "hosts" / "b") == files(b.run))
     until(lambda: files(c.run / "hosts" / "a") == files(a.run))
     until(lambda: files(b.run / "hosts" / "c") == files(c.run))
-    served["b"].finish()
     to_c.close()
+    served["c"].close()
+    new.close()
 
 
 def test_another_host_keeps_the_records_when_the_one_that_did_is_lost(tmp_path: Path) -> None:
@@ -176,6 +180,7 @@ def test_another_host_keeps_the_records_when_the_one_that_did_is_lost(tmp_path: 
     until(lambda: files(c.run / "hosts" / "b") == files(b.run))  # of a lost host there are two copies too
     for each in streams.values():
         each.close()
+    lines.close()
 
 
 def test_records_go_when_no_other_frame_waits() -> None:

@@ -106,6 +106,12 @@ class CoordinatorLines:
         for each in self._away.values():
             while self._is_shipping(each) and time.monotonic() < until_s:
                 time.sleep(_LOOK_S)
+        self.close()
+
+    def close(self) -> None:
+        """Ships and keeps nothing more."""
+        self._leave()
+        self._keeper.close()
 
     def _is_shipping(self, away: AwayServer) -> bool:
         return self._run is not None and self._can_keep(away) and not away.has_shipped and away.peer.ended_ns is None
@@ -114,7 +120,7 @@ class CoordinatorLines:
         """Ships the last records of this host: it leaves."""
         if self._to is not None and self._to.shipper is not None:
             self._to.shipper.finish(_LAST_S)
-        self._keeper.close()
+        self.close()
 
     def _leave(self) -> None:
         if self._to is not None and self._to.shipper is not None:

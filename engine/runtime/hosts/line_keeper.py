@@ -20,7 +20,7 @@ from engine.files.atomic_write import make_folder, open_to_append
 from engine.files.run_folder import HOSTS_FOLDER
 
 _AGAIN_S = 1.0
-Answer = Callable[[bytes], None]
+SendBack = Callable[[bytes], None]
 
 
 class LineKeeper:
@@ -29,7 +29,7 @@ class LineKeeper:
     def __init__(self) -> None:
         self._run = Path()
         self._made: set[Path] = set()
-        self._came: queue.SimpleQueue[tuple[ShippedHostMessage, list[tuple[ShippedPart, bytes]], Answer] | None] = (
+        self._came: queue.SimpleQueue[tuple[ShippedHostMessage, list[tuple[ShippedPart, bytes]], SendBack] | None] = (
             queue.SimpleQueue()
         )
         self._is_over = threading.Event()
@@ -39,7 +39,7 @@ class LineKeeper:
         self._run = run
         threading.Thread(target=self._work, name="keeper", daemon=True).start()
 
-    def take(self, header: ShippedHostMessage, packet: bytes, answer: Answer) -> list[ShippedPart]:
+    def take(self, header: ShippedHostMessage, packet: bytes, answer: SendBack) -> list[ShippedPart]:
         """Takes a frame and returns its parts; `answer` sends the answer, later. InvariantError: another form."""
         parts = shipped_parts(header, packet)
         self._came.put((header, parts, answer))
