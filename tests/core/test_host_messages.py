@@ -28,7 +28,7 @@ HEADERS: list[Message] = [
     host_messages.EndedHostMessage(1, -9),
     host_messages.SignsHostMessage(4, 5, (tuple(SIGN),)),  # type: ignore[arg-type]
     host_messages.TickHostMessage(9, 10, (11, 12)),
-    host_messages.HeardHostMessage('{"event":"commit"}'),
+    host_messages.HoldsHostMessage(((1, 0, 4711),), 12),
     host_messages.LeavesHostMessage(),
     host_messages.OutcomeHostMessage(3, "failed: a\nb"),
 ]
@@ -41,8 +41,8 @@ def test_a_frame_travels(header: Message) -> None:
 
 def test_a_control_message_travels_behind_its_header() -> None:
     packet = encode(KeyMessage(3, "group/0", "a\nb"))
-    header = host_messages.WordsHostMessage(7)
-    assert read_frame(frame(header, packet)) == (header, packet)
+    for header in (host_messages.WordsHostMessage(7), host_messages.HeardHostMessage(12)):
+        assert read_frame(frame(header, packet)) == (header, packet)
     assert WorkerSign._make(read_frame(frame(HEADERS[7]))[0].signs[0]) == SIGN  # type: ignore[attr-defined]
 
 
@@ -63,6 +63,7 @@ def test_the_longest_control_message_has_room_and_a_longer_frame_is_refused() ->
         b"{}",
         encode(PingMessage()),  # a message, but none between hosts
         encode(host_messages.WordsHostMessage(1)),  # without the control message
+        encode(host_messages.HeardHostMessage(1)),  # without the line
         encode(host_messages.TickHostMessage(1, 2)) + b"\n{}",  # with one
         encode(host_messages.TickHostMessage(1, 2))[:-1],
         b'{"kind":"tickhost","received":"1","sent_ns":1,"heard":[]}',

@@ -13,7 +13,9 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.core.history.record_lines import decoded
+from engine.core.history.run_records import ActionRecord, AuditRecord, CommitRecord
+from engine.core.history.step_files import FOLDER
 from engine.core.hosts.host_lease import USUAL_S
 from engine.files.events_file import read_history
 from engine.files.merging.host_folders import collect, folders_of
@@ -61,6 +63,13 @@ def workers_of(agent: Launcher) -> dict[int, int]:
     return {int(number): pid for name, pid in found if (number := name.removeprefix("bamboo-")).isdecimal()}
 
 
+def hashes_in(folder: Path) -> list[tuple[int, int, int]]:
+    """Returns the worker, the step and the pipeline of all hashes that a host has recorded."""
+    lines = [line for each in sorted((folder / FOLDER).glob("*.jsonl")) for line in each.read_text().splitlines()]
+    found = [decoded(line) for line in lines]
+    return [(each.of, each.step, each.pipeline) for each in found if isinstance(each, AuditRecord)]
+
+
 def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, train: Train) -> None:
     bed = hosts(MLP, "model stages steps microbatches")
     bed.until_commits(3)
@@ -81,6 +90,11 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
     merged = read_history(chief.run_folder / "collected" / "events.jsonl", every_action=True)
     assert len(merged.of(CommitRecord)) == MLP.steps
     assert {each.worker for each in merged.of(ActionRecord)} == {*range(MLP.stages)}
+    hashes, *others = (hashes_in(each.path) for each in bed.folders)
+    assert len(hashes) == len({*hashes}) and {step for _, step, _ in hashes} == {*range(MLP.steps)}
+    for own in others:  # each host has those of its own workers, whoever coordinates
+        assert own and {*own} < {*hashes} and len({worker for worker, _, _ in own}) <= 2
+    assert sorted(hashes_in(bed.folders[0].path / "collected")) == sorted(hashes)
 
 
 @pytest.mark.soak

@@ -9,13 +9,16 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.elastic.worker_times import WorkerTimes
-from engine.core.errors import ReplicasDifferError
+from engine.core.errors import CoordinatorUnavailableError, InvariantError, ReplicasDifferError
 from engine.core.history.process_records import ResumedRecord
+from engine.core.history.record import Record
+from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord, CommitRecord, GoRecord, PartitionRecord, ValidationRecord
 from engine.core.message_codec import encode
 from engine.core.messages import AuditMessage, CutMessage, FinishedMessage, ReadyMessage
 from engine.core.process_messages import NoticeMessage
 from engine.runtime.agent.run_state import RunState
+from engine.runtime.hosts import heard_results
 from engine.runtime.hosts.heard_results import HeardResults
 from engine.runtime.hosts.said_again import SaidAgain
 
@@ -106,3 +109,70 @@ def test_words_that_come_once_only_are_said_again_and_hashes_of_the_last_steps()
     for each in (*words, encode(FinishedMessage(1, (), 0, ())), *hashes):
         said.add(each)
     assert said.packets == [*words, *hashes[-64:]]
+
+
+def audit_line(step: int, layer: int) -> AuditRecord:
+    return AuditRecord(of=layer, step=step, pipeline=0, rows=tuple(row[:3] for row in audit(step, layer).rows))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_two_hosts_take_over_one_after_the_other_and_no_row_is_lost(seed: int) -> None:
+    """Each host has heard a part; the next one is completed by the others, and by the hashes that are said again."""
+    chance = random.Random(seed)  # noqa: S311
+    own, _ = heard_before()
+    hosts = {name: HeardResults(JOB) for name in "bcd"}
+    lines = [encoded(PartitionRecord(starts=(0, 1), layers=LAYERS, samples=32))]
+    committed, turn = -1, [3, 5]
+    for until in turn:
+        while committed < until:
+            committed += 1
+            own.books(commit(committed))
+            lines.append(encoded(commit(committed)))
+            for layer in (0, 1):
+                own.audit(layer, audit(committed, layer))
+                lines.append(encoded(audit_line(committed, layer)))
+        voted = lines.index(encoded(commit(committed - 1))) + 1  # it was told before the votes for the last step
+        for each in hosts.values():
+            for number in range(each.count, chance.randint(max(each.count, voted), len(lines))):
+                each.take(number, lines[number])
+        heir = hosts.pop(chance.choice([*hosts]))
+        heir.complete(each.last_since(chance.randint(0, heir.count)) for each in hosts.values())
+        assert heir.count == max(each.count for each in (heir, *hosts.values()))
+        assert heir.results.committed >= committed - 1
+        for step in (committed - 1, committed):
+            for layer in (0, 1):
+                heir.hear_again(layer, encode(audit(step, layer)))
+        for each in hosts.values():  # they are told what the heir has heard, before any new decision
+            for number, line in heir.since(each.count).items():
+                each.take(number, line)
+        lines = [*heir.last_since(0).values()]
+        if heir.results.committed < committed:  # the last commit is in the store; hashes of it are said again then
+            lines += map(encoded, (commit(committed), *(audit_line(committed, layer) for layer in (0, 1))))
+    (last,) = hosts.values()
+    for number, line in enumerate(lines):
+        last.take(number, line)
+    for results in (own, last.results):
+        results.close_book()
+    assert [row.texts() for row in last.results.rows] == [row.texts() for row in own.rows]
+    assert last.results.losses == own.losses
+
+
+def test_decisions_come_once_and_in_order() -> None:
+    _, host = heard_before()
+    lines = [encoded(commit(step)) for step in range(3)]
+    taken: list[Record | None] = [host.take(0, lines[0]), host.take(1, lines[1]), host.take(0, lines[0])]
+    assert taken == [commit(0), commit(1), None]
+    with pytest.raises(InvariantError, match="decision 3 was told where 2 comes next"):
+        host.take(3, lines[2])
+
+
+def test_old_decisions_are_forgotten_and_a_host_that_needs_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many are kept as may wait in a stream: a host that lacks more does not read, and is lost."""
+    lines = [encoded(commit(step)) for step in range(4)]
+    monkeypatch.setattr(heard_results, "MOST_WAITING_BYTES", len(lines[2]) + len(lines[3]))
+    _, host = heard_before()
+    for number, line in enumerate(lines):
+        host.take(number, line)
+    assert [*host.since(2).values()] == [*host.last_since(0).values()] == lines[2:]
+    with pytest.raises(CoordinatorUnavailableError, match="decisions 1 to 1 are not kept"):
+        host.since(1)

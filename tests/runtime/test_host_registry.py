@@ -131,13 +131,14 @@ def test_another_host_succeeds_one_that_is_lost_and_only_one_does(backend: Backe
     assert a.elect(a.gathered((), 3, 5.0), "10.0.0.1:7", MADE)
     before = b.elected()
     assert before is not None
-    assert b.succeed(before, "10.0.0.2:7") is None  # it is not lost
+    assert b.succeed(before, "10.0.0.2:7", 0) is None  # it is not lost
     b.revoke(before)
     c.revoke(before)  # each that sees the end does
-    found = b.succeed(before, "10.0.0.2:7")
+    found = b.succeed(before, "10.0.0.2:7", 12)
     assert found is not None
-    assert c.succeed(before, "10.0.0.3:7") is None
+    assert c.succeed(before, "10.0.0.3:7", 0) is None
     assert c.elected() == found
+    assert (before.heard, found.heard) == (0, 12)
     assert (found.name, found.place, found.hosts, found.made) == ("b", "10.0.0.2:7", before.hosts, before.made)
     assert [(each.name, bool(each.lease_id)) for each in b.of_run(found)] == [("a", False), ("b", True), ("c", True)]
 
@@ -149,4 +150,4 @@ def test_no_host_succeeds_when_the_run_is_over(backend: Backend) -> None:
     assert before is not None
     a.tell(HostOutcome(0, "finished"))
     b.revoke(before)
-    assert b.succeed(before, "10.0.0.2:7") is None
+    assert b.succeed(before, "10.0.0.2:7", 0) is None

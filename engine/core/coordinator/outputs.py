@@ -5,10 +5,12 @@ Rule: the state is written to the store before an output is carried out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.core.faults.fault import RecoveryPhase
 from engine.core.history.record import StampedRecord
+from engine.core.history.run_records import CommitRecord
 from engine.core.message_codec import ToWorker
 from engine.core.messages import FailedMessage, RaisedMessage, RefusedMessage
 
@@ -76,3 +78,11 @@ class Release(NamedTuple):
 
 
 CoordinatorOutput = Tell | Write | Kill | Note | Reached | Arm | Restart | Stop | Fail | Release
+
+
+def recorded_first(outputs: Iterable[CoordinatorOutput]) -> list[CoordinatorOutput]:
+    """Returns outputs with the record of a commit before all others: each host hears of a commit before its workers do.
+
+    So a vote of a host's worker proves that the host has heard of all steps before, and its results can go on.
+    """
+    return sorted(outputs, key=lambda each: not (isinstance(each, Write) and isinstance(each.record, CommitRecord)))

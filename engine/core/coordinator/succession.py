@@ -1,16 +1,18 @@
-"""Who takes over from a coordinator that is lost with its host has to have a process for each worker.
+"""Who takes over from a coordinator that is lost with its host has to have a process for each worker, and the results.
 
-Rule: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
+Rules: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
+Each host has heard a beginning of one list of decisions, so the longest one has all that is left. A commit is told to a
+host before it is told to its workers, so a host with a vote for a step has heard of all steps before it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.core.coordinator.state import FACTS, STATE
-from engine.core.errors import CoordinatorUnavailableError
+from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.membership import state as membership_state
 
 _KILLED = -9  # the code of a process whose end nothing saw
@@ -26,15 +28,31 @@ class TakenProcess(NamedTuple):
     ended: tuple[int, ...] = ()
 
 
+def unheard(known: int, told: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
+    """Returns the decisions that a host lacks, which knows the first ones, `known` of them.
+
+    `told` has of each other host some decisions by number. Raises InvariantError if two hosts contradict each other.
+    """
+    found: dict[int, str] = {}
+    for each in told:
+        for number, line in each.items():
+            if found.setdefault(number, line) != line:
+                raise InvariantError(f"two hosts have heard different decisions, both with number {number}")
+    following: list[str] = []
+    while (line := found.get(known + len(following), "")) != "":
+        following.append(line)
+    return tuple(following)
+
+
 def succession(
     texts: Mapping[str, str], held: Mapping[str, Sequence[Sequence[int]]], lost: str, heard: int
 ) -> tuple[TakenProcess, ...]:
     """Returns the processes of a run whose coordinator was on host `lost`; `texts` are its values in the store.
 
     `held` has of each host that is there the processes: number, worker, pid, and the exit code of one that has ended.
-    `heard` is the last commit of which the next host has heard; the one after it is in the store. Raises
+    `heard` is the last commit of which a host that is left has heard; the one after it is in the store. Raises
     CoordinatorUnavailableError for a run that had not begun to train, whose workers know too little, and for one of
-    whose results the next host lacks more.
+    whose results more is lost.
     """
     if STATE not in texts or FACTS not in texts or not json.loads(texts[FACTS])["started"]:
         raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost before training has begun")

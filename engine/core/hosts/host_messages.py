@@ -4,7 +4,8 @@
     HelloHost ------------------------->  knows the host, by name and incarnation
     <----------------------- HailedHost   each sends again all that the other has not received
     HoldsHost ------------------------->  first of all: its processes, which another coordinator takes over
-    WordsHost, then SaidAllHost ------->  what these have said, as far as the one before may have lost it
+    HeardHost ------------------------->  the decisions that it has heard, and the next coordinator may not
+    WordsHost, then SaidAllHost ------->  what the processes have said, as far as the one before may have lost it
     <------------------------- ForkHost   forks a worker; its process has a number of its own, as workers begin again
     ForkedHost, or UnforkedHost ------->
     <---------- WordsHost ------------->  a control message of a worker, or to one, which follows in the frame
@@ -18,9 +19,9 @@
     LeavesHost ------------------------>  the host ends, and has no worker any more
     <----------------------- OutcomeHost  the run has ended
 
-Rules: a frame is a header, a line break, and the control message, or the compressed bytes of files, if the header is of
-one of these. All else is JSON, which has no line break. A frame that is longer than `MOST_BYTES`, or of another form,
-ends the stream.
+Rules: a frame is a header, a line break, and the control message, the line, or the compressed bytes of files, if the
+header is of one of these. All else is JSON, which has no line break. A frame that is longer than `MOST_BYTES`, or of
+another form, ends the stream.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class HailedHostMessage(ToOtherHost):
 
 @message
 class HoldsHostMessage(FromOtherHost):
-    """The processes of a host: number, worker, pid, and the exit code of one that has ended."""
+    """The processes of a host: number, worker, pid, and the exit code of one that has ended; and what it has heard."""
 
     processes: tuple[tuple[int, ...], ...]
+    heard: int  # the number of decisions
 
 
 @message
@@ -145,10 +147,13 @@ class TickHostMessage(ToOtherHost):
 
 
 @message
-class HeardHostMessage(ToOtherHost):
-    """The coordinator's host has recorded a decision; each host keeps it, so no disk has the only copy."""
+class HeardHostMessage(FromOtherHost, ToOtherHost):
+    """The coordinator's host has recorded a decision; each host keeps it, so no disk has the only copy.
 
-    line: str
+    Its line follows in the frame. A take-over numbers no decision anew: hosts tell what another one has not heard.
+    """
+
+    number: int
 
 
 @message
@@ -207,6 +212,6 @@ def read_frame(data: bytes) -> tuple[Message, bytes]:
     read = decode(header)
     if not isinstance(read, FromOtherHost | ToOtherHost):
         raise InvariantError(f"a frame begins with a message between hosts, not with {type(read).__name__}")
-    if bool(found) is not isinstance(read, WordsHostMessage | ShippedHostMessage):
-        raise InvariantError("a control message, or bytes, follow a header that says so, and no other")
+    if bool(found) is not isinstance(read, WordsHostMessage | HeardHostMessage | ShippedHostMessage):
+        raise InvariantError("a control message, a line, or bytes, follow a header that says so, and no other")
     return read, packet

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,9 @@ def _write_steps(
             sources.setdefault(name, []).append((each, node))
     for name, parts in sorted(sources.items()):
         kind = StepFile(*_named(name))
-        data = [_actions(*part, clock) if kind.worker is not None else _hashes(*part, clock) for part in parts]
-        write_atomically(output / name, b"".join(data))
+        is_of_actions = kind.worker is not None
+        data = b"".join(_actions(*part, clock) for part in parts) if is_of_actions else _hashes(parts, clock)
+        write_atomically(output / name, data)
 
 
 def _named(name: str) -> tuple[int, int | None]:
@@ -159,10 +161,20 @@ def _actions(path: Path, node: str, clock: SharedClock) -> bytes:
     return moved_entries(whole, lambda at_ns: clock.at(node, at_ns).at_ns)
 
 
-def _hashes(path: Path, node: str, clock: SharedClock) -> bytes:
-    found: Iterator[Record] = events_of(b"\n" + path.read_bytes(), path, -1)
-    moved = (on_clock(each, lambda at: clock.at(node, at).at_ns) for each in found if isinstance(each, AuditRecord))
-    return "".join(f"{encoded(each)}\n" for each in moved).encode()
+def _hashes(parts: Iterable[tuple[Path, str]], clock: SharedClock) -> bytes:
+    """Returns the hashes, each once: the host of the worker has recorded them, and each one that coordinated."""
+    once: dict[tuple[Any, ...], str] = {}
+    for path, node in parts:
+        found: Iterator[Record] = events_of(b"\n" + path.read_bytes(), path, -1)
+        for each in found:
+            if isinstance(each, AuditRecord):
+                moved = on_clock(each, partial(_at, clock, node))
+                once.setdefault((each.of, each.step, each.pipeline, str(each.rows)), f"{encoded(moved)}\n")
+    return "".join(once.values()).encode()
+
+
+def _at(clock: SharedClock, node: str, at_ns: int) -> int:
+    return clock.at(node, at_ns).at_ns
 
 
 def _hosts(history: Merged, hosts: Iterable[HostRecords], nodes: Mapping[Path, str]) -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ def _stand(at: OwnHost, before: Elected, workers: HostWorkers) -> tuple[Elected,
             return None
         wire_server = WireServer(at.registry.own.address, before.made, at.screen.say)
         place = place_of_host(at.registry.own.address, wire_server.port)
-        if (chosen := at.registry.succeed(before, place)) is not None:
+        if (chosen := at.registry.succeed(before, place, workers.heard.count)) is not None:
             return chosen, wire_server
         wire_server.close()
     return None
@@ -122,7 +122,7 @@ def _stream(at: OwnHost, elected: Elected, workers: HostWorkers) -> Iterator[Wir
     """Opens the stream of this host to the one that coordinates; its end holds nothing up."""
     own = at.registry.own
     wire = WireClient(own.name, own.incarnation, elected.place, elected.made, workers.deliver, workers.wake)
-    workers.follow(elected.name, wire.end)
+    workers.follow(elected.name, wire.end, elected.heard, is_own=elected.incarnation == own.incarnation)
     try:
         yield wire
     finally:
@@ -201,7 +201,7 @@ def _take_over(
             if not each.has_said.wait(max(0.0, until_s - time.monotonic())):
                 servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
         try:
-            taken = _taken(at, before, away, workers, folder)
+            taken = _taken(at, before, away, servers, workers, folder)
         except BambooError as error:
             tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
             raise
@@ -223,13 +223,19 @@ def _served(workers: HostWorkers) -> Iterator[None]:
 
 
 def _taken(
-    at: OwnHost, before: Elected, away: dict[str, AwayServer], workers: HostWorkers, folder: RunFolder
+    at: OwnHost,
+    before: Elected,
+    away: dict[str, AwayServer],
+    servers: HostServers,
+    workers: HostWorkers,
+    folder: RunFolder,
 ) -> TakenRun:
     """Returns the run to go on with; raises CoordinatorUnavailableError for one that had not begun to train."""
     found = {key: at.kv.get(key) for key in (STATE, FACTS)}
     texts = {key: each.value.decode() for key, each in found.items() if each is not None}
     held = {name: each.held for name, each in away.items() if not each.peer.is_lost}
     results = workers.heard
+    results.complete(each.told for each in away.values() if not each.peer.is_lost)
     processes = []
     for each in succession(texts, held, before.name, results.results.committed):
         server = away[each.host]
@@ -237,6 +243,7 @@ def _taken(
         for number, packet in server.words():
             if number == each.number:
                 results.hear_again(each.worker, packet)
+    servers.go_on_after(results)
 
     def hear_again() -> None:
         for server in away.values():

@@ -59,8 +59,13 @@ def _on_busy(own: OwnParts, member: WorkerHandle, busy: BusyMessage) -> None:
 
 def _on_audit(own: OwnParts, member: WorkerHandle, audit: messages.AuditMessage) -> None:
     own.run_state.audit(member.worker, audit)
+    own.recorder.write(audit_record(member.worker, audit))
+
+
+def audit_record(worker: int, audit: messages.AuditMessage) -> AuditRecord:
+    """Returns the record of a worker's hashes."""
     rows = tuple(row[:3] for row in audit.rows)  # the marks only explain a difference between replicas
-    own.recorder.write(AuditRecord(of=member.worker, step=audit.step, pipeline=audit.pipeline, rows=rows))
+    return AuditRecord(of=worker, step=audit.step, pipeline=audit.pipeline, rows=rows)
 
 
 def _on_vote(own: OwnParts, member: WorkerHandle, vote: VoteMessage) -> None:

@@ -29,7 +29,7 @@ from engine.core.hosts.host_messages import (
     frame,
 )
 from engine.core.hosts.registered_host import RegisteredHost
-from engine.core.message_codec import MAX_BYTES, Message
+from engine.core.message_codec import Message
 from engine.runtime.hosts.away_child import AwayChild
 from engine.runtime.hosts.line_keeper import LineKeeper
 from engine.runtime.hosts.shipper import Shipper
@@ -62,6 +62,8 @@ class AwayServer(ForkServer):
         self.shipper: Shipper | None = None  # of those of the host that coordinates
         self.has_shipped = False  # its last records
         self.held: tuple[tuple[int, ...], ...] = ()  # as the host told them
+        self.heard = 0  # decisions, before it served this coordinator
+        self.told: dict[int, str] = {}  # those of them that this host may lack
         self.has_said = threading.Event()
         self._is_early = takes_over  # no handle of the processes is there yet
         self._early: list[tuple[int, str, tuple[Any, ...]]] = []
@@ -115,8 +117,10 @@ class AwayServer(ForkServer):
                 self._answers.put(header)
             case LeavesHostMessage():
                 self.has_left = True
-            case HoldsHostMessage(processes=processes):
-                self.held = processes
+            case HoldsHostMessage(processes=processes, heard=heard):
+                self.held, self.heard = processes, heard
+            case HeardHostMessage(number=number):
+                self.told[number] = packet.decode()
             case SaidAllHostMessage():
                 self.has_said.set()
             case ShippedHostMessage():
@@ -207,10 +211,9 @@ class AwayServer(ForkServer):
     def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
         """The agent of the other host does it."""
 
-    def keep(self, line: str) -> None:
+    def keep(self, number: int, line: str) -> None:
         """Lets the other host keep a decision."""
-        if len(line) < MAX_BYTES // 2:  # as text in a message it may take twice as much
-            self.peer.end.send(frame(HeardHostMessage(line)))
+        self.peer.end.send(frame(HeardHostMessage(number), line.encode()))
 
     def tell(self, code: int, words: str) -> None:
         """Tells the other host the outcome of the run."""

@@ -1,16 +1,23 @@
 """The results of a run as a host hears them that does not coordinate it: the next one goes on with these.
 
-Rule: each decision is heard in the order in which it was recorded, so the results are those of the host that recorded.
+Rules: each decision has a number, and is heard in the order in which it was recorded, so the results are those of the
+host that recorded. The last ones are kept as lines, as many as may wait in a stream: a host that is not lost lacks no
+more, so hosts can complete each other at a take-over.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from engine.core.config.job import Job
-from engine.core.errors import BambooError
+from engine.core.coordinator.succession import unheard
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ensure
 from engine.core.history.process_records import ExitRecord, ResumedRecord, StartedRecord
-from engine.core.history.record import StampedRecord
+from engine.core.history.record import AGENT, Record, StampedRecord
+from engine.core.history.record_lines import decoded, encoded
 from engine.core.history.run_records import (
     AuditRecord,
     CommitRecord,
@@ -25,7 +32,9 @@ from engine.core.history.run_records import (
 )
 from engine.core.message_codec import Message, decode, kind_of
 from engine.core.messages import AuditMessage, CutMessage, Evaluation
+from engine.runtime.agent.message_handlers import audit_record
 from engine.runtime.agent.run_state import RunState
+from engine.runtime.hosts.stream_end import MOST_WAITING_BYTES
 
 KEPT = (
     AuditRecord,
@@ -51,10 +60,49 @@ def is_audit(packet: bytes) -> bool:
 
 
 class HeardResults:
-    """The results of one run, of which this host hears."""
+    """The results of one run, of which this host hears; `count` decisions so far."""
 
     def __init__(self, job: Job):
         self.results = RunState(job)
+        self.count = 0
+        self._lines: deque[str] = deque()  # the last ones
+        self._bytes = 0
+
+    def take(self, number: int, line: str) -> Record | None:
+        """Takes the next decision; returns it, or None for one that was heard before."""
+        if number < self.count:
+            return None
+        ensure(number == self.count, f"decision {number} was told where {self.count} comes next")
+        record = decoded(line)
+        self._keep(line)
+        self.hear(record)
+        return record
+
+    def _keep(self, line: str) -> None:
+        self.count += 1
+        self._lines.append(line)
+        self._bytes += len(line)
+        while self._bytes > MOST_WAITING_BYTES:
+            self._bytes -= len(self._lines.popleft())
+
+    @property
+    def _first(self) -> int:
+        return self.count - len(self._lines)
+
+    def last_since(self, number: int) -> dict[int, str]:
+        """Returns the decisions from a number on, as far as they are kept."""
+        return {each: line for each, line in enumerate(self._lines, self._first) if each >= number}
+
+    def since(self, number: int) -> dict[int, str]:
+        """Returns the decisions from a number on; raises CoordinatorUnavailableError if older ones are needed."""
+        if number < self._first:
+            raise CoordinatorUnavailableError(f"the decisions {number} to {self._first - 1} are not kept any more")
+        return self.last_since(number)
+
+    def complete(self, told: Iterable[Mapping[int, str]]) -> None:
+        """Takes what other hosts have heard, and this one has not."""
+        for line in unheard(self.count, told):
+            self.take(self.count, line)
 
     def hear(self, record: object) -> None:
         """Takes a decision. Results that contradict each other are for the host that coordinates to judge."""
@@ -79,5 +127,6 @@ class HeardResults:
     def hear_again(self, worker: int, packet: bytes) -> None:
         """Takes hashes of a worker that the host which is lost may not have told; raises ReplicasDifferError."""
         message: Message | None = decode(packet) if is_audit(packet) else None
-        if isinstance(message, AuditMessage):
+        if isinstance(message, AuditMessage) and message.step == self.results.committed:
             self.results.audit(worker, message)
+            self._keep(encoded(replace(audit_record(worker, message), worker=AGENT)))  # other hosts lack it too

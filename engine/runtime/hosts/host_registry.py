@@ -39,7 +39,10 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """The host that coordinates a run: where it listens, the hosts of the run, and the certificate of the run."""
+    """The host that coordinates a run: where it listens, the hosts of the run, and the certificate of the run.
+
+    It had heard so many decisions when it was elected, none if it has begun the run.
+    """
 
     name: str
     incarnation: str
@@ -48,6 +51,7 @@ class Elected:
     incarnations: tuple[str, ...]  # of these hosts
     certificate: tuple[str, str]
     lease_id: int
+    heard: int = 0
 
     @property
     def made(self) -> RunCertificate:
@@ -126,10 +130,14 @@ class HostRegistry:
         pair, lease_id = (made.certificate, made.key), self._lease.lease_id
         return self._stands(Elected(self.own.name, self.own.incarnation, place, names, lives, pair, lease_id))
 
-    def succeed(self, before: Elected, place: str) -> Elected | None:
-        """Tries to put this host in the place of one that is lost; None if another host is, or the run is over."""
+    def succeed(self, before: Elected, place: str, heard: int) -> Elected | None:
+        """Tries to put this host in the place of one that is lost; None if another host is, or the run is over.
+
+        It has `heard` so many decisions; the other hosts tell it the later ones.
+        """
         own, lease_id = self.own, self._lease.lease_id
         value = replace(before, name=own.name, incarnation=own.incarnation, place=place, lease_id=lease_id)
+        value = replace(value, heard=heard)
         return value if self._stands(value) else None
 
     def _stands(self, value: Elected) -> bool:
@@ -157,7 +165,8 @@ class HostRegistry:
             certificate, key = plain["certificate"]
             names, lives = tuple(plain["hosts"]), tuple(plain["incarnations"])
             pair, lease_id = (certificate, key), int(plain["lease_id"])
-            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id)
+            heard = int(plain["heard"])
+            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id, heard)
         except (KeyError, TypeError, ValueError) as error:
             raise InvariantError("the key 'elected' of this run is not of a host") from error
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.hosts.deal import host_for_one_more
 from engine.core.hosts.host_loss import LATER_NS, HostSight
+from engine.core.message_codec import MAX_BYTES
 from engine.core.store.kv import KV, Lease
 from engine.runtime.hosts.away_server import AwayServer
-from engine.runtime.hosts.heard_results import KEPT
+from engine.runtime.hosts.heard_results import KEPT, HeardResults
 from engine.runtime.hosts.line_exchange import CoordinatorLines
 from engine.runtime.process import descendants
 from engine.runtime.process.fork_client import Child, ForkServer
@@ -34,11 +35,13 @@ class HostServers(ForkServer):
     later_ns = LATER_NS
 
     def __init__(self, local: ForkServer, away: Sequence[AwayServer], dealt: Mapping[int, str], kv: KV):
+        """`dealt` has the host of each worker at the start."""
         self.host, self.address = local.host, local.address
         self._local, self._away = local, {each.host: each for each in away}
         self._dealt = dict(dealt)
         self._kv = kv
         self._lines = CoordinatorLines(self.host, self._away)
+        self._num_decisions, self._counting = 0, threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
         self._thread.start()
@@ -90,10 +93,27 @@ class HostServers(ForkServer):
 
     def hear(self, record: object, line: str) -> None:
         """Lets all other hosts keep a decision."""
-        if isinstance(record, KEPT):
-            for each in self._away.values():
-                if each is not self._local:
-                    each.keep(line)
+        if isinstance(record, KEPT) and len(line) < MAX_BYTES:  # no decision is longer; results of a user may be
+            with self._counting:
+                for each in self._others:
+                    each.keep(self._num_decisions, line)
+                self._num_decisions += 1
+
+    @property
+    def _others(self) -> list[AwayServer]:
+        return [each for each in self._away.values() if each is not self._local]
+
+    def go_on_after(self, heard: HeardResults) -> None:
+        """Lets all other hosts keep what this one has heard before; one that lacks too much of it counts as lost."""
+        self._num_decisions = heard.count
+        for each in self._others:
+            try:
+                found = heard.since(each.heard)
+            except CoordinatorUnavailableError as error:
+                self._lose(each, f"it lacks results: {error}")
+                continue
+            for number, line in found.items():
+                each.keep(number, line)
 
     def leave(self) -> None:
         """Lets the workers of other hosts go on without this one: nothing more is told to them."""

@@ -27,7 +27,6 @@ from pathlib import Path
 from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, required
 from engine.core.history.process_records import ClockRecord, HeardRecord
-from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import AuditRecord
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
@@ -47,10 +46,11 @@ from engine.core.hosts.host_messages import (
 )
 from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
 from engine.core.message_codec import MAX_BYTES, Message, decode, encode, kind_of
-from engine.core.messages import WelcomeMessage
+from engine.core.messages import AuditMessage, WelcomeMessage
 from engine.core.process_messages import PingMessage
+from engine.runtime.agent.message_handlers import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
-from engine.runtime.hosts.heard_results import HeardResults
+from engine.runtime.hosts.heard_results import HeardResults, is_audit
 from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.line_exchange import ServedLines
 from engine.runtime.hosts.own_process import OwnProcess
@@ -88,7 +88,7 @@ class HostWorkers:
         self.lines = ServedLines(server.host, logs.parent)
         self.checkpoints = ""  # where the workers keep them, as the host told them that started them
         self._end: StreamEnd | None = None
-        self._recorder, self._chief = recorder, ""
+        self._recorder, self._chief, self._is_own = recorder, "", False
         self._offset = OffsetWatch()  # of the clock of that host; used by the thread of the stream alone
         self._bounds: OffsetBounds | None = None
         self._server, self._record_fds, self._board, self._logs = server, record_fds, board, logs
@@ -101,18 +101,23 @@ class HostWorkers:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
         threading.Thread(target=self._tell_signs, name="signs", daemon=True).start()
 
-    def follow(self, chief: str, end: StreamEnd) -> None:
-        """Serves host `chief` from now on, over a new stream, of which `end` is this host's end."""
+    def follow(self, chief: str, end: StreamEnd, known: int = 0, *, is_own: bool = False) -> None:
+        """Serves host `chief` from now on, over a new stream, of which `end` is this host's end.
+
+        That host knows the first decisions, `known` of them. If it `is_own`, it records what its workers say itself.
+        """
         while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
-            header, _ = self._orders.get()
+            header, packet = self._orders.get()
             if isinstance(header, HeardHostMessage):
-                self._hear(header.line)
+                self._hear(header.number, packet.decode())
             elif isinstance(header, OutcomeHostMessage):
                 self.outcome = HostOutcome(header.code, header.words)
-        self._chief = chief
+        self._chief, self._is_own = chief, is_own
         self._offset, self._bounds = OffsetWatch(), None
         living = [*self._processes.values()]
-        end.send(frame(HoldsHostMessage(tuple(each.to_plain() for each in living))))
+        end.send(frame(HoldsHostMessage(tuple(each.to_plain() for each in living), self.heard.count)))
+        for number, line in self.heard.last_since(known).items():
+            end.send(frame(HeardHostMessage(number), line.encode()))
         for each in living:
             for packet in each.said.packets:
                 end.send(frame(WordsHostMessage(each.number), packet))
@@ -207,15 +212,14 @@ class HostWorkers:
                     self._release(number)
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
                     self._processes[number].child.signal(signal.Signals(which))
-                case HeardHostMessage(line=line):
-                    self._hear(line)
+                case HeardHostMessage(number=number):
+                    self._hear(number, packet.decode())
                 case OutcomeHostMessage(code=code, words=words):
                     self.outcome = HostOutcome(code, words)
 
-    def _hear(self, line: str) -> None:
-        record = decoded(line)
-        self.heard.hear(record)
-        if not isinstance(record, AuditRecord):  # most of the bytes, which the worker's own host has too
+    def _hear(self, number: int, line: str) -> None:
+        record = self.heard.take(number, line)
+        if record is not None and not isinstance(record, AuditRecord):  # the host of the worker has recorded hashes
             self._recorder.write(HeardRecord(of=self._chief, line=line))
 
     def _fork(self, order: ForkHostMessage) -> None:
@@ -248,6 +252,8 @@ class HostWorkers:
             of.heartbeat = data
         else:
             of.said.add(data)
+            if not self._is_own and isinstance(hashes := decode(data) if is_audit(data) else None, AuditMessage):
+                self._recorder.write(audit_record(of.worker, hashes))
             self._send(WordsHostMessage(of.number), data)
         return bool(data)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from engine.core.errors import InvariantError
 
-_MOST_BYTES = 64 << 20  # that wait for the other end: it does not read any more
+MOST_WAITING_BYTES = 64 << 20  # that wait for the other end: it does not read any more
 
 
 class StreamEnd:
@@ -33,7 +33,7 @@ class StreamEnd:
     @property
     def is_full(self) -> bool:
         """Whether the other end has not read for so long that nothing more is kept for it."""
-        return self._bytes > _MOST_BYTES
+        return self._bytes > MOST_WAITING_BYTES
 
     @property
     def num_waiting(self) -> int:
