@@ -1,7 +1,4 @@
-"""The processes of a run whose coordinator is lost: each worker has one, or counts as ended, with its host or alone.
-
-And its decisions: the hosts that are left have all that one of them has heard.
-"""
+"""The processes of a run whose coordinator is lost: each worker has one, or counts as ended, with its host or alone."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import pytest
 
 from engine.core.coordinator.outputs import Tell, Write, recorded_first
 from engine.core.coordinator.state import STATE, CoordinatorState, documents, resume
-from engine.core.coordinator.succession import TakenProcess, succession, unheard
-from engine.core.errors import CoordinatorUnavailableError, InvariantError
+from engine.core.coordinator.succession import TakenProcess, succession
+from engine.core.errors import CoordinatorUnavailableError
 from engine.core.history.run_records import CommitRecord
 from engine.core.membership.events import ExitSeen, LeaseExpired, TakenOver
 from engine.core.membership.protocol import step
@@ -98,31 +95,6 @@ def test_a_host_that_has_not_heard_of_two_commits_does_not_make_up_results() -> 
 def test_a_state_of_another_form_is_refused() -> None:
     with pytest.raises(Exception, match="state of the membership protocol"):
         succession(documents(trained()) | {STATE: "{}"}, {}, "a", 0)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_any_host_that_is_left_gets_all_that_one_of_them_has_heard(seed: int) -> None:
-    """Three hosts in turn are lost; each one has a beginning of the list, and tells what the next one may lack."""
-    chance = random.Random(seed)  # noqa: S311
-    made: list[str] = []  # by the coordinators so far
-    known: dict[str, list[str]] = {name: [] for name in "bcde"}
-    for turn in range(3):
-        made += [f"{turn}/{each}" for each in range(chance.randrange(8))]
-        for name in known:
-            known[name] = made[: chance.randint(len(known[name]), len(made))]
-        heir = chance.choice([*known])
-        said = chance.randint(0, len(known[heir]))  # a decision may come to the heir after it stood for election
-        told = [dict(enumerate(lines[said:], said)) for name, lines in known.items() if name != heir]
-        longest = max(known.values(), key=len)
-        known[heir] += unheard(len(known[heir]), told)
-        assert known[heir] == longest
-        made = known.pop(heir)  # it tells the others what they lack, and is lost later
-
-
-def test_hosts_that_contradict_each_other_are_a_bug() -> None:
-    assert unheard(1, [{0: "a", 1: "b"}, {1: "b", 2: "c", 4: "e"}]) == ("b", "c")
-    with pytest.raises(InvariantError, match="number 1"):
-        unheard(0, [{1: "b"}, {1: "x"}])
 
 
 def test_a_host_hears_of_a_commit_before_its_workers_do() -> None:

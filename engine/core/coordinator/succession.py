@@ -1,18 +1,16 @@
-"""Who takes over from a coordinator that is lost with its host has to have a process for each worker, and the results.
+"""Who takes over from a coordinator that is lost with its host has to have a process for each worker.
 
-Rules: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
-Each host has heard a beginning of one list of decisions, so the longest one has all that is left. A commit is told to a
-host before it is told to its workers, so a host with a vote for a step has heard of all steps before it.
+Rule: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from engine.core.coordinator.state import FACTS, STATE
-from engine.core.errors import CoordinatorUnavailableError, InvariantError
+from engine.core.errors import CoordinatorUnavailableError
 from engine.core.membership import state as membership_state
 
 _KILLED = -9  # the code of a process whose end nothing saw
@@ -26,22 +24,6 @@ class TakenProcess(NamedTuple):
     number: int
     pid: int
     ended: tuple[int, ...] = ()
-
-
-def unheard(known: int, told: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
-    """Returns the decisions that a host lacks, which knows the first ones, `known` of them.
-
-    `told` has of each other host some decisions by number. Raises InvariantError if two hosts contradict each other.
-    """
-    found: dict[int, str] = {}
-    for each in told:
-        for number, line in each.items():
-            if found.setdefault(number, line) != line:
-                raise InvariantError(f"two hosts have heard different decisions, both with number {number}")
-    following: list[str] = []
-    while (line := found.get(known + len(following), "")) != "":
-        following.append(line)
-    return tuple(following)
 
 
 def succession(

@@ -9,14 +9,13 @@ from typing import Any
 from engine.core import messages
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.history.elastic_records import PaceRecord
-from engine.core.history.run_records import AuditRecord
 from engine.core.message_codec import Message
 from engine.core.process_messages import BusyMessage, PureMessage
 from engine.core.recovery.plan_messages import InventoryMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
-from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.ipc.recorder import Recorder
 
@@ -60,12 +59,6 @@ def _on_busy(own: OwnParts, member: WorkerHandle, busy: BusyMessage) -> None:
 def _on_audit(own: OwnParts, member: WorkerHandle, audit: messages.AuditMessage) -> None:
     own.run_state.audit(member.worker, audit)
     own.recorder.write(audit_record(member.worker, audit))
-
-
-def audit_record(worker: int, audit: messages.AuditMessage) -> AuditRecord:
-    """Returns the record of a worker's hashes."""
-    rows = tuple(row[:3] for row in audit.rows)  # the marks only explain a difference between replicas
-    return AuditRecord(of=worker, step=audit.step, pipeline=audit.pipeline, rows=rows)
 
 
 def _on_vote(own: OwnParts, member: WorkerHandle, vote: VoteMessage) -> None:

@@ -27,7 +27,7 @@ from engine.core.errors import (
     WorkerFailedError,
 )
 from engine.core.history.record import StampedRecord
-from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord
+from engine.core.history.run_records import AuditRecord, CommitRecord, EpochRecord, GoRecord
 from engine.core.messages import (
     AuditMessage,
     CutMessage,
@@ -222,3 +222,9 @@ class RunState:
         found = [] if audited else [f"the hashes of step {step}"]
         is_owed = step >= 0 and step not in self.validations and is_due(self.job.validate_every, step, True)
         return (*found, *([f"the validation after step {step}"] if is_owed else []))
+
+
+def audit_record(worker: int, audit: AuditMessage) -> AuditRecord:
+    """Returns the record of a worker's hashes."""
+    rows = tuple(row[:3] for row in audit.rows)  # the marks only explain a difference between replicas
+    return AuditRecord(of=worker, step=audit.step, pipeline=audit.pipeline, rows=rows)

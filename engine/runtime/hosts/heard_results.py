@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from engine.core.config.job import Job
-from engine.core.coordinator.succession import unheard
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ensure
 from engine.core.history.process_records import ExitRecord, ResumedRecord, StartedRecord
 from engine.core.history.record import AGENT, Record, StampedRecord
@@ -30,10 +29,10 @@ from engine.core.history.run_records import (
     PreparedRecord,
     ValidationRecord,
 )
+from engine.core.hosts.unheard import unheard
 from engine.core.message_codec import Message, decode, kind_of
 from engine.core.messages import AuditMessage, CutMessage, Evaluation
-from engine.runtime.agent.message_handlers import audit_record
-from engine.runtime.agent.run_state import RunState
+from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.hosts.stream_end import MOST_WAITING_BYTES
 
 KEPT = (

@@ -48,7 +48,7 @@ from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
 from engine.core.message_codec import MAX_BYTES, Message, decode, encode, kind_of
 from engine.core.messages import AuditMessage, WelcomeMessage
 from engine.core.process_messages import PingMessage
-from engine.runtime.agent.message_handlers import audit_record
+from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
 from engine.runtime.hosts.heard_results import HeardResults, is_audit
 from engine.runtime.hosts.host_registry import HostOutcome
