@@ -41,7 +41,11 @@ def test_a_frame_travels(header: Message) -> None:
 
 def test_a_control_message_travels_behind_its_header() -> None:
     packet = encode(KeyMessage(3, "group/0", "a\nb"))
-    for header in (host_messages.WordsHostMessage(7), host_messages.HeardHostMessage(12)):
+    for header in (
+        host_messages.WordsHostMessage(7),
+        host_messages.HeardHostMessage(12),
+        host_messages.ToldHostMessage(12),
+    ):
         assert read_frame(frame(header, packet)) == (header, packet)
     assert WorkerSign._make(read_frame(frame(HEADERS[7]))[0].signs[0]) == SIGN  # type: ignore[attr-defined]
 
@@ -81,7 +85,7 @@ def test_no_bytes_raise_another_error(data: bytes) -> None:
         read_frame(data)
 
 
-@pytest.mark.parametrize("header", [*HEADERS, host_messages.HoldsHostMessage(((1, 0, 4711), (2, 1, 4712, -9)))])
+@pytest.mark.parametrize("header", [*HEADERS, host_messages.HoldsHostMessage(((1, 0, 4711), (2, 1, 4712, -9)), 0)])
 def test_a_frame_goes_one_way(header: Message) -> None:
     ways = {read_from_host: host_messages.FromOtherHost, read_from_coordinator: host_messages.ToOtherHost}
     for read, of in ways.items():

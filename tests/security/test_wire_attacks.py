@@ -302,7 +302,9 @@ BROKEN: dict[str, bytes] = {
     "a greeting again": hello("b"),
     "an order of the other way": frame(said.SignalHostMessage(1, 9)),
     "the outcome, from a host that does not coordinate": frame(said.OutcomeHostMessage(0, "finished")),
-    "a decision, from a host that does not coordinate": frame(said.HeardHostMessage("{}")),
+    "a decision, from a host that does not coordinate": frame(said.HeardHostMessage(0), b"{}"),
+    "a decision that is no text": frame(said.ToldHostMessage(0), b"\xff"),
+    "a decision below zero": frame(said.ToldHostMessage(-1), b"{}"),
     "words without words": frame(said.WordsHostMessage(1)) + b"\n",
     "words that are no message": frame(said.WordsHostMessage(1), b"\xff\0"),
     "words that only an agent says": frame(said.WordsHostMessage(1), encode(PingMessage())),
@@ -312,8 +314,8 @@ BROKEN: dict[str, bytes] = {
     "a sign with other times": sign(times=("R",)),
     "a sign with a heartbeat that is none": sign(heartbeat='{"kind":"leaveshost"}'),
     "a sign with half a letter": sign(progress=(1, 1, "\ud800")),
-    "processes that are none": frame(said.HoldsHostMessage(((1,),))),
-    "a worker below zero": frame(said.HoldsHostMessage(((1, -1, 5),))),
+    "processes that are none": frame(said.HoldsHostMessage(((1,),), 0)),
+    "a worker below zero": frame(said.HoldsHostMessage(((1, -1, 5),), 0)),
     "frames that were never sent": frame(said.SignsHostMessage(10**9, 1, ())),
 }
 

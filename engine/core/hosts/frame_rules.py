@@ -16,6 +16,7 @@ from engine.core.hosts.host_messages import (
     HoldsHostMessage,
     SignalHostMessage,
     SignsHostMessage,
+    ToldHostMessage,
     ToOtherHost,
     WordsHostMessage,
     WorkerSign,
@@ -46,6 +47,9 @@ def read_from_host(data: bytes) -> Packets:
         for facts in header.processes:
             _refuse_unless(len(facts) in _OF_PROCESS and min(facts[:3]) >= 0, "a number, a worker and a pid")
             _refuse_unless(facts[1] < _MOST_WORKERS, f"at most {_MOST_WORKERS} workers")
+        _refuse_unless(header.heard >= 0, "a number of decisions")
+    elif isinstance(header, ToldHostMessage):
+        _refuse_unless(header.number >= 0 and packet.isascii(), "a decision in plain text, and its number")
     return header, packet
 
 

@@ -4,7 +4,7 @@
     HelloHost ------------------------->  knows the host, by name and incarnation
     <----------------------- HailedHost   each sends again all that the other has not received
     HoldsHost ------------------------->  first of all: its processes, which another coordinator takes over
-    HeardHost ------------------------->  the decisions that it has heard, and the next coordinator may not
+    ToldHost -------------------------->  the decisions that it was told, and the next coordinator may not have been
     WordsHost, then SaidAllHost ------->  what the processes have said, as far as the one before may have lost it
     <------------------------- ForkHost   forks a worker; its process has a number of its own, as workers begin again
     ForkedHost, or UnforkedHost ------->
@@ -147,10 +147,10 @@ class TickHostMessage(ToOtherHost):
 
 
 @message
-class HeardHostMessage(FromOtherHost, ToOtherHost):
+class HeardHostMessage(ToOtherHost):
     """The coordinator's host has recorded a decision; each host keeps it, so no disk has the only copy.
 
-    Its line follows in the frame. A take-over numbers no decision anew: hosts tell what another one has not heard.
+    Its line follows in the frame. A take-over numbers no decision anew.
     """
 
     number: int
@@ -173,6 +173,13 @@ class KeptHostMessage(FromOtherHost, ToOtherHost):
 
 
 @message
+class ToldHostMessage(FromOtherHost):
+    """A decision that the host was told, and the one that takes over may lack; its line follows in the frame."""
+
+    number: int
+
+
+@message
 class LeavesHostMessage(FromOtherHost):
     """The host leaves: all its workers have ended."""
 
@@ -184,6 +191,9 @@ class OutcomeHostMessage(ToOtherHost):
     cut_note = CUT
     code: int
     words: str
+
+
+_WITH_PACKET = (WordsHostMessage, HeardHostMessage, ToldHostMessage, ShippedHostMessage)
 
 
 class WorkerSign(NamedTuple):
@@ -212,6 +222,6 @@ def read_frame(data: bytes) -> tuple[Message, bytes]:
     read = decode(header)
     if not isinstance(read, FromOtherHost | ToOtherHost):
         raise InvariantError(f"a frame begins with a message between hosts, not with {type(read).__name__}")
-    if bool(found) is not isinstance(read, WordsHostMessage | HeardHostMessage | ShippedHostMessage):
+    if bool(found) is not isinstance(read, _WITH_PACKET):
         raise InvariantError("a control message, a line, or bytes, follow a header that says so, and no other")
     return read, packet

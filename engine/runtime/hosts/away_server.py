@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.core.errors import EnvironmentLacksError, ensure, required
+from engine.core.history.record_lines import decoded
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
@@ -23,6 +24,7 @@ from engine.core.hosts.host_messages import (
     ShippedHostMessage,
     SignsHostMessage,
     TickHostMessage,
+    ToldHostMessage,
     UnforkedHostMessage,
     WordsHostMessage,
     WorkerSign,
@@ -119,8 +121,9 @@ class AwayServer(ForkServer):
                 self.has_left = True
             case HoldsHostMessage(processes=processes, heard=heard):
                 self.held, self.heard = processes, heard
-            case HeardHostMessage(number=number):
-                self.told[number] = packet.decode()
+            case ToldHostMessage(number=number) if not self.has_said.is_set():
+                decoded(line := packet.decode())  # raises InvariantError for one that is no record
+                self.told[number] = line
             case SaidAllHostMessage():
                 self.has_said.set()
             case ShippedHostMessage():

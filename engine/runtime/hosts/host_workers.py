@@ -40,6 +40,7 @@ from engine.core.hosts.host_messages import (
     SignalHostMessage,
     SignsHostMessage,
     TickHostMessage,
+    ToldHostMessage,
     UnforkedHostMessage,
     WordsHostMessage,
     frame,
@@ -117,7 +118,7 @@ class HostWorkers:
         living = [*self._processes.values()]
         end.send(frame(HoldsHostMessage(tuple(each.to_plain() for each in living), self.heard.count)))
         for number, line in self.heard.last_since(known).items():
-            end.send(frame(HeardHostMessage(number), line.encode()))
+            end.send(frame(ToldHostMessage(number), line.encode()))
         for each in living:
             for packet in each.said.packets:
                 end.send(frame(WordsHostMessage(each.number), packet))
