@@ -1,6 +1,6 @@
-"""What a frame of another host may say, beyond its form: numbers that a host can have, and words of workers alone.
+"""The rules of frames of another host beyond their form: numbers that a host can have, and words of workers alone.
 
-Rule: whoever takes a frame that has passed can carry it out. A frame that has not passed proves that the other end is
+Rule: a frame that has passed can be carried out. A frame that has not passed proves that the other end is
 no agent of this version, so its host is lost.
 """
 

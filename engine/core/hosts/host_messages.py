@@ -5,7 +5,7 @@
     <----------------------- HailedHost   each sends again all that the other has not received
     HoldsHost ------------------------->  first of all: its processes, which another coordinator takes over
     ToldHost -------------------------->  the decisions that it was told, and the next coordinator may not have been
-    WordsHost, then SaidAllHost ------->  what the processes have said, as far as the one before may have lost it
+    WordsHost, then SaidAllHost ------->  the words of these, as far as the one before may have lost it
     <------------------------- ForkHost   forks a worker; its process has a number of its own, as workers begin again
     ForkedHost, or UnforkedHost ------->
     <---------- WordsHost ------------->  a control message of a worker, or to one, which follows in the frame
@@ -65,7 +65,7 @@ class HailedHostMessage(ToOtherHost):
 
 @message
 class HoldsHostMessage(FromOtherHost):
-    """The processes of a host: number, worker, pid, and the exit code of one that has ended; and what it has heard."""
+    """The processes of a host: number, worker, pid, the exit code of one that has ended; and its decisions."""
 
     processes: tuple[tuple[int, ...], ...]
     heard: int  # the number of decisions

@@ -1,4 +1,4 @@
-"""What a host has not heard of the decisions of a run, and another one that is left has.
+"""The decisions of a run that a host has not heard, and another one that is left has.
 
 Rules: each host has heard a beginning of one list of decisions, so the longest one has all that is left. A commit is
 told to a host before it is told to its workers, so a host with a vote for a step has heard of all steps before it.
