@@ -53,9 +53,10 @@ KEPT = (
 _AUDIT = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
 
 
-def is_audit(packet: bytes) -> bool:
-    """Whether a control message of a worker has hashes."""
-    return packet.startswith(_AUDIT)
+def hashes_of(packet: bytes) -> AuditMessage | None:
+    """Returns a control message of a worker that has hashes; None for another one."""
+    message: Message | None = decode(packet) if packet.startswith(_AUDIT) else None
+    return message if isinstance(message, AuditMessage) else None
 
 
 class HeardResults:
@@ -125,7 +126,7 @@ class HeardResults:
 
     def hear_again(self, worker: int, packet: bytes) -> None:
         """Takes hashes of a worker that the host which is lost may not have told; raises ReplicasDifferError."""
-        message: Message | None = decode(packet) if is_audit(packet) else None
-        if isinstance(message, AuditMessage) and message.step == self.results.committed:
+        message = hashes_of(packet)
+        if message is not None and message.step == self.results.committed:
             self.results.audit(worker, message)
             self._keep(encoded(replace(audit_record(worker, message), worker=AGENT)))  # other hosts lack it too

@@ -38,7 +38,6 @@ from engine.core.hosts.host_messages import (
     OutcomeHostMessage,
     SaidAllHostMessage,
     SignalHostMessage,
-    SignsHostMessage,
     TickHostMessage,
     ToldHostMessage,
     UnforkedHostMessage,
@@ -46,15 +45,14 @@ from engine.core.hosts.host_messages import (
     frame,
 )
 from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
-from engine.core.message_codec import MAX_BYTES, Message, decode, encode, kind_of
-from engine.core.messages import AuditMessage, WelcomeMessage
-from engine.core.process_messages import PingMessage
+from engine.core.message_codec import MAX_BYTES, Message, decode, kind_of
+from engine.core.messages import WelcomeMessage
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
-from engine.runtime.hosts.heard_results import HeardResults, is_audit
+from engine.runtime.hosts.heard_results import HeardResults, hashes_of
 from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.line_exchange import ServedLines
-from engine.runtime.hosts.own_process import OwnProcess
+from engine.runtime.hosts.own_process import OwnProcess, tell_signs
 from engine.runtime.hosts.stream_end import StreamEnd
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -65,10 +63,8 @@ _TICK_S = 0.25
 _LOOK_S = 1.0  # between the records of the clock
 _ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
 _PATIENCE_S = 0.05  # for the descendants of a worker
-_TOGETHER = 32  # signs in one message
 _HEARTBEAT = b'{"kind":"heartbeat"'
 _WELCOME = f'{{"kind":"{kind_of(WelcomeMessage)}"'.encode()
-_PING = encode(PingMessage())
 
 
 class HostWorkers:
@@ -253,7 +249,7 @@ class HostWorkers:
             of.heartbeat = data
         else:
             of.said.add(data)
-            if not self._is_own and isinstance(hashes := decode(data) if is_audit(data) else None, AuditMessage):
+            if not self._is_own and (hashes := hashes_of(data)) is not None:
                 self._recorder.write(audit_record(of.worker, hashes))
             self._send(WordsHostMessage(of.number), data)
         return bool(data)
@@ -290,12 +286,5 @@ class HostWorkers:
     def _tell_signs(self) -> None:
         while not self._is_over.wait(_TICK_S):
             living, end = [each for each in [*self._processes.values()] if not each.has_ended], self._end
-            if end is None:
-                continue
-            signs = [each.sign(self._board) for each in living]
-            for begin in range(0, max(1, len(signs)), _TOGETHER):
-                part = tuple(map(tuple, signs[begin : begin + _TOGETHER]))
-                end.send(frame(SignsHostMessage(end.received, now_ns(), part)))  # type: ignore[arg-type]
-            for each in living:
-                with contextlib.suppress(OSError):  # it was released meanwhile
-                    each.link.send_packet(_PING)
+            if end is not None:
+                tell_signs(living, self._board, end)
