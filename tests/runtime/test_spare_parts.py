@@ -21,7 +21,7 @@ from tests.files.made_checkpoints import sha256
 def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> None:
     notes: list[str] = []
     records: list[Any] = []
-    state = SimpleNamespace(note=notes.append, layers=["first"], on_rows=None)
+    state = SimpleNamespace(note=notes.append, layers=["first"], on_rows=None, losses=[], committed=-1)
     recorder = SimpleNamespace(write=records.append)
     agent = Checkpoints(Job(checkpoint_every="1"), str(tmp_path), cast(Any, state), cast(Any, recorder))
     folder = checkpoints_at(agent.place)
@@ -48,10 +48,38 @@ def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> N
     assert len(folder.verify(folder.names()[0]).parts) == 1
 
 
+def test_the_next_host_removes_no_part_that_the_one_before_has_published(tmp_path: Path) -> None:
+    """Nobody has heard of it; the run then ends before the hashes of that step are complete."""
+    told, known = CommitMessage(1, 1.0, "step", keep=True), cast(Any, SimpleNamespace(committed=1, epoch=1))
+    silent = cast(Any, SimpleNamespace(write=lambda record: None))
+
+    def coordinates(losses: list[float]) -> Checkpoints:
+        state = SimpleNamespace(note=str, layers=["first"], on_rows=None, losses=losses, committed=len(losses) - 1)
+        agent = Checkpoints(Job(checkpoint_every="1"), str(tmp_path), cast(Any, state), silent)
+        agent.await_parts(told, known)
+        return agent
+
+    first = coordinates([])
+    folder = checkpoints_at(first.place, run=tmp_path.name)
+    parts = [folder.write_part(1, 0, [b"x"]), folder.write_part(1, 0, [b"x"])]
+    first.kept(KeptMessage(1, parts[0], 0, 0, 0))
+    first.close_step(1, 0.5, [TrajectoryRow(1, 0, sha256("state"), sha256(""), 0.5)])
+    first.close()
+    parts[1] = folder.write_part(1, 0, [b"x"])
+    for losses in ([0.5], [0.5, 0.5]):
+        following = coordinates(losses)
+        for part in parts:
+            following.kept(KeptMessage(1, part, 0, 0, 0))
+        following.close()
+        (name,) = folder.names()
+        assert folder.verify(name).parts == (parts[0],)
+        assert folder.orphans() == ()
+
+
 def test_code_that_changes_while_workers_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text("width = 1")
-    state = cast(Any, SimpleNamespace())
+    state = cast(Any, SimpleNamespace(losses=[], committed=-1))
     agent = Checkpoints(Job(model="net:make"), "run", state, state)
     assert agent.changed_code() == []
     (tmp_path / "net.py").write_text("width = 2")

@@ -88,6 +88,8 @@ class Checkpoints:
         # As they are when the workers begin: a user may edit them while training goes on.
         self._init = origin.init if origin else weights_hash(job.init if self.place else "")
         self._code = code_files(job) if self.place else ()
+        # Another coordinator may have published those of a run that is taken over, and nobody has heard of it.
+        self._not_own = run_state.committed + 1 if run_state.losses else -1
         self._run_state = run_state
         run_state.on_rows = self.close_step
         self._recorder = recorder
@@ -207,6 +209,8 @@ class Checkpoints:
                 self._results.put(f"old checkpoints stay: {error}")
 
     def _remove(self, spare: _Spare) -> None:
+        if spare.step <= self._not_own:
+            return  # at the end of the run, those without a manifest go
         with contextlib.suppress(StorageError):  # `bamboo clean` finds them
             self._folder.remove_parts(*spare)
 

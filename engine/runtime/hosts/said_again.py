@@ -1,14 +1,16 @@
 """The words of a worker that the next coordinator has to hear again: that it has joined, its notice, its last words.
 
-Rule: in the epoch of a take-over all members report again, and vote again; the rest is said once only. The
-hashes of the last steps may not have been told to other hosts when a host was lost.
+Rule: in the epoch of a take-over all members report again, and vote again; the rest is said once only. The hashes of
+the last steps may not have been told to other hosts when a host was lost, and no worker writes a part of a checkpoint
+a second time.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from engine.core.message_codec import kind_of
+from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.message_codec import decode, kind_of
 from engine.core.messages import (
     AuditMessage,
     FailedMessage,
@@ -23,6 +25,7 @@ _ONCE = tuple(
     f'{{"kind":"{kind_of(each)}"'.encode()
     for each in (ReadyMessage, WaitingMessage, NoticeMessage, RaisedMessage, FailedMessage, RefusedMessage)
 )
+_PARTS = tuple(f'{{"kind":"{kind_of(each)}"'.encode() for each in (KeptMessage, UnkeptMessage))
 _HASHES = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
 _MOST_HASHES = 64  # messages: those of two steps, of a worker with many slots
 
@@ -33,6 +36,8 @@ class SaidAgain:
     def __init__(self) -> None:
         self._once: list[bytes] = []
         self._hashes: deque[bytes] = deque(maxlen=_MOST_HASHES)
+        self._parts: list[bytes] = []
+        self._step = -1  # of these parts
 
     def add(self, packet: bytes) -> None:
         """Takes a control message of the worker."""
@@ -40,8 +45,12 @@ class SaidAgain:
             self._hashes.append(packet)
         elif packet.startswith(_ONCE):
             self._once.append(packet)
+        elif packet.startswith(_PARTS) and isinstance(told := decode(packet), KeptMessage | UnkeptMessage):
+            if told.step > self._step:
+                self._step, self._parts = told.step, []
+            self._parts += [packet] * (told.step == self._step)
 
     @property
     def packets(self) -> list[bytes]:
         """The words, each kind in its order."""
-        return [*self._once, *self._hashes]
+        return [*self._once, *self._hashes, *self._parts]
