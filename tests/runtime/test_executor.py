@@ -12,10 +12,12 @@ import torch
 from engine.core.action import Action, Op, parse_action
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.faults.fault import At, Fault, When, Worker
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.messages import AuditMessage
+from engine.core.ownership import Grid, Ownership, Slot, one_slot_each
 from engine.core.value import Kind, Value
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
+from engine.runtime.agent.run_state import RunState
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.ipc.control import Fenced
 from engine.runtime.process.process_state import CoreWaits
@@ -237,3 +239,26 @@ def test_what_was_made_is_held_until_the_commit_if_anybody_could_need_it(keeps: 
         assert value_store.values() == (made,)
     value_store.clear()
     assert value_store.values() == ()
+
+
+def test_of_several_hosts_a_new_replica_tells_its_hashes_before_the_next_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host that alone knows those of its owner may be lost; the run compares them with those of the owner."""
+    new, heard, tell, audit = set[tuple[int, ...]](), set[tuple[int, ...]](), StepEnd.tell_new, RunState.audit
+
+    def tells(self: StepEnd, slot: Slot, after: int) -> None:
+        object.__setattr__(self.context, "has_hosts", True)
+        tell(self, slot, after)
+        new.update((self.worker, slot[0], after, layer) for layer in self.replicas.stages[slot].layers)
+
+    def hears(self: RunState, worker: int, told: AuditMessage) -> None:
+        if told.step == self.committed:
+            heard.update((worker, told.pipeline, told.step, row[0]) for row in told.rows)
+        audit(self, worker, told)
+
+    monkeypatch.setattr(StepEnd, "tell_new", tells)
+    monkeypatch.setattr(RunState, "audit", hears)
+    check_survival(NORMED | {"redundancy": "reroute", "pipelines": 2}, {1: (1, "1B1", "before")})
+    assert new
+    assert new <= heard

@@ -164,8 +164,11 @@ class RunState:
         return f"last committed step {self.committed}" if self.committed >= 0 else "no step was committed"
 
     def audit(self, worker: int, audit: AuditMessage) -> None:
-        """Adds the hashes of some layers of a replica; raises ReplicasDifferError if replicas disagree."""
-        if audit.step == self.committed:
+        """Adds the hashes of some layers of a replica; raises ReplicasDifferError if replicas disagree.
+
+        A replica that is healed after a checkpoint was taken has those of a step before the first one.
+        """
+        if audit.step == self.committed > self._closed:
             hashes = {layer: (state, buffers) for layer, state, buffers, _, _ in audit.rows}
             marks = {layer: (of_state, of_buffers) for layer, _, _, of_state, of_buffers in audit.rows}
             self._book.add(audit.step, worker, audit.pipeline, hashes, marks)

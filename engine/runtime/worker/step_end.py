@@ -13,7 +13,9 @@ from torch import Tensor
 
 from engine.core.action import Action
 from engine.core.checks.loaded_data import LoadedMarks
+from engine.core.config.job import is_due
 from engine.core.message_codec import in_messages
+from engine.core.messages import AuditMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.routes import Routes
 from engine.core.recovery.vote import SlotVote, VoteMessage
@@ -29,6 +31,7 @@ from engine.runtime.replica.gradient_log import (
     take_step,
     unscaled,
 )
+from engine.runtime.replica.replica_hashes import hash_rows
 from engine.runtime.replica.state_transfer import send_state, take_state
 from engine.runtime.stage.stage_bytes import stage_bytes
 from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
@@ -103,6 +106,14 @@ class StepEnd:
                 self._plane.aside, self._source(Kind.STATE, slot), key, self.replicas.stages[slot]
             )
             self.replicas.healed(slot)
+            self.tell_new(slot, step - 1)
+
+    def tell_new(self, slot: Slot, after: int) -> None:
+        """Sends the hashes of a new replica after a step: the one host that knows those of its owner may be lost."""
+        job = self.context.job
+        if self.context.has_hosts and after >= 0 and is_due(job.audit, after, False):
+            for rows in in_messages(list(hash_rows(self.replicas.stages[slot], self.replicas.device))):
+                self.context.control.send(AuditMessage(after, slot[0], rows))
 
     def reduce(self, action: Action, step: int) -> None:
         """Reduces a stage over the pipelines, for all slots of it owned here; sends the gradients of tied uses."""

@@ -10,22 +10,22 @@ Rules: the driver decides nothing; `engine.core.worker` has the rules. An output
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from engine.core import messages
 from engine.core.errors import TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord
-from engine.core.message_codec import CUT, cut, in_messages
+from engine.core.message_codec import in_messages
 from engine.core.ownership import Ownership
 from engine.core.recovery.inventory import to_json
 from engine.core.worker import inputs, outputs
 from engine.core.worker.epoch_plan import plan_epoch
 from engine.runtime.ipc.control import Fenced, Stopped
 from engine.runtime.replica.memory_watch import MemoryWatch
+from engine.runtime.replica.replica_hashes import hash_rows
 from engine.runtime.stage.stage_bytes import stage_bytes
-from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.transport.group_formation import GroupFormation, NextGroups
 from engine.runtime.transport.transport import Transport
 from engine.runtime.transport.worker_program import WorkerProgram
@@ -34,8 +34,6 @@ from engine.runtime.worker.planner_thread import PlannerThread
 from engine.runtime.worker.validation import Validation
 from engine.runtime.worker.worker_context import WorkerContext
 from engine.runtime.worker.worker_protocol import WorkerProtocol
-
-_MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row must fit into a message
 
 
 class Training:
@@ -220,6 +218,7 @@ class Training:
     def _adopt(self, output: outputs.Adopt) -> None:
         for slot in output.slots:
             self.context.replicas.adopt(slot)
+            self._executor.end.tell_new(slot, self._executor.step - 1)
 
     def _drop(self, output: outputs.Drop) -> None:
         replicas = self.context.replicas
@@ -238,13 +237,7 @@ class Training:
         for pipeline, index in (slot for slot in output.slots if slot in complete):
             if self.context.shards is not None:
                 self.context.shards.meet(index)
-            stage = replicas.stages[pipeline, index]
-            for layer, module in stage.layers.items():
-                with replicas.device.waiting():
-                    state, of_state = marked_hash(stage.optimizers[layer].state_tensors())
-                    buffers, of_buffers = marked_hash(module.named_buffers())
-                row = (layer, state, buffers, _short(of_state), _short(of_buffers))
-                rows.setdefault(pipeline, []).append(row)
+            rows.setdefault(pipeline, []).extend(hash_rows(replicas.stages[pipeline, index], replicas.device))
         for pipeline, of_pipeline in rows.items():
             for part in in_messages(of_pipeline):
                 self.context.control.send(messages.AuditMessage(output.step, pipeline, part))
@@ -279,11 +272,6 @@ def exit_code(found: Iterable[outputs.Output]) -> int:
 
 def _failed(failure: TransferFailedError) -> inputs.TransferFailed:
     return inputs.TransferFailed(str(failure), failure.peer)
-
-
-def _short(marks: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Returns the first marks of a layer, as a message takes them: they only explain a difference."""
-    return tuple((cut(name, _MOST_OF_NAME, CUT), mark) for name, mark in marks[:_MARKS_PER_ROW])
 
 
 def _peak_memory_kib() -> int:

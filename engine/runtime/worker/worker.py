@@ -230,9 +230,8 @@ def join(
     troubles = checkpoints.troubles if checkpoints else None
     failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut, troubles)
     shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
-    context = WorkerContext(
-        job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend, shards, checkpoints
-    )
+    fixed = (job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend)
+    context = WorkerContext(*fixed, shards, checkpoints, has_hosts=bool(welcome.address))
     return GroupMember(context, ownership, plane)
 
 

@@ -34,3 +34,4 @@ class WorkerContext:
     backend: TransportBackend
     shards: ShardedStages | None = None
     checkpoints: CheckpointWriter | None = None
+    has_hosts: bool = False  # the run has several hosts

@@ -1,0 +1,27 @@
+"""The hashes of a replica, as a worker tells them: of each layer its state and buffers, with the marks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.core.message_codec import CUT, cut
+from engine.runtime.device.device import Device
+from engine.runtime.stage.stage import Stage
+from engine.runtime.stage.state_hash import marked_hash
+
+_MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row must fit into a message
+
+
+def hash_rows(replica: Stage, device: Device) -> Iterator[Any]:
+    """Yields the row of each layer of a replica at a step boundary."""
+    for layer, module in replica.layers.items():
+        with device.waiting():
+            state, of_state = marked_hash(replica.optimizers[layer].state_tensors())
+            buffers, of_buffers = marked_hash(module.named_buffers())
+        yield layer, state, buffers, _short(of_state), _short(of_buffers)
+
+
+def _short(marks: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Returns the first marks of a layer, as a message takes them: they only explain a difference."""
+    return tuple((cut(name, _MOST_OF_NAME, CUT), mark) for name, mark in marks[:_MARKS_PER_ROW])
