@@ -149,7 +149,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.store"}
     | {"engine.core.launch"}
     | {"engine.harness", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.hosts"}
-    | {"engine.runtime.store"},
+    | {"engine.runtime.requests", "engine.runtime.store"},
     "engine.harness": _HOST
     | {"engine.runtime.requests"}
     | {"engine.harness.cases"}

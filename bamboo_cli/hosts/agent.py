@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp
+from bamboo_cli.options.faults import DEFAULT_GRACE, Grace, Injectable, Kills, NoTwin, YesNo
 from bamboo_cli.options.hosts import (
     Address,
     Hosts,
@@ -27,6 +28,10 @@ from bamboo_cli.options.trust import TrustCode
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.run_result import print_result
 from engine.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from engine.files.jobs.resolved_job import Resolved
+    from engine.harness.hosts.coordinating import HostRunEnd
 
 EPILOG = (
     "Examples:  bamboo agent job.yaml --run 4711 --etcd 10.0.0.1:2379 --hosts 3 --trusted-network 10.0.0.0/8  |  "
@@ -63,6 +68,10 @@ def agent(
     lease_s: LeaseSeconds = 5,
     patience_s: HostsWithin = 300.0,
     isa: InstructionSet = "",
+    kill: Kills = None,
+    no_twin: NoTwin = False,
+    grace: Grace = DEFAULT_GRACE,
+    injectable: Injectable = YesNo.YES,
     trust_code: TrustCode = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
@@ -70,6 +79,7 @@ def agent(
     """Train on several hosts, with one agent on each; or add a worker to a running job, and follow it."""
     of_several = {"JOB": job_file, "--hosts": hosts, "--run": run_id, "--set": settings, "--workers": workers}
     of_several |= {"--node": node, "--address": address, "--trusted-network": trusted, "--isa": isa, "--etcd": etcd}
+    of_several |= {"--kill": kill}
     if join and (beside := [name for name, value in of_several.items() if value]):
         hint = "the host of the run starts the worker, as its other ones"
         raise UserError([Problem(name, "none beside --join", str(of_several[name]), hint) for name in beside])
@@ -83,14 +93,19 @@ def agent(
         fix_instruction_set(isa)
     given = {"hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
     given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
-    given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http}
+    given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http, "kill": kill or [], "no_twin": no_twin}
+    given |= {"grace": grace, "injectable": injectable is YesNo.YES}
     place = None if results == _RESULTS else results
-    ended, resolved = run_host(job_file, settings or [], place, given, run_case)
+    raise typer.Exit(_printed(*run_host(job_file, settings or [], place, given, run_case), as_json))
+
+
+def _printed(ended: HostRunEnd, resolved: Resolved, as_json: bool) -> int:
+    """Prints the end of a run on this host; returns the exit code."""
     if ended.result is not None:
-        raise typer.Exit(print_result(ended.result, resolved, as_json))
+        return print_result(ended.result, resolved, as_json)
     told = {"run_dir": None, "outcome": ended.outcome.words, "exit_code": ended.outcome.code}
     echo(json.dumps(told) if as_json else ended.outcome.words)
-    raise typer.Exit(ended.outcome.code)
+    return ended.outcome.code
 
 
 def _add_worker(join: str, results: Path, *, is_standby: bool, as_json: bool) -> NoReturn:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bamboo_cli.options.etcd import etcd_settings
 from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
-from engine.core.errors import Problem, UserError
+from bamboo_cli.terminal.echo import echo
+from engine.core.errors import BambooError, Problem, UserError
+from engine.core.errors import problems_of as told
 from engine.core.hosts.host_options import HostOptions, problems_of
 
 if TYPE_CHECKING:
     from engine.files.jobs.resolved_job import Resolved
+    from engine.harness.cases.case import Case
     from engine.harness.hosts.coordinating import HostRunEnd
     from engine.runtime.store.etcd_settings import EtcdSettings
 
@@ -32,16 +37,19 @@ def run_host(
 
     problems: list[Problem] = []
     etcd = _etcd(given, problems)
-    values = dict.fromkeys(FLAG_FIELDS) | {"results": None if results is None else str(results)}
-    values |= {"job_file": job_file, "set": settings, "trust_code": given["trust_code"]}
-    resolved = resolve_options(values, program_only=False, is_plan=False)
+    resolved, case = None, None
+    try:
+        resolved, case = _case(job_file, settings, results, given)
+    except UserError as error:
+        problems += error.problems
     options = _options(given, etcd)
-    problems += problems_of(options, resolved.job, is_own_address)
-    if problems or etcd is None:  # which is a problem too
+    problems += problems_of(options, resolved.job if resolved else None, is_own_address)
+    if problems or etcd is None or resolved is None or case is None:  # which are problems too
         raise UserError(problems)
-    case, seen = _case(resolved, options), screen()
+    job, seen = resolved.job, screen()
+    faults = "; ".join(f"{each.id}: {each.in_words(job.slot_noun)}" for each in case.faults)
     on = partial(run, case, etcd, seen)
-    ended = run_on_hosts(resolved.job, case.name, options, given["patience_s"], etcd, seen, on)
+    ended = run_on_hosts(job, case.name, replace(options, faults=faults), given["patience_s"], etcd, seen, on)
     return ended, resolved
 
 
@@ -63,15 +71,68 @@ def _options(given: dict[str, Any], etcd: EtcdSettings | None) -> HostOptions:
     return HostOptions(given["run_id"], given["hosts"], node, address, asked, **rest)
 
 
-def _case(resolved: Resolved, options: HostOptions) -> Any:
-    from bamboo_cli.options.faults import scenario_of
+def _case(
+    job_file: Path | None, settings: list[str], results: Path | None, given: dict[str, Any]
+) -> tuple[Resolved, Case]:
+    """Returns the job and the case of an agent: a job with kills, or a scenario; raises UserError with its mistakes."""
+    from bamboo_cli.options.faults import grace_seconds, scenario_of
     from engine.core.checkpoints.resumption import begun_with
+    from engine.core.faults.expansion import expand
     from engine.harness.cases.case import Case, folder_name
 
-    job = resolved.job
-    scenario = scenario_of((), job, with_twin=False, after=begun_with(resolved.origin))
+    own = {"injectable": given["injectable"], "run_id": given["run_id"]}
+    if job_file is not None and is_scenario(job_file):
+        return _case_of_scenario(job_file, settings, results, given, own)
+    values = dict.fromkeys(FLAG_FIELDS) | {"results": None if results is None else str(results)}
+    values |= {"job_file": job_file, "set": settings, "trust_code": given["trust_code"]}
+    resolved = resolve_options(values, program_only=False, is_plan=False)
+    job, kills = resolved.job, given["kill"]
+    after, with_twin = begun_with(resolved.origin), not given["no_twin"]
+    problems = told(
+        lambda: scenario_of(kills, job, with_twin=with_twin, after=after), lambda: grace_seconds(given["grace"])
+    )
+    if problems:
+        raise UserError(problems)
+    scenario = scenario_of(kills, job, with_twin=with_twin, after=after)
     name = job.name or folder_name(job.model.rpartition(":")[2].replace("_", "-"), "model")
-    return Case(name, scenario, (), resolved.origins, injectable=False, init=resolved.init, run_id=options.run_id)
+    own |= {"grace_s": grace_seconds(given["grace"]), "init": resolved.init}
+    return resolved, Case(name, scenario, expand(scenario, job.seed), resolved.origins, **own)
+
+
+def _case_of_scenario(
+    path: Path, settings: list[str], results: Path | None, given: dict[str, Any], own: dict[str, Any]
+) -> tuple[Resolved, Case]:
+    """Returns the case of a scenario, without the expectations that no host can check alone."""
+    from engine.files.jobs.resolved_job import Resolved
+    from engine.files.scenarios.scenario_file import load_scenario
+    from engine.harness.cases.case import case_of_file
+    from engine.harness.job_checks import offered
+    from engine.runtime.faults.registry import kinds
+
+    changed = [*settings, *([f"results={results}"] if results is not None else [])]
+    load = partial(load_scenario, str(path), kinds(), None, changed, offered.trusting(given["trust_code"]))
+    if kills := given["kill"]:
+        beside = Problem("--kill", "none beside a scenario", ", ".join(kills), "a scenario has its own faults")
+        raise UserError([beside, *told(load)])
+    loaded = load()
+    expect = loaded.scenario.expect
+    if not_checked := [name for name in ("samples", "leftovers") if getattr(expect, name) is not None]:
+        hint = "the records and the processes of the other hosts are there"
+        echo(f"not checked on several hosts: {', '.join(not_checked)} ({hint})", err=True)
+    scenario = replace(loaded.scenario, expect=replace(expect, samples=None, leftovers=None))
+    case = replace(case_of_file(replace(loaded, scenario=scenario)), **own)
+    return Resolved(scenario.job, dict(loaded.origins), foreign=loaded.foreign), case
+
+
+def is_scenario(path: Path) -> bool:
+    """Whether it is a shipped scenario, or a file with one; what cannot be read is left to the reader of jobs."""
+    from engine.files.jobs.file_kind import kind_of
+    from engine.files.scenarios.library import scenario_names
+    from engine.files.strict_yaml import read_yaml
+
+    with contextlib.suppress(BambooError):
+        return kind_of(read_yaml(path)) == "scenario" if path.is_file() else str(path) in scenario_names()
+    return False
 
 
 def is_own_address(text: str) -> bool:

@@ -232,9 +232,11 @@ class RaisedMessage(LastWords):
 
 @message
 class StrikeMessage(ToAgent):
-    """The moment of a fault has come at this worker."""
+    """The moment of a fault has come at this worker, whose last action is `done`, of `step`; empty if there is none."""
 
     fault: str
+    step: int = -1
+    done: str = ""
 
 
 @message

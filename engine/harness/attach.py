@@ -20,6 +20,7 @@ from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
+from engine.core.history.process_records import HeardRecord, HostRecord
 from engine.core.history.request_records import RefusedRecord, RequestRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord
@@ -31,6 +32,7 @@ from engine.harness.cases.case_result import CaseResult, judged
 from engine.harness.dead_runs import launcher_runs
 from engine.runtime.agent.fault_requests import CLOSED
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
+from engine.runtime.requests.request_files import REQUEST
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -104,8 +106,13 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
 
     if not events.history.is_injectable:
         raise UserError([Problem("--run", "a run that takes faults", events.folder.path.name, CLOSED)])
+    if (heard := events.history.of(HeardRecord)) and not events.history.epochs:
+        where = f"the run folder of host {heard[-1].of}, which coordinates the run"
+        raise UserError([Problem("--run", where, f"that of another host, {events.folder.path.name}")])
     job = events.history.job
-    expect = replace(loaded.scenario.expect, trajectory=None, leftovers=None)
+    host = events.history.first(HostRecord)
+    samples = None if host is not None and host.node else loaded.scenario.expect.samples  # other hosts have the actions
+    expect = replace(loaded.scenario.expect, trajectory=None, leftovers=None, samples=samples)
     meanwhile = events.steps_a_second()  # a quick job commits many steps until its launcher takes the request
     first_step = events.history.committed + 2 + meanwhile
     left = replace(job, steps=max(1, job.steps - first_step))
@@ -129,7 +136,7 @@ def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
 
 
 def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
-    path = folder.path / f"request-{secrets.token_hex(8)}.json"
+    path = folder.path / f"{REQUEST}{secrets.token_hex(8)}.json"
     write_atomically(path, json.dumps([to_plain(fault) for fault in faults]))
     return path
 

@@ -121,7 +121,8 @@ def _run_in(
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:
-        return _concluded(folder, case, ending, summary_of(folder, ending, wall_s), left, screen, drive)
+        alone = drive if server is None or not server.host else partial(drive, server=None)
+        return _concluded(folder, case, ending, summary_of(folder, ending, wall_s), left, screen, alone)
     except StorageError as error:
         return _unstored(folder, case, ending, wall_s, error)
 
@@ -136,6 +137,8 @@ def _concluded(
     drive: Callable[..., Ending],
 ) -> CaseResult:
     """Returns the result of a run that has ended, after its comparison and checks; stores all of it in its folder.
+
+    `drive` runs the twin: of a run on several hosts on this one alone, because its bits are those of one host.
 
     Raises:
         StorageError: a file could not be written.

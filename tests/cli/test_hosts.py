@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from bamboo_cli.hosts.agent import agent
-from bamboo_cli.hosts.host_agent import is_own_address, usual_address
+from bamboo_cli.hosts.host_agent import is_own_address, is_scenario, usual_address
 from engine.core.errors import UserError
 
 APP = typer.Typer()
@@ -64,3 +64,28 @@ def test_an_address_is_of_this_host_if_a_socket_can_be_bound_to_it() -> None:
     assert not is_own_address("nowhere")
     assert usual_address("127.0.0.1") == "127.0.0.1"
     assert usual_address("no.such.host.invalid") == "127.0.0.1"
+
+
+def test_the_mistakes_in_kills_come_with_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["--hosts", "2", "--run", "1", "--address", "127.0.0.1", "--set", "stages=4"]
+    assert problems(*line, "--kill", "3:9", "--kill", "x", "--grace", "never") == [
+        "--kill",
+        "--kill 3:9",
+        "--grace",
+        "--hosts",
+    ]
+    assert problems("--join", "latest", "--kill", "3:1") == ["--kill"]
+
+
+def test_a_scenario_has_its_own_faults_and_a_job_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["--hosts", "2", "--run", "1", "--address", "127.0.0.1"]
+    assert problems("kill-middle-stage", *line, "--kill", "3:1") == ["--kill", "--hosts"]
+    (tmp_path / "wrong.yaml").write_text("version: 1\nname: w\nabout: w\njob: {stages: 0}\nfaults: []\nexpect: {}\n")
+    assert "--hosts" in problems(str(tmp_path / "wrong.yaml"), *line)
+    assert is_scenario(tmp_path / "wrong.yaml")
+    (tmp_path / "job.yaml").write_text("stages: 2\n")
+    assert not is_scenario(tmp_path / "job.yaml")
+    assert not is_scenario(tmp_path / "none.yaml")
+    assert is_scenario(Path("kill-middle-stage"))

@@ -65,6 +65,20 @@ def test_elsewhere(num_done: int, num_later: int, when: When) -> None:
     assert f"{when} 1B0 of step 1" in check.text
 
 
+@pytest.mark.parametrize(
+    ("done", "result"), [(PROGRAM[NAMED - 1], "passed"), (PROGRAM[NAMED], "failed"), ("", "failed")]
+)
+def test_a_victim_on_another_host_has_told_its_last_action(done: str, result: str) -> None:
+    fault = Fault("f", at(1, "1B0", "before"), (Owner(0, 1),))
+    own = {"cpu": "", "cores": 1, "python": "", "torch": "", "began": ""}
+    strike = {"event": "fault", "fault": "f", "of": 1, "slot": [0, 1], "at_ns": 9, "node": "b"}
+    told = {"done_step": 1, "done": done} if done else {}
+    events = [{"event": "host", **own, "node": "a"}, strike | told]
+    assert precision(JOB, [fault], events).result == result
+    here = [{"event": "host", **own, "node": "b"}, strike | told]  # its records would be here
+    assert precision(JOB, [fault], here).result == "failed"
+
+
 def test_whom_a_fault_does_not_end_goes_on() -> None:
     assert run(NAMED, 3, "before", "stop").result == "passed"
 

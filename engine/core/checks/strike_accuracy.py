@@ -2,7 +2,8 @@
 
 Rules: with `after`, the named action is the victim's last record before the strike. With `before` and `during`, it is
 the action before the named one in the victim's program. A victim that ends at once records no later action, except the
-action during which it was struck. A recovery changes the program, so from then on only the named action is checked.
+action during which it was struck. A recovery changes the program, so from then on only the named action is checked. The
+records of a victim on another host are there; it has told its last action with the moment.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.faults.fault_kind import AT_ONCE
-from engine.core.history.process_records import RestartRecord, ResumedRecord
+from engine.core.history.process_records import HostRecord, RestartRecord, ResumedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, FaultRecord
 
@@ -47,6 +48,8 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
     mine = [each for each in history.of(ActionRecord) if each.worker == strike.of]
     mine.sort(key=lambda each: each.end_ns)
     before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
+    if strike.node not in {"", *(each.node for each in history.of(HostRecord))}:
+        before = [(strike.done_step, strike.done)] if strike.done else []
     restarts = (*history.of(RestartRecord), *history.of(ResumedRecord))
     until_ns = min(
         (each.at_ns for each in restarts if each.at_ns >= strike.at_ns), default=inf

@@ -30,6 +30,7 @@ from engine.core.faults.injection_state import (
     SendSignal,
     StruckFault,
     TellOfFault,
+    ToldMoment,
     Victims,
     find_victims,
 )
@@ -115,7 +116,7 @@ def arm_merged(old: Injection, now: Now, positions: Mapping[int, tuple[int, str]
     return old, outputs
 
 
-def strike(old: Injection, now: Now, fault_id: str) -> Moved:
+def strike(old: Injection, now: Now, fault_id: str, told: ToldMoment | None = None) -> Moved:
     """Records a fault and strikes all its victims; does nothing if it has struck before."""
     fault = next((each for each in old.waiting if each.id == fault_id), None)
     if fault is None:
@@ -127,7 +128,7 @@ def strike(old: Injection, now: Now, fault_id: str) -> Moved:
     struck = StruckFault(fault, kind, kind.with_defaults(fault.parameters), state.epoch, victims, before, missing)
     waiting = tuple(each for each in old.waiting if each.id != fault_id)
     new = old._replace(waiting=waiting, struck=(*old.struck, struck))
-    outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, struck.records(state)))
+    outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, struck.records(state, told)))
     for worker, slot in victims:
         if worker not in old.ended:
             new, more = _hit(new, now.now_ns, struck, worker, slot)

@@ -48,6 +48,14 @@ class TellOfFault(NamedTuple):
 InjectionOutput = RecordFault | SendSignal | LookAtVictim | TellOfFault
 
 
+class ToldMoment(NamedTuple):
+    """A worker says that the moment of a fault has come; `done` is its last action, of `step`, empty for none."""
+
+    worker: int
+    step: int
+    done: str
+
+
 class StruckFault(NamedTuple):
     """A fault that has struck: its epoch, its victims, the ownership before, and the victims without a sign."""
 
@@ -88,13 +96,18 @@ class StruckFault(NamedTuple):
         """Returns the record of the last missing sign."""
         return ConfirmedRecord(fault=self.fault.id, how=f"{sign}: {value}")
 
-    def records(self, state: State) -> tuple[FaultRecord, ...]:
+    def records(self, state: State, told: ToldMoment | None = None) -> tuple[FaultRecord, ...]:
         """Returns the records of the strike, one for each victim."""
         fault, moment = self.fault, self.fault.moment
         records = [
             FaultRecord(fault=fault.id, do=fault.do, step=state.committed + 1, of=worker, slot=slot)
             for worker, slot in self.victims
         ]
+        if told is not None:
+            records = [
+                replace(each, done_step=told.step, done=told.done) if each.of == told.worker else each
+                for each in records
+            ]
         if isinstance(moment, At):
             action = str(moment.action)
             return tuple(replace(each, step=moment.step, action=action, when=moment.when) for each in records)

@@ -195,7 +195,11 @@ class FinishedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRecord(StampedRecord):
-    """A fault strikes worker `of` for a slot: at an action of a step, or after another fault in a phase."""
+    """A fault strikes worker `of` for a slot: at an action of a step, or after another fault in a phase.
+
+    `node` is the host of the worker, if the run has several. If the worker itself has told the moment, `done` is its
+    last action, of `done_step`.
+    """
 
     fault: str
     do: str
@@ -206,6 +210,9 @@ class FaultRecord(StampedRecord):
     phase: str | None = None
     of: int
     slot: Slot | None
+    node: str = ""
+    done_step: int = -1
+    done: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

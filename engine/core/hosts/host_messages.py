@@ -10,7 +10,7 @@
     ForkedHost, or UnforkedHost ------->
     <---------- WordsHost ------------->  a control message of a worker, or to one, which follows in the frame
     <----------------------- SignalHost
-    EndedHost ------------------------->  after the last words of the worker
+    EndedHost ------------------------->  after the last words of the worker, and its last sign of life
     SignsHost ------------------------->  four times a second: signs of life, places and times of all workers
     <------------------------- TickHost   four times a second
     <------------------------ HeardHost   a decision, as the coordinator's host has recorded it
@@ -131,7 +131,7 @@ class SignsHostMessage(FromOtherHost):
 
     received: int
     sent_ns: int
-    signs: tuple[tuple[int, str, tuple[int, int, str], tuple[int, ...], tuple[str | int, ...]], ...]
+    signs: tuple[tuple[int, str, tuple[int, int, str], tuple[int, ...], tuple[str | int, ...], int], ...]
 
 
 @message
@@ -204,6 +204,7 @@ class WorkerSign(NamedTuple):
     progress: tuple[int, int, str]
     place: tuple[int, ...] = ()  # empty if there is none
     times: tuple[str | int, ...] = ()  # empty if there are none
+    num_signals: int = 0  # that this coordinator has sent to it, and that it had got before its state was read
 
 
 def frame(header: Message, packet: bytes = b"") -> bytes:

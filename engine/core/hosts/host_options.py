@@ -29,6 +29,7 @@ class HostOptions:
     workers: int = 0  # on this host, at most; 0: an equal part
     trusted: str = ""  # a network in which clear text is allowed
     lease_s: int = USUAL_S
+    faults: str = ""  # in words: any host may have to strike them
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,9 +42,10 @@ class HostOptions:
         return int(self.hosts) if self.hosts.isdecimal() else len(self.names)
 
 
-def problems_of(given: HostOptions, job: Job, is_own: Callable[[str], bool]) -> list[Problem]:
-    """Returns every mistake; `is_own` tells whether an address is one of this host."""
-    return [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own), *_of_job(given, job)]
+def problems_of(given: HostOptions, job: Job | None, is_own: Callable[[str], bool]) -> list[Problem]:
+    """Returns every mistake, as far as the job is known; `is_own` tells whether an address is one of this host."""
+    found = [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own)]
+    return found if job is None else [*found, *_of_job(given, job)]
 
 
 def _of_run(given: HostOptions) -> list[Problem]:

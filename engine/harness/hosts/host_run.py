@@ -70,7 +70,8 @@ def run_on_hosts(
             stack.callback(each.close)
         kept = KeptLease(lease_kv, given.lease_s)
         stack.callback(_give_back, kept)
-        own = RegisteredHost(given.node, secrets.token_hex(8), given.address, kept.lease.lease_id, _facts(job))
+        facts = _facts(job, given.faults)
+        own = RegisteredHost(given.node, secrets.token_hex(8), given.address, kept.lease.lease_id, facts)
         registry = HostRegistry(kv, own, kept.lease)
         if (outcome := registry.outcome()) is not None:
             return HostRunEnd(replace(outcome, words=f"run {given.run_id} has ended before: {outcome.words}"))
@@ -96,17 +97,17 @@ def run_on_hosts(
                 return coordinate(run, servers, registry, Seat(kept.lease), partial(_give_back, kept))
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
-        at = OwnHost(
-            job, f"{name}/{given.run_id}", registry, kept.lease, watch_kv, screen, run, partial(_give_back, kept)
-        )
+        back, label = partial(_give_back, kept), f"{name}/{given.run_id}"
+        at = OwnHost(job, label, registry, kept.lease, watch_kv, screen, run, back)
         return serve(at, elected, server, interrupts)
 
 
-def _facts(job: Job) -> dict[str, Any]:
-    """Returns the facts of this host and of its job in which all hosts of a run have to agree."""
+def _facts(job: Job, faults: str) -> dict[str, Any]:
+    """Returns the facts of this host, of its job and its faults in which all hosts of a run have to agree."""
     fields = {name: value for name, value in asdict(job.masked).items() if name not in _NOT_EQUAL}
     files = {"code files": code_files(job), "data files": data_files(job)}
-    return {**fields, **compared_facts(host_facts(Path.cwd()), job), "sources": own_sources(), **files}
+    compared = compared_facts(host_facts(Path.cwd()), job)
+    return {**fields, **compared, "sources": own_sources(), **files, "faults": faults}
 
 
 def _give_back(kept: KeptLease) -> None:

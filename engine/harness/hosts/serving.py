@@ -27,6 +27,7 @@ from engine.core.coordinator.state import FACTS, STATE
 from engine.core.coordinator.succession import TakenProcess, succession
 from engine.core.errors import BambooError, CoordinatorUnavailableError
 from engine.core.history.process_records import EndedRecord
+from engine.core.history.request_records import RefusedRecord
 from engine.core.hosts.deal import deal
 from engine.core.hosts.host_loss import SILENT_NS
 from engine.core.store.kv import KV, Lease
@@ -43,10 +44,11 @@ from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.hosts.host_workers import HostWorkers
 from engine.runtime.hosts.wire import WireClient, WireServer
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.folder_lock import folder_used
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.requests.request_files import REQUEST, RequestFiles
 
 _STREAM_GONE_NS = 1_000_000_000  # of silence: from then on the store is asked who coordinates
 _ASK_EVERY_S = 0.1
@@ -79,11 +81,12 @@ def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interru
     host = replace(host_record(datetime.now()), node=own.name, run_id=run_id)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_used(folder.path))
-        recorder, record_fds = recording(stack, folder.events, with_whole_place(job), False, host)
+        recorder, record_fds = recording(stack, folder.events, with_whole_place(job), True, host)
         board = ProgressBoard.create(job.num_workers)
         stack.callback(board.close)
         stack.enter_context(server.adopting(preloads(job)))
         workers = HostWorkers(server, recorder, record_fds, board, folder.logs, job)
+        workers.each_second = partial(_refuse_requests, RequestFiles(folder.path, REQUEST), recorder)
         stack.callback(workers.close)
         while True:
             with _stream(at, elected, workers) as wire:
@@ -96,12 +99,21 @@ def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interru
                     return HostRunEnd(found)
             if (stands := _stand(at, elected, workers)) is not None:
                 interrupts.limit_s, interrupts.patience_s = patience
+                workers.each_second = lambda chief: None
                 at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
                 chosen, wire_server = stands
                 stack.callback(wire_server.close)
                 return _take_over(at, chosen, elected, wire_server, workers, folder)
             with contextlib.suppress(CoordinatorUnavailableError):  # the lease of this host says how long it may wait
                 elected = at.registry.waited_for_elected() or elected
+
+
+def _refuse_requests(requests: RequestFiles, recorder: Recorder, chief: str) -> None:
+    """Refuses requests for faults in the folder of this host, which the one that coordinates does not see."""
+    for each in requests.new():
+        reason = f"host {chief} coordinates the run: inject there, into its folder"
+        recorder.write(RefusedRecord(request=each.name, reason=reason))
+        requests.remove(each)
 
 
 def _stand(at: OwnHost, before: Elected, workers: HostWorkers) -> tuple[Elected, WireServer] | None:

@@ -33,7 +33,7 @@ from engine.core.history.request_records import RefusedRecord, RequestRecord
 from engine.runtime.agent.injector import Injector
 from engine.runtime.faults.registry import registered
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.requests.request_files import MAX_BYTES, RequestFiles, json_of, reason_of
+from engine.runtime.requests.request_files import MAX_BYTES, REQUEST, RequestFiles, json_of, reason_of
 
 CLOSED = "the run was started with --injectable no"
 _MOST_FAULTS, _MOST_VICTIMS = 256, 64
@@ -45,7 +45,7 @@ class FaultRequests:
     """The requests in the folder of one run."""
 
     def __init__(self, folder: Path, job: Job, workers: Collection[int], recorder: Recorder, injectable: bool = True):
-        self._files = RequestFiles(folder, "request-")
+        self._files = RequestFiles(folder, REQUEST)
         self._job = job
         self._workers = workers
         self._recorder = recorder

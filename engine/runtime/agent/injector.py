@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.core.config.job import Job
@@ -13,12 +14,22 @@ from engine.core.faults.catch_up import catch_up_points
 from engine.core.faults.fault import Fault, RecoveryPhase
 from engine.core.faults.fault_kind import Sign
 from engine.core.faults.injection import Moved, Now
-from engine.core.faults.injection_state import Injection, InjectionOutput, LookAtVictim, RecordFault, SendSignal
+from engine.core.faults.injection_state import (
+    Injection,
+    InjectionOutput,
+    LookAtVictim,
+    RecordFault,
+    SendSignal,
+    ToldMoment,
+)
+from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
 from engine.core.membership.state import State
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.faults.registry import kinds
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
+
+AnyFaultRecord = FaultRecord | ConfirmedRecord | UnconfirmedRecord
 
 
 class Injector:
@@ -66,9 +77,9 @@ class Injector:
         positions = {worker: (at.step, at.action) for worker, at in self.places().items()}
         self._take(injection.arm_merged, positions)
 
-    def strike(self, fault_id: str) -> None:
+    def strike(self, fault_id: str, told: ToldMoment | None = None) -> None:
         """Records a fault and strikes all its victims; does nothing if it has struck before."""
-        self._take(injection.strike, fault_id)
+        self._take(injection.strike, fault_id, told)
 
     def sees(self, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> None:
         """Handles a sign that a fault has struck a worker; `fault_id` if the worker has named the fault."""
@@ -88,9 +99,15 @@ class Injector:
         for output in outputs:
             self._carry_out(output)
 
+    def _with_node(self, record: AnyFaultRecord) -> AnyFaultRecord:
+        """Returns a record with the host of the victim."""
+        if not isinstance(record, FaultRecord) or record.of not in self._members:
+            return record
+        return replace(record, node=self._members[record.of].host)
+
     def _carry_out(self, output: InjectionOutput) -> None:
         if isinstance(output, RecordFault):
-            self._recorder.write(output.record)
+            self._recorder.write(self._with_node(output.record))
         elif isinstance(output, SendSignal):
             self._members[output.worker].child.signal(signal.Signals(output.number))
         elif isinstance(output, LookAtVictim):

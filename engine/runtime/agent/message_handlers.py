@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.faults.injection_state import ToldMoment
 from engine.core.history.elastic_records import PaceRecord
 from engine.core.message_codec import Message
 from engine.core.process_messages import BusyMessage, PureMessage
@@ -94,7 +95,9 @@ _OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] =
     InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
     KeptMessage: lambda own, member, told: own.checkpoints.kept(told),
     UnkeptMessage: lambda own, member, told: own.checkpoints.unkept(told),
-    messages.StrikeMessage: lambda own, member, strike: own.injector.strike(strike.fault),
+    messages.StrikeMessage: lambda own, member, told: own.injector.strike(
+        told.fault, ToldMoment(member.worker, told.step, told.done)
+    ),
     messages.SufferedMessage: lambda own, member, told: own.injector.sees(
         member.worker, "suffered", told.how, told.fault
     ),

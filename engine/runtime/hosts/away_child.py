@@ -3,7 +3,8 @@
     event loop --- link --- far end, pumped by a thread --- stream --- the agent of the other host --- link --- worker
     event loop --- `pidfd`, an event that the word of the other host about the end sets
 
-Rule: the last words of a worker come before its end. If its host is lost, `lost` says so, and nothing saw the end.
+Rules: the last words of a worker come before its end. If its host is lost, `lost` says so, and nothing saw the end. A
+state that was read before the last signal proves nothing about it: it counts as unknown.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from engine.runtime.process.process_state import ProcessTimes
 _PING = encode(PingMessage())  # the agent of its host asks for signs of life
 _UNSEEN_NS = 600_000_000  # without two signs
 CLOSED = 0  # in the place of the number of a signal
+UNKNOWN = "?"  # the state of a process that its host has not looked at since the last signal
 Send = Callable[[bytes], None]
 
 
@@ -44,6 +46,7 @@ class AwayChild(Child):
         self._send = send
         self._times: ProcessTimes | None = None
         self._seen_ns = now_ns()
+        self._num_signals = self._num_seen = 0
         self._has_ended = threading.Event()
         self._ending = threading.Lock()
         threading.Thread(target=self._pump, name=f"to {name}", daemon=True).start()
@@ -76,6 +79,7 @@ class AwayChild(Child):
             if sign.times:
                 state, thread_ns, process_ns = sign.times
                 self._times = ProcessTimes(str(state), int(thread_ns), int(process_ns))
+                self._num_seen = sign.num_signals
         if sign.heartbeat:
             self.hear(sign.heartbeat.encode())
 
@@ -97,8 +101,11 @@ class AwayChild(Child):
         return now_ns() - self._seen_ns > _UNSEEN_NS
 
     def state(self) -> str | None:
-        """Returns its state as its host saw it last."""
-        return None if self._has_ended.is_set() or self._times is None else self._times.state
+        """Returns its state as its host saw it last, `UNKNOWN` before a look; None if it has ended."""
+        with self._ending:
+            if self._has_ended.is_set():
+                return None
+            return UNKNOWN if self._times is None or self._num_seen != self._num_signals else self._times.state
 
     def times(self) -> ProcessTimes | None:
         """Returns its times as its host saw them last."""
@@ -107,6 +114,7 @@ class AwayChild(Child):
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal, if the process has not ended."""
         if not self._has_ended.is_set():
+            self._num_signals += 1
             self._send(frame(SignalHostMessage(self.number, int(number))))
 
     def wait(self, timeout_s: float = 0.0) -> int | None:

@@ -17,10 +17,13 @@ from engine.core.errors import BambooError, CoordinatorUnavailableError, ensure
 from engine.core.history.process_records import ExitRecord, ResumedRecord, StartedRecord
 from engine.core.history.record import AGENT, Record, StampedRecord
 from engine.core.history.record_lines import decoded, encoded
+from engine.core.history.request_records import RequestRecord
 from engine.core.history.run_records import (
     AuditRecord,
     CommitRecord,
+    ConfirmedRecord,
     EpochRecord,
+    FaultRecord,
     GoRecord,
     HeirsRecord,
     KeptRecord,
@@ -38,13 +41,16 @@ from engine.runtime.hosts.stream_end import MOST_WAITING_BYTES
 KEPT = (
     AuditRecord,
     CommitRecord,
+    ConfirmedRecord,
     EpochRecord,
+    FaultRecord,
     GoRecord,
     HeirsRecord,
     KeptRecord,
     PartitionRecord,
     PlanRecord,
     PreparedRecord,
+    RequestRecord,
     ResumedRecord,
     StartedRecord,
     ExitRecord,

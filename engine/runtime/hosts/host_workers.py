@@ -6,9 +6,9 @@
 They outlive the host that coordinates: `follow` tells the next one which processes there are, and says again the words
 that may have been lost with the one before.
 
-Rules: the words of a worker come before its end. A thread asks all workers for signs of life and sends them, four times
-a second and in one message, so that no fork holds them up. SIGTERM to this process is a notice for all its workers; a
-second one kills them.
+Rules: the words of a worker come before its end, and so does the place that it had come to. A thread
+of `own_signs.py` asks all workers for signs of life and sends them, so that no fork holds them up. SIGTERM to this
+process is a notice for all its workers; a second one kills them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import queue
 import selectors
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,7 +51,8 @@ from engine.runtime.agent.worker_handles import fork_linked
 from engine.runtime.hosts.heard_results import HeardResults, hashes_of
 from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.line_exchange import ServedLines
-from engine.runtime.hosts.own_process import OwnProcess, tell_signs
+from engine.runtime.hosts.own_process import OwnProcess
+from engine.runtime.hosts.own_signs import OwnSigns
 from engine.runtime.hosts.stream_end import StreamEnd
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -84,6 +84,7 @@ class HostWorkers:
         self.heard = HeardResults(job)
         self.lines = ServedLines(server.host, logs.parent)
         self.checkpoints = ""  # where the workers keep them, as the host told them that started them
+        self.each_second: Callable[[str], None] = lambda chief: None  # is called with the host that coordinates
         self._end: StreamEnd | None = None
         self._recorder, self._chief, self._is_own = recorder, "", False
         self._offset = OffsetWatch()  # of the clock of that host; used by the thread of the stream alone
@@ -94,9 +95,8 @@ class HostWorkers:
         self._processes: dict[int, OwnProcess] = {}
         self._selector = selectors.DefaultSelector()
         self._num_signals = 0
-        self._is_over = threading.Event()
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
-        threading.Thread(target=self._tell_signs, name="signs", daemon=True).start()
+        self._signs = OwnSigns(board, lambda: [*self._processes.values()])
 
     def follow(self, chief: str, end: StreamEnd, known: int = 0, *, is_own: bool = False) -> None:
         """Serves host `chief` from now on, over a new stream, of which `end` is this host's end.
@@ -121,6 +121,7 @@ class HostWorkers:
         self.lines.follow(chief, end)
         end.send(frame(SaidAllHostMessage()))
         self._end = end
+        self._signs.follow(end)
 
     def wake(self) -> None:
         """Lets the loop look at its stream at once, from any thread."""
@@ -164,6 +165,7 @@ class HostWorkers:
             if time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
                 self._record_clock()
+                self.each_second(self._chief)
             if is_alone() and is_over():
                 return
 
@@ -179,7 +181,7 @@ class HostWorkers:
 
     def close(self) -> None:
         """Ends all workers, and keeps no records any more."""
-        self._is_over.set()
+        self._signs.close()
         self.lines.close()
         self.end_workers()
         self._selector.close()
@@ -208,7 +210,7 @@ class HostWorkers:
                 case SignalHostMessage(process=number, number=0):
                     self._release(number)
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
-                    self._processes[number].child.signal(signal.Signals(which))
+                    self._signs.signal(self._processes[number], signal.Signals(which))
                 case HeardHostMessage(number=number):
                     self._hear(number, packet.decode())
                 case OutcomeHostMessage(code=code, words=words):
@@ -259,6 +261,7 @@ class HostWorkers:
             while self._spoken(of):
                 pass
         of.code = required(of.child.wait(), "a process whose pidfd is readable has ended")
+        self._signs.tell(of)  # its line of the board outlives it
         self._send(EndedHostMessage(of.number, of.code))
         self._unwatch(of)
         self._server.end_descendants(_PATIENCE_S)
@@ -282,9 +285,3 @@ class HostWorkers:
         for each in self._processes.values():
             if not each.has_ended:
                 each.child.signal(number)
-
-    def _tell_signs(self) -> None:
-        while not self._is_over.wait(_TICK_S):
-            living, end = [each for each in [*self._processes.values()] if not each.has_ended], self._end
-            if end is not None:
-                tell_signs(living, self._board, end)

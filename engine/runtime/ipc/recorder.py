@@ -39,6 +39,7 @@ class Recorder:
         self.steps = steps
         self._thinning = thinning
         self.tell: Callable[[StampedRecord, str], None] | None = None  # is called with each record and its line
+        self.last = (-1, "")  # the last action, behind its step
         self._pid = os.getpid()
         self._lost = LostRecord(records=0, why="")
 
@@ -46,6 +47,7 @@ class Recorder:
         """Records one action of this worker, in the epoch that it had accepted, from start to end."""
         if self.steps is None:
             raise InvariantError(f"worker {self.worker} has no file for its action {action}")
+        self.last = (step, action)
         self._record(self.steps.append, step, entry(epoch, step, action, start_ns, end_ns))
 
     def write(self, record: StampedRecord) -> None:

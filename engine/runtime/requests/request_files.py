@@ -19,6 +19,7 @@ from typing import Any
 from engine.core.errors import BambooError
 
 MAX_BYTES = 65_536
+REQUEST = "request-"  # the beginning of the name of a request for faults
 _ENDING = ".json"
 _MOST_DEEP = 8  # brackets in brackets; a fault has four
 _MOST_FILES, _MOST_ANSWERS = 4096, 16  # of a look
