@@ -1,8 +1,9 @@
 """Calls to etcd with retries at all endpoints until a deadline.
 
-Rules: every attempt has a timeout, every call a deadline. Errors of gRPC and etcd are raised as
-CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only in the process that made it:
-its threads and locks do not survive a fork, and a forked child would hang.
+Rules: every attempt has a timeout, every call a deadline. An endpoint that did not answer in time is asked again when
+no other one is left, or after some seconds, by all clients of a process: a host that is gone costs one timeout. Errors
+of gRPC and etcd are raised as CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only
+in the process that made it: its threads and locks do not survive a fork, and a forked child would hang.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ rpc = etcd3.etcdrpc
 DEADLINE_S = 10.0
 ATTEMPT_S = 1.0
 PAUSE_S = 0.05
+_AVOIDED_S = 10.0  # an endpoint that did not answer
+_avoided_until_s: dict[Endpoint | SocketEndpoint, float] = {}
 
 _CHANNEL_OPTIONS = (
     # A web proxy of the host is not for etcd.
@@ -83,7 +86,7 @@ class EtcdCalls:
         LeaseLostError if the lease has expired, and CompactedError.
         """
         self.check_process()
-        endpoint = self._settings.endpoints[self._turn]
+        endpoint = self._next()
         timeout_s = min(ATTEMPT_S, max(PAUSE_S, until_s - time.monotonic()))
         try:
             connection = self._connect(endpoint)
@@ -96,6 +99,12 @@ class EtcdCalls:
                 raise CoordinatorUnavailableError(f"etcd at {places} does not answer: {error.details()}") from None
             time.sleep(PAUSE_S)
             return None
+
+    def _next(self) -> Endpoint | SocketEndpoint:
+        """Returns the endpoint whose turn it is, or the one after it that is not avoided."""
+        every, now_s = self._settings.endpoints, time.monotonic()
+        in_turn = (*every[self._turn :], *every[: self._turn])
+        return next((each for each in in_turn if _avoided_until_s.get(each, 0.0) <= now_s), in_turn[0])
 
     def check_process(self) -> None:
         """Raises InvariantError unless this is the process that made the object: a forked child would hang."""
@@ -116,6 +125,8 @@ class EtcdCalls:
                 self._connections.pop(endpoint, None)
         elif code in _PASSING:
             self._turn = (self._settings.endpoints.index(endpoint) + 1) % len(self._settings.endpoints)
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                _avoided_until_s[endpoint] = time.monotonic() + _AVOIDED_S
         else:
             raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}") from None
 

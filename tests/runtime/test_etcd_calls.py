@@ -1,0 +1,86 @@
+"""Calls to etcd at several endpoints, of which some do not answer."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from engine.core.errors import CoordinatorUnavailableError
+from engine.runtime.store import etcd_calls
+from engine.runtime.store.etcd_calls import EtcdCalls
+from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
+
+GONE, LEADERLESS, GOOD = (Endpoint(name, 1) for name in ("gone", "leaderless", "good"))
+
+
+class RefusedError(grpc.RpcError):  # type: ignore[misc]
+    """An answer with a code."""
+
+    def __init__(self, code: grpc.StatusCode):
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return "no answer"
+
+
+@pytest.fixture(name="asked")
+def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
+    """Returns the endpoints that were asked, in order; one is gone, one knows no leader, one answers."""
+    asked: list[Endpoint] = []
+
+    def connected(_: EtcdCalls, endpoint: Endpoint) -> Any:
+        def method(request: Any, timeout: float, metadata: Any) -> str:
+            asked.append(endpoint)
+            if endpoint == GONE:
+                time.sleep(timeout)
+                raise RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED)
+            if endpoint == LEADERLESS:
+                raise RefusedError(grpc.StatusCode.UNAVAILABLE)
+            return "answer"
+
+        return SimpleNamespace(methods={"Range": method}, metadata=())
+
+    monkeypatch.setattr(EtcdCalls, "_connect", connected)
+    monkeypatch.setattr(etcd_calls, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(etcd_calls, "PAUSE_S", 0.01)
+    monkeypatch.setattr(etcd_calls, "_avoided_until_s", {})
+    return asked
+
+
+def calls(*endpoints: Endpoint) -> EtcdCalls:
+    return EtcdCalls(EtcdSettings(endpoints), 0.5)
+
+
+def test_an_endpoint_that_did_not_answer_costs_one_timeout(asked: list[Endpoint]) -> None:
+    two = calls(GONE, LEADERLESS)
+    with pytest.raises(CoordinatorUnavailableError):
+        two.call("Range", None)
+    assert asked[0] == GONE
+    assert asked.count(GONE) == 1
+    assert asked.count(LEADERLESS) > 5, "it may know a leader soon"
+    assert calls(GONE, GOOD).call("Range", None) == "answer"
+    assert asked.count(GONE) == 1, "another client of this process avoids it too"
+
+
+def test_the_only_endpoint_is_asked_again(asked: list[Endpoint]) -> None:
+    with pytest.raises(CoordinatorUnavailableError):
+        calls(GONE).call("Range", None)
+    assert asked.count(GONE) > 2
+
+
+def test_an_endpoint_is_asked_again_after_a_time(asked: list[Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_calls, "_AVOIDED_S", 0.2)
+    three = calls(GONE, LEADERLESS, GOOD)
+    assert three.call("Range", None) == "answer"
+    assert asked == [GONE, LEADERLESS, GOOD]
+    time.sleep(0.2)
+    with pytest.raises(CoordinatorUnavailableError):
+        calls(GONE, LEADERLESS).call("Range", None)
+    assert asked.count(GONE) > 2
