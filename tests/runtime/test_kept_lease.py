@@ -96,5 +96,5 @@ def test_a_lease_is_renewed_while_nothing_else_happens_and_given_back() -> None:
     kept = KeptLease(made, LEAST_S)  # type: ignore[arg-type]
     time.sleep(2.0)
     kept.close()
-    assert 2 <= store.num_renewed <= 4
+    assert 4 <= store.num_renewed <= 7
     assert store.is_given_back

@@ -12,7 +12,7 @@ from typing import NamedTuple
 _S = 1_000_000_000
 MARGIN_NS = _S  # from the end of the workers until the lease may expire
 LEAST_S, USUAL_S, MOST_S = 3, 5, 600  # of a lease
-_RENEWALS = 5  # in the time of a lease
+_RENEWALS = 10  # in the time of a lease
 
 
 class LeaseTime(NamedTuple):

@@ -46,7 +46,7 @@ from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import holding
 from engine.runtime.store.etcd_settings import EtcdSettings
 
-_LEASE_CALL_S, _REVOKE_S = 1.0, 2.0  # deadlines of calls: each kind has a client of its own
+_LEASE_CALL_S, _REVOKE_S = 0.7, 2.0  # deadlines of calls: each kind has a client of its own
 _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between hosts
 
 

@@ -2,6 +2,7 @@
 
 A thread judges the other hosts: one whose stream has ended and is not back, or that is silent, is lost. Its lease is
 revoked first, so it knows that it is out as soon as it asks the store; then all its workers count as ended at once.
+Another thread waits for the store meanwhile, as the ticks to the other hosts go on.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class HostServers(ForkServer):
         self._kv = kv
         self._lines = CoordinatorLines(self.host, self._away)
         self._num_decisions, self._counting = 0, threading.Lock()
+        self._losing: dict[str, threading.Thread] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
         self._thread.start()
@@ -67,8 +69,10 @@ class HostServers(ForkServer):
             for each in self._away.values():
                 if is_due:
                     each.tick()
-                if not each.peer.is_lost and (why := self._why_lost(each, began_ns, now_ns)):
-                    self._lose(each, why)
+                is_open = not each.peer.is_lost and each.host not in self._losing
+                if is_open and (why := self._why_lost(each, began_ns, now_ns)):
+                    self._losing[each.host] = threading.Thread(target=self._lose, args=(each, why), daemon=True)
+                    self._losing[each.host].start()
             self._lines.look()
 
     def _why_lost(self, away: AwayServer, began_ns: int, now_ns: int) -> str:
@@ -86,6 +90,7 @@ class HostServers(ForkServer):
             if away.known.lease_id:
                 self._kv.revoke(Lease(away.known.lease_id, 1))
             away.lose(why)
+        self._losing.pop(away.host, None)
 
     def lose(self, host: str, why: str) -> None:
         """Counts a host as lost, because of `why`."""
@@ -125,7 +130,8 @@ class HostServers(ForkServer):
     def stop_watching(self) -> None:
         """Judges no host any more: the run has ended."""
         self._is_over.set()
-        self._thread.join()
+        for each in (self._thread, *[*self._losing.values()]):
+            each.join()
 
     def tell(self, code: int, words: str) -> None:
         """Tells all hosts the outcome of the run, and waits for their last records."""
