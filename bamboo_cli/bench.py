@@ -25,6 +25,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers,
 Quick = Annotated[bool, typer.Option("--quick", help="Measure just enough to see that it works.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 Results = Annotated[Path, typer.Option(help="Folder that receives bench/NAME-TIME.csv.")]
+Repeats = Annotated[int, typer.Option(min=1, help="So many losses of each kind; of power a quarter as many.")]
 Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose name contains this, or is this.")]
 
 
@@ -89,11 +90,25 @@ def _register(name: str, function: str, help_text: str) -> None:
     def command(
         quick: Quick = False, as_json: AsJson = False, case: Case = "", results: Results = Path("results")
     ) -> None:
-        module, _, cases_of = function.partition(".")
+        module, _, cases_of = function.rpartition(".")
         cases: Cases = getattr(import_module(f"engine.bench.{module}"), cases_of)(quick)
         _run(name, _chosen(case, cases), as_json, results)
 
     bench.command(name, help=help_text)(command)
+
+
+@bench.command("hosts", help="Losses of workers, agents and hosts in runs on three hosts, beside one host and limits.")
+def hosts(
+    repeats: Repeats = 20,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    case: Case = "",
+    results: Results = Path("results"),
+) -> None:
+    """Measures in hosts of namespaces, which need what `bamboo doctor` says."""
+    from engine.bench.hosts.host_cases import host_cases
+
+    _run("hosts", _chosen(case, host_cases(quick, repeats)), as_json, results)
 
 
 def _chosen(case: str, cases: Cases) -> Cases:

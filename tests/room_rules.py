@@ -135,6 +135,9 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.runtime.agent", "engine.runtime.coordinator", "engine.bench.figures", "engine.bench.peers"}
     | {"engine.core.checkpoints", "engine.core.worker", "engine.runtime.checkpoint"},
     "engine.bench.figures": _PLANS | {"engine.core.history"},
+    "engine.bench.hosts": _HOST
+    | {"engine.core.config", "engine.core.history", "engine.core.checks", "engine.core.hosts", "engine.files"}
+    | {"engine.harness.bed", "engine.bench.figures"},
     "engine.bench.peers": _HOST
     | _PLANS
     | _ARRAYS

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine.core.checks.recovery_times import PHASES
+from engine.runtime.doctor.host_probes import hosts_error
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -194,3 +195,17 @@ def test_handover(launch: Launch) -> None:
     assert [row["metric"].partition(";")[0] for row in rows] == [*stalls, steady, steady, *stalls, steady]
     assert rows[-1]["goal"] == 1.02
     assert all(0.5 < row["ratio"] < 2 for row in rows if row["metric"].startswith("steady"))  # two stages in one worker
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("case", "goals"),
+    [("workers", [None, 1.0, ..., None]), ("agents", [0.6, 0.6, 1.0, 1.0]), ("steps", [1.03]), ("clocks", [1.0, 0.0])],
+)
+def test_hosts(launch: Launch, case: str, goals: list[Any]) -> None:
+    if why := hosts_error():
+        pytest.skip(why)
+    rows = rows_of(launch, "hosts", "--case", case, positive=False)
+    assert [row["goal"] if goal is not ... else goal for row, goal in zip(rows, goals, strict=True)] == goals
+    if case == "clocks":
+        assert rows[1]["ours"] == 0, "each bound has the offset of the clocks"
