@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-sim soak-churn soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-sim soak-churn soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -101,6 +101,11 @@ soak-resume: $(TEST_STAMP)
 # The steps of runs with loggers that raise, block, sleep and compute, beside runs without: some ten minutes, on an idle machine.
 soak-loggers: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.logger_soak
+
+# Each fault of hosts TIMES times, on hosts of namespaces with clocks an hour apart: some forty minutes on two cores.
+TIMES ?= 20
+soak-hosts: $(TEST_STAMP)
+	.venv/bin/python -m tests.e2e.host_soak --times $(TIMES) --seed $(SEED) $(ONLY:%=--only %)
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

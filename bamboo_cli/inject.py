@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bamboo_cli.options import completion
+from bamboo_cli.options.bed import BedHosts, BedLease, problems_of_bed, refuse_job_on_bed
 from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
 from bamboo_cli.options.faults import EventsMax, Tee, events_setting
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError, problems_of
+from engine.core.faults.host_fault import OnHosts
+from engine.core.hosts.host_lease import USUAL_S
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 EPILOG = (
     "Examples:  bamboo inject kill-middle-stage  |  bamboo inject mine.yaml --dry-run  |  "
     "bamboo inject kill-middle-stage --repeat 5 --json  |  "
-    "bamboo inject --scenario kill-middle-stage --run latest"
+    "bamboo inject --scenario kill-middle-stage --run latest  |  bamboo inject host-loss --hosts 3"
 )
 # The first of these verdicts that occurs in several runs decides their exit code.
 _WORST_FIRST = ("interrupted", "failed", "invalid", "passed")
@@ -59,18 +62,18 @@ _Run = Annotated[
         autocompletion=completion.runs,
     ),
 ]
+_Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of the job.")
+]
+_Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)]
 
 
 def inject(
     file: _File = "",
     scenario: _Scenario = "",
     run: _Run = "",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of the job.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)
-    ] = None,
+    settings: _Settings = None,
+    seed: _Seed = None,
     repeat: Annotated[int, typer.Option("--repeat", help="How many times to run it.", min=1)] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the faults, victims and moments; with --run: as of now.")
@@ -82,6 +85,8 @@ def inject(
     events_max: EventsMax = "",
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
+    hosts: BedHosts = 0,
+    lease_s: BedLease = USUAL_S,
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check its expectations."""
     from engine.files.scenarios.scenario_file import load_scenario
@@ -94,11 +99,14 @@ def inject(
     acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
 
     def load() -> Loaded:
-        return load_scenario(_one_of(file, scenario), kinds(), seed, changed, acting)
+        return load_scenario(_one_of(file, scenario), kinds(), seed, changed, acting, OnHosts(hosts))
 
-    if problems := _own_problems(run, dry_run, tee, etcd, etcd_plain_http):
+    problems = _own_problems(run, dry_run, tee, etcd, etcd_plain_http)
+    problems += problems_of_bed(hosts, lease_s, {"--run": run, "--etcd": etcd, "--tee": tee})
+    if problems:
         raise UserError([*problems_of(load), *problems])
     loaded = load()
+    refuse_job_on_bed(hosts, lease_s, loaded)
     folder = _run_to_strike(run, Path(loaded.scenario.job.results)) if run else None
     if dry_run:
         tell_untrusted(loaded.foreign if folder is None else (), acting)
@@ -108,7 +116,8 @@ def inject(
         cases = _attach(loaded, folder, as_json)
     else:
         echo(f"job: {loaded.job_from}", err=True)
-        cases = _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
+        on_bed = partial(_run_on_bed, loaded, repeat, as_json, hosts, lease_s)
+        cases = on_bed() if hosts else _run(loaded, repeat, as_json, etcd, etcd_plain_http, tee)
     raise typer.Exit(_print_all(loaded, cases, as_json))
 
 
@@ -171,12 +180,31 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
     return cases
 
 
+def _run_on_bed(loaded: Loaded, repeat: int, as_json: bool, hosts: int, lease_s: int) -> list[CaseResult]:
+    """Runs the scenario so many times, each on hosts of its own; an interrupted run is the last."""
+    from bamboo_cli.terminal.live import screen
+    from engine.harness.breaking.bed_case import run_on_bed
+    from engine.runtime.doctor.leak_check import mark_processes
+    from engine.runtime.process.interrupts import holding
+
+    cases: list[CaseResult] = []
+    mark_processes()
+    with holding() as interrupts:
+        for _ in range(repeat):
+            cases.append(run_on_bed(loaded, hosts, lease_s, screen()))
+            _print_case(loaded, cases[-1], as_json)
+            if interrupts.first is not None:
+                break
+    return cases
+
+
 def _print_plan(loaded: Loaded, as_json: bool) -> None:
     from bamboo_cli.options.plan import NOT_CALLED, NOT_COUNTED, faults_as_plain
     from engine.core.faults.scenario import Every
 
     job = loaded.scenario.job
     faults = faults_as_plain(loaded.faults, job)
+    faults += [{"id": each.id, "do": each.do, "text": f"{each.id}: {each}"} for each in loaded.scenario.host_faults]
     if as_json:
         found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
         found |= {} if job.has_program else {"not_called": job.schedule}

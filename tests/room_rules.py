@@ -147,6 +147,10 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}
     | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
     "engine.harness.bed": _HOST | {"engine.runtime.doctor", "engine.runtime.store"},
+    "engine.harness.breaking": _HOST
+    | {"engine.core.checks", "engine.core.config", "engine.core.faults", "engine.core.merging"}
+    | {"engine.files.merging", "engine.files.scenarios"}
+    | {"engine.harness", "engine.harness.bed", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.doctor"},
     "engine.harness.hosts": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.hosts", "engine.files.jobs", "engine.models"}
     | {"engine.core.store"}

@@ -26,7 +26,7 @@ FILE, LINK, TREE = "file", "link", "tree"  # a tree: all that is in the folder
 _TEMPORARY_NAME = r"\.bamboo-[0-9a-f]{16}\.tmp"
 TEMPORARY: OwnNames = {rf"{_TEMPORARY_NAME}|\..+\.[0-9]+\.tmp|request-[0-9a-f]+\.json": FILE}
 TEMPORARY_LINK: OwnNames = {_TEMPORARY_NAME: LINK}
-_LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd)\.log": FILE, "etcd": TREE}
+_LOGS: OwnNames = {r"(worker-[0-9]+|store|etcd|(etcd-)?h[0-9]+)\.log": FILE, "etcd": TREE}
 _STEPS: OwnNames = {r"actions-[0-9]+-[0-9]+\.bin|hashes-[0-9]+\.jsonl": FILE}
 CHECKPOINTS: OwnNames = {
     r"step-[0-9]{8,12}": {
@@ -35,7 +35,7 @@ CHECKPOINTS: OwnNames = {
     }
 }
 _SESSION: OwnNames = {r"events\.jsonl": FILE, "logs": _LOGS, FOLDER: _STEPS}
-RUN: OwnNames = {
+_OF_HOST: OwnNames = {
     r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
     CHECKPOINTS_FOLDER: CHECKPOINTS,
     "twin": _SESSION,
@@ -43,6 +43,10 @@ RUN: OwnNames = {
     HOSTS_FOLDER: {r"[A-Za-z0-9][A-Za-z0-9._-]*": {r"events\.jsonl": FILE, FOLDER: _STEPS}},
     **_SESSION,
     **TEMPORARY,
+}
+RUN: OwnNames = {  # `hosts` has the folders of the hosts of a bed, which write as any others
+    "hosts": {r"h[0-9]+": {RUN_NAME: _OF_HOST, LATEST: LINK, **TEMPORARY_LINK}},
+    **_OF_HOST,
 }
 TWINS: OwnNames = {r"[0-9a-f]{32}\.csv": FILE, **TEMPORARY}
 _CELLS: OwnNames = {RUN_NAME: RUN, "twins": TWINS, rf"{LATEST}|{_TEMPORARY_NAME}": LINK, r".+\.yaml": FILE}

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from bamboo_cli.schema import schema
 from bamboo_cli.validate import validate
+from engine.core.faults.host_fault import ANY_HOSTS
 from engine.files.scenarios.library import library, scenario_names
 from engine.files.scenarios.scenario_file import load_scenario
 from engine.files.scenarios.scenario_schema import json_schema
@@ -92,8 +93,8 @@ def test_a_seed_chooses_the_random_faults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", scenario_names())
 def test_every_scenario_of_the_library_is_valid(name: str) -> None:
-    loaded = load_scenario(name, kinds())
-    assert loaded.faults
+    loaded = load_scenario(name, kinds(), on=ANY_HOSTS)
+    assert loaded.faults or loaded.scenario.host_faults
     assert loaded.scenario.expect.leftovers == "none"
     assert loaded.scenario.expect.trajectory == "identical"
 
@@ -136,7 +137,7 @@ def test_an_empty_file_may_have_been_meant_as_any(tmp_path: Path) -> None:
 def test_a_scenario_with_nothing_but_its_job_is_no_job(tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text("name: x\njob: {steps: 3}\n")
-    assert "faults: expected a value" in call("validate", str(path)).stderr
+    assert "expected faults or host_faults, found none of them" in call("validate", str(path)).stderr
 
 
 def test_a_file_that_is_no_yaml_is_no_unknown_name(tmp_path: Path) -> None:

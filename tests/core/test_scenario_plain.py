@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.faults.fault import After
+from engine.core.faults.host_fault import ANY_HOSTS, HostFault
 from engine.core.faults.scenario import Every, Expect, Limits, Scenario
 from engine.core.faults.scenario_plain import scenario_plain
 from engine.files.scenarios.library import scenario_names
@@ -18,12 +20,13 @@ from tests.core.scenario_cases import at, scenario, wanted
 
 
 def again(written: Scenario) -> Scenario:
-    return load_document(Path("x.yaml"), read_text(json.dumps(scenario_plain(written)), "x.yaml"), kinds()).scenario
+    document = read_text(json.dumps(scenario_plain(written)), "x.yaml")
+    return load_document(Path("x.yaml"), document, kinds(), on=ANY_HOSTS).scenario
 
 
 @pytest.mark.parametrize("name", scenario_names())
 def test_the_library(name: str) -> None:
-    found = load_scenario(name, kinds()).scenario
+    found = load_scenario(name, kinds(), on=ANY_HOSTS).scenario
     assert again(found) == found
 
 
@@ -37,4 +40,14 @@ def test_every_part() -> None:
         wanted("four", at(3, "2LOG"), "kill", pipeline=0, stage=2, count=2, adjacent=True),
         expect=expect,
     )
+    assert again(found) == found
+
+
+def test_every_part_of_a_fault_of_a_host() -> None:
+    struck = (
+        HostFault("one", "power-off", 3, 20_000_000, "coordinator"),
+        HostFault("two", "kill-worker", 2, worker=1),
+        HostFault("three", "kill-agent", 2, host="h3"),
+    )
+    found = Scenario("x", "y", Job(stages=3), (), host_faults=struck)
     assert again(found) == found

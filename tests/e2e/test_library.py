@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.faults.host_fault import ANY_HOSTS
 from engine.files.scenarios.library import scenario_names
 from engine.files.scenarios.scenario_file import load_scenario
 from engine.harness.case_runner import run_case
@@ -36,7 +37,10 @@ def _house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield House(results, server)
 
 
-@pytest.mark.parametrize("name", scenario_names())
+ON_ONE_HOST = [name for name in scenario_names() if not load_scenario(name, kinds(), on=ANY_HOSTS).scenario.host_faults]
+
+
+@pytest.mark.parametrize("name", ON_ONE_HOST)  # tests/e2e/test_inject_hosts.py has the others
 def test_a_scenario_passes(house: House, name: str) -> None:
     loaded = load_scenario(name, kinds(), settings=[f"results={house.results}"])
     case = run_case(case_of_file(loaded), None, lines_only(print), house.server)

@@ -99,7 +99,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("", ["case.yaml:1:1: expected a scenario, found an empty file"]),
-        ("- 1\n", ["case.yaml:1:1: expected a mapping with version, name, about, job, faults, expect, found a list"]),
+        ("- 1\n", ["case.yaml:1:1: expected a mapping with version, name, about, job, faults, host_faults, expect, "]),
         (
             "version: 2\nnmae: x\nabout: 5\nfaults: []\n",
             [

@@ -13,6 +13,7 @@ from bamboo_cli.app import app
 from engine.core.config.job import Job
 from engine.core.config.offered import ANYTHING
 from engine.core.errors import UserError
+from engine.core.faults.host_fault import ANY_HOSTS
 from engine.files.scenarios.library import scenario_names
 from engine.files.scenarios.matrix_file import read_matrix
 from engine.files.scenarios.scenario_file import Loaded, load_document, load_scenario
@@ -92,7 +93,7 @@ def test_a_whole_job_stays_as_it_is() -> None:
 @pytest.mark.parametrize("name", scenario_names())
 def test_the_library_carries_its_own_jobs(name: str) -> None:
     Path("bamboo.yaml").write_text("stages: 2\nlr: 9\n")
-    loaded = load_scenario(name, kinds())
+    loaded = load_scenario(name, kinds(), on=ANY_HOSTS)
     assert loaded.source.is_whole and loaded.scenario.job.lr == Job().lr
 
 

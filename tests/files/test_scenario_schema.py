@@ -21,7 +21,8 @@ from tests.files.test_scenario_file import WHOLE
 
 def test_the_schema_knows_every_field_and_allows_no_other() -> None:
     schema = json_schema(KINDS)
-    assert schema["required"] == ["version", "name", "about", "faults"]
+    assert schema["required"] == ["version", "name", "about"]
+    assert schema["anyOf"] == [{"required": ["faults"]}, {"required": ["host_faults"]}]
     assert schema["additionalProperties"] is False
     item = schema["properties"]["faults"]["items"]
     assert item["oneOf"] == [{"required": [name]} for name in ("at", "after", "every")]

@@ -13,6 +13,7 @@ from engine.core.config.job import Job
 from engine.core.duration import duration_text
 from engine.core.errors import NoticeKind
 from engine.core.faults.fault import After, At, RoleName
+from engine.core.faults.host_fault import HostFault
 from engine.core.scalar import Scalar
 
 # noticed: the run ends itself because it notices wrong numbers; `Expect.notice` names them.
@@ -101,3 +102,4 @@ class Scenario:
     job: Job
     faults: tuple[FaultSpec, ...]
     expect: Expect = Expect()
+    host_faults: tuple[HostFault, ...] = ()

@@ -13,6 +13,7 @@ from engine.core.action import STAGE_OPS
 from engine.core.config.job import Job
 from engine.core.duration import duration_text
 from engine.core.faults.fault import After, At
+from engine.core.faults.host_fault import OTHER, HostFault
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target
 
 _VERSION = 1
@@ -26,6 +27,7 @@ def scenario_plain(scenario: Scenario) -> dict[str, Any]:
     # The model is always written: a scenario without a job would mean the job of the folder in which it is run.
     plain["job"] = {name: value for name, value in job.items() if name == "model" or value != getattr(usual, name)}
     plain["faults"] = [_fault(each) for each in scenario.faults]
+    plain["host_faults"] = [_host_fault(each) for each in scenario.host_faults]
     plain["expect"] = _expect(scenario.expect)
     return {name: value for name, value in plain.items() if value not in ({}, [])}
 
@@ -62,6 +64,17 @@ def _fault(wanted: FaultSpec) -> dict[str, Any]:
     for key, value in wanted.parameters.items():
         is_time = key.endswith("_ns")
         plain[key.removesuffix("_ns")] = duration_text(int(value)) if is_time else value
+    return plain
+
+
+def _host_fault(wanted: HostFault) -> dict[str, Any]:
+    plain: dict[str, Any] = {"id": wanted.id, "at": {"step": wanted.step}, "do": wanted.do}
+    if wanted.delay_ns:
+        plain["at"]["delay"] = duration_text(wanted.delay_ns)
+    if wanted.host != OTHER:
+        plain["host"] = wanted.host
+    if wanted.worker is not None:
+        plain["worker"] = wanted.worker
     return plain
 
 

@@ -34,7 +34,7 @@ def kind_of(document: Document) -> FileKind | None:
         return "run"
     if keys & {"cases", "axes"}:
         return "matrix"
-    if keys & {"job", "faults", "expect"}:
+    if keys & {"job", "faults", "host_faults", "expect"}:
         return "scenario"
     return "job" if keys & (FIELD_TYPES.keys() - {"name"}) else None
 

@@ -62,8 +62,8 @@ def _run_id(folder: RunFolder) -> str:
     return next((each.run_id for each in head if isinstance(each, HostRecord | StoreRecord) and each.run_id), "")
 
 
-def collect(folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """Merges the folders of hosts into ``collected`` in the first one; returns its parts as plain values.
+def collect(folders: Sequence[RunFolder], output: Path | None = None) -> dict[str, Any]:
+    """Merges the folders of hosts into `output`, by default ``collected`` in the first one; returns its parts.
 
     Raises:
         UserError: the folders are of different runs.
@@ -75,8 +75,9 @@ def collect(folders: Sequence[RunFolder]) -> dict[str, Any]:
     nodes = {path: _node(path, records) for path, records in files.items()}
     hosts = [_host(node, files, nodes, copies) for node in dict.fromkeys(nodes.values())]
     history = merged(hosts)
-    output = folders[0].path / COLLECTED
-    make_folder(output / FOLDER, folders[0].path)
+    below = folders[0].path if output is None else output
+    output = folders[0].path / COLLECTED if output is None else output
+    make_folder(output / FOLDER, below)
     lines = (f"{encoded(each)}\n" for each in history.records)
     write_atomically(output / "events.jsonl", "".join(lines))
     _write_steps(output / FOLDER, nodes, copies, history.clock)

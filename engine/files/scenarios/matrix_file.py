@@ -125,7 +125,7 @@ def read_matrix(
 
     if (problem := other_kind(document, "scenario", "matrix")) is not None:
         raise UserError([problem])
-    if kind_of(document) == "scenario" and ("faults",) in document.key_places:
+    if kind_of(document) == "scenario" and {("faults",), ("host_faults",)} & document.key_places.keys():
         return _of_one_scenario(path, load(document))
     values = _MATRIX.check(reading, (), document.value)
     if values is BAD:

@@ -17,6 +17,7 @@ from engine.core.errors import Problem, UserError, nearest
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import After, At, Fault
 from engine.core.faults.fault_kind import FaultKind
+from engine.core.faults.host_fault import ONE_HOST, HostFault, OnHosts, host_fault_problems
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, Trigger
 from engine.core.faults.scenario_rules import PlannedFaults, check_faults
 from engine.core.scalar import Scalar
@@ -66,8 +67,9 @@ def load_scenario(
     seed: int | None = None,
     settings: Iterable[str] = (),
     offered: Offered = ANYTHING,
+    on: OnHosts = ONE_HOST,
 ) -> Loaded:
-    """Returns a scenario and its faults; `seed` defaults to the seed of the job.
+    """Returns a scenario and its faults, to run `on` hosts; `seed` defaults to the seed of the job.
 
     Each of `settings` is a ``FIELD=VALUE`` that overrides a field of the job; `offered` checks the models, data and
     arguments that the job names.
@@ -80,7 +82,7 @@ def load_scenario(
     document = read_yaml(path)
     if (problem := other_kind(document, "scenario")) is not None:
         raise UserError([problem])
-    return load_document(path, document, kinds, seed, settings, offered)
+    return load_document(path, document, kinds, seed, settings, offered, on=on)
 
 
 def load_document(
@@ -91,6 +93,7 @@ def load_document(
     settings: Iterable[str] = (),
     offered: Offered = ANYTHING,
     jobs: ScenarioJobs | None = None,
+    on: OnHosts = ONE_HOST,
 ) -> Loaded:
     """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file.
 
@@ -99,7 +102,7 @@ def load_document(
     reading, settings = Reading(document, list(document.problems)), tuple(settings)
     source, layers = (jobs or ScenarioJobs(path, settings)).layers(document)
     resolved = _job(reading, source, layers, offered)
-    scenario = _scenario(reading, kinds, None if resolved is None else resolved.job)
+    scenario = _scenario(reading, kinds, None if resolved is None else resolved.job, on)
     if resolved is None or scenario is None:
         raise in_order(reading.problems)
     seed = scenario.job.seed if seed is None else seed
@@ -110,7 +113,7 @@ def load_document(
         raise in_order(reading.located(each) for each in error.problems) from None
 
 
-def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None) -> Scenario | None:
+def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None, on: OnHosts) -> Scenario | None:
     """Returns the scenario of a document; None, with its problems reported, if one of its parts is not valid."""
     document = reading.document
     if document.value is None and not document.problems:
@@ -120,16 +123,20 @@ def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None)
     listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
     faults = {number: each for number, each in enumerate(listed) if each is not None}
     expect = _expect(values.get("expect", {}))
-    whole = len(faults) == len(listed) and all(each.do for each in faults.values())
+    host_faults = _host_faults(reading, values.get("host_faults", ()))
+    whole = len(faults) == len(listed) and all(each.do for each in faults.values()) and not values.get("host_faults")
     found = PlannedFaults(job, faults, whole)
     ending = {kind.name for kind in kinds.values() if kind.ends}
     known = {each.field for each in reading.problems}  # one problem is enough for a value
-    reading.problems += [
-        reading.located(each) for each in check_faults(found, expect, ending) if each.field not in known
-    ]
+    wrong = check_faults(found, expect, ending)
+    ids = [each.id for each in faults.values()]
+    wrong += host_fault_problems(host_faults, on, job, ids, of_workers="faults" in values)
+    reading.problems += [reading.located(each) for each in wrong if each.field not in known]
     if reading.problems or job is None:
         return None
-    return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)
+    return Scenario(
+        values["name"], values["about"].strip(), job, tuple(faults.values()), expect, tuple(host_faults.values())
+    )
 
 
 def _job(reading: Reading, source: JobSource, layers: Sequence[Layer], offered: Offered) -> Resolved | None:
@@ -171,6 +178,18 @@ def _wanted(
     target_values = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
     do = "" if kind is None else kind.name
     return FaultSpec(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
+
+
+def _host_faults(reading: Reading, listed: Sequence[object]) -> dict[int, HostFault]:
+    """Returns the faults of hosts by number, without those that have a problem."""
+    bad = {".".join(each.field.split(".")[:2]) for each in reading.problems}
+    found = {}
+    for number, values in enumerate(listed):
+        if isinstance(values, dict) and f"host_faults.{number}" not in bad:
+            at, rest = values["at"], {name: values[name] for name in ("host", "worker") if name in values}
+            name = values.get("id", f"host-fault-{number + 1}")
+            found[number] = HostFault(name, values["do"], at["step"], at.get("delay", 0), **rest)
+    return found
 
 
 def _parameters(

@@ -15,6 +15,7 @@ from engine.core.config.size import SIZE_PATTERN
 from engine.core.duration import DURATION_FORM, DURATION_PATTERN, EPOCHS_PATTERN, parse_duration
 from engine.core.faults.fault import PHASES, ROLES, WHENS
 from engine.core.faults.fault_kind import MOST_CHARACTERS, MOST_COUNT, MOST_NUMBER, FaultKind, Parameter
+from engine.core.faults.host_fault import ABOUT, HOST_FAULTS, HOST_PATTERN
 from engine.core.faults.scenario import NOTICES, OUTCOMES
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
 from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
@@ -81,6 +82,27 @@ TARGET = Mapped(
         "adjacent": FormEntry(flag(), "whether their slots are neighbours in one pipeline"),
     }
 )
+HOST_FAULT = Mapped(
+    {
+        "id": FormEntry(text("an id of letters, digits and . _ -", ID_PATTERN), "a name for it (default host-fault-N)"),
+        "at": FormEntry(
+            Mapped(
+                {
+                    "step": FormEntry(whole(), "the step, from 1: the one before it is committed", required=True),
+                    "delay": FormEntry(DURATION, "the time that must have passed since"),
+                }
+            ),
+            "the step in which it strikes",
+            required=True,
+        ),
+        "do": FormEntry(choice(*HOST_FAULTS), "; ".join(f"{name}: {about}" for name, about in ABOUT.items()), True),
+        "host": FormEntry(
+            text("h0, h1 and so on, coordinator, etcd-leader or other", HOST_PATTERN),
+            "the host (default other: one that does not coordinate)",
+        ),
+        "worker": FormEntry(whole(), "kill-worker: the worker, by its number"),
+    }
+)
 EXPECT = Mapped(
     {
         "outcome": FormEntry(choice(*OUTCOMES), "the outcome of the run (default recovered)"),
@@ -131,9 +153,11 @@ def scenario_form(kinds: Mapping[str, FaultKind]) -> Mapped:
             ),
             "about": FormEntry(text("one sentence"), "the purpose of the scenario, in one sentence", required=True),
             "job": FormEntry(JOB, "the job: a job file, or its fields (default: ./bamboo.yaml)"),
-            "faults": FormEntry(ListOf(fault), "the faults, with their targets and moments", required=True),
+            "faults": FormEntry(ListOf(fault), "the faults, with their targets and moments"),
+            "host_faults": FormEntry(ListOf(HOST_FAULT), "the faults of hosts, of a run with --hosts"),
             "expect": FormEntry(EXPECT, "the expectations of the run"),
-        }
+        },
+        any_of=("faults", "host_faults"),
     )
 
 

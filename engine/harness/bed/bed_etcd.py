@@ -11,21 +11,25 @@ from typing import Any
 
 from engine.core.errors import EnvironmentLacksError
 from engine.files.atomic_write import open_to_append
-from engine.harness.bed.host_bed import BedHost
+from engine.harness.bed.host_bed import BedHost, started_pid
 from engine.runtime.store.embedded_etcd import find_etcd
 
 MEMBERS = 3
 _CLIENTS, _PEERS = 2379, 2380
-_START_S, _CALL_S = 15.0, 5.0
+_START_S, _CALL_S = 60.0, 5.0
 
 
 class BedEtcd:
-    """The members, one on each of the first three hosts; `variables` let a client in."""
+    """The members, one on each of the first three hosts; `variables` let a client in.
 
-    def __init__(self, hosts: Sequence[BedHost], folder: Path):
+    Their data and certificates lie in `folder`, their output in `logs`, by default there too.
+    """
+
+    def __init__(self, hosts: Sequence[BedHost], folder: Path, logs: Path | None = None):
         self.hosts = tuple(hosts[:MEMBERS])
-        self._folder = folder
-        self._cert, self._key = folder / "cert.pem", folder / "key.pem"
+        self._folder = folder.absolute()  # a program on a host begins in the root folder
+        self._logs = self._folder if logs is None else logs
+        self._cert, self._key = self._folder / "cert.pem", self._folder / "key.pem"
         self._members: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -39,12 +43,14 @@ class BedEtcd:
         """Starts the members and waits for their leader."""
         self._make_certificate()
         for each in self.hosts:
-            with open(open_to_append(self._folder / f"etcd-{each.name}.log"), "ab") as log:
+            with open(open_to_append(self._logs / f"etcd-{each.name}.log"), "ab") as log:
                 self._members.append(each.start(find_etcd(), *self._flags(each), log=log))
         until_s = time.monotonic() + _START_S
         while not all(self.answers(each) for each in self.hosts):
+            if any(each.poll() is not None for each in self._members):
+                raise EnvironmentLacksError(f"a member of etcd has ended at its start; see its logs in {self._logs}")
             if time.monotonic() > until_s:
-                raise EnvironmentLacksError(f"etcd has no leader after {_START_S:g} s; see its logs in {self._folder}")
+                raise EnvironmentLacksError(f"etcd has no leader after {_START_S:g} s; see its logs in {self._logs}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,13 +62,21 @@ class BedEtcd:
         """Returns whether the member on a host has a quorum; asked on that host."""
         return self._ask(host, timeout_s, "endpoint", "health").returncode == 0
 
-    def leader(self) -> BedHost:
-        """Returns the host whose member leads."""
-        for each in self.hosts:
-            if each.is_on and (done := self._ask(each, _CALL_S, "endpoint", "status", "--write-out=json")).stdout:
-                told: dict[str, Any] = json.loads(done.stdout)[0]["Status"]
-                if told["leader"] == told["header"]["member_id"]:
-                    return each
+    def member_pid(self, host: BedHost) -> int | None:
+        """Returns the process of the member on a host, as this machine numbers it; None if it has ended."""
+        return next(
+            (started_pid(each) for on, each in zip(self.hosts, self._members, strict=False) if on is host), None
+        )
+
+    def leader(self, *, first: BedHost | None = None, but: BedHost | None = None) -> BedHost:
+        """Returns the host whose member leads; the member on `first` is asked first, that on `but` is not asked."""
+        for each in sorted(self.hosts, key=lambda host: host is not first):
+            if not each.is_on or each is but:
+                continue
+            done = self._ask(each, _CALL_S, "endpoint", "status", "--write-out=json")
+            status: list[dict[str, Any]] = json.loads(done.stdout or "[]")  # of a member that does not answer, none
+            if any(told["Status"]["leader"] == told["Status"]["header"]["member_id"] for told in status):
+                return each
         raise EnvironmentLacksError("no member of etcd leads")
 
     def lead(self, host: BedHost) -> None:

@@ -41,10 +41,10 @@ os.execvp("sleep", ["sleep", "infinity"])
 
 
 class BedHost:
-    """A host; `pid` is its init, as this machine numbers it."""
+    """A host; `pid` is its init, as this machine numbers it, and its clock is `ahead_ns` ahead of this machine's."""
 
-    def __init__(self, bed: HostBed, number: int, pid: int):
-        self.name, self.address, self.pid = f"h{number}", f"10.99.0.{number + 1}", pid
+    def __init__(self, bed: HostBed, number: int, pid: int, ahead_ns: int):
+        self.name, self.address, self.pid, self.ahead_ns = f"h{number}", f"10.99.0.{number + 1}", pid, ahead_ns
         self.is_on = True
         self._bed, self._pidfd = bed, os.pidfd_open(pid)
         self._programs: list[subprocess.Popen[bytes]] = []
@@ -73,6 +73,17 @@ class BedHost:
     def run(self, *command: str, timeout_s: float = _CALL_S) -> subprocess.CompletedProcess[str]:
         """Runs a program on this host to its end; raises subprocess.TimeoutExpired."""
         return subprocess.run(self.words(*command), capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def processes(self) -> dict[int, str]:
+        """Returns the processes of this host as this machine numbers them, with their names; none once it is off."""
+        found: dict[int, str] = {}
+        with contextlib.suppress(OSError):
+            own = os.readlink(f"/proc/{self.pid}/ns/pid")
+            for each in filter(str.isdecimal, os.listdir("/proc")):
+                with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+                    if os.readlink(f"/proc/{each}/ns/pid") == own:
+                        found[int(each)] = Path(f"/proc/{each}/comm").read_text().strip()
+        return found
 
     def connect(self) -> None:
         """Joins this host to the bridge."""
@@ -123,7 +134,8 @@ class HostBed:
             self.call("ip", "link", "add", _BRIDGE, "type", "bridge")
             self.call("ip", "link", "set", _BRIDGE, "up")
             for number in range(self._num_hosts):
-                self.hosts.append(BedHost(self, number, self._host(number)))
+                ahead_ns = number * self._apart_s * 1_000_000_000
+                self.hosts.append(BedHost(self, number, self._host(number), ahead_ns))
                 self.hosts[-1].connect()
         except BaseException:
             self.close()
@@ -177,6 +189,14 @@ class HostBed:
         ]
         self._starters.append(_piped(command, os.environ))
         return _ready(self._starters[-1])
+
+
+def started_pid(entered: subprocess.Popen[bytes]) -> int | None:
+    """Returns the pid of a program that was started on a host, as this machine numbers it; None if it has ended."""
+    with contextlib.suppress(OSError):
+        for each in Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split():
+            return int(each)
+    return None
 
 
 def _entering(pid: int) -> list[str]:

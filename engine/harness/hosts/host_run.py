@@ -123,7 +123,8 @@ def _forking(kept: KeptLease, own: RegisteredHost, job: Job) -> Iterator[ForkSer
 
         def end_workers(why: str) -> None:
             server.kill_all()
-            os.write(2, f"bamboo: {why}; its workers were ended\n".encode())
+            since = f"{kept.unrenewed_s:.3f} s after the sending of the last renewal that was answered"
+            os.write(2, f"bamboo: {why}; its workers were ended {since}\n".encode())
 
         kept.end_workers = end_workers
         yield server

@@ -65,6 +65,11 @@ class KeptLease:
         self.end_workers(why)
         os._exit(ExitCode.FENCED)
 
+    @property
+    def unrenewed_s(self) -> float:
+        """The seconds since the sending of the last renewal that was answered."""
+        return (boottime_ns() - self._time.sent_ns) / 1e9
+
     def close(self) -> None:
         """Gives the lease back, and with it all its keys; raises CoordinatorUnavailableError."""
         self._is_over.set()
