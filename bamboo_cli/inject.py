@@ -65,6 +65,9 @@ _Run = Annotated[
 _Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of the job.")
 ]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the faults, victims and moments; with --run: as of now.")
+]
 _Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)]
 
 
@@ -75,9 +78,7 @@ def inject(
     settings: _Settings = None,
     seed: _Seed = None,
     repeat: Annotated[int, typer.Option("--repeat", help="How many times to run it.", min=1)] = 1,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the faults, victims and moments; with --run: as of now.")
-    ] = False,
+    dry_run: _DryRun = False,
     tee: Tee = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
@@ -101,7 +102,7 @@ def inject(
     def load() -> Loaded:
         return load_scenario(_one_of(file, scenario), kinds(), seed, changed, acting, OnHosts(hosts))
 
-    problems = _own_problems(run, dry_run, tee, etcd, etcd_plain_http)
+    problems = _own_problems(run, dry_run, tee, "" if hosts else etcd, etcd_plain_http)
     problems += problems_of_bed(hosts, lease_s, {"--run": run, "--etcd": etcd, "--tee": tee})
     if problems:
         raise UserError([*problems_of(load), *problems])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,9 +42,8 @@ def problems_of_bed(hosts: int, lease_s: int, beside: Mapping[str, object]) -> l
     if not LEAST_S <= lease_s <= MOST_S:
         found.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(lease_s)))
     hint = "the hosts and their etcd are made for this run"
-    return found + [
-        Problem(name, "nothing beside --hosts", str(value), hint) for name, value in beside.items() if value
-    ]
+    asked = {name: value for name, value in beside.items() if value and value != os.environ.get("BAMBOO_ETCD")}
+    return found + [Problem(name, "nothing beside --hosts", str(value), hint) for name, value in asked.items()]
 
 
 def refuse_job_on_bed(hosts: int, lease_s: int, loaded: Loaded) -> None:

@@ -49,5 +49,5 @@ def test_every_part_of_a_fault_of_a_host() -> None:
         HostFault("two", "kill-worker", 2, worker=1),
         HostFault("three", "kill-agent", 2, host="h3"),
     )
-    found = Scenario("x", "y", Job(stages=3), (), host_faults=struck)
+    found = Scenario("x", "y", Job(stages=3, device="cpu"), (), host_faults=struck)
     assert again(found) == found

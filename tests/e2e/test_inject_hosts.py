@@ -97,6 +97,8 @@ def test_nothing_stays_of_a_command_that_is_ended_in_the_middle(tmp_path: Path, 
         time.sleep(0.05)
     assert left == []
     assert links() == before
+    (run,) = (each for each in (tmp_path / "r").iterdir() if not each.is_symlink())
+    os.utime(run, (0, 0))  # a younger folder without events may be one of a run that starts
     told = subprocess.run(
         [BAMBOO, "clean", "--dry-run", "--results", "r"], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import time
@@ -128,7 +129,7 @@ def _with_spare(strike: HostStrike, run: BedRun) -> HostStrike:
     if (found := _LATE.search(log.read_text(encoding="utf-8", errors="replace"))) is None:
         return strike
     ended_at_ns = time.time_ns() - (time.monotonic_ns() - strike.at_ns) + strike.ended_ns
-    age_ns = int(float(found[1]) * 1e9) + ended_at_ns - log.stat().st_mtime_ns
+    age_ns = int(float(found[1]) * 1e9) + ended_at_ns - int(os.path.getmtime(log) * 1e9)
     return replace(strike, spare_ns=run.lease_s * 1_000_000_000 - age_ns)
 
 
