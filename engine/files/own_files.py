@@ -44,8 +44,8 @@ _OF_HOST: OwnNames = {
     **_SESSION,
     **TEMPORARY,
 }
-RUN: OwnNames = {  # `hosts` has the folders of the hosts of a bed, which write as any others
-    "hosts": {r"h[0-9]+": {RUN_NAME: _OF_HOST, LATEST: LINK, **TEMPORARY_LINK}},
+RUN: OwnNames = {  # `bed` has the folders of the hosts of a bed, which write as any others
+    "bed": {r"h[0-9]+": {RUN_NAME: _OF_HOST, LATEST: LINK, **TEMPORARY_LINK}},
     **_OF_HOST,
 }
 TWINS: OwnNames = {r"[0-9a-f]{32}\.csv": FILE, **TEMPORARY}

@@ -17,7 +17,7 @@ from engine.harness.bed.bed_etcd import BedEtcd
 from engine.harness.bed.host_bed import NETWORK, BedHost, HostBed, started_pid
 from engine.runtime.process import subprocesses
 
-HOSTS = "hosts"  # the folder of the folders of results of the hosts, in that of the run
+BED = "bed"  # the folder of the folders of results of the hosts, in that of the run
 _OF_FIELDS = "BAMBOO_"  # variables that begin so are for the commands of the user, and change no scenario
 
 
@@ -42,7 +42,7 @@ class BedRun:
 
     def results(self, host: BedHost) -> Path:
         """Returns the folder of results of a host."""
-        return self.folder.path / HOSTS / host.name
+        return self.folder.path / BED / host.name
 
     def log(self, host: str) -> Path:
         """Returns the file with the output of the agent of a host."""

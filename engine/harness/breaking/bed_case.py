@@ -1,7 +1,7 @@
 """Runs a case on a bed of hosts to break: agents, strikes, the merged history, the twin on one host, the checks.
 
 Rules: the bed is gone before anything is judged, also after an error. The run folder has the history of all hosts, so
-reports read it as that of any other run; the folders of the hosts lie in ``hosts``, the output of agents in ``logs``.
+reports read it as that of any other run; the folders of the hosts lie in ``bed``, the output of agents in ``logs``.
 """
 
 from __future__ import annotations
