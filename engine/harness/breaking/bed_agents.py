@@ -22,7 +22,7 @@ _OF_FIELDS = "BAMBOO_"  # variables that begin so are for the commands of the us
 
 
 @dataclass(frozen=True, slots=True)
-class BedRun:
+class BedPlan:
     """A run on hosts of a bed: its folder, the file of its job, its name in the store, the time of a lease."""
 
     folder: RunFolder
@@ -80,7 +80,7 @@ class BedAgent:
 class BedAgents:
     """All agents of a run, by the names of their hosts; `committed` and `coordinates` are as their events tell."""
 
-    def __init__(self, run: BedRun, bed: HostBed, etcd: BedEtcd):
+    def __init__(self, run: BedPlan, bed: HostBed, etcd: BedEtcd):
         self.committed, self.coordinates = -1, ""
         self.num_records = 0
         strange = [name for name in os.environ if name.startswith(_OF_FIELDS) and name not in etcd.variables]

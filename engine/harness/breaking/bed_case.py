@@ -33,7 +33,7 @@ from engine.files.scenarios.scenario_text import scenario_text
 from engine.files.trajectory_file import trajectory_rows
 from engine.harness.bed.bed_etcd import BedEtcd
 from engine.harness.bed.host_bed import HostBed
-from engine.harness.breaking.bed_agents import BedAgents, BedRun
+from engine.harness.breaking.bed_agents import BedAgents, BedPlan
 from engine.harness.breaking.bed_history import write_history
 from engine.harness.breaking.host_striker import HostStriker
 from engine.harness.cases.case import Case, case_of_file, scenario_record, whole_text, write_facts
@@ -98,7 +98,7 @@ def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: 
     """Runs the job on the hosts and strikes them; the bed is closed."""
     store, end = folder.logs / "etcd", _BedEnd()
     store.mkdir(mode=0o700)
-    run = BedRun(folder, store / "job.yaml", lease_s)
+    run = BedPlan(folder, store / "job.yaml", lease_s)
     write_atomically(run.job_file, _job_text(case.scenario.job))
     try:
         with BedEtcd(bed.hosts, store, folder.logs) as etcd:
@@ -118,7 +118,7 @@ def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: 
     return end
 
 
-def _with_spare(strike: HostStrike, run: BedRun) -> HostStrike:
+def _with_spare(strike: HostStrike, run: BedPlan) -> HostStrike:
     """Returns the strike of a link with the time that was left when the workers had ended.
 
     The agent says how old its last renewal was when it ended its workers, and the file with its words when that was.
