@@ -26,6 +26,7 @@ from bamboo_cli.options.faults import (
     misspelt_kills,
     scenario_of,
 )
+from bamboo_cli.options.hosts import InstructionSet, fixing
 from bamboo_cli.options.job import takes_job
 from bamboo_cli.options.notices import NoticeCommand, NoticeEvery, NoticeUrl, asking
 from bamboo_cli.options.python_caller import Keywords, announcing
@@ -78,7 +79,7 @@ def _own_problems(values: Mapping[str, Any], resolved: Resolved | None) -> Itera
         yield Problem("--in-process", "a backend other than nccl", "nccl", "NCCL wants a process for each worker")
 
 
-@partial(takes_job, own_problems=_own_problems)
+@partial(takes_job, first=lambda values: fixing(values["isa"]), own_problems=_own_problems)
 def run(
     resolved: Resolved,
     *,
@@ -98,6 +99,7 @@ def run(
     other_bits: OtherBits = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
+    isa: InstructionSet = "",
     explained: _Explained = False,
     keywords: Keywords = False,
 ) -> None:

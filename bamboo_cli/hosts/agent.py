@@ -86,12 +86,9 @@ def agent(
     if not hosts:
         _add_worker(join, results, is_standby=standby, as_json=as_json)
     from bamboo_cli.hosts.host_agent import run_host
-    from engine.files.host_facts import fix_instruction_set
     from engine.harness.case_runner import run_case
 
-    if isa:
-        fix_instruction_set(isa)
-    given = {"hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
+    given = {"isa": isa, "hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
     given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
     given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http, "kill": kill or [], "no_twin": no_twin}
     given |= {"grace": grace, "injectable": injectable is YesNo.YES}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bamboo_cli.options.etcd import etcd_settings
+from bamboo_cli.options.hosts import fixing
 from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, Problem, UserError
@@ -35,7 +36,7 @@ def run_host(
     from bamboo_cli.terminal.live import screen
     from engine.harness.hosts.host_run import run_on_hosts
 
-    problems: list[Problem] = []
+    problems = fixing(given["isa"])
     etcd = _etcd(given, problems)
     resolved, case = None, None
     try:

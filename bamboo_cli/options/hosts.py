@@ -1,4 +1,4 @@
-"""The options of an agent on one of several hosts."""
+"""The options of an agent on one of several hosts; `--isa` is one of `bamboo run` too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bamboo_cli.options import completion
+from engine.core.errors import Problem, problems_of
 
 _PANEL = "Several hosts"
 
@@ -77,7 +78,13 @@ InstructionSet = Annotated[
     typer.Option(
         "--isa",
         metavar="SET",
-        help="Compute with one instruction set on all hosts: portable, avx2 or avx512.",
-        rich_help_panel=_PANEL,
+        help="Compute with one instruction set on every processor: portable, avx2 or avx512.",
     ),
 ]
+
+
+def fixing(isa: str) -> list[Problem]:
+    """Fixes the instruction set, if one is named; returns the problems. No fact of this host is to be read before."""
+    from engine.files.host_facts import fix_instruction_set
+
+    return problems_of(lambda: fix_instruction_set(isa)) if isa else []

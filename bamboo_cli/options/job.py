@@ -37,6 +37,7 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
 OwnProblems = Callable[[Mapping[str, Any], Resolved | None], Iterable[Problem]]
+First = Callable[[Mapping[str, Any]], list[Problem]]
 
 
 def takes_job(
@@ -44,14 +45,15 @@ def takes_job(
     instead: Mapping[str, str] = {},
     *,
     program_only: bool = False,
+    first: First = lambda values: [],
     own_problems: OwnProblems = lambda values, resolved: (),
 ) -> Callable[..., None]:
     """Returns the command with the job's argument and flags beside its own; it gets the `Resolved` job first.
 
     The fields in `instead` have these values and no flags. With `program_only` the model may have fewer layers than
-    there are stages. `own_problems` has the mistakes in the command's own flags, which are told together with those of
-    the job; it gets no job if that is wrong. Import the types in the annotations of `command` at runtime: Typer reads
-    them.
+    there are stages. `first` is called before the job is made, and `own_problems` behind that, without a job if that is
+    wrong; both have mistakes in the command's own flags, which are told together with those of the job. Import the
+    types in the annotations of `command` at runtime: Typer reads them.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
@@ -62,10 +64,12 @@ def takes_job(
         is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
         last = caller_layer() if own_values.get("keywords") else None
         resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan, last=last)
+        problems = first(own_values)
+        resolved = None
         try:
-            resolved, problems = _resolved(own_values, values["results"], resolve), list[Problem]()
+            resolved = _resolved(own_values, values["results"], resolve)
         except UserError as error:
-            resolved, problems = None, [*error.problems]
+            problems += error.problems
         problems += own_problems(own_values, resolved)
         if problems or resolved is None:
             raise UserError(problems)

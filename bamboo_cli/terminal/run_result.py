@@ -100,10 +100,13 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
 
 def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:
     """Returns the commands that a user may want after a run; a resumed one has a kill in no step of its own."""
+    from engine.files.host_facts import fixed_instruction_set
+
     job, commands = resolved.job, [f"bamboo report --open {shlex.quote(summary['run_dir'])}"]
     is_usual = resolved.origin is None and not result.recoveries and summary["outcome"] == "finished"
     if is_usual and job.retains and job.stages > 1 and job.steps > 1:
         record = shlex.quote(f"{summary['run_dir']}/run.json")
         secret = "".join(f"--set {name}=VALUE " for name in secret_arguments(job))
+        secret += f"--isa {isa} " if (isa := fixed_instruction_set()) else ""
         commands.append(f"bamboo run {record} {secret}--kill {job.steps // 2}:{job.slots // 2}")
     return commands

@@ -99,23 +99,25 @@ def sharing(job: Job, found: Accelerators | None = None) -> str:
     return f"{shared}: a mode for tests; they wait for each other, so the times say little about training"
 
 
-def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None) -> None:
-    """Raises EnvironmentLacksError for a job whose workers cannot compute or exchange tensors here as it says."""
+def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None, num_workers: int | None = None) -> None:
+    """Raises EnvironmentLacksError for a job whose workers cannot compute or exchange tensors here as it says.
+
+    It names all that lacks. `num_workers` are those of this host, if it has not all of them.
+    """
     found = accelerators() if found is None else found
-    if job.backend == "nccl" and job.device != "cuda":
-        why = lacks(job, found) or "--device cpu"
-        raise EnvironmentLacksError(
-            f"backend nccl sends between GPUs, and the workers compute on the CPU ({why}); use --backend gloo"
-        )
-    if job.retain == "cpu" and job.device != "cuda":
-        why = lacks(job, found) or "--device cpu"
-        raise EnvironmentLacksError(
-            f"retain cpu takes values from a GPU to the host, and the workers compute on the CPU ({why}); use "
-            "--retain device"
-        )
-    if job.device == "cuda" and (why := lacks(job, found)):
+    lacking, problems = lacks(job, found, num_workers), []
+    if job.device == "cuda" and lacking:
         way_out = "use --device cpu" + (", or --share-gpu for a test" if found.num_gpus and found.torch_cuda else "")
-        raise EnvironmentLacksError(f"device cuda needs one GPU per worker, and there is {why}; {way_out}")
+        problems.append(f"device cuda needs one GPU per worker, and there is {lacking}; {way_out}")
+    has_none = not (found.num_gpus and found.torch_cuda)
+    if job.device != "cuda" or has_none:
+        on_cpu = f"the workers compute on the CPU ({lacking or '--device cpu'})"
+        if job.backend == "nccl":
+            problems.append(f"backend nccl sends between GPUs, and {on_cpu}; use --backend gloo")
+        if job.retain == "cpu":
+            problems.append(f"retain cpu takes values from a GPU to the host, and {on_cpu}; use --retain device")
+    if problems:
+        raise EnvironmentLacksError("\n".join(problems))
 
 
 def device_facts(found: Accelerators) -> dict[str, object]:

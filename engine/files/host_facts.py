@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engine.core.config.bit_fields import INSTRUCTION_SETS
+from engine.core.config.bit_fields import INSTRUCTION_SETS, fixed_set
 from engine.core.errors import EnvironmentLacksError, Problem, UserError, ensure
 from engine.core.history.process_records import HostRecord
 from engine.files.accelerators import accelerators, device_facts
@@ -53,8 +53,7 @@ def host_facts(folder: Path) -> dict[str, object]:
         "machine": system.machine,
         "cpu": cpu.get("model name"),
         "isa": [flag for flag in _ISA_FLAGS if flag in flags],
-        "kernel_variables": [f"{name}={os.environ[name]}" for name in _KERNEL_VARIABLES if os.environ.get(name)]
-        or None,
+        "kernel_variables": _kernel_variables() or None,
         **device_facts(accelerators()),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
@@ -82,6 +81,15 @@ def fix_instruction_set(name: str) -> None:
         text = f"instruction set {name}: expected a processor with {', '.join(lacks)}, found {cpu.get('model name')!r}"
         raise EnvironmentLacksError(f"{text} on host {os.uname().nodename}")
     os.environ.update(variables)
+
+
+def fixed_instruction_set() -> str:
+    """Returns the set that the environment of this process fixes; empty if it fixes none."""
+    return fixed_set(_kernel_variables())
+
+
+def _kernel_variables() -> list[str]:
+    return [f"{name}={os.environ[name]}" for name in _KERNEL_VARIABLES if os.environ.get(name)]
 
 
 def host_record(now: datetime, node: str = "", run_id: str = "") -> HostRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.hosts.deal import deal, host_for_one_more
+from engine.core.hosts.deal import deal, host_for_one_more, most_on_one
 
 SHAPES = st.integers(1, 8).flatmap(lambda hosts: st.tuples(st.just(hosts), st.integers(hosts, 32)))
 
@@ -17,6 +17,7 @@ def test_neighbours_stand_together_and_hosts_have_equal_parts(shape: tuple[int, 
     assert [dealt[each] for each in workers] == sorted(dealt.values(), key=hosts.index)
     sizes = [list(dealt.values()).count(each) for each in hosts]
     assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == most_on_one(shape[1], shape[0])
 
 
 def test_a_later_worker_goes_where_the_fewest_are() -> None:

@@ -106,6 +106,11 @@ def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerator
         (Job(device="cpu", backend="nccl"), FOUR, r"on the CPU \(--device cpu\)"),
         (Job(retain="cpu"), NONE, r"takes values from a GPU .* on the CPU \(no GPU\); use --retain device$"),
         (Job(retain="cpu", device="cpu"), FOUR, r"on the CPU \(--device cpu\); use --retain device$"),
+        (
+            Job(device="cuda", backend="nccl", retain="cpu"),
+            NONE,
+            r"(?s)^device cuda .*\(no GPU\); use --backend gloo\nretain cpu .*\(no GPU\); use --retain device$",
+        ),
         (Job(device="cuda", standby=1), FOUR, "4 GPUs for 5 workers"),
         (Job(device="cuda", backend="nccl"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
     ],
@@ -155,3 +160,12 @@ def test_a_job_of_an_older_version_was_computed_on_the_cpu() -> None:
 
 def kept_values(job: Job) -> dict[str, object]:
     return {name: getattr(job, name) for name in Job.__dataclass_fields__}
+
+
+def test_only_the_workers_of_this_host_need_its_gpus() -> None:
+    job = Job(device="cuda", stages=8)
+    refuse_what_this_host_lacks(job, FOUR, num_workers=4)
+    with pytest.raises(EnvironmentLacksError, match="4 GPUs for 5 workers"):
+        refuse_what_this_host_lacks(job, FOUR, num_workers=5)
+    with pytest.raises(EnvironmentLacksError, match="4 GPUs for 8 workers"):
+        refuse_what_this_host_lacks(job, FOUR)

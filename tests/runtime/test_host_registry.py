@@ -41,6 +41,17 @@ def test_the_hosts_come_in_their_order_and_one_is_elected(backend: Backend) -> N
         c.gathered((), 2, 5.0)
 
 
+def test_who_has_begun_a_run_is_named_until_it_is_over(backend: Backend) -> None:
+    a, b = come(backend, "a"), come(backend, "b")
+    assert a.holder() == ""
+    assert a.elect(a.gathered((), 2, 5.0), "10.0.0.1:7", MADE)
+    backend.client().revoke(a._lease)
+    assert b.elected() is None
+    assert b.holder() == "host a at 10.0.0.1:7 coordinated hosts a, b"
+    b.forget(())
+    assert b.holder() == ""
+
+
 def test_a_name_that_another_host_has_is_refused(backend: Backend) -> None:
     come(backend, "a")
     with pytest.raises(UserError, match="--node"):

@@ -118,9 +118,13 @@ def _of_job(given: HostOptions, job: Job) -> list[Problem]:
     if given.number > wanted:
         found.append(Problem("--hosts", f"at most one host for each of the {wanted} workers", str(given.number)))
     if job.backend == "nccl":
-        found.append(Problem("backend", "gloo on several hosts, as yet", job.backend))
+        hint = (
+            "groups of NCCL have no proof of the run's key, and none has been tried between hosts; gloo takes GPUs too"
+        )
+        found.append(Problem("backend", "gloo on several hosts", job.backend, hint))
     if job.fsdp:
-        found.append(Problem("fsdp", "no shards on several hosts, as yet"))
+        hint = "the collectives of shards are built for one host; more stages divide a model over hosts"
+        found.append(Problem("fsdp", "0 on several hosts", str(job.fsdp), hint))
     if keeps_any(job.checkpoint_every) and not (job.checkpoints or _is_loopback(given.address)):
         hint = "checkpoints=PLACE is a folder that all hosts share, or a URL; checkpoint_every=0 keeps none"
         found.append(Problem("checkpoints", "a place that all hosts reach", "the folder of the run", hint))

@@ -26,7 +26,7 @@ from engine.core.errors import (
     UserError,
 )
 from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
-from engine.files.host_facts import host_facts
+from engine.files.host_facts import fixed_instruction_set, host_facts
 from engine.files.jobs.checkpoint_place import ResumedRun, checkpoint_places, places_of
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import DataFile, data_files
@@ -190,5 +190,6 @@ def resume_command(run: Path, job: Job) -> str:
                 has_one = has_one or place.folder.manifest(each).run == place.run
     if not has_one:
         return ""
-    secret = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]
-    return shlex.join(["bamboo", "run", "--resume", str(run), *secret])
+    words = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]
+    words += ["--isa", isa] if (isa := fixed_instruction_set()) else []
+    return shlex.join(["bamboo", "run", "--resume", str(run), *words])

@@ -23,9 +23,10 @@ from engine.core.config.bit_fields import compared_facts
 from engine.core.config.job import Job
 from engine.core.coordinator.state import STATE
 from engine.core.errors import CoordinatorUnavailableError, UserError, required
-from engine.core.hosts.deal import deal
+from engine.core.hosts.deal import deal, most_on_one
 from engine.core.hosts.host_options import HostOptions
 from engine.core.hosts.registered_host import RegisteredHost
+from engine.core.store.kv import KV
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.host_facts import host_facts
 from engine.files.jobs.code_files import code_files
@@ -61,7 +62,7 @@ def run_on_hosts(
 
     if problems := unreadable_files(job):
         raise UserError(problems)
-    refuse_what_this_host_lacks(job)
+    refuse_what_this_host_lacks(job, num_workers=most_on_one(job.num_workers + job.standby, given.number))
     root = f"/bamboo/{given.run_id}/"
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(holding())
@@ -70,8 +71,7 @@ def run_on_hosts(
             stack.callback(each.close)
         kept = KeptLease(lease_kv, given.lease_s)
         stack.callback(_give_back, kept)
-        facts = _facts(job, given.faults)
-        own = RegisteredHost(given.node, secrets.token_hex(8), given.address, kept.lease.lease_id, facts)
+        own = RegisteredHost(given.node, secrets.token_hex(8), given.address, kept.lease.lease_id, _facts(job, given))
         registry = HostRegistry(kv, own, kept.lease)
         if (outcome := registry.outcome()) is not None:
             return HostRunEnd(replace(outcome, words=f"run {given.run_id} has ended before: {outcome.words}"))
@@ -83,9 +83,8 @@ def run_on_hosts(
         hosts = registry.gathered(given.names, given.number, patience_s)
         server = stack.enter_context(_forking(kept, own, job))
         elected = registry.elected()
-        if elected is None and kv.get(STATE) is not None:
-            raise CoordinatorUnavailableError(f"run {given.run_id} was begun before, and its coordinator is gone")
         if elected is None:
+            _refuse_begun(registry, given.run_id, kv)
             wire = WireServer(own.address, made := new_certificate(), screen.say)
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), made):
@@ -102,12 +101,20 @@ def run_on_hosts(
         return serve(at, elected, server, interrupts)
 
 
-def _facts(job: Job, faults: str) -> dict[str, Any]:
-    """Returns the facts of this host, of its job and its faults in which all hosts of a run have to agree."""
+def _refuse_begun(registry: HostRegistry, run_id: str, kv: KV) -> None:
+    """Raises CoordinatorUnavailableError for a run whose state is there, but no host that coordinates it."""
+    if kv.get(STATE) is not None:
+        why = f"run {run_id} was begun before: {registry.holder()}, and is gone; choose another --run"
+        raise CoordinatorUnavailableError(why)
+
+
+def _facts(job: Job, given: HostOptions) -> dict[str, Any]:
+    """Returns the facts of this host, of its job and its options in which all hosts of a run have to agree."""
     fields = {name: value for name, value in asdict(job.masked).items() if name not in _NOT_EQUAL}
     files = {"code files": code_files(job), "data files": data_files(job)}
     compared = compared_facts(host_facts(Path.cwd()), job)
-    return {**fields, **compared, "sources": own_sources(), **files, "faults": faults}
+    given_here = {"--hosts": ",".join(sorted(given.names)) or given.hosts, "faults": given.faults}
+    return {**fields, **compared, "sources": own_sources(), **files, **given_here}
 
 
 def _give_back(kept: KeptLease) -> None:

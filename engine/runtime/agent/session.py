@@ -83,7 +83,6 @@ def run_session(
     Without `etcd` it starts one. `ownership` assigns slots, `ranks` orders the group. Kills `grace_s` after a notice.
     Begins after `origin`, after a lost state as `revive` says; goes on with a run in `seat`. Raises BambooError.
     """
-    refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
     ownership, folder = _on_hosts(job, ownership, server), str(seat.taken.home if seat.taken else events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
@@ -110,7 +109,12 @@ def run_session(
 
 
 def _on_hosts(job: Job, ownership: Ownership, server: ForkServer | None) -> Ownership:
-    """Returns the ownership with shadows on other hosts, where the workers are on several."""
+    """Returns the ownership with shadows on other hosts, where the workers are on several.
+
+    On one host it refuses a job that this host cannot run; each of several has done so before it came to the others.
+    """
+    if server is None or not server.host:
+        refuse_what_this_host_lacks(job)
     workers = ownership.workers()
     return shadowed(job, ownership, workers, {each: server.at(each).host for each in workers} if server else None)
 

@@ -3,6 +3,7 @@
     hosts/NAME     a host, on its lease
     elected        the host that coordinates, its address, the hosts of the run and the certificate, on its lease; when
                    that has ended, another host of the run takes its place
+    begun          that host and the hosts of the run, without a lease: it stays until the run is over
     refused        why these hosts do not begin, for those of them that have not seen it; on a lease of seconds
     outcome        the exit code of the run, and words; on a lease of an hour
 
@@ -30,7 +31,7 @@ from engine.core.store.kv import KV, Lease, Put, Txn, absent
 from engine.runtime.hosts.run_certificate import RunCertificate
 from engine.runtime.process.interrupts import breakable
 
-_HOSTS, _ELECTED, _REFUSED, _OUTCOME = "hosts/", "elected", "refused", "outcome"
+_HOSTS, _ELECTED, _BEGUN, _REFUSED, _OUTCOME = "hosts/", "elected", "begun", "refused", "outcome"
 _REFUSED_S = 30
 _OUTCOME_S = 3600
 _ELECTION_S = 10.0
@@ -142,8 +143,15 @@ class HostRegistry:
 
     def _stands(self, value: Elected) -> bool:
         text = json.dumps(asdict(value), sort_keys=True).encode()
+        begun = f"host {value.name} at {value.place} coordinated hosts {', '.join(value.hosts)}"
         is_free = (absent(_ELECTED), absent(_OUTCOME))
-        return self._kv.transact(Txn(is_free, (Put(_ELECTED, text, self._lease),))).succeeded
+        written = (Put(_ELECTED, text, self._lease), Put(_BEGUN, begun.encode()))
+        return self._kv.transact(Txn(is_free, written)).succeeded
+
+    def holder(self) -> str:
+        """Returns in words which host began the run last, and with which others; empty if nobody did."""
+        found = self._kv.get(_BEGUN)
+        return "" if found is None else found.value.decode(errors="replace")
 
     def revoke(self, elected: Elected) -> None:
         """Ends the lease of a host whose process is known to have ended."""
@@ -193,7 +201,7 @@ class HostRegistry:
 
     def forget(self, prefixes: Sequence[str]) -> None:
         """Deletes the keys that another host would have gone on with: the run is over."""
-        for prefix in prefixes:
+        for prefix in (*prefixes, _BEGUN):
             self._kv.delete_prefix(prefix)
 
     def outcome(self) -> HostOutcome | None:

@@ -20,7 +20,7 @@ import grpc
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd3_import import import_etcd3
-from engine.runtime.store.etcd_settings import SOCKET, Endpoint, EtcdSettings, SocketEndpoint
+from engine.runtime.store.etcd_settings import PASSWORD_FILE, SOCKET, USER, Endpoint, EtcdSettings, SocketEndpoint
 
 etcd3 = import_etcd3()
 rpc = etcd3.etcdrpc
@@ -63,8 +63,9 @@ class _Connection:
 class EtcdCalls:
     """Calls of one process to one etcd; thread-safe."""
 
-    def __init__(self, settings: EtcdSettings, deadline_s: float = DEADLINE_S):
-        self.deadline_s = deadline_s
+    def __init__(self, settings: EtcdSettings, deadline_s: float = DEADLINE_S, root: str = ""):
+        """`root` is the prefix of the keys that the calls are about, for the words of errors."""
+        self.deadline_s, self._root = deadline_s, root
         self._settings = settings
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -128,7 +129,16 @@ class EtcdCalls:
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 _avoided_until_s[endpoint] = time.monotonic() + _AVOIDED_S
         else:
-            raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}") from None
+            way_out = f"; {self._way_out(details)}" if self._way_out(details) else ""
+            raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}{way_out}") from None
+
+    def _way_out(self, details: str) -> str:
+        user = self._settings.user
+        if "permission denied" in details:
+            return f"user {user!r} needs a role that may read and write the keys under {self._root or '/bamboo/'}"
+        if "user name is empty" in details:
+            return f"this etcd wants a user: set {USER}, and {PASSWORD_FILE}"
+        return ""
 
     def _connect(self, endpoint: Endpoint | SocketEndpoint) -> _Connection:
         connection = self._connections.get(endpoint)

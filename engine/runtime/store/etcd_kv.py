@@ -24,7 +24,7 @@ class EtcdKV:
     def __init__(self, settings: EtcdSettings, root: str, deadline_s: float = DEADLINE_S):
         is_of_run = re.fullmatch(r"/bamboo/[^/]+/", root) is not None
         ensure(is_of_run, f"keys stand under /bamboo/<run-id>/, not {root!r}")
-        self._calls = EtcdCalls(settings, deadline_s)
+        self._calls = EtcdCalls(settings, deadline_s, root)
         self._keys = KeySpace(root)
 
     def get(self, key: str) -> KeyValue | None:
