@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.core.errors import InvariantError
 from engine.runtime.hosts.stream_end import StreamEnd
 
 pytestmark = pytest.mark.timeout(20)
@@ -82,3 +83,17 @@ def test_nothing_is_kept_without_end_for_a_host_that_does_not_read() -> None:
         end.send(part)
     assert end.is_full
     assert 64 <= end.num_waiting <= 66
+
+
+def test_an_end_that_has_more_than_was_sent_is_no_end_of_this_stream() -> None:
+    wire = Wire()
+    wire.connect()
+    for number in range(5):
+        wire.near.send(b"%d" % number)
+    wire.carry(2)
+    with pytest.raises(InvariantError, match="says that it has 3 frames, and 2 were sent"):
+        wire.near.forget(3)  # the third is there, and was not sent
+    wire.near.forget(2)
+    assert [wire.near.can_resume(each) for each in (-1, 1, 2, 5, 6)] == [False, False, True, True, False]
+    with pytest.raises(InvariantError, match="has had 2 frames, and says 1"):
+        wire.near.resume(wire.near.connect(), 1)

@@ -12,7 +12,13 @@ import grpc
 import pytest
 
 from engine.core.hosts import host_messages
-from engine.core.hosts.host_messages import HelloHostMessage, TickHostMessage, WordsHostMessage, frame
+from engine.core.hosts.host_messages import (
+    HelloHostMessage,
+    SignalHostMessage,
+    TickHostMessage,
+    WordsHostMessage,
+    frame,
+)
 from engine.core.message_codec import Message, encode
 from engine.core.process_messages import KeyMessage, PingMessage
 from engine.runtime.hosts.run_certificate import NAME, RunCertificate, new_certificate
@@ -85,13 +91,13 @@ def test_frames_go_both_ways_and_survive_a_break(bed: Bed) -> None:
     client.end.send(WORDS)
     assert bed.came.get(timeout=10) == (WordsHostMessage(1), PACKET)
     for number in range(2, 12):
-        bed.peer.end.send(frame(TickHostMessage(number, 0)))
+        bed.peer.end.send(frame(SignalHostMessage(number, 0)))
         client.end.send(frame(WordsHostMessage(number), PACKET))
         if number % 3 == 0:
             bed.peer.end.connect()  # ends the connection; the host comes back
             bed.peer.ended_ns = time.monotonic_ns()
     assert [bed.came.get(timeout=10)[0] for _ in range(2, 12)] == [WordsHostMessage(each) for each in range(2, 12)]
-    assert [heard.get(timeout=10) for _ in range(2, 12)] == [TickHostMessage(each, 0) for each in range(2, 12)]
+    assert [heard.get(timeout=10) for _ in range(2, 12)] == [SignalHostMessage(each, 0) for each in range(2, 12)]
     client.close()
     until(lambda: bed.peer.ended_ns is not None)
 

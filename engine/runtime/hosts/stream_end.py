@@ -92,7 +92,7 @@ class StreamEnd:
             return self._first <= received <= self._first + len(self._unheard)
 
     def _forget(self, received: int) -> None:
-        if received > (sent := self._first + len(self._unheard)):
+        if received > (sent := self._next if self._next >= 0 else self._first + len(self._unheard)):
             raise InvariantError(f"the other end says that it has {received} frames, and {sent} were sent")
         while self._unheard and self._first < received:
             self._bytes -= len(self._unheard.popleft())
