@@ -42,6 +42,14 @@ CASES = {
         0,
         "waits\ninterrupted by SIGINT\n",
     ),
+    "a wait of another thread is none of the main one": (
+        "import threading\ndef other():\n    with breakable():\n        time.sleep(60)\n"
+        "with holding():\n    try:\n        with breakable():\n            threading.Thread(target=other).start()\n"
+        "            time.sleep(0.1); strike(signal.SIGTERM); time.sleep(60)\n"
+        "    except RunInterruptedError as error:\n        print(error, flush=True); os._exit(error.exit_code)",
+        143,
+        "interrupted by SIGTERM\n",
+    ),
     "a block that raises": (
         "with raising():\n    try:\n        strike(signal.SIGHUP)\n    finally:\n        print('ends')",
         129,

@@ -81,9 +81,14 @@ class Interrupts:
 
     @contextlib.contextmanager
     def breakable(self) -> Iterator[None]:
-        """Raises RunInterruptedError out of the block, a wait, when a signal has come `patience_s` seconds ago."""
-        before = self._is_waiting
-        self._is_waiting = threading.current_thread() is threading.main_thread()  # handlers run in that thread
+        """Raises RunInterruptedError out of the block, a wait, when a signal has come `patience_s` seconds ago.
+
+        In another thread than the main one, in which handlers run, it does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before, self._is_waiting = self._is_waiting, True
         try:
             if self.first is not None:
                 self._act()
