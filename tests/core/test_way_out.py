@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.elastic.way_out import HAND_OVER_NS, WayOut, departs, has_heirs, until_boundary_ns, way_out
+from engine.core.elastic.way_out import (
+    HAND_OVER_NS,
+    WayOut,
+    departs,
+    has_heirs,
+    nobody_takes_over,
+    until_boundary_ns,
+    way_out,
+)
 from tests.core.membership_cases import S, running
 
 USUAL = (2 * S, 2 * S, 9 * S)
@@ -61,3 +69,13 @@ def test_heirs_are_staying_workers_with_whole_replicas() -> None:
     assert has_heirs(state, 2)
     assert not has_heirs(state._replace(leaving=(1, 2)), 2)
     assert not has_heirs(running(redundant=False), 2)
+
+
+def test_nobody_takes_over_when_all_members_have_a_notice_and_none_waits() -> None:
+    state = running()
+    assert not nobody_takes_over(state)
+    assert not nobody_takes_over(state._replace(leaving=state.members[1:]))
+    all_leave = state._replace(leaving=state.members)
+    assert nobody_takes_over(all_leave)
+    assert not nobody_takes_over(all_leave._replace(waiting=(7,)))
+    assert nobody_takes_over(all_leave._replace(waiting=(7,), cramped={7: ""}))

@@ -216,6 +216,17 @@ def test_a_sigterm_to_the_agent_that_coordinates_hands_over_workers_and_role(hos
     assert trajectory_of(heir) == rows_of(train(MLP))
 
 
+@pytest.mark.soak
+def test_a_notice_to_all_hosts_ends_the_run_with_its_last_commit_and_one_code(hosts: Hosts) -> None:
+    bed = hosts(replace(MLP, steps=2000), "model stages steps microbatches")
+    bed.until_commits(3)
+    for each in bed.agents.values():
+        each.interrupt(signal.SIGTERM)
+    ends = bed.ends()
+    assert {each.code for each in ends.values()} == {ExitCode.TERMINATED}, ends
+    assert [each["outcome"] for each in bed.chief.events("ended")] == ["interrupted"]
+
+
 @pytest.mark.parametrize("job", [MLP, pytest.param(GPT_TWICE, marks=pytest.mark.soak)], ids=["mlp", "gpt-twice"])
 def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hosts, train: Train, job: Job) -> None:
     bed = hosts(job, "model stages steps pipelines microbatches")

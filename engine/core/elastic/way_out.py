@@ -16,7 +16,7 @@ from enum import StrEnum
 from statistics import median
 
 from engine.core.membership.state import State
-from engine.core.membership.verdicts import heirs
+from engine.core.membership.verdicts import heirs, unable_to_leave
 
 _S = 1_000_000_000
 HAND_OVER_NS = _S // 10  # at least
@@ -62,6 +62,11 @@ def can_wait_for_joiners(state: State, grace_ns: int) -> bool:
     if not (state.options.redundant and state.able_to_join and state.steps_ns):
         return False
     return grace_ns >= _STEPS_OF_JOINERS * max(state.steps_ns)
+
+
+def nobody_takes_over(state: State) -> bool:
+    """Returns whether all members have a notice, and no worker stays or waits that could take over from them."""
+    return set(state.members) <= set(state.leaving) and not state.able_to_join and bool(unable_to_leave(state))
 
 
 def has_heirs(state: State, worker: int) -> bool:

@@ -23,6 +23,7 @@ from engine.core.checkpoints.resumption import Resumption, begun_with
 from engine.core.config.job import Job
 from engine.core.coordinator import orders, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
+from engine.core.elastic.way_out import nobody_takes_over
 from engine.core.errors import WorkerFailedError
 from engine.core.faults.fault import Fault
 from engine.core.history import process_records as records
@@ -45,6 +46,7 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
 _LEAVE_GRACE_NS = 2_000_000_000  # from the permission to leave to the end of all workers
+_STEP_OF_ALL_S = 10.0  # for the open step of a run whose hosts all have a notice
 _LAST_WORDS_NS = 1_000_000_000  # the same, for the last messages if a worker is missing after the last commit
 
 
@@ -73,11 +75,11 @@ class Agent(EndsOfRun):
         """`on_joiners` is called when a verdict takes workers in, before any answer to it is heard.
 
         `before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`. `results`
-        are those of a run that is taken over. Of several hosts `own_host` is the name of this one.
+        are those of a run that is taken over.
         """
         after = begun_with(begins)
         run_state = results or RunState(job, after) if before is None else before.run_state.again(after)
-        super().__init__(members, recorder, run_state)
+        super().__init__(members, recorder, run_state, own_host)
         self.node, self.tick, self._board, self._on_joiners = node, tick, board, on_joiners
         self._revive = revive
         self.newcomers = Newcomers(members, lambda: node.state)
@@ -90,7 +92,6 @@ class Agent(EndsOfRun):
         self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
-        self._own_host, self._num_notices = own_host, 0
 
     @property
     def _has_finished(self) -> bool:
@@ -251,25 +252,24 @@ class Agent(EndsOfRun):
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
         """Handles a signal to this process, and shows it; of several hosts SIGTERM is a notice for the own workers."""
-        if self._own_host and number is signal.SIGTERM and self.run_state.going_at_ns:
-            self.recorder.write(records.InterruptRecord(signal=number.name))
-            self._num_notices += 1
-            for member in self._own_living:
-                member.child.signal(signal.SIGTERM if self._num_notices == 1 else signal.SIGKILL)
-            return
+        if not self.is_notice(number):
+            self._end_after_step(number, step_grace_s)
+
+    def _end_after_step(self, number: signal.Signals, step_grace_s: float) -> None:
         super().interrupt(number, step_grace_s)
         self.newcomers.stop()
         self.tick(self)
 
-    @property
-    def _own_living(self) -> list[WorkerHandle]:
-        return [each for each in self.members.values() if each.host == self._own_host and each.exit_code is None]
-
     def _hand_over(self) -> None:
-        """Leaves the run to the other hosts, when all workers of this one have left after a notice."""
+        """Leaves the run to the other hosts, when all workers of this one have left; ends it if all hosts are to go."""
+        if self._is_ending:
+            return
         others = any(each.exit_code is None for each in self.members.values())
-        if self._num_notices and others and not self._own_living and not self._is_ending:
+        if self.num_notices and others and not self.own_living:
             raise HandedOverError
+        if self.own_host and nobody_takes_over(self.node.state):
+            self.run_state.note("all workers have a notice, and no other one can take over: the run ends")
+            self._end_after_step(signal.SIGTERM, min(_STEP_OF_ALL_S, self.grace_ns / 2e9))
 
     def close(self) -> None:
         """Completes the records and the run state after every worker has ended, if they are not started again."""

@@ -26,8 +26,10 @@ _FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an i
 class EndsOfRun(ABC):
     """The ends of a run on this host."""
 
-    def __init__(self, members: dict[int, WorkerHandle], recorder: Recorder, run_state: RunState):
+    def __init__(self, members: dict[int, WorkerHandle], recorder: Recorder, run_state: RunState, own_host: str):
+        """Of several hosts `own_host` is the name of this one."""
         self.members, self.recorder, self.run_state = members, recorder, run_state
+        self.own_host, self.num_notices = own_host, 0
         self.host = HostAgent(frozenset(members))
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
@@ -86,6 +88,21 @@ class EndsOfRun(ABC):
         # Before training, workers may be blocked in forming a group; killing them early loses no work.
         is_training = self.run_state.going_at_ns and not self.is_restarting
         self.end_workers(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
+
+    def is_notice(self, number: signal.Signals) -> bool:
+        """Whether a signal is a notice for the workers of this host, one of several, which get it; a second kills."""
+        if not self.own_host or number is not signal.SIGTERM or not self.run_state.going_at_ns:
+            return False
+        self.recorder.write(records.InterruptRecord(signal=number.name))
+        self.num_notices += 1
+        for member in self.own_living:
+            member.child.signal(signal.SIGTERM if self.num_notices == 1 else signal.SIGKILL)
+        return True
+
+    @property
+    def own_living(self) -> list[WorkerHandle]:
+        """The workers of this host, one of several, that have not ended."""
+        return [each for each in self.members.values() if each.host == self.own_host and each.exit_code is None]
 
     def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
         """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""

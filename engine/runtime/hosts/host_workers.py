@@ -158,7 +158,7 @@ class HostWorkers:
                 if self._selector.get_map().get(key.fd) is key:
                     with contextlib.suppress(BlockingIOError):
                         key.data()
-            if self._num_signals and all(each.has_ended for each in [*self._processes.values()]):
+            if self._num_signals and all(each.has_left for each in [*self._processes.values()]):
                 self._send(LeavesHostMessage())
                 self.has_left = True
                 return
@@ -203,7 +203,7 @@ class HostWorkers:
                 case ForkHostMessage():
                     self._fork(header)
                 case WordsHostMessage(process=number) if number in self._processes:
-                    self._processes[number].link.send_packet(packet)
+                    self._processes[number].tell(packet)
                     if packet.startswith(_WELCOME):
                         welcome = decode(packet)
                         self.checkpoints = welcome.checkpoints if isinstance(welcome, WelcomeMessage) else ""

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.core.errors import ExitCode
 from engine.core.hosts.host_messages import WorkerSign
+from engine.core.message_codec import kind_of
+from engine.core.process_messages import StopMessage
 from engine.runtime.hosts.said_again import SaidAgain
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child
+
+_STOP = f'{{"kind":"{kind_of(StopMessage)}"'.encode()
 
 
 @dataclass(slots=True)
@@ -25,6 +30,17 @@ class OwnProcess:
     code: int | None = None
     num_signals: int = 0  # from the host that coordinates now
     said: SaidAgain = field(default_factory=SaidAgain)
+    was_stopped: bool = False
+
+    def tell(self, packet: bytes) -> None:
+        """Passes on a message of the host that coordinates."""
+        self.was_stopped = self.was_stopped or packet.startswith(_STOP)
+        self.link.send_packet(packet)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has ended, and the run goes on without it: the run was not over, and did not stop it."""
+        return self.has_ended and self.code != ExitCode.OK and not self.was_stopped
 
     @property
     def has_ended(self) -> bool:
