@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
@@ -105,7 +105,18 @@ def _readable_messages() -> Iterator[None]:
     except Exception as error:
         if isinstance(message := getattr(error, "message", None), str):
             error.message = printable(message.removeprefix("Value error, "))  # type: ignore[attr-defined]
+        if hasattr(error, "possibilities"):
+            error.possibilities = _as_field(error) or error.possibilities
         raise
+
+
+def _as_field(unknown: Any) -> list[str]:
+    """Returns how the value of an unknown option is given, if its name is a field of a job that --set takes."""
+    from engine.core.config.job import Job
+
+    name = unknown.option_name.lstrip("-").replace("-", "_")
+    takes_fields = any("--set" in each.opts for each in unknown.ctx.command.params)
+    return [f"--set {name}=VALUE"] if takes_fields and name in {each.name for each in fields(Job)} else []
 
 
 def load(name: str) -> Any:

@@ -169,7 +169,7 @@ def find_run(results: Path, run: str | None = None) -> RunFolder:
             raise NothingMatchedError(f"no run in {str(results)!r} yet")
     matches = [run] if run in names else [name for name in names if name.startswith(run)]
     if not matches:
-        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", nearest(run, names))
+        raise NothingMatchedError(f"no run {run!r} in {str(results)!r}", nearest(run, [*names, LATEST]))
     if len(matches) > 1:
         hint = f"{len(matches)} begin so, the newest is {matches[-1]!r}"
         raise UserError([Problem("run", "the name of one run", repr(run), hint)])

@@ -36,7 +36,7 @@ from engine.core.texts import places_text
 from engine.files.atomic_write import write_atomically
 from engine.files.growing_events import GrowingEvents
 from engine.files.host_facts import host_facts
-from engine.files.run_folder import RunFolder, find_run
+from engine.files.run_folder import LATEST, RunFolder, find_run
 from engine.files.twin_file import own_sources
 from engine.harness.dead_runs import launcher_runs, live_runs
 from engine.runtime.process.interrupts import RunInterruptedError, breakable, present
@@ -80,7 +80,7 @@ def run_to_join(results: Path, run: str) -> RunFolder:
 def _others(run: str, results: Path) -> str:
     """Returns the run that goes on with the nearest name, or all that go on, in words."""
     live = live_runs(results)
-    return nearest(run, live) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
+    return nearest(run, [*live, LATEST]) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
 
 
 def _refuse_other_bits(folder: RunFolder, job: Job) -> None:

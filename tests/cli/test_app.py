@@ -140,6 +140,7 @@ def test_the_installed_command_and_the_module_are_the_same() -> None:
     ("arguments", "error"),
     [
         (("run", "--json", "--stgaes", "2"), "No such option: --stgaes"),
+        (("inject", "--json", "--device", "cpu"), "No such option: --device (Possible options: --set device=VALUE)"),
         (("compare", "one", "--json"), "Missing argument 'B'"),
         (("run", "--json", "--stages", "0"), "--stages: expected a whole number >= 1, found 0"),
     ],

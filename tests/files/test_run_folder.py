@@ -139,6 +139,8 @@ def test_what_matches_no_run_ends_with_its_own_exit_code(results: Path) -> None:
         f"no run '20260304-120500-gtp-0000' in {str(results)!r} (did you mean '20260304-120500-gpt-0000'?)"
     )
     assert caught.value.exit_code is ExitCode.NOTHING_MATCHED
+    with pytest.raises(NothingMatchedError, match="did you mean 'latest'"):
+        find_run(results, "latst")
     with pytest.raises(NothingMatchedError, match="no run 'bench' in"):
         find_run(results, "bench")
 

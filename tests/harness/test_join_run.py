@@ -83,6 +83,7 @@ def test_a_name_that_is_like_none_brings_the_runs_that_go_on(tmp_path: Path, run
         code, text = refused(tmp_path, unlike)
         assert (code, repr(unlike) in text) == (ExitCode.NOTHING_MATCHED, True)
     assert f"these go on: {NAME}" in refused(tmp_path, "x")[1]
+    assert "did you mean 'latest'?" in refused(tmp_path, "latst")[1]
     assert "no folder of a run" in refused(tmp_path, "/")[1]
 
 
