@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-sim soak-churn soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-sim soak-churn soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -106,6 +106,10 @@ soak-loggers: $(TEST_STAMP)
 TIMES ?= 20
 soak-hosts: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.host_soak --times $(TIMES) --seed $(SEED) $(ONLY:%=--only %)
+
+# A real Slurm of three nodes, of Debian's packages, in namespaces, as root: some three minutes on two cores.
+soak-slurm: $(TEST_STAMP)
+	.venv/bin/python -m pytest -m soak tests/e2e/test_slurm.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +11,13 @@ import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.options.etcd import Endpoints, PlainHttp
-from bamboo_cli.options.hosts import Hosts, InstructionSet, Settings, TrustedNetwork, Workers
+from bamboo_cli.options.hosts import Hosts, InstructionSet, LeaseSeconds, Settings, TrustedNetwork, Workers
 from bamboo_cli.options.trust import TrustCode
 from bamboo_cli.terminal.echo import echo
+from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
-from engine.core.launch.launch_plan import PLACES, LaunchPlan, problems_of_plan
+from engine.core.hosts.host_lease import USUAL_S
+from engine.core.launch.launch_plan import PLACES, USUAL_GRACE_S, LaunchPlan, problems_of_plan
 
 EPILOG = (
     "Examples:  bamboo launch slurm job.yaml --hosts 3 --etcd 10.0.0.1:2379 --trusted-network 10.0.0.0/8  |  "
@@ -34,11 +37,14 @@ def launch(
     etcd_plain_http: PlainHttp = False,
     trusted: TrustedNetwork = "",
     workers: Workers = 0,
+    lease_s: LeaseSeconds = USUAL_S,
     settings: Settings = None,
     isa: InstructionSet = "",
     trust_code: TrustCode = False,
     name: Annotated[str, typer.Option("--name", help="Of the run; by default that of the job file.")] = "",
-    grace_s: Annotated[int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")] = 120,
+    grace_s: Annotated[
+        int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")
+    ] = USUAL_GRACE_S,
     image: Annotated[str, typer.Option("--image", help="Of the pods, with bamboo, code and data.")] = "",
     extra: Annotated[
         list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="A line for sbatch; repeatable.")
@@ -62,13 +68,15 @@ def launch(
         plain_http=etcd_plain_http,
         trust_code=trust_code,
         settings=tuple(settings or ()),
+        lease_s=lease_s,
         grace_s=grace_s,
         image=image,
         hosts=names,
         extra=tuple(extra or ()),
         isa=isa,
     )
-    _refuse(place, plan, hosts)
+    job = _refuse(place, plan, hosts)
+    plan = replace(plan, cores=workers or -(-job.num_workers // plan.num_hosts))
     _make(place, plan, output, is_submitted=is_submitted, as_json=as_json)
 
 
@@ -90,15 +98,13 @@ def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bo
         echo(told)
 
 
-def _refuse(place: str, plan: LaunchPlan, hosts: str) -> None:
-    """Raises UserError with every mistake: in the options, and in the job on so many hosts."""
+def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
+    """Returns the job; raises UserError with every mistake: in the options, in the job, and in it on so many hosts."""
     from bamboo_cli.options.etcd import etcd_settings
     from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
     from engine.core.hosts.host_options import HostOptions, problems_of
 
     problems = problems_of_plan(place, plan)
-    if place not in PLACES:
-        raise UserError(problems)
     endpoints: tuple[str, ...] = ()
     try:
         found = etcd_settings(plan.etcd, plan.plain_http)
@@ -108,17 +114,23 @@ def _refuse(place: str, plan: LaunchPlan, hosts: str) -> None:
         endpoints = (plan.etcd,)
     values: dict[str, Any] = dict.fromkeys(FLAG_FIELDS) | {"job_file": Path(plan.job_file), "results": None}
     values |= {"set": list(plan.settings), "trust_code": plan.trust_code}
-    job = resolve_options(values, program_only=False, is_plan=False).job
+    job = None
+    try:
+        job = resolve_options(values, program_only=False, is_plan=False).job
+    except UserError as error:
+        problems += error.problems
     address = plan.trusted.partition("/")[0] or _ANY
-    node = plan.hosts[0].rpartition("@")[2] if plan.hosts else "any"
-    names = ",".join(each.rpartition("@")[2] for each in plan.hosts)
-    given = HostOptions("any", names or hosts or "0", node, address, endpoints, plan.workers, plan.trusted)
-    for each in problems_of(given, job, lambda _: True):
+    node = plan.names[0] if plan.hosts else "any"
+    given = HostOptions(
+        "any", ",".join(plan.names) or hosts or "0", node, address, endpoints, plan.workers, plan.trusted
+    )
+    for each in problems_of(replace(given, lease_s=plan.lease_s), job, lambda _: True):
         if each.field == "--address":  # that of the network, which is not one of a host
             problems.append(Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(plan.trusted)))
         elif each.field == "--trusted-network" and not plan.trusted:
             problems.append(Problem("--trusted-network", "the network of the hosts", "nothing", each.hint))
         else:
             problems.append(each)
-    if problems:
+    if problems or job is None:  # which is a problem too
         raise UserError(problems)
+    return job

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -80,17 +81,42 @@ def test_slurm_starts_an_agent_per_node_and_exits_with_the_outcome_not_with_srun
     text = launched("slurm", job, "--hosts", "3", *ETCD, "--grace", "90", "--sbatch", "--partition=train")
     options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=3", "--ntasks-per-node=1", "--no-kill", "--signal=TERM@90", "--partition=train"} < set(options)
+    assert {"--cpus-per-task=1", "--no-requeue"} < set(options)
     (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
     assert srun.startswith("srun --no-kill --kill-on-bad-exit=0 --wait=0 ")
     folder = tmp_path / "path"
     bamboo_in(folder)
-    srun_text = '#!/bin/bash\nshift 3\nfor n in a b c; do SLURMD_NODENAME=$n "$@" & done; wait; exit 137\n'
-    program(folder, "srun", srun_text)
-    (tmp_path / "script").write_text(text)
-    code, told = ran(["bash", str(tmp_path / "script")], folder, SLURM_JOB_ID="4711")
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # each task looks whether srun is there
+        place = f"export SLURM_SRUN_COMM_HOST=127.0.0.1 SLURM_SRUN_COMM_PORT={listener.getsockname()[1]}\n"
+        tasks = 'shift 5\nfor n in a b c; do SLURMD_NODENAME=$n "$@" & done; wait; exit 137\n'
+        program(folder, "srun", f"#!/bin/bash\n{place}{tasks}")
+        (tmp_path / "script").write_text(text)
+        code, told = ran(["bash", str(tmp_path / "script")], folder, SLURM_JOB_ID="4711")
     assert (code, nodes(told)) == (0, ["a", "asks", "b", "c"])
     assert {words[words.index("--run") + 1] for words in told} == {"slurm-4711"}
     assert {words[1] for words in told} == {str(job)}
+
+
+def test_a_task_of_slurm_whose_srun_is_gone_ends_the_job_after_the_run(tmp_path: Path, job: Path) -> None:
+    text = launched("slurm", job, "--hosts", "3", *ETCD)
+    folder = tmp_path / "path"
+    bamboo_in(folder)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]  # where nobody listens any more
+    place = f"export SLURM_SRUN_COMM_HOST=127.0.0.1 SLURM_SRUN_COMM_PORT={port} SLURMD_NODENAME=a\n"
+    program(folder, "srun", f'#!/bin/bash\n{place}shift 5\nexec "$@"\n')
+    program(folder, "scancel", f'#!/bin/sh\necho "$@" $(wc --lines < {folder}/told) >> {folder}/ended\n')
+    (tmp_path / "script").write_text(text)
+    ran(["bash", str(tmp_path / "script")], folder, SLURM_JOB_ID="4711")
+    assert (folder / "ended").read_text() == "4711 2\n"  # the agent of the task, and one that has asked for the outcome
+
+
+def test_slurm_may_be_told_the_nodes_and_a_core_is_for_each_worker(job: Path) -> None:
+    text = launched("slurm", job, "--hosts", "a,b", *ETCD, "--lease", "9", "--sbatch", "-p train")
+    assert "#SBATCH --nodelist=a,b\n" in text and "#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --cpus-per-task=2\n" in text  # three workers on two hosts
+    assert text.index("#SBATCH --cpus-per-task=2") < text.index("#SBATCH -p train\n")  # the last one counts
+    assert f" --hosts a,b --etcd {ETCD[1]} " in text and " --lease 9 " in text
 
 
 def test_ssh_starts_an_agent_per_host_and_a_lost_one_ends_no_other(tmp_path: Path, job: Path) -> None:
@@ -216,6 +242,25 @@ def test_a_pod_per_node_is_replaced_alone_and_has_the_job_and_the_certificates(
     ("place", "words", "expected"),
     [
         ("torchrun", ["--hosts", "3", *ETCD], ["PLACE: .*torchrun ends every process when one ends"]),
+        ("kubernets", ["--hosts", "3", *ETCD], ["PLACE: .*found 'kubernets'"]),
+        ("slrm", ["--hosts", "3", "--etcd", "etcd"], ["PLACE: .*did you mean 'slurm'", "--etcd", "--trusted-network"]),
+        (
+            "slurm",
+            ["--hosts", "300", "--etcd", "etcd", "--set", "steps=no"],
+            ["--etcd", "steps", "--hosts: .*1 to 256"],
+        ),
+        (
+            "ssh",
+            ["--hosts", "a,b", *ETCD, "--image", "x", "--grace", "9"],
+            ["--image: .*for k8s", "--grace: .*for slurm"],
+        ),
+        ("k8s", ["--hosts", "a,b", *ETCD, "--sbatch", "-p x"], ["--sbatch: .*none for k8s", "--hosts: .*Kubernetes"]),
+        ("ray", ["--hosts", "a,b", *ETCD], ["--hosts: expected the number of hosts, found a,b .Ray chooses"]),
+        ("slurm", ["--hosts", "me@a,b", *ETCD], ["--hosts: expected names of nodes without a user"]),
+        ("slurm", ["--hosts", "3", *ETCD, "--sbatch", "foo"], ["--sbatch: expected one option of sbatch.*'foo'"]),
+        ("slurm", ["--hosts", "3", *ETCD, "--sbatch", "-N4"], ["--sbatch: .*-N4 .--hosts N"]),
+        ("slurm", ["--hosts", "3", *ETCD, "--sbatch", "--requeue"], ["--sbatch: .*submit it again"]),
+        ("slurm", ["--hosts", "3", *ETCD, "--sbatch", "-p\nrm"], ["--sbatch: expected one option"]),
         ("podman", ["--hosts", "3", *ETCD], ["PLACE: expected slurm, k8s, ray or ssh, found 'podman'"]),
         ("k8s", ["--hosts", "3", *ETCD], ["--image: expected the image of the pods"]),
         ("ssh", ["--hosts", "3", *ETCD], ["--hosts: expected the names of the hosts"]),
@@ -240,6 +285,13 @@ def test_every_mistake_is_told_at_once(job: Path, place: str, words: list[str], 
         assert pytest.RaisesExc(UserError, match=each).matches(refused.value), (each, str(refused.value))
 
 
+def test_a_job_file_that_is_not_there_is_told_with_the_other_mistakes() -> None:
+    for line in (["launch", "slurm"], ["agent", "--run", "r"]):
+        words = [*line, "nope.yaml", "--hosts", "3", "--etcd", "etcd"]
+        with pytest.raises(UserError, match=r"--etcd: (.|\n)*nope.yaml: expected a file that can be read"):
+            CliRunner().invoke(app, words, catch_exceptions=False)
+
+
 def test_files_are_sent_by_the_placers_own_program(tmp_path: Path, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "path"
     program(folder, "sbatch", '#!/bin/sh\ngrep -c "^srun" "$1"\necho "Submitted batch job 12"\n')
@@ -251,5 +303,6 @@ def test_files_are_sent_by_the_placers_own_program(tmp_path: Path, job: Path, mo
         launched("slurm", job, "--hosts", "3", *ETCD, "--submit")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     for place, sender in (("slurm", "sbatch"), ("k8s", "kubectl"), ("ray", "ray")):
+        image = ["--image", "train:1"] if place == "k8s" else []
         with pytest.raises(EnvironmentLacksError, match=f"^{sender} is not on the PATH of this machine"):
-            launched(place, job, "--hosts", "3", "--image", "train:1", *ETCD, "--submit")
+            launched(place, job, "--hosts", "3", *image, *ETCD, "--submit")

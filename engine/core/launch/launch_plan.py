@@ -11,16 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from shlex import quote
 
-from engine.core.errors import Problem
+from engine.core.errors import Problem, nearest
+from engine.core.hosts.host_lease import USUAL_S
 
 PLACES = ("slurm", "k8s", "ray", "ssh")
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")  # also a label of Kubernetes, with a suffix
-MOST_GRACE_S = 3600
+USUAL_GRACE_S, MOST_GRACE_S = 120, 3600
+SBATCH = re.compile(r"(--[a-z][a-z0-9-]*|-[A-Za-z])(?:[ =]?[^\x00-\x1f\x7f]+)?")  # an option, and its value
+# An option of sbatch that the script sets -> the way to another value.
+_OWN = {
+    **dict.fromkeys(
+        ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"), "--hosts N has one agent on each of N nodes"
+    ),
+    **dict.fromkeys(("-a", "--array"), "each run is a job of its own"),
+    **dict.fromkeys(("-k", "--no-kill"), "the loss of a node would end the run"),
+    **dict.fromkeys(("-J", "--job-name"), "--name names the run and the job"),
+    "--requeue": "a run in etcd has one end: submit it again, with another number",
+    "--signal": "--grace says how long before the end",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A run that is to be started; `hosts` are the names of machines for ssh, and `extra` lines of the user's own."""
+    """A run that is to be started; `hosts` are the names of machines, if given, and `extra` lines for sbatch."""
 
     name: str
     job_file: str
@@ -31,18 +44,27 @@ class LaunchPlan:
     plain_http: bool = False
     trust_code: bool = False
     settings: tuple[str, ...] = ()
-    grace_s: int = 120
+    lease_s: int = USUAL_S
+    grace_s: int = USUAL_GRACE_S
     image: str = ""
     hosts: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     isa: str = ""
+    cores: int = 1  # of each host: one for each of its workers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the hosts in the run, without their users."""
+        return tuple(each.rpartition("@")[2] for each in self.hosts)
 
     def words(self, job_file: str = "") -> list[str]:
         """Returns the words of the line that are the same everywhere, without the run, the node and the address."""
-        found = ["bamboo", "agent", job_file or self.job_file, "--hosts", str(self.num_hosts), "--etcd", self.etcd]
+        hosts = ",".join(self.names) or str(self.num_hosts)
+        found = ["bamboo", "agent", job_file or self.job_file, "--hosts", hosts, "--etcd", self.etcd]
         found += ["--workers", str(self.workers)] if self.workers else []
         found += ["--trusted-network", self.trusted] if self.trusted else []
         found += ["--etcd-plain-http"] if self.plain_http else []
+        found += ["--lease", str(self.lease_s)] if self.lease_s != USUAL_S else []
         found += ["--isa", self.isa] if self.isa else []
         found += ["--trust-code"] if self.trust_code else []
         return found + [word for each in self.settings for word in ("--set", each)]
@@ -61,11 +83,10 @@ def in_shell(words: Sequence[str]) -> str:
 def problems_of_plan(place: str, plan: LaunchPlan) -> list[Problem]:
     """Returns every mistake in the options that only a launch has."""
     found = []
-    if place == "torchrun":
+    if place not in PLACES:
         hint = "torchrun ends every process when one ends, so the loss of a host would end the run"
-        found.append(Problem("PLACE", ", ".join(PLACES[:-1]) + f" or {PLACES[-1]}", "'torchrun'", hint))
-    elif place not in PLACES:
-        found.append(Problem("PLACE", ", ".join(PLACES[:-1]) + f" or {PLACES[-1]}", repr(place)))
+        expected = ", ".join(PLACES[:-1]) + f" or {PLACES[-1]}"
+        found.append(Problem("PLACE", expected, repr(place), hint if place == "torchrun" else nearest(place, PLACES)))
     if not NAME.fullmatch(plan.name):
         found.append(Problem("--name", "at most 40 small letters, digits and -", repr(plan.name)))
     if not 1 <= plan.grace_s <= MOST_GRACE_S:
@@ -73,7 +94,41 @@ def problems_of_plan(place: str, plan: LaunchPlan) -> list[Problem]:
     if place == "k8s" and not plan.image:
         hint = "an image with this bamboo, and with the code and the data of the job"
         found.append(Problem("--image", "the image of the pods", "nothing", hint))
-    if place == "ssh" and len(plan.hosts) != plan.num_hosts:
-        hint = "ssh is told each host: --hosts a,b,c"
-        found.append(Problem("--hosts", "the names of the hosts", f"{plan.num_hosts}", hint))
+    return [*found, *_of_other_places(place, plan), *_of_names(place, plan), *_of_sbatch(plan.extra)]
+
+
+def _of_other_places(place: str, plan: LaunchPlan) -> list[Problem]:
+    """Returns the options that this place would leave out."""
+    grace = "" if plan.grace_s == USUAL_GRACE_S else str(plan.grace_s)
+    given: dict[str, tuple[str, tuple[str, ...]]] = {"--grace": (grace, ("slurm", "k8s"))}
+    given |= {"--image": (plan.image, ("k8s",)), "--sbatch": (" ".join(plan.extra), ("slurm",))}
+    return [
+        Problem(name, f"none for {place}", value, f"it is an option for {' and '.join(places)}")
+        for name, (value, places) in given.items()
+        if value and place in PLACES and place not in places
+    ]
+
+
+def _of_names(place: str, plan: LaunchPlan) -> list[Problem]:
+    named = ",".join(plan.hosts)
+    if place == "ssh" and not plan.hosts:
+        return [
+            Problem("--hosts", "the names of the hosts", str(plan.num_hosts), "ssh is told each host: --hosts a,b,c")
+        ]
+    if place in ("k8s", "ray") and plan.hosts:
+        who = "Kubernetes" if place == "k8s" else "Ray"
+        return [Problem("--hosts", "the number of hosts", named, f"{who} chooses the nodes")]
+    if place == "slurm" and plan.names != plan.hosts:
+        return [Problem("--hosts", "names of nodes without a user", named)]
+    return []
+
+
+def _of_sbatch(extra: Sequence[str]) -> list[Problem]:
+    found = []
+    for each in extra:
+        option = SBATCH.fullmatch(each)
+        if option is None:
+            found.append(Problem("--sbatch", "one option of sbatch, such as --partition=train", repr(each)))
+        elif option[1] in _OWN:
+            found.append(Problem("--sbatch", "an option that the script does not set itself", each, _OWN[option[1]]))
     return found

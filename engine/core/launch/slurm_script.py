@@ -1,8 +1,12 @@
 """The script for sbatch: one agent on each node, and the loss of a node or a task ends no other.
 
-Rules: `--no-kill` keeps the job when a node fails, `-K0` and `--wait=0` keep the step when a task ends. The signal
-before the end of the job, or at its preemption, is a notice for all workers. The code of srun says how a task ended,
-and not how the run did: so the script asks an agent that comes late, which exits with the outcome of the run.
+Rules:
+- `--no-kill` keeps the job when a node fails; `--kill-on-bad-exit=0` and `--wait=0` keep the step when a task ends.
+- The signal before the end of the job, or at its preemption, is a notice for all workers.
+- The code of srun says how a task ended, and not how the run did. So the script asks an agent that comes late, which
+  exits with the outcome of the run.
+- Slurm runs the script on the first node. When that one is lost, Slurm keeps the job, and nobody ends it. So a
+  task that finds no srun waits for the outcome, and ends the job.
 """
 
 from __future__ import annotations
@@ -10,30 +14,53 @@ from __future__ import annotations
 from engine.core.launch.launch_plan import LaunchPlan, in_shell
 
 _LATE_S = 10  # until an agent that comes late knows that there is no outcome
+_SRUN = "/dev/tcp/$SLURM_SRUN_COMM_HOST/$SLURM_SRUN_COMM_PORT"  # where it listens, for bash
 
 
 def slurm_script(plan: LaunchPlan) -> str:
     """Returns the script."""
+    log = f"bamboo-{plan.name}-%j"
     options = [
         f"--job-name=bamboo-{plan.name}",
         f"--nodes={plan.num_hosts}",
+        *([f"--nodelist={','.join(plan.hosts)}"] if plan.hosts else []),
         "--ntasks-per-node=1",
+        f"--cpus-per-task={plan.cores}",
         "--no-kill",
+        "--no-requeue",
         f"--signal=TERM@{plan.grace_s}",
-        f"--output=bamboo-{plan.name}-%j.log",
+        f"--output={log}.log",
         *plan.extra,
     ]
-    agent = f'exec {plan.line} --run "slurm-$SLURM_JOB_ID" --node "$SLURMD_NODENAME"'
+    # srun takes no number of cores from sbatch.
+    srun = "srun --no-kill --kill-on-bad-exit=0 --wait=0"
+    srun += f' --cpus-per-task="$SLURM_CPUS_PER_TASK" --output={log}-%N.log'
     late = f'{plan.line} --run "slurm-$SLURM_JOB_ID" --node asks --hosts-within {_LATE_S}'
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {each}" for each in options),
         "",
         "# One agent on each node. A task that is killed and a node that is lost end no other.",
-        f"srun --no-kill --kill-on-bad-exit=0 --wait=0 bash -c {in_shell([agent])}",
+        f"{srun} bash -c {in_shell([_task(plan, late)])} \\",
+        "    2> >(grep --invert-match 'Zero Bytes were transmitted' >&2)  # srun, of a task that looks for it",
         'echo "srun: $?"',
         "",
         "# The outcome of the run stays in etcd for an hour: an agent that comes late exits with it.",
         f"exec {late}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _task(plan: LaunchPlan, late: str) -> str:
+    """Returns what each task runs; SIGTERM, which comes to all its processes, is for the agent."""
+    return f"""
+trap : TERM
+{plan.line} --run "slurm-$SLURM_JOB_ID" --node "$SLURMD_NODENAME"
+code=$?
+if ! timeout 5 bash -c ": < {_SRUN}"; then
+    echo "srun is gone with its node: this task ends the job when the run has ended"
+    {late}
+    [ $? = 69 ] || scancel "$SLURM_JOB_ID"
+fi
+exit $code
+"""
