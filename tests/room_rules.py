@@ -50,7 +50,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checkpoints", "engine.core.recovery", "engine.core.membership", "engine.core.history"}
     | {"engine.core.elastic", "engine.core.faults"},
     "engine.core.hosts": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.core.history"},
-    "engine.core.launch": _GROUND,
+    "engine.core.launch": _GROUND | {"engine.core.hosts"},
     "engine.core.merging": _GROUND | {"engine.core.config", "engine.core.history"},
     "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history", "engine.core.merging"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},

@@ -25,6 +25,8 @@ EPILOG = (
 )
 _ANY = "192.0.2.1"  # an address for documents: that of the hosts is not known here
 
+Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")]
+
 
 def launch(
     place: Annotated[str, typer.Argument(metavar="PLACE", help=f"{', '.join(PLACES[:-1])} or {PLACES[-1]}.")],
@@ -42,9 +44,7 @@ def launch(
     isa: InstructionSet = "",
     trust_code: TrustCode = False,
     name: Annotated[str, typer.Option("--name", help="Of the run; by default that of the job file.")] = "",
-    grace_s: Annotated[
-        int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")
-    ] = USUAL_GRACE_S,
+    grace_s: Grace = USUAL_GRACE_S,
     image: Annotated[str, typer.Option("--image", help="Of the pods, with bamboo, code and data.")] = "",
     extra: Annotated[
         list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="A line for sbatch; repeatable.")

@@ -5,8 +5,8 @@ Rules:
 - The signal before the end of the job, or at its preemption, is a notice for all workers.
 - The code of srun says how a task ended, and not how the run did. So the script asks an agent that comes late, which
   exits with the outcome of the run.
-- Slurm runs the script on the first node. When that one is lost, Slurm keeps the job, and nobody ends it. So a
-  task that finds no srun waits for the outcome, and ends the job.
+- Slurm runs the script on the first node. When that one is lost, Slurm keeps the job, and no script ends it. So
+  a task that finds no srun waits for the outcome, and ends the job.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def slurm_script(plan: LaunchPlan) -> str:
 
 
 def _task(plan: LaunchPlan, late: str) -> str:
-    """Returns what each task runs; SIGTERM, which comes to all its processes, is for the agent."""
+    """Returns the commands of each task; SIGTERM, which comes to all its processes, is for the agent."""
     return f"""
 trap : TERM
 {plan.line} --run "slurm-$SLURM_JOB_ID" --node "$SLURMD_NODENAME"

@@ -169,7 +169,7 @@ class Agent(EndsOfRun):
             if self.node.coordination.owners != owners:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
-            for output in outputs.recorded_first(found) if self._own_host else found:
+            for output in outputs.recorded_first(found) if self.own_host else found:
                 self.carry_out(output)
             if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
                 self._on_joiners(self)

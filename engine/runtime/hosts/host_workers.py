@@ -81,6 +81,7 @@ class HostWorkers:
     ):
         self.outcome: HostOutcome | None = None
         self.has_left = False  # all workers, after a notice to this host
+        self._is_ending = False  # the run: a worker has ended with it
         self.heard = HeardResults(job)
         self.lines = ServedLines(server.host, logs.parent)
         self.checkpoints = ""  # where the workers keep them, as the host told them that started them
@@ -158,7 +159,7 @@ class HostWorkers:
                 if self._selector.get_map().get(key.fd) is key:
                     with contextlib.suppress(BlockingIOError):
                         key.data()
-            if self._num_signals and all(each.has_left for each in [*self._processes.values()]):
+            if self._num_signals and not self._is_ending and all(each.has_left for each in [*self._processes.values()]):
                 self._send(LeavesHostMessage())
                 self.has_left = True
                 return
@@ -222,6 +223,7 @@ class HostWorkers:
             self._recorder.write(HeardRecord(of=self._chief, line=line))
 
     def _fork(self, order: ForkHostMessage) -> None:
+        self._is_ending = False
         self._board.grow(order.num_lines)
         self._board.clear(order.worker)  # of a worker before the workers began again
         name = f"bamboo-{order.worker}"
@@ -274,6 +276,7 @@ class HostWorkers:
     def _release(self, number: int) -> None:
         of = self._processes.pop(number, None)
         if of is not None:
+            self._is_ending = self._is_ending or (of.has_ended and not of.has_left)
             self._unwatch(of)
             of.link.close()
             of.child.close()
