@@ -7,12 +7,12 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from bamboo_cli.options import completion
-from bamboo_cli.options.etcd import EndpointsOfRun, PlainHttp, settings_of_run
+from bamboo_cli.options.etcd import EndpointsOfRun, PlainHttp, etcd_settings, settings_of_run
 from bamboo_cli.report import DEFAULT_RESULTS, Results
 from bamboo_cli.terminal.echo import echo
 from engine.core.scalar import finite
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from engine.files.growing_events import GrowingEvents
     from engine.runtime.store.etcd_settings import EtcdSettings
 
-EPILOG = "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json"
+EPILOG = (
+    "Examples:  bamboo status  |  bamboo status --watch  |  bamboo status 20261121-1200 --json  |  "
+    "bamboo status --wait 4711 --etcd 10.0.0.9:2379"
+)
 _EVERY_S = 1.0
 _START_S = 60.0  # the time that a run may take to start its store, its coordinator and its workers
 
@@ -33,7 +36,8 @@ def status(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="A run's folder name, or its beginning; the latest by default.",
+            help="A run's folder name, or its beginning; the latest by default. With --wait and --etcd also the id of "
+            "a run on several hosts.",
             autocompletion=completion.runs,
         ),
     ] = None,
@@ -41,6 +45,10 @@ def status(
     results: Results = DEFAULT_RESULTS,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it anew every second until the run ends; a pipe gets what changed.")
+    ] = False,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Wait until the run has an outcome, print it, and exit with the run's exit code."),
     ] = False,
     etcd: EndpointsOfRun = "",
     plain_http: PlainHttp = False,
@@ -53,9 +61,13 @@ def status(
     Exit with 69 if the launcher of the run is gone and did not record its end.
     """
     from bamboo_cli.terminal.status_picture import StatusPicture
-    from engine.core.errors import CoordinatorUnavailableError
+    from engine.core.errors import CoordinatorUnavailableError, Problem, UserError
     from engine.core.history.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
 
+    if wait and watch:
+        raise UserError([Problem("--watch", "none beside --wait", "both", "--wait prints the outcome alone")])
+    if wait:
+        _wait_for_end(results, run, etcd, plain_http=plain_http, as_json=as_json)
     with nullcontext() if as_json else StatusPicture(watch) as picture:
         reader = Reader(results, run, etcd, plain_http)
         while True:
@@ -72,11 +84,22 @@ def status(
         last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
         if phase in (COMPARING, CHECKING):
             last = f"training had ended before ({last}), and the launcher was {phase}"
-        error = CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
+        why = f"the launcher is gone and did not record the end of the run; {last}{reader.elsewhere}"
+        error = CoordinatorUnavailableError(why)
         if not as_json:
             raise error
         echo(f"bamboo: {error}", err=True)  # the status is the one object on stdout: its phase tells programs
         raise typer.Exit(int(error.exit_code))
+
+
+def _wait_for_end(results: Path, run: str | None, etcd: str, *, plain_http: bool, as_json: bool) -> NoReturn:
+    """Prints the outcome of a run as soon as it has one, and exits with its exit code; raises BambooError."""
+    from engine.harness.hosts.awaited_end import awaited_end
+
+    name, found = awaited_end(results, run, etcd_settings(etcd, plain_http))
+    told = {"run": name, "outcome": found.words, "exit_code": found.code}
+    echo(json.dumps(told) if as_json else f"{name}: {found.words}; exit code {found.code}")
+    raise typer.Exit(found.code)
 
 
 class Reader:
@@ -113,6 +136,16 @@ class Reader:
         found = status_of_history(name, history)
         is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
         return found, False, is_new or history.ended is not None or bool(runs and history.training_ended)
+
+    @property
+    def elsewhere(self) -> str:
+        """The words that tell where more is known: other hosts may go on with a run on several hosts."""
+        from engine.core.history.process_records import HostRecord
+
+        host = self._events.read_on().first(HostRecord) if self._events is not None else None
+        if host is None or not host.node:
+            return ""
+        return f"; other hosts may go on with it: bamboo status --wait {host.run_id} --etcd HOST:PORT"
 
     def _from_store(self, logs: Path, store: StoreRecord) -> RunStatus | None:
         """Returns the status in the store of a run; None, once with a reason, if it is not a store that the user named.

@@ -87,7 +87,7 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
     if summary["loss_last"] is not None:
         parts.append(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
         if outcome != "finished":
-            parts.append(f"last committed step {summary['steps'] - 1}")
+            parts.append(f"last committed step {summary['steps'] - 1}, where the first is step 0")
     parts += evaluation_words(summary["evaluations"])
     if summary["missing"]:
         parts.append(f"missing: {', '.join(summary['missing'])}")

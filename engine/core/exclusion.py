@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from engine.core.texts import ordinal
+
 
 class Cause(StrEnum):
     """The cause for which a worker is out."""
@@ -32,7 +34,9 @@ class Position(NamedTuple):
     waiting: bool
 
     def __str__(self) -> str:
-        return f"{'after' if self.waiting else 'inside'} action {self.number} of step {self.step}"
+        if not self.number:
+            return f"before its first action of step {self.step}"
+        return f"{'after' if self.waiting else 'in'} its {ordinal(self.number)} action of step {self.step}"
 
 
 class Exclusion(NamedTuple):

@@ -32,6 +32,7 @@ from engine.files.atomic_write import open_to_append, open_to_read, storage_erro
 from engine.files.step_reader import StepReader
 
 _CHUNK_BYTES = 8_000_000
+_HEARD_COMMIT = '"line":"{\\"event\\":\\"commit\\",'
 
 
 def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
@@ -149,6 +150,9 @@ def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: 
 
 
 def _is_commit(line: str) -> bool:
+    """Whether a line is a commit, or one of which this host has heard."""
+    if line.startswith('{"event":"heard",'):
+        return _HEARD_COMMIT in line and line.endswith(('\\"last\\":false}"}', '\\"last\\":true}"}'))
     return line.startswith('{"event":"commit",') and line.endswith(('"last":false}', '"last":true}'))
 
 

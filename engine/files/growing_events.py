@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.core.history.heard_decisions import HeardDecisions
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
 from engine.files.events_file import events_of, whole_lines
@@ -19,17 +20,21 @@ class GrowingEvents:
     def __init__(self, path: Path, *, last_commits: bool = False):
         self.path = path
         self._last_commits = last_commits
-        self._history = RunHistory()
+        self._history, self._heard = RunHistory(), HeardDecisions()
         self._num_bytes = 0  # read so far, always whole lines
 
     def read_on(self) -> RunHistory:
         """Returns the history of the run, with the lines that were written since the last call.
+
+        Decisions that this host has heard of count as its own.
 
         Raises:
             StorageError: the file cannot be read, is of another version, or a line is no event.
         """
         for record in self.news():
             self._history.add(record)
+            if (decision := self._heard.told(record)) is not None:
+                self._history.add(decision)
         return self._history
 
     def news(self) -> Iterator[Record]:

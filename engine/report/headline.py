@@ -67,8 +67,16 @@ def _training(run: RunTables) -> str:
     if not outcome and run.goes_on:
         return f"This run goes on: {steps} so far."
     if not outcome:
-        return f"The end of this run is not recorded: {steps}."
+        return _without_end(run, steps)
     return f"The run failed: {_cause(run)}. {sentence(steps)}"
+
+
+def _without_end(run: RunTables, steps: str) -> str:
+    """Returns a sentence about a run without a record of the end of its training."""
+    if run.judgement.outcome:  # as a host has heard it that did not coordinate
+        return f"This run has ended as {run.judgement.outcome!r}: {steps}."
+    here = f" on host {run.host.node}" if run.host and run.host.node else ""
+    return f"The end of this run is not recorded{here}: {steps}."
 
 
 def _skipped(run: RunTables) -> str:

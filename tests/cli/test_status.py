@@ -211,3 +211,48 @@ def test_what_cannot_be_found_or_read_says_so(tmp_path: Path) -> None:
     (tmp_path / name / "events.jsonl").write_text("garbage\n")
     with pytest.raises(StorageError, match=r"events\.jsonl:1"):
         say("--results", tmp_path)
+
+
+HOST = {
+    "event": "host",
+    "cpu": "c",
+    "cores": 1,
+    "python": "3",
+    "torch": "2",
+    "began": "",
+    "node": "a",
+    "run_id": "4711",
+}
+
+
+def test_who_waits_for_a_run_gets_its_outcome_and_its_exit_code(tmp_path: Path) -> None:
+    name = make_run(tmp_path, "mlp", ENDED)
+    done = CliRunner().invoke(APP, ["--wait", "--results", str(tmp_path)])
+    assert (done.exit_code, done.stdout) == (3, f"{name}: failed; exit code 3\n")
+    done = CliRunner().invoke(APP, ["--wait", "--json", "--results", str(tmp_path)])
+    assert (done.exit_code, json.loads(done.stdout)) == (3, {"run": name, "outcome": "failed", "exit_code": 3})
+
+
+def test_a_wait_for_what_cannot_come_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NothingMatchedError, match="no run '4711' in"):
+        say("--wait", "4711", "--results", tmp_path)
+    with pytest.raises(UserError, match="--watch"):
+        say("--wait", "--watch", "--results", tmp_path)
+    gone = make_run(tmp_path, "gone", [STARTED[0] | {"pid": 1 << 22}, *STARTED[1:]])
+    with pytest.raises(CoordinatorUnavailableError, match=r"did not record the end of the run$"):
+        say("--wait", gone, "--results", tmp_path)
+    left = make_run(tmp_path, "left", [STARTED[0], HOST, {"event": "ended", "outcome": "left", "exit_code": 0}])
+    with pytest.raises(CoordinatorUnavailableError, match=r"goes on without it; .* --wait 4711 --etcd"):
+        say("--wait", left, "--results", tmp_path)
+
+
+def test_the_folder_of_a_host_that_does_not_coordinate_tells_what_it_has_heard(tmp_path: Path) -> None:
+    heard = [{"event": "heard", "of": "b", "line": line} for line in lines_of(STARTED[1:]).splitlines()]
+    ended = {"event": "ended", "outcome": "finished", "exit_code": 0}
+    name = make_run(tmp_path, "mlp", [STARTED[0], HOST, *heard, ended])
+    told = say("--results", tmp_path).splitlines()
+    assert told[0] == f"{name}: finished, epoch 1, step 2 of 9, loss 0.5000 (from events)"
+    assert "these are the records of host a; host b coordinated the run, and its run folder has the report" in told
+    gone = make_run(tmp_path, "gone", [STARTED[0] | {"pid": 1 << 22}, HOST, *heard])
+    with pytest.raises(CoordinatorUnavailableError, match=r"last committed step 1; other hosts .* --wait 4711 --etcd"):
+        say(gone, "--results", tmp_path)

@@ -121,7 +121,10 @@ def test_a_leaver_in_the_middle_goes_to_both_neighbours() -> None:
     grid = Grid(12, 8)
     found = assign(dealt(grid, 3), [0, 2])
     assert found.owners == (*[0] * 6, *[2] * 6)
-    assert found.why == "4 stages of 12 move: a step takes 162 units instead of 120; worker 1 owns none any more"
+    assert (
+        found.why
+        == "4 stages of 12 move: a step is predicted to take 162 units instead of 120; worker 1 owns none any more"
+    )
     assert makespan(found.owners, grid) == 162
 
 
@@ -129,7 +132,7 @@ def test_the_words_of_a_move_count_the_slots_of_each_pipeline() -> None:
     found = assign(dealt(Grid(12, 8, 2), 8), [0, 1, 2, 4, 5, 6, 7])
     changed = [place // 12 for place in range(24) if found.owners[place] != place // 3]
     told = [f"{changed.count(each)} of pipeline {each}" for each in (0, 1) if each in changed]
-    assert found.why.startswith(f"{len(changed)} stages of 24 move ({', '.join(told)}): a step takes ")
+    assert found.why.startswith(f"{len(changed)} stages of 24 move ({', '.join(told)}): a step is predicted to take ")
 
 
 @pytest.mark.parametrize("taken_over", [(2, 2, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2), (0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0)])
@@ -253,7 +256,7 @@ def test_nothing_moves_without_a_reason() -> None:
         ownership = dealt(grid, num_workers)
         found = assign(ownership, range(num_workers))
         assert found.owners == ownership.owners
-        assert found.why.startswith("nothing moves: a step takes ")
+        assert found.why.startswith("nothing moves: a step is predicted to take ")
 
 
 def test_a_worker_with_too_little_memory_for_one_slot_gets_none() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from engine.core.history.heard_decisions import HeardDecisions
+from dataclasses import replace
+
+from engine.core.history.gaps import gaps
+from engine.core.history.heard_decisions import HeardDecisions, coordinating_host
 from engine.core.history.process_records import ClockRecord, ExitRecord, HeardRecord
 from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import CommitRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, EpochRecord
 from tests.core.made_records import AGENT
 
 COMMIT = CommitRecord(**{**AGENT, "at_ns": 5_000}, step=3, loss=0.5, grad_norm=1.0, clip_factor=1.0, last=False)
@@ -45,3 +49,19 @@ def test_all_times_of_a_decision_move() -> None:
 
 def test_own_records_are_no_heard_ones() -> None:
     assert HeardDecisions().told(COMMIT) is None
+
+
+def test_the_host_that_coordinates_is_the_one_that_was_heard_last() -> None:
+    epoch = EpochRecord(
+        **AGENT, epoch=1, members=(0,), verdict=(), reason="", planned=False, owners=(0,), shadows=((),)
+    )
+    of_b = [HeardRecord(**AGENT, of="b", line=encoded(each)) for each in (epoch, COMMIT)]
+    of_c = HeardRecord(**AGENT, of="c", line=encoded(replace(epoch, epoch=2)))
+    known, history = HeardDecisions(), RunHistory()
+    assert coordinating_host(history) == ""
+    for each, chief in ((of_b[0], "b"), (of_b[1], "b"), (of_c, "c"), (replace(epoch, epoch=3), "")):
+        history.add(each)
+        if (decision := known.told(each)) is not None:
+            history.add(decision)
+        assert coordinating_host(history) == chief
+        assert any("host b coordinates" in text for text in gaps(history)) is (chief == "b")

@@ -132,7 +132,7 @@ def test_a_job_without_a_fault() -> None:
 def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = committed(told(running(), beats(3, 1, 1, 1, 7, inside=True)))
     state, effects = step(state, ExitSeen(30, 1, -9))
-    why = "was ended by SIGKILL, inside action 7 of step 1"
+    why = "was ended by SIGKILL, in its 7th action of step 1"
     out = Exclusion(1, why, Cause.DEATH, Position(1, 7, waiting=False))
     assert effects == (PublishEpoch(2),)
     assert (state.members, state.verdict, state.reason) == ((0, 2), (out,), f"worker 1 {why}")
@@ -413,9 +413,7 @@ def test_a_node_takes_all_its_workers_with_it() -> None:
     state = running()._replace(shadows=((2,), (2,), (1,)))
     state = told(state, LeaseExpired(5, "node-0"))
     assert (state.members, state.owners) == ((2,), (2, 2, 2))
-    assert state.reason == (
-        "worker 0 was on node node-0, whose lease has expired; worker 1 was on node node-0, whose lease has expired"
-    )
+    assert state.reason == ("worker 0 was on host node-0, which is lost; worker 1 was on host node-0, which is lost")
     assert {each.cause for each in state.verdict} == {Cause.NODE_LOST}
     assert not [order for order in pending_effects(state) if isinstance(order, Evict)], "nobody is left there to do it"
     assert step(state, LeaseExpired(6, "node-0")) == (state, ())

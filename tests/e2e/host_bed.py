@@ -25,6 +25,7 @@ class HostBed:
 
     def __init__(self, folder: Path, etcd: str, number: int, arguments: Sequence[str]):
         self.agents: dict[str, Launcher] = {}
+        self.etcd, self.run_id = etcd, folder.name
         for each in range(1, number + 1):
             place = ["--node", f"h{each}", "--address", f"127.0.0.{each}"]
             line = ["agent", "--run", folder.name, "--etcd", etcd, "--hosts", str(number), *place, *arguments]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from bamboo_cli.app import app
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.history.record_lines import decoded
@@ -95,6 +100,9 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
     for own in others:  # each host has those of its own workers, whoever coordinates
         assert own and {*own} < {*hashes} and len({worker for worker, _, _ in own}) <= 2
     assert sorted(hashes_in(bed.folders[0].path / "collected")) == sorted(hashes)
+    words = ["status", "--wait", bed.run_id, "--etcd", bed.etcd, "--json"]  # the outcome stays for an hour
+    told = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    assert told == {"run": bed.run_id, "outcome": "recovered", "exit_code": 0}
 
 
 @pytest.mark.soak
@@ -200,7 +208,11 @@ def test_a_silent_host_is_lost_and_ends_when_it_comes_back(hosts: Hosts, train: 
 def test_an_interrupted_run_ends_all_agents_with_one_code(hosts: Hosts) -> None:
     bed = hosts(MLP, "model stages steps microbatches")
     bed.until_commits(3)
-    bed.chief.interrupt(signal.SIGINT)
+    command = [sys.executable, "-m", "bamboo_cli", "status", "--wait", bed.run_id, "--etcd", bed.etcd]
+    with subprocess.Popen(command) as waiting:
+        time.sleep(1.0)
+        bed.chief.interrupt(signal.SIGINT)
+        assert waiting.wait(60) == ExitCode.INTERRUPTED
     assert {each.code for each in bed.ends().values()} == {ExitCode.INTERRUPTED}
 
 

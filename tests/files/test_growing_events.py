@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.core.history.process_records import HeardRecord
 from engine.core.history.record import UnreadLine
 from engine.core.history.run_records import CommitRecord
 from engine.files.growing_events import GrowingEvents
@@ -32,3 +33,14 @@ def test_a_torn_line_is_counted_and_the_next_is_read(tmp_path: Path) -> None:
     history = events.read_on()
     assert [each.number for each in history.of(UnreadLine)] == [6]
     assert len(history.of(CommitRecord)) == 5
+
+
+def test_decisions_that_a_host_has_heard_count_and_of_many_commits_the_last_one_is_read(tmp_path: Path) -> None:
+    job, *commits = LINES.splitlines()
+    heard = lines_of([{"event": "heard", "of": "b", "line": line} for line in commits])
+    for last_commits, number in ((False, 4), (True, 1)):
+        events = GrowingEvents(tmp_path / "events.jsonl", last_commits=last_commits)
+        events.path.write_text(f"{job}\n{heard}")
+        history = events.read_on()
+        assert history.committed == 3
+        assert len(history.of(HeardRecord)) == number

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, UserError
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.runtime.hosts import host_registry
-from engine.runtime.hosts.host_registry import HostOutcome, HostRegistry
+from engine.runtime.hosts.host_registry import HostKeys, HostOutcome, HostRegistry
 from engine.runtime.hosts.run_certificate import RunCertificate
 from tests.runtime.kv_backends import Backend
 
@@ -162,3 +164,37 @@ def test_no_host_succeeds_when_the_run_is_over(backend: Backend) -> None:
     a.tell(HostOutcome(0, "finished"))
     b.revoke(before)
     assert b.succeed(before, "10.0.0.2:7", 0) is None
+
+
+def test_who_waits_for_the_end_of_a_run_gets_its_outcome(backend: Backend) -> None:
+    keys = HostKeys(backend.client())
+    assert keys.end() is None  # nobody knows the run
+    a = come(backend, "a")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(keys.end)
+        a.elect(a.hosts(), "10.0.0.1:7", MADE)
+        time.sleep(0.3)
+        assert not waiting.done()
+        a.tell(HostOutcome(3, "failed: why"))
+        assert waiting.result(20) == HostOutcome(3, "failed: why")
+    backend.client().revoke(a._lease)
+    assert keys.end() == HostOutcome(3, "failed: why")  # it stays for an hour
+
+
+def test_a_run_whose_hosts_are_gone_or_were_refused_has_an_end_too(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_registry, "_ELECTION_S", 0.3)
+    keys, a = HostKeys(backend.client()), come(backend, "a", stages=4)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(keys.end)
+        time.sleep(0.2)
+        backend.client().revoke(a._lease)
+        with pytest.raises(CoordinatorUnavailableError, match="no host of the run is left"):
+            waiting.result(20)
+    a, _ = come(backend, "a", stages=4), come(backend, "b", stages=5)
+    with pytest.raises(EnvironmentLacksError):
+        a.gathered((), 2, 5.0)
+    found = keys.end()
+    assert found is not None
+    assert (found.code, found.words.partition("\n")[0]) == (4, "refused: stages: 4 on host a, 5 on host b")

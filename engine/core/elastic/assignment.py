@@ -231,17 +231,17 @@ def _move_words(options: _Options, found: _Option, stays: _Option | None) -> lis
     if found is stays:
         best = min(options.tried.values(), key=lambda option: (option.time, option))
         if best is stays:
-            return [f"nothing moves: a step takes {stays.time:.4g} {unit}, and no better cut was found"]
+            return [f"nothing moves: a step is predicted to take {stays.time:.4g} {unit}, and no better cut was found"]
         return [
-            f"nothing moves: a step takes {stays.time:.4g} {unit}, and one of {best.time:.4g} {unit} would not pay"
-            f" for the move in {HORIZON_STEPS} steps"
+            f"nothing moves: a step is predicted to take {stays.time:.4g} {unit}, and one of {best.time:.4g} {unit} "
+            f"would not pay for the move in {HORIZON_STEPS} steps"
         ]
     changed = [place for place, (was, owner) in enumerate(zip(present, found.owners, strict=True)) if was != owner]
     copied = found.moved - len(changed)
     before = options.option(present).time
     words = f"{counted(len(changed), options.grid.noun)} of {len(present)} move{_in_pipelines(changed, options.grid)}"
     words += f", {size_text(copied)} are copied" if measured.replica_bytes else ""
-    words += f": a step takes {found.time:.4g} {unit} instead of {before:.4g}"
+    words += f": a step is predicted to take {found.time:.4g} {unit} instead of {before:.4g}"
     if stays is not None:
         words += f", which pays in {counted(math.ceil(options.move_time(found.moved) / (before - found.time)), 'step')}"
     gone = sorted({*present} - {*found.owners})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.core.history.process_records import LostRecord
+from engine.core.history.heard_decisions import coordinating_host
+from engine.core.history.process_records import HostRecord, LostRecord
 from engine.core.history.record import UnreadLine
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ThinnedRecord
@@ -15,7 +16,7 @@ _MOST_NAMED = 5
 
 def gaps(history: RunHistory) -> tuple[str, ...]:
     """Returns one sentence for each kind of gap; empty if the record is whole."""
-    return (*_lost(history), *_unread(history), *_thinned(history))
+    return (*_lost(history), *_unread(history), *_thinned(history), *_elsewhere(history))
 
 
 def _lost(history: RunHistory) -> Iterator[str]:
@@ -40,6 +41,15 @@ def _thinned(history: RunHistory) -> Iterator[str]:
             f"the actions and hashes of steps {first:,} to {last:,}{but} were left out (events_max is "
             f"{history.job.events_max}); the steps near failures and faults are there"
         )
+
+
+def _elsewhere(history: RunHistory) -> Iterator[str]:
+    """Yields that another host coordinates the run, whose folder has the report."""
+    if chief := coordinating_host(history):
+        host = history.first(HostRecord)
+        own = f"host {host.node}" if host is not None and host.node else "one host"
+        verb = "coordinates" if history.ended is None else "coordinated"
+        yield f"these are the records of {own}; host {chief} {verb} the run, and its run folder has the report"
 
 
 def left_out_steps(history: RunHistory) -> list[tuple[int, int]]:

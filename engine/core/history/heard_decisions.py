@@ -7,7 +7,10 @@ from dataclasses import replace
 from engine.core.history.process_records import ClockRecord, ExitRecord, HeardRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.record_lines import decoded
+from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord
+
+_EPOCH = '{"event":"epoch",'
 
 
 class HeardDecisions:
@@ -27,6 +30,13 @@ class HeardDecisions:
             return None
         offset_ns = self._offsets_ns.get(record.of, decision.at_ns - record.at_ns)
         return _earlier(decision, offset_ns)
+
+
+def coordinating_host(history: RunHistory) -> str:
+    """Returns the host that coordinates the run of a folder, as its host has heard last; empty for that host."""
+    heard = history.of(HeardRecord)
+    num_epochs = sum(each.line.startswith(_EPOCH) for each in heard)
+    return heard[-1].of if heard and len(history.epochs) <= num_epochs else ""
 
 
 def _earlier(decision: StampedRecord, offset_ns: int) -> StampedRecord:

@@ -113,7 +113,7 @@ def is_restarted(state: State, event: events.Restarted) -> State:
 def loses_node(state: State, event: events.LeaseExpired) -> State:
     """Excludes all workers of the node; they count as exited, because the node has no agent that could evict them."""
     there = [worker for worker in state.members if state.nodes.get(worker) == event.node]
-    how = f"was on node {event.node}, whose lease has expired"
+    how = f"was on host {event.node}, which is lost"
     out = [
         excluded(worker, Cause.NODE_LOST, how, last_seen(state, worker)) for worker in there if worker not in state.done
     ]

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from engine.core.errors import (
     CoordinatorUnavailableError,
     EnvironmentLacksError,
+    ExitCode,
     InvariantError,
     Problem,
     UserError,
@@ -68,12 +69,75 @@ class HostOutcome:
     words: str
 
 
-class HostRegistry:
-    """The keys of the hosts of one run."""
+class HostKeys:
+    """The keys of the hosts of one run, for who reads them."""
+
+    def __init__(self, kv: KV):
+        self._kv = kv
+
+    def hosts(self) -> list[RegisteredHost]:
+        """Returns the hosts that have registered, in the order in which they came."""
+        found = sorted(self._kv.read_prefix(_HOSTS).items, key=lambda each: each.create_revision)
+        return [registered_host(each.value.decode()) for each in found]
+
+    def elected(self) -> Elected | None:
+        """Returns the host that coordinates the run, None if there is none."""
+        found = self._kv.get(_ELECTED)
+        if found is None:
+            return None
+        plain: dict[str, Any] = json.loads(found.value)
+        try:
+            certificate, key = plain["certificate"]
+            names, lives = tuple(plain["hosts"]), tuple(plain["incarnations"])
+            pair, lease_id = (certificate, key), int(plain["lease_id"])
+            heard = int(plain["heard"])
+            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id, heard)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvariantError("the key 'elected' of this run is not of a host") from error
+
+    def outcome(self) -> HostOutcome | None:
+        """Returns the outcome of the run, None if it has none yet."""
+        found = self._kv.get(_OUTCOME)
+        return None if found is None else HostOutcome(**json.loads(found.value))
+
+    def end(self) -> HostOutcome | None:
+        """Waits for the end of the run, also of one that is refused; returns its outcome, None for no such run.
+
+        Raises CoordinatorUnavailableError if all its hosts are gone, or the store does not answer any more.
+        """
+        is_known, seen_s, why = False, time.monotonic(), ""
+        while True:
+            try:
+                if (found := self.outcome() or self._refusal()) is not None:
+                    return found
+                if self.elected() is not None or self.hosts():
+                    is_known, seen_s = True, time.monotonic()
+                elif not is_known:
+                    return None
+                else:
+                    why = "no host of the run is left, and none has told its outcome"
+            except CoordinatorUnavailableError as error:
+                if not is_known:
+                    raise
+                why = str(error)
+            if time.monotonic() - seen_s > _ELECTION_S:
+                raise CoordinatorUnavailableError(why)
+            _pause()
+
+    def _refusal(self) -> HostOutcome | None:
+        found = self._kv.get(_REFUSED) if self.elected() is None else None
+        return (
+            None if found is None else HostOutcome(ExitCode.ENVIRONMENT, f"refused: {json.loads(found.value)['why']}")
+        )
+
+
+class HostRegistry(HostKeys):
+    """The keys of the hosts of one run, as one of these hosts writes them."""
 
     def __init__(self, kv: KV, own: RegisteredHost, lease: Lease):
+        super().__init__(kv)
         self.own = own
-        self._kv, self._lease = kv, lease
+        self._lease = lease
 
     def register(self) -> None:
         """Writes the key of this host; raises UserError for a name that is taken."""
@@ -84,11 +148,6 @@ class HostRegistry:
             if other.incarnation != self.own.incarnation:
                 hint = f"it is at {other.address}; give each host its own name with --node"
                 raise UserError([Problem("--node", "a name that no other host of the run has", self.own.name, hint)])
-
-    def hosts(self) -> list[RegisteredHost]:
-        """Returns the hosts that have registered, in the order in which they came."""
-        found = sorted(self._kv.read_prefix(_HOSTS).items, key=lambda each: each.create_revision)
-        return [registered_host(each.value.decode()) for each in found]
 
     def gathered(self, wanted: Sequence[str], number: int, patience_s: float) -> list[RegisteredHost]:
         """Waits for the hosts of a run, or until one of them was elected; returns those that came first.
@@ -163,21 +222,6 @@ class HostRegistry:
         pairs = zip(elected.hosts, elected.incarnations, strict=True)
         return [known.get(life) or RegisteredHost(name, life, "", 0, {}) for name, life in pairs]
 
-    def elected(self) -> Elected | None:
-        """Returns the host that coordinates the run, None if there is none."""
-        found = self._kv.get(_ELECTED)
-        if found is None:
-            return None
-        plain: dict[str, Any] = json.loads(found.value)
-        try:
-            certificate, key = plain["certificate"]
-            names, lives = tuple(plain["hosts"]), tuple(plain["incarnations"])
-            pair, lease_id = (certificate, key), int(plain["lease_id"])
-            heard = int(plain["heard"])
-            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id, heard)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvariantError("the key 'elected' of this run is not of a host") from error
-
     def outlived(self) -> Elected | None:
         """Returns the run that goes on without this host, which was lost and has come back; None if there is none."""
         found = self.elected()
@@ -203,11 +247,6 @@ class HostRegistry:
         """Deletes the keys that another host would have gone on with: the run is over."""
         for prefix in (*prefixes, _BEGUN):
             self._kv.delete_prefix(prefix)
-
-    def outcome(self) -> HostOutcome | None:
-        """Returns the outcome of the run, None if it has none yet."""
-        found = self._kv.get(_OUTCOME)
-        return None if found is None else HostOutcome(**json.loads(found.value))
 
     def waited_for_elected(self, patience_s: float = _ELECTION_S) -> Elected | None:
         """Returns the host that was elected, None if there is none after a time."""
