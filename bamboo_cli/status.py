@@ -60,16 +60,21 @@ def status(
 
     Exit with 69 if the launcher of the run is gone and did not record its end.
     """
-    from bamboo_cli.terminal.status_picture import StatusPicture
-    from engine.core.errors import CoordinatorUnavailableError, Problem, UserError
-    from engine.core.history.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
+    from engine.core.errors import Problem, UserError
 
     if wait and watch:
         raise UserError([Problem("--watch", "none beside --wait", "both", "--wait prints the outcome alone")])
     if wait:
         _wait_for_end(results, run, etcd, plain_http=plain_http, as_json=as_json)
+    _show(Reader(results, run, etcd, plain_http), watch=watch, as_json=as_json)
+
+
+def _show(reader: Reader, *, watch: bool, as_json: bool) -> None:
+    """Shows the status once, or until the run ends; raises CoordinatorUnavailableError if its launcher is gone."""
+    from bamboo_cli.terminal.status_picture import StatusPicture
+    from engine.core.history.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
+
     with nullcontext() if as_json else StatusPicture(watch) as picture:
-        reader = Reader(results, run, etcd, plain_http)
         while True:
             found, live, has_launcher = reader.look()
             phase, found = found.phase, found if has_launcher else without_word(found)
@@ -84,12 +89,17 @@ def status(
         last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
         if phase in (COMPARING, CHECKING):
             last = f"training had ended before ({last}), and the launcher was {phase}"
-        why = f"the launcher is gone and did not record the end of the run; {last}{reader.elsewhere}"
-        error = CoordinatorUnavailableError(why)
-        if not as_json:
-            raise error
-        echo(f"bamboo: {error}", err=True)  # the status is the one object on stdout: its phase tells programs
-        raise typer.Exit(int(error.exit_code))
+        _lament(f"{last}{reader.elsewhere}", as_json=as_json)
+
+
+def _lament(last: str, *, as_json: bool) -> NoReturn:
+    from engine.core.errors import CoordinatorUnavailableError
+
+    error = CoordinatorUnavailableError(f"the launcher is gone and did not record the end of the run; {last}")
+    if not as_json:
+        raise error
+    echo(f"bamboo: {error}", err=True)  # the status is the one object on stdout: its phase tells programs
+    raise typer.Exit(int(error.exit_code))
 
 
 def _wait_for_end(results: Path, run: str | None, etcd: str, *, plain_http: bool, as_json: bool) -> NoReturn:
