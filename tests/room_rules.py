@@ -119,6 +119,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.elastic", "engine.runtime.faults", "engine.runtime.coordinator"},
     "engine.runtime.hosts": _HOST
     | {"engine.core.config", "engine.core.hosts", "engine.core.membership", "engine.core.merging", "engine.core.store"}
+    | {"engine.core.faults"}
     | {"engine.core.checkpoints", "engine.runtime.agent"},
     "engine.bench": _HOST
     | _PLANS

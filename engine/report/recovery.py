@@ -28,7 +28,7 @@ from engine.core.config.job import Job
 from engine.core.exclusion import in_words
 from engine.core.history.process_records import ExitRecord, RestartRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import FaultRecord, MovedRecord, NoticeRecord
+from engine.core.history.run_records import FaultRecord, MovedRecord, NoticeRecord, UnconfirmedRecord
 from engine.core.samples.ledger import samples_per_step
 from engine.report.action_arrays import Sums
 from engine.report.actions import Actions
@@ -45,11 +45,12 @@ COLUMNS = [*_TEXTS, "stall_bound", *_TIMES, "rung", "heirs", *_COSTS, *_THROUGHP
 _WINDOW = 10  # steps
 _EXPOSURE_COLUMNS = ["from_ms", "to_ms"]
 AFTER_END = "after the end"  # no step was left
+UNCONFIRMED = "unconfirmed"  # a fault without its sign
 RESTARTED = "restarted"  # before the first commit: all workers were started again
 FROM_CHECKPOINT = "checkpoint"  # the rung of a recovery for which no worker held the state
 # Outcomes in which training lost no worker: each worker stayed; the run noticed the fault and ended; the worker had
 # given notice and left; training was over; no training was lost.
-NO_WORKER_LOST = ("no worker lost", "noticed", "left", AFTER_END, RESTARTED)
+NO_WORKER_LOST = ("no worker lost", "noticed", "left", AFTER_END, RESTARTED, UNCONFIRMED)
 _NO_TEXTS = dict.fromkeys(("verdict", "slots", "last_action", "stall_bound", "rung", "heirs"), "")
 _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 
@@ -225,7 +226,7 @@ def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> 
     for each in history.of(FaultRecord):
         if each.fault not in told and each.of not in dead:
             struck.setdefault(each.fault, []).append(each)
-    rows = []
+    rows = [_unconfirmed(each, history) for each in history.of(UnconfirmedRecord) if each.fault not in {*told, *struck}]
     for fault, victims in struck.items():
         first, who = victims[0], ", ".join(str(each.of) for each in victims)
         begin_ms = (first.at_ns - history.begin_ns) / 1e6
@@ -245,6 +246,13 @@ def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> 
             }
         )
     return rows
+
+
+def _unconfirmed(record: UnconfirmedRecord, history: RunHistory) -> dict[str, Any]:
+    """Returns the row of a fault that has struck no worker, or of which nothing was seen."""
+    begin_ms = _since(record.at_ns, history.begin_ns)
+    what = {"what": str(record), "who": "", "step": None, "reason": record.how, "begin_ms": begin_ms}
+    return {**_NO_TEXTS, "outcome": UNCONFIRMED, **what}
 
 
 def _whole_stall(steps: pd.DataFrame, begin_ms: float) -> dict[str, float]:

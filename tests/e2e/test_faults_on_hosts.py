@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.action import Action, Op
 from engine.core.errors import ExitCode
+from engine.core.faults.fault import At, Fault, slot_owner, to_plain
 from tests.e2e.host_bed import HostBed, kept_etcd
 from tests.e2e.launcher import ROOT
 
@@ -131,3 +136,30 @@ def inject(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bamboo_cli", "inject", "kill-middle-stage", "--run", folder.name]
     command += ["--results", str(folder.parent)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.soak
+def test_the_next_host_that_coordinates_strikes_what_waits_and_tells_what_was_lost(hosts: Hosts) -> None:
+    job = ["--set", "model=mlp", "--set", "stages=4", "--set", "steps=200", "--set", "microbatches=2"]
+    bed = hosts(*job, "--kill", "3:1", "--kill", "150:2:B:1", number=3)
+    bed.until_commits(6)
+    lost, others = bed.chief, bed.others
+    fault = Fault("asked", At(160, Action(0, Op.B, 1)), (slot_owner(Action(0, Op.B, 1)),))
+    with os.fdopen(os.open(lost.run_folder / "request-0.json", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        json.dump([to_plain(fault)], file)
+    bed.until(lambda: lost.events("request"))
+    bed.until(lambda: any("asked" in str(each.events("heard")) for each in others.values()))
+    os.kill(lost.process.pid, signal.SIGKILL)
+    ends = {each.wait().code for each in others.values()}
+    assert ends == {0}, [each.stderr() for each in others.values()]
+    (heir,) = (each for each in others.values() if each.events("commit"))
+    assert [each["fault"] for each in heir.events("fault")] == ["150:2:B:1"]
+    assert {each["fault"] for each in heir.events("confirmed")} == {"150:2:B:1"}
+    assert [each["fault"] for each in heir.events("unconfirmed")] == ["asked"]
+    checks = {each["name"]: (each["result"], each["text"]) for each in heir.events("check")}
+    assert checks["faults"] == ("passed", "2 faults struck")
+    assert checks["trajectory"] == ("passed", "identical in 200 of 200 steps")
+    assert "fault asked is unconfirmed" in heir.stderr() + (heir.folder / "stdout").read_text()
+    command = [sys.executable, "-m", "bamboo_cli", "status", "--results", str(heir.run_folder.parent)]
+    status = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "fault asked is unconfirmed: it waited with host" in " ".join(status.split())

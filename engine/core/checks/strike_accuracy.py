@@ -3,7 +3,8 @@
 Rules: with `after`, the named action is the victim's last record before the strike. With `before` and `during`, it is
 the action before the named one in the victim's program. A victim that ends at once records no later action, except the
 action during which it was struck. A recovery changes the program, so from then on only the named action is checked. The
-records of a victim on another host are there; it has told its last action with the moment.
+records of a victim on another host are there, and the time of a strike by another host is not that of this one: then
+counts what the victim has told of its last action.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
     mine = [each for each in history.of(ActionRecord) if each.worker == strike.of]
     mine.sort(key=lambda each: each.end_ns)
     before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
-    if strike.node not in {"", *(each.node for each in history.of(HostRecord))}:
-        before = [(strike.done_step, strike.done)] if strike.done else []
+    if strike.node and (strike.node, strike.pid) not in [(each.node, each.pid) for each in history.of(HostRecord)]:
+        mine, before = [], [(strike.done_step, strike.done)] if strike.done else []
     restarts = (*history.of(RestartRecord), *history.of(ResumedRecord))
     until_ns = min(
         (each.at_ns for each in restarts if each.at_ns >= strike.at_ns), default=inf

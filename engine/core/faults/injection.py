@@ -117,10 +117,10 @@ def arm_merged(old: Injection, now: Now, positions: Mapping[int, tuple[int, str]
 
 
 def strike(old: Injection, now: Now, fault_id: str, told: ToldMoment | None = None) -> Moved:
-    """Records a fault and strikes all its victims; does nothing if it has struck before."""
+    """Records a fault and strikes all its victims; one that has struck before does not hold up the worker that told."""
     fault = next((each for each in old.waiting if each.id == fault_id), None)
     if fault is None:
-        return old, ()
+        return old, () if told is None else (TellOfFault(FiredMessage(fault_id), told.worker),)
     state, kind = now.state, old.kinds[fault.do]
     victims = _victims(old, fault, state)
     before = Ownership(old.grid, state.owners, state.shadows)

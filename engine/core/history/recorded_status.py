@@ -10,14 +10,23 @@ from engine.core.history.elastic_records import CrampedRecord, PaceRecord, Polic
 from engine.core.history.gaps import gaps
 from engine.core.history.process_records import FailedRecord, StartedRecord, WaitingRecord, WayOutRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord
+from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord, UnconfirmedRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.core.history.worker_ends import WorkerEnd, last_starts, since_start, worker_ends
 from engine.core.membership.run_status import CANNOT_LEAVE, LOADS, SLOW, WAITS, RunStatus, WorkerStatus
 from engine.core.ownership import Slot, by_slot
 from engine.core.samples.ledger import epoch_at
 
-_TOLD = (EpochRecord, StaysRecord, WayOutRecord, FailedRecord, CheckRecord, ComparisonRecord, NotComparedRecord)
+_TOLD = (
+    EpochRecord,
+    StaysRecord,
+    WayOutRecord,
+    FailedRecord,
+    CheckRecord,
+    ComparisonRecord,
+    NotComparedRecord,
+    UnconfirmedRecord,
+)
 _ENDS = get_args(WorkerEnd)  # states of a worker whose process has ended
 _LIVES = ("in", WAITS, LOADS, SLOW, CANNOT_LEAVE)
 STARTING, COMPARING, CHECKING = "starting", "comparing with the twin", "checking the results"
@@ -117,6 +126,8 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
             case ComparisonRecord() if record.difference is None:  # a difference is a check that failed
                 yield epoch, str(record)
             case NotComparedRecord():
+                yield epoch, str(record)
+            case UnconfirmedRecord():
                 yield epoch, str(record)
             case StaysRecord() | WayOutRecord():
                 yield epoch, f"worker {record.of} {record.text}"

@@ -225,10 +225,13 @@ class ConfirmedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnconfirmedRecord(StampedRecord):
-    """The run is over, and the effect of a fault was not seen; `how` says why."""
+    """The run is over, or its coordinator is lost, and the effect of a fault was not seen; `how` says why."""
 
     fault: str
     how: str
+
+    def __str__(self) -> str:
+        return f"fault {self.fault} is unconfirmed: {self.how}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -263,7 +263,7 @@ def _taken(
 
     results.results.taken_over(now_ns())
     home = folder.path if at.job.checkpoints or not workers.checkpoints else Path(workers.checkpoints).parent
-    return TakenRun(folder, home, results.results, processes, hear_again)
+    return TakenRun(folder, home, results.results, processes, hear_again, results.faults, before.name)
 
 
 def _adopt(server: AwayServer, taken: TakenProcess, far: int, board_fd: int) -> Child:

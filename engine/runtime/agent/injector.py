@@ -22,6 +22,7 @@ from engine.core.faults.injection_state import (
     SendSignal,
     ToldMoment,
 )
+from engine.core.faults.taken_faults import ToldFaults, taken_over
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
 from engine.core.membership.state import State
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
@@ -89,6 +90,15 @@ class Injector:
         """Takes the faults of another injector, whose workers have ended and were started again."""
         self.injection = before.injection
         self._take(injection.restart)
+
+    def take_over(self, told: ToldFaults, lost: str) -> list[str]:
+        """Goes on with the faults that host `lost` has struck, or had waiting; returns those that it lost, in words."""
+        present = [worker for worker, each in self._members.items() if each.exit_code is None]
+        self.injection, outputs = taken_over(self.injection, Now(now_ns(), self._state()), told, lost, present)
+        for output in outputs:
+            self._carry_out(output)
+        records = [each.record for each in outputs if isinstance(each, RecordFault)]
+        return [str(each) for each in records if isinstance(each, UnconfirmedRecord)]
 
     def close(self) -> None:
         """Records the unconfirmed faults, each with the missing sign."""

@@ -110,7 +110,9 @@ class Launch:
         workers = [each.worker for each in taken.processes]
         board = ProgressBoard.create(max(workers, default=0) + 1)
         self.stack.callback(board.close)
-        crew = Crew(self, board, Guard(), (), origin, {})
+        struck = taken.faults.struck
+        waiting = tuple(each for each in self.faults if each.id not in struck)
+        crew = Crew(self, board, Guard(), waiting, origin, {})
         self.stack.callback(close_workers, crew.members)
         self.numbers.update(workers)
         for each in taken.processes:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.core.faults.taken_faults import ToldFaults
 from engine.core.store.kv import Lease
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent.run_state import RunState
@@ -31,6 +32,7 @@ class TakenRun(NamedTuple):
     """A run to go on with, in the folder of this host; `hear_again` lets the words come that were said before.
 
     `home` is the folder in which the run began: its workers keep checkpoints there, if the job names no other place.
+    `faults` are those of which this host has heard; `lost` is the host before.
     """
 
     folder: RunFolder
@@ -38,6 +40,8 @@ class TakenRun(NamedTuple):
     results: RunState
     processes: Sequence[HeldProcess]
     hear_again: Callable[[], None]
+    faults: ToldFaults
+    lost: str
 
 
 class Seat(NamedTuple):

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ensure
+from engine.core.faults.taken_faults import ToldFaults
 from engine.core.history.process_records import ExitRecord, ResumedRecord, StartedRecord
 from engine.core.history.record import AGENT, Record, StampedRecord
 from engine.core.history.record_lines import decoded, encoded
@@ -30,6 +31,7 @@ from engine.core.history.run_records import (
     PartitionRecord,
     PlanRecord,
     PreparedRecord,
+    UnconfirmedRecord,
     ValidationRecord,
 )
 from engine.core.hosts.unheard import unheard
@@ -54,6 +56,7 @@ KEPT = (
     ResumedRecord,
     StartedRecord,
     ExitRecord,
+    UnconfirmedRecord,
     ValidationRecord,
 )  # of these every host hears
 _AUDIT = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
@@ -70,6 +73,7 @@ class HeardResults:
 
     def __init__(self, job: Job):
         self.results = RunState(job)
+        self.faults = ToldFaults()
         self.count = 0
         self._lines: deque[str] = deque()  # the last ones
         self._bytes = 0
@@ -112,6 +116,7 @@ class HeardResults:
 
     def hear(self, record: object) -> None:
         """Takes a decision. Results that contradict each other are for the host that coordinates to judge."""
+        self.faults.hear(record)
         found = self.results
         with contextlib.suppress(BambooError):
             match record:

@@ -2,7 +2,7 @@
 
 Rule: in the epoch of a take-over all members report again, and vote again; the rest is said once only. The hashes of
 the last steps may not have been told to other hosts when a host was lost, and no worker writes a part of a checkpoint
-a second time.
+a second time. A worker that has come to the moment of a fault stands still until it is answered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,24 @@ from engine.core.messages import (
     RaisedMessage,
     ReadyMessage,
     RefusedMessage,
+    StrikeMessage,
+    SufferedMessage,
     WaitingMessage,
 )
 from engine.core.process_messages import NoticeMessage
 
 _ONCE = tuple(
     f'{{"kind":"{kind_of(each)}"'.encode()
-    for each in (ReadyMessage, WaitingMessage, NoticeMessage, RaisedMessage, FailedMessage, RefusedMessage)
+    for each in (
+        ReadyMessage,
+        WaitingMessage,
+        NoticeMessage,
+        StrikeMessage,
+        SufferedMessage,
+        RaisedMessage,
+        FailedMessage,
+        RefusedMessage,
+    )
 )
 _PARTS = tuple(f'{{"kind":"{kind_of(each)}"'.encode() for each in (KeptMessage, UnkeptMessage))
 _HASHES = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
