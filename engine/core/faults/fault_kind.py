@@ -1,15 +1,18 @@
-"""Kinds of faults: their parameters, the signals that carry some of them out, and the signs that confirm them.
+"""Kinds of faults: parameters, the signals that carry some of them out, the signs that confirm them, needs of a job.
 
 `engine/runtime/faults` registers the kinds. A kind that a worker carries out has its function there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
+from engine.core.checkpoints.keeping import Keeping, keeping_of
+from engine.core.config.job import Job
 from engine.core.duration import DURATION_FORM, duration_text, parse_duration
+from engine.core.errors import Problem
 from engine.core.scalar import Scalar
 
 AT_ONCE = frozenset({"kill"})  # kinds that end their victim at once
@@ -113,3 +116,18 @@ class FaultKind:
         """Returns the `given` parameters, by key, and the defaults of the others."""
         defaults = {each.key: each.default for each in self.parameters if each.default is not None}
         return {**defaults, **given}
+
+
+def kind_problems(kind: str, parameters: Parameters, job: Job) -> Iterator[Problem]:
+    """Yields the problems of a kind with these parameters in a job in which it can have no effect."""
+    if kind in ON_DISKS and keeping_of(job.checkpoint_every) == Keeping(last=False):
+        hint = "no checkpoint is written there: set checkpoint_every in the job"
+        yield Problem("do", "a kind for a job that keeps checkpoints", repr(kind), hint)
+    yield from gpu_problems(kind, parameters, job)
+
+
+def gpu_problems(kind: str, parameters: Parameters, job: Job) -> Iterator[Problem]:
+    """Yields the problem of a fault of a GPU in a job without GPUs and without their double."""
+    if kind in ON_GPUS and job.device != "cuda" and parameters.get(WITHOUT_GPU) != DOUBLE:
+        hint = f"its workers compute on the CPU: with {WITHOUT_GPU}: {DOUBLE} a worker plays its GPU"
+        yield Problem("do", "a kind for a job on GPUs", repr(kind), hint)

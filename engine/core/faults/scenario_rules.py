@@ -16,8 +16,7 @@ from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
 from engine.core.errors import Problem, nearest
 from engine.core.faults.fault import WHOLE_AFTERWARDS, After, At
-from engine.core.faults.fault_kind import AT_ONCE
-from engine.core.faults.kind_rules import kind_problems
+from engine.core.faults.fault_kind import AT_ONCE, kind_problems
 from engine.core.faults.outcome_rules import impossible_expectations
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Scenario, Target
 from engine.core.ownership import Ownership, Slot

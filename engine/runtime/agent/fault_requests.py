@@ -27,8 +27,7 @@ from engine.core.faults.fault import (
     from_plain,
     to_plain,
 )
-from engine.core.faults.fault_kind import MOST_NS
-from engine.core.faults.kind_rules import gpu_problems
+from engine.core.faults.fault_kind import MOST_NS, gpu_problems
 from engine.core.history.request_records import RefusedRecord, RequestRecord
 from engine.runtime.agent.injector import Injector
 from engine.runtime.faults.registry import registered
