@@ -167,8 +167,7 @@ def _trained(
         for member in crew.members.values():
             agent.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
         if taken and is_taken:
-            for lost in agent.injector.take_over(taken.faults, taken.lost):
-                agent.run_state.note(lost)
+            agent.run_state.notes += agent.injector.take_over(taken.faults, taken.lost)
             give_slots(crew.members.values(), agent.node.coordination.ownership)
             agent.decide(TakenOver(now_ns()))  # an epoch begins, in which all say again what they hold
             taken.hear_again()
