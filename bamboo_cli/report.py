@@ -15,6 +15,7 @@ import typer
 from bamboo_cli.options import completion
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError, required
+from engine.core.texts import numbered
 from engine.files.atomic_write import write_atomically, write_named
 
 if TYPE_CHECKING:
@@ -151,7 +152,17 @@ def load_run(folder: RunFolder, *, every_action: bool = False) -> RunTables:
         echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
     history = read_history(folder.events)
     goes_on = history.training_ended is None and launcher_runs(history, folder.path)
-    return replace(load(history, folder.path.name, None if every_action else MOST_ACTIONS), goes_on=goes_on)
+    found = load(history, folder.path.name, None if every_action else MOST_ACTIONS)
+    return replace(found, goes_on=goes_on, gaps=(*found.gaps, *_not_merged(folder)))
+
+
+def _not_merged(folder: RunFolder) -> list[str]:
+    """Returns the words for records that other hosts of the run have shipped; empty for a run on one host."""
+    from engine.files.merging.host_copies import kept_copies
+
+    if not (hosts := [each.name for each in kept_copies(folder.path)]):
+        return []
+    return [f"the actions of {numbered('host', hosts)} are not in it; bamboo collect {folder.path} merges them"]
 
 
 def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:

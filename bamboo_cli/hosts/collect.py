@@ -50,13 +50,13 @@ def collect(
         return
     for each in found["hosts"]:
         echo(_told(each, found["reference"]))
-    echo(f"{counted(found['records'], 'record')} in {found['run_dir']!r}")
+    echo(f"together {counted(found['records'], 'record')}, each decision once, in {found['run_dir']!r}")
     echo(f"next: bamboo report --open {found['run_dir']}")
 
 
 def _told(host: dict[str, Any], reference: str) -> str:
     if host["node"] == reference:
-        clock = "its clock is that of the run"
+        clock = "all times are on its clock"
     else:
         clock = "" if host["within_ms"] is None else f"its times are within {host['within_ms']:.3f} ms"
     parts = [counted(host["records"], "record"), *filter(None, [clock]), *host["incomplete"]]

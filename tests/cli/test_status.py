@@ -14,11 +14,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bamboo_cli.report import load_run
 from bamboo_cli.status import status
 from bamboo_cli.terminal.status_picture import StatusPicture
 from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError, StorageError, UserError
 from engine.core.membership.run_status import RunStatus, WorkerStatus
-from engine.files.run_folder import create_run_folder
+from engine.files.run_folder import RunFolder, create_run_folder
 from tests.core.made_records import lines_of
 
 APP = typer.Typer()
@@ -256,3 +257,11 @@ def test_the_folder_of_a_host_that_does_not_coordinate_tells_what_it_has_heard(t
     gone = make_run(tmp_path, "gone", [STARTED[0] | {"pid": 1 << 22}, HOST, *heard])
     with pytest.raises(CoordinatorUnavailableError, match=r"last committed step 1; other hosts .* --wait 4711 --etcd"):
         say(gone, "--results", tmp_path)
+
+
+def test_the_report_of_the_host_that_coordinates_names_the_records_that_it_does_not_merge(tmp_path: Path) -> None:
+    run = tmp_path / make_run(tmp_path, "mlp", ENDED)
+    (run / "hosts" / "b").mkdir(parents=True)
+    (run / "hosts" / "b" / "events.jsonl").write_text(lines_of([STARTED[0], HOST]))
+    found = load_run(RunFolder(run))
+    assert found.gaps[-1:] == (f"the actions of host b are not in it; bamboo collect {run} merges them",)

@@ -183,6 +183,26 @@ def test_another_host_keeps_the_records_when_the_one_that_did_is_lost(tmp_path: 
     lines.close()
 
 
+def test_a_file_of_steps_that_a_host_leaves_out_goes_from_its_copy_too(tmp_path: Path) -> None:
+    b = Records(tmp_path / "b")
+    stream = Stream("b", ServedLines("b", b.run), "a")
+    lines = CoordinatorLines("a", {"b": stream.away})
+    lines.begin(tmp_path / "a")
+    stream.begin()
+    for number in (0, 5, 10):
+        b.write(number)
+    kept = tmp_path / "a" / "hosts" / "b"
+    until(lambda: files(kept) == files(b.run))
+    (b.run / "steps" / "actions-0-5.bin").unlink()
+    (b.run / "steps" / "hashes-5.jsonl").unlink()
+    until(lambda: files(kept) == files(b.run))
+    b.write(11)
+    until(lambda: files(kept) == files(b.run))
+    assert len(files(kept)) == 5
+    stream.close()
+    lines.close()
+
+
 def test_records_go_when_no_other_frame_waits() -> None:
     end = StreamEnd()
     order, records = frame(TickHostMessage(1, 1)), b"records"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from engine.core.checks.samples import miscounted
 from engine.core.config.job import Job
 from engine.core.errors import StorageError
 from engine.core.history.gaps import gaps, left_out_steps
-from engine.core.history.process_records import KnownRecord
-from engine.core.history.record import VERSION, UnreadLine
+from engine.core.history.process_records import HeardRecord, KnownRecord
+from engine.core.history.record import VERSION, StampedRecord, UnreadLine
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord, FaultRecord, JobRecord
 from engine.core.history.step_files import FOLDER, entry, span_of
@@ -116,8 +117,11 @@ def test_report_page_and_status_say_which_line_was_torn(tmp_path: Path) -> None:
 STRUCK = 1_234
 
 
-def a_long_run(folder: Path, limit: int) -> int:
-    """Records 2500 steps of two workers as their processes do, with a fault in one; returns the most bytes it took."""
+def a_long_run(folder: Path, limit: int, *, is_heard: bool) -> int:
+    """Records 2500 steps of two workers as their processes do, with a fault in one; returns the most bytes it took.
+
+    With `is_heard` another host coordinates the run, and this one hears of its decisions.
+    """
     job = Job(stages=2, microbatches=8, steps=2500, events_max=f"{limit // 1000}kB")
     span, most = span_of(job), 0
     events_fd, steps_fd = open_events(folder / "events.jsonl"), open_steps(folder / FOLDER)
@@ -127,15 +131,23 @@ def a_long_run(folder: Path, limit: int) -> int:
     agent.write(JobRecord(version=VERSION, job=job))
     for event in [*BEGIN[1:], {"event": "started", "of": 1, "child": 6, "slots": [[0, 1]]}]:
         agent.write(made(**event))
+
+    def decide(record: StampedRecord) -> None:
+        if is_heard:
+            agent.write(HeardRecord(of="b", line=encoded(replace(record, at_ns=now_ns()))))
+            agent.hear(record)
+        else:
+            agent.write(record)
+
     for step in range(job.steps):
         if step == STRUCK:
-            agent.write(made("fault", step=step))
+            decide(made("fault", step=step))
         for worker in workers:
             for microbatch in range(8):
                 for op in "FB":
                     worker.action(1, step, f"{worker.worker}{op}{microbatch}", now_ns(), now_ns())
         agent.write(AuditRecord(of=0, step=step, pipeline=0, rows=((0, "f" * 64, "e" * 64),)))
-        agent.write(made("commit", step=step, at_ns=0))
+        decide(made("commit", step=step, at_ns=0))
         if step % span == span - 1:
             most = max(most, sum(each.stat().st_size for each in folder.rglob("*") if each.is_file()))
     for fd in (events_fd, steps_fd):
@@ -143,11 +155,12 @@ def a_long_run(folder: Path, limit: int) -> int:
     return most
 
 
-def test_a_run_takes_the_bytes_that_it_may_and_says_what_it_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_a_run_takes_the_bytes_that_it_may_and_says_what_it_left_out(tmp_path: Path, is_heard: bool) -> None:
     """Before, a day of the demo wrote 28 GB of events, and nothing bounded them."""
     folder = tmp_path / NAME
     folder.mkdir()
-    most = a_long_run(folder, 1_500_000)
+    most = a_long_run(folder, 1_500_000, is_heard=is_heard)
     span = span_of(Job(stages=2, microbatches=8))
     assert most < 1_500_000 + 2 * span * 1500  # the range that is open
     history = read_history(folder / "events.jsonl")

@@ -2,7 +2,8 @@
 
 Rules: files of records only grow, so a copy is a beginning of its file. The host that keeps a copy says how many bytes
 it has, and the next part begins there: after a take-over as well. A part has whole lines and whole entries, so a copy
-ends between two records. Bytes of any other form, and names of any other file, are refused.
+ends between two records. A part without bytes says that its host has left the file out. Bytes of any other form, and
+names of any other file, are refused.
 """
 
 from __future__ import annotations

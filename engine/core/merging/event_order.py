@@ -234,4 +234,4 @@ def _gaps(host: HostRecords, clock: SharedClock, end_ns: int) -> Iterator[str]:
         yield f"worker {each.worker} could not write {counted(each.records, 'record')}: {each.why}"
     if not host.of(EndedRecord) and clock.knows(host.node):
         last_ns = max((clock.at(host.node, each.at_ns).at_ns for each in host.of(StampedRecord)), default=end_ns)
-        yield f"its last record is {(end_ns - last_ns) / _S:.3f} s older than that of the run, and does not say its end"
+        yield f"its records stop {(end_ns - last_ns) / _S:.3f} s before those of the run, and do not tell its end"

@@ -221,6 +221,7 @@ class HostWorkers:
         record = self.heard.take(number, line)
         if record is not None and not isinstance(record, AuditRecord):  # the host of the worker has recorded hashes
             self._recorder.write(HeardRecord(of=self._chief, line=line))
+            self._recorder.hear(record)
 
     def _fork(self, order: ForkHostMessage) -> None:
         self._is_ending = False

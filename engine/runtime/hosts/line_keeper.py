@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.core.errors import StorageError
 from engine.core.hosts.host_messages import KeptHostMessage, ShippedHostMessage, frame
-from engine.core.hosts.shipped_parts import ShippedPart, shipped_parts
+from engine.core.hosts.shipped_parts import EVENTS, ShippedPart, shipped_parts
 from engine.files.atomic_write import make_folder, open_to_append
 from engine.files.run_folder import HOSTS_FOLDER
 
@@ -68,6 +68,9 @@ class LineKeeper:
             if path.parent not in self._made:
                 make_folder(path.parent, self._run)
                 self._made.add(path.parent)
+            if not part.length and part.file != EVENTS:
+                path.unlink(missing_ok=True)
+                return 0
             with open(open_to_append(path), "ab", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 if part.begin > size:

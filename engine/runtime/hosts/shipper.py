@@ -22,6 +22,7 @@ from engine.files.run_folder import HOSTS_FOLDER
 from engine.runtime.hosts.stream_end import StreamEnd
 
 _TICK_S = 0.2
+_MOST_LEFT_OUT = 500  # files in one frame
 _BUSY_S = 0.01  # from one look for a moment without other frames to the next
 
 _kind = lru_cache(maxsize=1 << 14)(step_file)
@@ -46,6 +47,8 @@ class Shipper:
         """Takes the answer of the other end."""
         for node, file, size in answer.sizes:
             self._kept[node, file] = size
+            if not size:  # the host has left it out
+                del self._kept[node, file]
         self._is_waiting = False
         if answer.is_last:
             self._has_finished.set()
@@ -83,7 +86,7 @@ class Shipper:
 
     def _next(self) -> list[tuple[ShippedPart, bytes]]:
         """Returns the next parts; a file that is gone meanwhile was left out."""
-        found: list[tuple[ShippedPart, bytes]] = []
+        found = self._left_out()
         room, self._has_more = MOST_SHIPPED_BYTES, False
         for node, file, path in self._files():
             begin = self._kept.get((node, file), 0)
@@ -100,6 +103,16 @@ class Shipper:
                 break
         return found
 
+    def _left_out(self) -> list[tuple[ShippedPart, bytes]]:
+        """Returns a part without bytes for each file that this host has left out since it shipped it."""
+        there = {*_names(self._folder / FOLDER)}
+        own = [file for node, file in [*self._kept] if node == self._own and file != EVENTS] if there else []
+        gone = [file for file in own if file.rpartition("/")[2] not in there][:_MOST_LEFT_OUT]
+        for file in gone:
+            del self._kept[self._own, file]
+            self._whole.discard((self._own, file))
+        return [(ShippedPart(self._own, file, 0, 0), b"") for file in gone]
+
     def _files(self) -> Iterator[tuple[str, str, Path]]:
         """Yields host, name and path of each file that may have more, the events of each host first."""
         folders = [(self._own, self._folder)]
@@ -113,10 +126,7 @@ class Shipper:
 
     def _step_files(self, node: str, folder: Path) -> list[str]:
         """Returns the files of steps; of a worker only its newest one grows."""
-        try:
-            names = os.listdir(folder / FOLDER)
-        except FileNotFoundError:
-            return []
+        names = _names(folder / FOLDER)
         kinds = sorted((each for each in map(_kind, names) if each is not None), key=lambda each: each.first)
         newest = {each.worker: each.first for each in kinds}
         for each in kinds:
@@ -126,6 +136,13 @@ class Shipper:
                     if (folder / key[1]).stat().st_size <= self._kept[key]:
                         self._whole.add(key)
         return [f"{FOLDER}/{each}" for each in kinds]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _read(path: Path, begin: int, most: int) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.core.errors import InvariantError, StorageError
 from engine.core.history.process_records import LostRecord
-from engine.core.history.record import AGENT, StampedRecord
+from engine.core.history.record import AGENT, Record, StampedRecord
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord
 from engine.core.history.step_files import entry
@@ -58,6 +58,12 @@ class Recorder:
         """
         self._record(self._append, record)
 
+    def hear(self, decision: Record) -> None:
+        """Takes a decision of another host, behind which steps may be left out here too."""
+        if self._thinning is not None and (thinned := self._thinning.after(decision)):
+            self.write(thinned)
+            self._thinning.delete()
+
     def close(self) -> None:
         """Closes the files of the steps."""
         if self.steps is not None:
@@ -82,9 +88,7 @@ class Recorder:
             append(self.fd, line)
         if self.tell is not None:
             self.tell(stamped, text)
-        if self._thinning is not None and (thinned := self._thinning.after(stamped)):
-            self.write(thinned)
-            self._thinning.delete()
+        self.hear(stamped)
 
     def _lose(self, error: OSError) -> None:
         why = error.strerror or str(error)

@@ -1,7 +1,7 @@
 """Leaves out ranges of steps from the files of a run that grows beyond its limit; `retention` has the rule.
 
-Rules: the launcher decides, at the first commit in each new range. It records which steps it leaves out before it
-deletes their files, so that no reader finds a gap without its reason.
+Rules: the launcher decides, at the first commit in each new range; of several hosts each one for its own files. It
+records which steps it leaves out before it deletes their files, so that no reader finds a gap without its reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Thinning:
         self._superfluous: set[int] = set()
 
     def after(self, record: Record) -> ThinnedRecord | None:
-        """Takes the next record of the launcher; returns the record of the steps to leave out now, if there are any."""
+        """Takes the next record of the launcher, or a decision that it has heard.
+
+        Returns the record of the steps to leave out now, if there are any.
+        """
         self._marked.add(record)
         if isinstance(record, StartedRecord):
             self._writers.add(record.of)
