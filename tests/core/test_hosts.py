@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from engine.core.hosts.deal import deal
 from engine.core.membership.effects import plan_document
 from engine.core.membership.state import Options, begin
 from engine.core.ownership import Grid, Ownership, healed, with_shadows
@@ -53,25 +55,62 @@ def shapes(blocks: int) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("workers", "hosts", "blocks"), [*shapes(1), *shapes(2)])
-def test_no_lost_host_loses_a_slot_while_there_is_another(workers: int, hosts: int, blocks: int) -> None:
-    """Each host is lost first, each other one second, then the others by turns."""
+def deadly(ownership: Ownership, on: dict[int, set[int]]) -> list[int]:
+    """Returns the hosts whose loss loses a slot."""
+    return [host for host, there in on.items() if lost_by(ownership, there)]
+
+
+def walk(workers: int, hosts: int, blocks: int, *, every_order: bool) -> int:
+    """Loses one host after the other, heals after each, and looks at all that are left while there are two.
+
+    Returns the number of states. Without `every_order` each host is lost first, each other one second, then the others
+    by turns.
+    """
     host_of = dealt(workers, hosts)
-    on = {host: {each for each, there in host_of.items() if there == host} for host in range(hosts)}
-    begun = heal(in_runs(workers, blocks), {*host_of}, host_of)
-    for first in range(hosts):
-        assert not lost_by(begun, on[first])
-        members = {*host_of} - on[first]
-        then = heal(without(begun, on[first]), members, host_of)
-        others = [host for host in range(hosts) if host != first]
-        for turn in range(len(others)):
-            left, now = {*members}, then
-            for host in (others[turn:] + others[:turn])[: 2 if turn else None]:
-                if left == on[host]:
-                    break
-                assert not lost_by(now, on[host])
-                left -= on[host]
-                now = heal(without(now, on[host]), left, host_of)
+    everywhere = {host: {each for each, there in host_of.items() if there == host} for host in range(hosts)}
+    in_order = tuple(range(hosts))
+    todo, seen = [(heal(in_runs(workers, blocks), {*host_of}, host_of), in_order)], set[tuple[object, ...]]()
+    while todo:
+        ownership, left = todo.pop()
+        state = (ownership.owners, ownership.shadows, frozenset(left) if every_order else left)
+        if len(left) < 2 or state in seen:
+            continue
+        seen.add(state)
+        on = {host: everywhere[host] for host in left}
+        assert deadly(ownership, on) == [], (left, ownership)
+        for host in left if every_order or len(left) > hosts - 2 else left[:1]:
+            members = {each for other in left if other != host for each in on[other]}
+            place = left.index(host)
+            following = (*left[place + 1 :], *left[:place])
+            todo.append((heal(without(ownership, on[host]), members, host_of), following))
+    return len(seen)
+
+
+@pytest.mark.parametrize(("workers", "hosts", "blocks"), [*shapes(1), *shapes(2)])
+def test_no_host_is_deadly_while_there_are_two(workers: int, hosts: int, blocks: int) -> None:
+    """Also after the heal that follows a loss, until two are left."""
+    assert walk(workers, hosts, blocks, every_order=hosts <= 4) >= hosts - 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("hosts", range(5, MOST_HOSTS + 1))
+def test_no_host_is_deadly_in_any_order_of_losses(hosts: int) -> None:
+    for workers, _, blocks in [each for each in (*shapes(1), *shapes(2)) if each[1] == hosts]:
+        walk(workers, hosts, blocks, every_order=True)
+
+
+@pytest.mark.parametrize(("workers", "hosts", "blocks"), [*shapes(1), *shapes(2)])
+def test_a_run_begins_without_a_deadly_host(workers: int, hosts: int, blocks: int) -> None:
+    """The hosts are those that agents deal; with the shadows of those who know no hosts there are deadly ones."""
+    names = [f"host-{number}" for number in range(hosts)]
+    host_of = deal(range(workers), names)
+    assert host_of == {worker: names[number] for worker, number in dealt(workers, hosts).items()}
+    bare = replace(in_runs(workers, blocks), shadows=())
+    begun = with_shadows(bare, "lazy", 1, range(workers), host_of=host_of)
+    on = {number: {each for each in host_of if host_of[each] == name} for number, name in enumerate(names)}
+    assert deadly(begun, on) == []
+    assert deadly(in_runs(workers, blocks), on) or workers == hosts
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])

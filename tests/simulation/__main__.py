@@ -1,20 +1,23 @@
 """``python -m tests.simulation``: replays a case, or tries many.
 
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
-pair of kills of some, then random ones; ``--random N`` random ones only, and ``--churn N`` those of churn, from
-``--first`` on. The first case that fails is shrunk and printed as the command that replays it.
+pair of kills of some, then random ones; ``--random N`` random ones only, ``--churn N`` those of churn, and
+``--hosts N`` those of several hosts that are lost, from ``--first`` on. The first case that fails is shrunk and printed
+as the command that replays it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from time import monotonic
 
 from tests.simulation.case import Case, from_text
 from tests.simulation.churn import churn_case
+from tests.simulation.host_losses import host_case
 from tests.simulation.run import run
 from tests.simulation.schedules import PAIRED, grid_cases, pair_cases, random_case, single_kills
 from tests.simulation.shrink import shrunk
@@ -30,6 +33,7 @@ def main() -> int:
     what.add_argument("--soak", type=int, metavar="N")
     what.add_argument("--random", type=int, metavar="N")
     what.add_argument("--churn", type=int, metavar="N")
+    what.add_argument("--hosts", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
     given = parser.parse_args()
     if given.replay is not None:
@@ -41,6 +45,8 @@ def main() -> int:
         return bool(history.problem)
     if given.churn is not None:
         return soak(islice(map(churn_case, count(given.first)), given.churn))
+    if given.hosts is not None:
+        return soak(islice(map(host_case, count(given.first)), given.hosts))
     randoms = map(random_case, count(given.first))
     cases = randoms if given.random is not None else chain(enumerated(), randoms)
     return soak(islice(cases, given.random or given.soak))
@@ -58,11 +64,13 @@ def soak(cases: Iterator[Case]) -> int:
     """Tries cases and prints progress; returns 1 at the first failure, else 0."""
     begun = told = monotonic()
     tried = struck = recoveries = 0
+    turns = Counter[str]()
     for case in cases:
         history = run(case)
         tried += 1
         struck += len(history.struck)
         recoveries += history.epoch - 1
+        turns.update(history.turns)
         if history.problem:
             print(f"{history.problem}\n{case.text()}\nshrinking ...", flush=True)
             small = shrunk(case)
@@ -75,6 +83,8 @@ def soak(cases: Iterator[Case]) -> int:
                 flush=True,
             )
     taken = monotonic() - begun
+    for turn, number in turns.most_common():
+        print(f"{number:>10,}  {turn}")
     print(
         f"{tried:,} schedules, {struck:,} faults, {recoveries:,} epochs in {taken:,.0f} s: every promise was kept",
         flush=True,

@@ -28,7 +28,7 @@ from tests.simulation.compiled import (
     key_of,
     parts_of,
 )
-from tests.simulation.replica import Replica
+from tests.simulation.replica import Replica, tell_hashes
 
 if TYPE_CHECKING:
     from tests.simulation.executor import Executor
@@ -155,6 +155,7 @@ def _heal(worker: Executor, action: Action) -> bool:
         return False
     version, state = payload
     worker.replicas[slot] = Replica(slot, version, *state)
+    tell_hashes(worker, slot)
     worker.world.turns.add("shadow is healed")
     return True
 

@@ -31,6 +31,7 @@ POINTS = (
     *("commit", "stepped", "decided"),
     *("HEAL", "REDUCE_GRAD", "LOG", "COMMIT", "F", "B", "f", "I", "W", "STREAM"),
 )
+HOST_KINDS = ("power", "agent", "silent")  # of the loss of a host, as the fault of a worker: of its host
 KINDS = ("kill", "zombie", "pause", "link", "suspect", "notice", "stop")
 SHORT = "short"  # a notice that does not suffice for a step boundary; the worker is killed after it
 SHORT_US = 100_000
@@ -62,6 +63,19 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLoss:
+    """The loss of a host at the `at`-th moment of the coordinators of a history.
+
+    `which` is the host that coordinates, or is about to, for 0, else one of the others. `kind`: its power goes, its
+    agent is killed, or it is silent until its lease expires.
+    """
+
+    at: int
+    which: int = 0
+    kind: str = "power"
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One job and its faults. With `spread` 0 all delays are usual; above 0 they are drawn from the seed.
 
@@ -89,6 +103,8 @@ class Case:
     elastic: bool = False  # the host asks the policy for wanted owners
     again: int = 0  # each such word of a worker, about, comes a second time, and late; 0 for none
     joining: int = 0  # the last of them, which join without a failure
+    hosts: int = 0  # each with an agent of its own, of which another one coordinates when one is lost; 0 for one host
+    losses: tuple[HostLoss, ...] = ()
 
     @property
     def num_workers(self) -> int:
@@ -110,6 +126,7 @@ def from_text(text: str) -> Case:
     """Returns the case in a text."""
     fields: dict[str, Any] = json.loads(text)
     fields["faults"] = tuple(Fault(**each) for each in fields.get("faults", ()))
+    fields["losses"] = tuple(HostLoss(**each) for each in fields.get("losses", ()))
     fields["deaths"] = tuple(fields.get("deaths", ()))
     fields["ties"] = tuple(tuple(group) for group in fields.get("ties", ()))
     return Case(**fields)

@@ -42,7 +42,8 @@ class Joining(Executor):
         if self.number not in self.world.members:
             self.joined()
         elif self.number == self.ownership.owners[0]:
-            self.world.say(self.number, messages.CutMessage(tuple(range(self.case.stages)), ()))
+            stages = range(self.case.stages)
+            self.world.say(self.number, messages.CutMessage(tuple(stages), tuple(map(str, stages))))
 
     def joins(self, message: ToWorker) -> None:
         """Takes a message of the start; a worker that waits has no part in it."""

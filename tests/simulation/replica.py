@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from engine.core.messages import AuditMessage
 from engine.core.ownership import Slot
 from engine.core.recovery.inventory import Inventory, to_json
 from engine.core.value import Kind, Value
@@ -108,6 +109,20 @@ class Replica:
         return self.sums, self.running, self.losses
 
 
+def tell_hashes(worker: Executor, slot: Slot) -> None:
+    """Sends the hashes of a replica after the last step, in a run on several hosts; a stage counts as a layer."""
+    replica = worker.replicas[slot]
+    if worker.case.hosts and replica.version:
+        state, buffers = (replica.weights, replica.optimizer), replica.buffers[slot[0]]
+        row = (slot[1], hashed(state), hashed(buffers), (), ())
+        worker.world.say(worker.number, AuditMessage(replica.version - 1, slot[0], (row,)))
+
+
+def hashed(value: object) -> str:
+    """Returns a value as the text of a hash."""
+    return f"{hash(value) & 0xFFFFFFFFFFFF:012x}"
+
+
 def adopted(worker: Executor, slots: tuple[Slot, ...]) -> None:
     """Builds the replicas that a worker adopts from replicas of the same stage in other pipelines."""
     for slot in slots:
@@ -118,6 +133,7 @@ def adopted(worker: Executor, slots: tuple[Slot, ...]) -> None:
             worker.world.turns.add("replica is adopted")
             source = worker.replicas[pipelines[0], slot[1]]
             worker.replicas[slot] = Replica(slot, source.version, *source.state())
+            tell_hashes(worker, slot)
 
 
 def inventory_of(worker: Executor) -> str:

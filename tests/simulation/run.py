@@ -10,6 +10,7 @@ from engine.core.errors import BambooError
 from engine.core.membership.state import Phase
 from tests.simulation.beginning import begun
 from tests.simulation.case import Case, Fault, Violation
+from tests.simulation.host_world import HostWorld
 from tests.simulation.world import World
 
 
@@ -30,12 +31,12 @@ class History:
 
 def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
     """Returns the history of a case."""
-    return _history(World(case, tell))
+    return _history(HostWorld(case, tell) if case.hosts else World(case, tell))
 
 
 def run_on(case: Case) -> History:
     """Returns the same history sooner: cases of one shape share their start."""
-    return _history(begun(case))
+    return _history(HostWorld(case) if case.hosts else begun(case))
 
 
 def _history(world: World) -> History:

@@ -36,6 +36,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     for place in range(len(faults)):
         yield replace(case, faults=faults[:place] + faults[place + 1 :])
     yield from _fewer_deaths(case)
+    yield from _fewer_losses(case)
     if case.pipelines > 1:
         yield replace(case, pipelines=case.pipelines - 1)
     of_worker = case.stages_per_worker * case.blocks
@@ -63,6 +64,16 @@ def _fewer_deaths(case: Case) -> Iterator[Case]:
     for place, moment in enumerate(case.deaths):
         for fewer in ((), (moment // 2,), (moment - 1,)):
             yield replace(case, deaths=(*case.deaths[:place], *fewer, *case.deaths[place + 1 :]))
+
+
+def _fewer_losses(case: Case) -> Iterator[Case]:
+    if case.hosts > len(case.losses) + 1:
+        yield replace(case, hosts=case.hosts - 1)
+    for place, loss in enumerate(case.losses):
+        yield replace(case, losses=case.losses[:place] + case.losses[place + 1 :])
+        for less in (replace(loss, at=loss.at - 1), replace(loss, which=0), replace(loss, kind="agent")):
+            if less != loss and less.at:
+                yield replace(case, losses=(*case.losses[:place], less, *case.losses[place + 1 :]))
 
 
 def _earlier(fault: Fault) -> Iterator[Fault]:

@@ -27,7 +27,7 @@ from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled
 from tests.simulation.joining import Joining
 from tests.simulation.plans import next_program, planned, read, shares_of
-from tests.simulation.replica import adopted, inventory_of
+from tests.simulation.replica import adopted, inventory_of, tell_hashes
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -278,7 +278,7 @@ class Worker(Joining):
         """Tells the machine that this worker has joined."""
         waits = self.number not in self.world.members
         how = {"waits": waits, "joins": self.world.is_eager(self.number)}
-        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, 0, **how))
+        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, bool(self.case.hosts), **how))
         if waits:
             self.come_to("waiting")
 
@@ -459,8 +459,15 @@ class Worker(Joining):
         self.world.end(self, output.code)
         return None
 
+    def audit(self, output: outputs.Audit) -> Answer:
+        """Sends the hashes of its replicas, in a run on several hosts; a stage counts as a layer."""
+        for slot in output.slots:
+            if slot in self.replicas:
+                tell_hashes(self, slot)
+        return None
+
     def nothing(self, output: outputs.Output) -> Answer:
-        """Does nothing: there are no audits, and no transfer is under way at the end."""
+        """Does nothing: no transfer is under way at the end."""
         return None
 
 
@@ -499,7 +506,7 @@ _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
     outputs.CatchUp: Worker.take_steps,
     outputs.Adopt: Worker.adopt,
     outputs.Drop: Worker.drop,
-    outputs.Audit: Worker.nothing,
+    outputs.Audit: Worker.audit,
     outputs.Keep: Worker.keep,
     outputs.ReleaseSends: Worker.release_sends,
     outputs.Validate: Worker.validate,

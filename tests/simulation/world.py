@@ -70,6 +70,9 @@ def first_state(ownership: Ownership, redundancy: Redundancy, steps: int) -> Sta
 class World:
     """One job and its faults."""
 
+    coordinator_of: type[Coordinator] = Coordinator
+    judge_of: type[Judge] = Judge
+
     def __init__(self, case: Case, tell: Callable[[str], None] | None = None):
         self.tell_all = tell
         self.spread = case.spread
@@ -82,7 +85,7 @@ class World:
         grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties, case.blocks)
         self.retains = case.redundancy != "none" or case.pipelines > 1
         how = (case.redundancy, case.level, case.stages_per_worker, case.schedule)
-        self.ownership = first_ownership(grid, *how)
+        self.ownership = self.placed(first_ownership(grid, *how), case)
         self.job = job_of(
             *(case.stages, case.pipelines, case.microbatches, case.redundancy, case.level, case.steps),
             case.validate_every,
@@ -104,14 +107,22 @@ class World:
         self.asked = Rebalancing(())  # by the host agent, which asks the policy
         self.is_asking = False
         self.is_restarting = False
-        self.written = begin(self.job, first_state(self.ownership, case.redundancy, case.steps), 0)  # in the store
-        self.coordinator = Coordinator(self, self.written)
+        self.written = begin(self.job, self.first_state(), 0)  # in the store
+        self.coordinator = self.coordinator_of(self, self.written)
         self.reached = 0  # moments of the present coordinator
         self.is_stopped = False
         self.gathering = Gathering()  # at the host agent
         self.whole: set[int] = set()  # the steps of whole checkpoints
-        self.judge = Judge(self, grid)
+        self.judge = self.judge_of(self, grid)
         self._start()
+
+    def placed(self, ownership: Ownership, case: Case) -> Ownership:
+        """Returns the first ownership of a case, with the shadows where they are to stand."""
+        return ownership
+
+    def first_state(self) -> State:
+        """Returns the first state of the membership protocol."""
+        return first_state(self.ownership, self.case.redundancy, self.case.steps)
 
     def takes(self, case: Case) -> None:
         """Takes the seed and the faults of a case of its shape."""
@@ -329,7 +340,7 @@ class World:
             self.unheard.append((number, message))
         if not self.coordinator.alive:
             return
-        self.note(_WORDS.get(type(message), _OTHER), number)
+        self.note(WORDS.get(type(message), OTHER), number)
         self.coordinator.take(Heard, number, message, self.node_of(number))
 
     def await_parts(self, told: ToWorker) -> None:
@@ -471,11 +482,11 @@ class World:
 def _in_words(numbers: tuple[int, ...]) -> str:
     """Returns noted numbers in words, for the replay of a case."""
     first, second, *third = numbers
-    said = {code: kind for kind, code in _WORDS.items()}
+    said = {code: kind for kind, code in WORDS.items()}
     if first in said:
         return f"the coordinator hears of worker {second}: {said[first].__name__}"
     if first < 0:
-        if first == _OTHER:
+        if first == OTHER:
             return f"the coordinator hears of worker {second}: another message"
         return f"worker {second} is {'struck' if first == _STRUCK else 'seen to have ended'}"
     if third:
@@ -484,8 +495,8 @@ def _in_words(numbers: tuple[int, ...]) -> str:
     return f"worker {second} receives {VALUES[kind]} {index} of slot {(pipeline, stage)}"
 
 
-_STRUCK, _ENDED, _OTHER = -2, -3, -4
-_WORDS: dict[type[ToAgent], int] = {
+_STRUCK, _ENDED, OTHER = -2, -3, -4
+WORDS: dict[type[ToAgent], int] = {
     messages.SuspicionMessage: -10,
     InventoryMessage: -11,
     PlannedMessage: -12,
