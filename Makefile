@@ -104,8 +104,9 @@ soak-loggers: $(TEST_STAMP)
 
 # Each fault of hosts TIMES times, on hosts of namespaces with clocks an hour apart: some forty minutes on two cores.
 TIMES ?= 20
+BEDS ?= 1
 soak-hosts: $(TEST_STAMP)
-	.venv/bin/python -m tests.e2e.host_soak --times $(TIMES) --seed $(SEED) $(ONLY:%=--only %)
+	.venv/bin/python -m tests.e2e.host_soak --times $(TIMES) --jobs $(BEDS) --seed $(SEED) $(ONLY:%=--only %)
 
 # A real Slurm of three nodes, of Debian's packages, in namespaces, as root: some three minutes on two cores.
 soak-slurm: $(TEST_STAMP)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=20, help="rounds: cases of each fault")
     parser.add_argument("--only", action="append", choices=[*FAULTS, *BITS], help="a fault or a job; repeatable")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--jobs", type=int, default=1, help="beds at a time; with several, times are not comparable")
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     given = parser.parse_args(arguments)
     if why := hosts_error():
@@ -158,14 +160,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 4
     folder = Path(tempfile.mkdtemp(prefix="host-soak-"))
     found: dict[str, list[SoakResult]] = {}
-    try:
-        for number, case in enumerate(cases(given.times, given.only or (), given.seed)):
-            result = run_case(case, folder / str(number))
-            found.setdefault(case.name, []).append(result)
-            text = result.problem or "passed"
-            print(f"{case.name} {case.number}: {text} ({result.seconds:.1f} s)", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        print("interrupted; the cases so far:", file=sys.stderr)
+    listed = list(enumerate(cases(given.times, given.only or (), given.seed)))
+    with ThreadPoolExecutor(given.jobs) as pool:
+        begun = {pool.submit(run_case, case, folder / str(number)): case for number, case in listed}
+        try:
+            for each in as_completed(begun):
+                case, result = begun[each], each.result()
+                found.setdefault(case.name, []).append(result)
+                text = result.problem or "passed"
+                print(f"{case.name} {case.number}: {text} ({result.seconds:.1f} s)", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            print("interrupted; the cases so far:", file=sys.stderr)
     rows = [row(name, each) for name, each in found.items()]
     problems = [each.problem for results in found.values() for each in results if each.problem]
     if given.json:

@@ -14,7 +14,7 @@ from engine.runtime.store import etcd_calls
 from engine.runtime.store.etcd_calls import EtcdCalls
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 
-GONE, LEADERLESS, GOOD = (Endpoint(name, 1) for name in ("gone", "leaderless", "good"))
+GONE, LEADERLESS, GOOD, LATE = (Endpoint(name, 1) for name in ("gone", "leaderless", "good", "late"))
 
 
 class RefusedError(grpc.RpcError):  # type: ignore[misc]
@@ -38,7 +38,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
     def connected(_: EtcdCalls, endpoint: Endpoint) -> Any:
         def method(request: Any, timeout: float, metadata: Any) -> str:
             asked.append(endpoint)
-            if endpoint == GONE:
+            if endpoint == GONE or (endpoint == LATE and asked.count(LATE) == 1):
                 time.sleep(timeout)
                 raise RefusedError(grpc.StatusCode.DEADLINE_EXCEEDED)
             if endpoint == LEADERLESS:
@@ -51,6 +51,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
     monkeypatch.setattr(etcd_calls, "ATTEMPT_S", 0.1)
     monkeypatch.setattr(etcd_calls, "PAUSE_S", 0.01)
     monkeypatch.setattr(etcd_calls, "_avoided_until_s", {})
+    monkeypatch.setattr(etcd_calls, "_refuses_since_s", {})
     return asked
 
 
@@ -67,6 +68,17 @@ def test_an_endpoint_that_did_not_answer_costs_one_timeout(asked: list[Endpoint]
     assert asked.count(LEADERLESS) > 5, "it may know a leader soon"
     assert calls(GONE, GOOD).call("Range", None) == "answer"
     assert asked.count(GONE) == 1, "another client of this process avoids it too"
+
+
+def test_an_endpoint_that_only_refuses_does_not_keep_one_away_that_was_slow(
+    asked: list[Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader was killed; the other members were too slow during the election, and were not asked for 10 s."""
+    monkeypatch.setattr(etcd_calls, "_REFUSES_S", 0.1)
+    assert calls(LATE, LEADERLESS).call("Range", None) == "answer"
+    assert asked.count(LATE) == 2
+    assert calls(LEADERLESS, LATE).call("Range", None) == "answer"
+    assert asked[-1] == LATE and asked.count(LATE) == 3
 
 
 def test_the_only_endpoint_is_asked_again(asked: list[Endpoint]) -> None:

@@ -75,7 +75,8 @@ class BedEtcd:
                 continue
             done = self._ask(each, _CALL_S, "endpoint", "status", "--write-out=json")
             status: list[dict[str, Any]] = json.loads(done.stdout or "[]")  # of a member that does not answer, none
-            if any(told["Status"]["leader"] == told["Status"]["header"]["member_id"] for told in status):
+            found = [told["Status"] for told in status]  # without `leader` while none is elected
+            if any(told.get("leader") == told["header"]["member_id"] for told in found):
                 return each
         raise EnvironmentLacksError("no member of etcd leads")
 

@@ -1,8 +1,9 @@
 """Calls to etcd with retries at all endpoints until a deadline.
 
 Rules: every attempt has a timeout, every call a deadline. An endpoint that did not answer in time is asked again when
-no other one is left, or after some seconds, by all clients of a process: a host that is gone costs one timeout. Errors
-of gRPC and etcd are raised as CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only
+no other one is left, or after some seconds, by all clients of a process: a host that is gone costs one timeout. One
+that has refused for a second is no better: while etcd elects a leader the living members may be too slow. Errors of
+gRPC and etcd are raised as CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only
 in the process that made it: its threads and locks do not survive a fork, and a forked child would hang.
 """
 
@@ -29,7 +30,9 @@ DEADLINE_S = 10.0
 ATTEMPT_S = 1.0
 PAUSE_S = 0.05
 _AVOIDED_S = 10.0  # an endpoint that did not answer
+_REFUSES_S = 1.0  # an endpoint, until it counts as one that did not answer
 _avoided_until_s: dict[Endpoint | SocketEndpoint, float] = {}
+_refuses_since_s: dict[Endpoint | SocketEndpoint, float] = {}
 
 _CHANNEL_OPTIONS = (
     # A web proxy of the host is not for etcd.
@@ -92,7 +95,10 @@ class EtcdCalls:
         try:
             connection = self._connect(endpoint)
             with breakable():
-                return connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
+                reply = connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
+            _avoided_until_s.pop(endpoint, None)
+            _refuses_since_s.pop(endpoint, None)
+            return reply
         except grpc.RpcError as error:
             self._judge(error, endpoint)
             if time.monotonic() + PAUSE_S >= until_s:
@@ -126,8 +132,11 @@ class EtcdCalls:
                 self._connections.pop(endpoint, None)
         elif code in _PASSING:
             self._turn = (self._settings.endpoints.index(endpoint) + 1) % len(self._settings.endpoints)
+            now_s = time.monotonic()
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                _avoided_until_s[endpoint] = time.monotonic() + _AVOIDED_S
+                _avoided_until_s[endpoint] = now_s + _AVOIDED_S
+            elif now_s >= _refuses_since_s.setdefault(endpoint, now_s) + _REFUSES_S:
+                _avoided_until_s[endpoint] = now_s + _REFUSES_S
         else:
             way_out = f"; {self._way_out(details)}" if self._way_out(details) else ""
             raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}{way_out}") from None
