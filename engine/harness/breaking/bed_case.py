@@ -159,7 +159,7 @@ def _followed(agents: BedAgents, striker: HostStriker, job: Job, say: Callable[[
             text = f"no host has recorded anything for {_STILL_S:g} s, so the bed was removed"
             return BambooError(text, ExitCode.NOT_RECOVERED)
     agents.look()
-    striker.look()
+    striker.settle()
     return None
 
 

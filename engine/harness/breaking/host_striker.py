@@ -22,6 +22,7 @@ from engine.runtime.process.subprocesses import is_readable
 _WORKER = "bamboo-"  # the names of the processes of workers begin so, and their numbers follow
 _NONE_LEADS_S = 20.0  # for etcd to have a leader
 _LOOK_S = 0.5
+_ENDS_S = 10.0  # from the end of all agents to that of all struck processes
 
 
 class _Blow:
@@ -46,8 +47,9 @@ class _Blow:
                     return
         self._ended_ns = time.monotonic_ns() - self._strike.at_ns
 
-    def close(self) -> None:
-        """Waits no longer."""
+    def close(self, within_s: float) -> None:
+        """Waits for the ends so long at most: of a host that is cut off the agent ends a moment before its workers."""
+        self._thread.join(within_s)
         self._is_over.set()
         self._thread.join()
         for each in self._pidfds:
@@ -62,6 +64,7 @@ class HostStriker:
         self._agents, self._etcd, self._say = agents, etcd, say
         self._reached_ns: dict[int, int] = {}  # step -> when it was seen to begin
         self._blows: list[_Blow] = []
+        self._open: list[_Blow] = []  # those that are not closed
         self._lost: set[str] = set()
         self._leads: BedHost | None = None
 
@@ -69,8 +72,13 @@ class HostStriker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._blows:
-            each.close()
+        self.settle(0.0)
+
+    def settle(self, within_s: float = _ENDS_S) -> None:
+        """Waits for the ends of all struck processes."""
+        until_s = time.monotonic() + within_s
+        while self._open:
+            self._open.pop().close(max(0.0, until_s - time.monotonic()))
 
     @property
     def strikes(self) -> list[HostStrike]:
@@ -110,6 +118,7 @@ class HostStriker:
         self._act(fault, host, pidfds)
         made = HostStrike(fault, chosen, self._agents.committed + 1, at_ns, tuple(sorted(workers)))
         self._blows.append(_Blow(made, pidfds))
+        self._open.append(self._blows[-1])
         self._lost |= {chosen} if made.loses_host else set()
         is_chief = ", which coordinates" if chosen == self._agents.coordinates else ""
         self._say(f"step {made.step}: {fault.do} {chosen}{is_chief}")
