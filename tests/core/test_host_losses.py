@@ -66,8 +66,10 @@ def test_agents_end_as_they_have_to() -> None:
     assert results(GOOD, codes=CODES | {"h1": 85}) == {"agents": "failed"}
     cut = replace(STRIKE, fault=replace(FAULT, do="cut-host"), ended_ns=4 * S, spare_ns=S // 2)
     assert results(GOOD, [cut], CODES | {"h1": 85}) == {}
+    led = replace(cut, ended_ns=6 * S)  # its member of etcd led, and answered one more renewal
+    assert results(GOOD, [led], CODES | {"h1": 85}) == {}
     assert results(GOOD, [cut]) == {"agents": "failed"}
-    for late in (replace(cut, spare_ns=-1), replace(cut, ended_ns=6 * S), replace(cut, spare_ns=None)):
+    for late in (replace(cut, spare_ns=-1), replace(cut, ended_ns=8 * S), replace(cut, spare_ns=None)):
         assert results(GOOD, [late], CODES | {"h1": 85}) == {"lease": "failed"}
 
 
