@@ -10,7 +10,7 @@ from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.wire import StepMessage, parts_of, read_step
 from engine.core.history.process_records import CutShortRecord
 from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted
-from engine.core.membership.evidence import Loading, Sight
+from engine.core.membership.evidence import HostWord, Loading, Sight
 from engine.core.message_codec import Message, decode, encode
 from engine.core.messages import FailedMessage
 from engine.core.process_messages import ByeMessage
@@ -26,6 +26,7 @@ INPUTS: tuple[CoordinatorInput, ...] = (
     Notice(5, None, 7),
     Cramped(5, {3: "waits on"}),
     inputs.Passed(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}, (2, 0)),
+    inputs.Passed(5, {}, {}, (), {1: HostWord(7, '{"kind":"heartbeat"}'), 2: HostWord(8)}),
     inputs.Stopping(5),
     Restarted(5),
 )

@@ -8,10 +8,12 @@ import pytest
 
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded
 from engine.core.membership.events import Heard, Tick
-from engine.core.membership.evidence import Loading, Sight
+from engine.core.membership.evidence import HostWord, Loading, Sight
 from engine.core.membership.failure_detector import last_seen, unresponsive
 from engine.core.membership.state import Options, Phase, State
+from engine.core.message_codec import encode
 from engine.core.messages import HeartbeatMessage
+from engine.core.process_messages import PingMessage
 from tests.core.membership_cases import S, beats, committed, forming, is_done, running, told
 
 
@@ -247,3 +249,28 @@ def test_no_edge_to_a_worker_is_dark_while_nothing_comes_from_its_host() -> None
             state = told(state, Heard(now_ns, 1, HeartbeatMessage(1, 0, 3, False, 9 * S, ((0, 7, 8, 6), (2, 7, 8, 6)))))
         state = told(state, Tick(now_ns, {}, unseen=(1,)))
     assert (state.epoch, state.verdict) == (1, ())
+
+
+def words(*ages_ns: int) -> dict[int, HostWord]:
+    return {worker: HostWord(age_ns) for worker, age_ns in enumerate(ages_ns)}
+
+
+def test_the_silence_of_a_worker_on_another_host_is_what_its_agent_has_seen() -> None:
+    state = running()
+    limit_ns = state.options.silence_ns
+    for now_ns in range(S // 4, 20 * S, S // 4):  # the words come rarely, and each tick has the last ones
+        state = told(state, Tick(now_ns, words=words(0, limit_ns - 1, 0)))
+    assert (state.epoch, state.verdict) == (1, ())
+    state = told(state, Tick(20 * S, words=words(0, limit_ns + S, 0)))
+    (out,) = state.verdict
+    assert (out.worker, out.cause) == (1, Cause.SILENCE)
+    assert f"silent for {(limit_ns + S) / S:.1f} s" in out.how
+
+
+def test_one_tick_takes_the_heartbeats_of_all_workers_of_other_hosts() -> None:
+    beat = HeartbeatMessage(1, 0, 4, inside=True)
+    given = {worker: HostWord(S // 10, encode(beat).decode()) for worker in range(3)} | {7: HostWord(0)}
+    state = told(running(), Tick(S, words=given))
+    assert {worker: seen.at for worker, seen in state.sightings.items()} == dict.fromkeys(range(3), (1, 0, 4, False))
+    assert {seen.heard_ns for seen in state.sightings.values()} == {S - S // 10}
+    assert told(running(), Tick(S, words={1: HostWord(0, encode(PingMessage()).decode())})).epoch == 1

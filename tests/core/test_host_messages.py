@@ -17,7 +17,7 @@ from engine.core.messages import HeartbeatMessage
 from engine.core.process_messages import KeyMessage, PingMessage
 
 HEARTBEAT = encode(HeartbeatMessage(1, 5, 7, True)).decode()
-SIGN = WorkerSign(3, HEARTBEAT, (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34), 2)
+SIGN = WorkerSign(3, HEARTBEAT, (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34), 2, 10**7)
 HEADERS: list[Message] = [
     host_messages.HelloHostMessage("a", "1f", 3),
     host_messages.HailedHostMessage(2),

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from engine.core.hosts.host_messages import WorkerSign
+from engine.core.membership.evidence import HostWord
+from engine.core.message_codec import encode
+from engine.core.messages import HeartbeatMessage
+from engine.runtime.agent import worker_handles
+from engine.runtime.agent.worker_handles import WorkerHandle, sights_of
 from engine.runtime.hosts import away_child
 from engine.runtime.hosts.away_child import AwayChild
+from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child
 
@@ -39,3 +46,37 @@ def test_a_process_is_unseen_when_two_signs_of_life_have_not_come(monkeypatch: p
         board.close()
         here.close()
         far.close()
+
+
+def test_the_signs_of_a_host_are_one_decision_of_a_tick_and_no_message_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_ns = 5 * S
+    monkeypatch.setattr(away_child, "now_ns", lambda: clock_ns)
+    monkeypatch.setattr(worker_handles, "now_ns", lambda: clock_ns)
+    board = ProgressBoard.create(3)
+    members = []
+    for worker in range(3):
+        link, far = Link.pair(blocking=False)
+        child = AwayChild(f"bamboo-{worker}", worker, worker, far.fileno(), board.fd, lambda frame: None)
+        far.close()
+        members.append(WorkerHandle(worker, (), child, link, Path("log"), host="b"))
+    try:
+        heartbeat = encode(HeartbeatMessage(1, 0, 4, True)).decode()
+        for each in members:
+            assert isinstance(each.child, AwayChild)
+            place = (1, 0, 4, 1, S // 5, 0, 0)
+            each.child.sees(WorkerSign(each.worker, heartbeat, (0, 0, ""), place, ("S", 1, 1), 0, S // 10))
+        clock_ns += S // 2  # the next signs are late: nothing grows
+        sights, unseen, words = sights_of(members, board)
+        assert words == dict.fromkeys(range(3), HostWord(S // 10, heartbeat))
+        assert {each.inside_ns for each in sights.values()} == {S // 5}
+        assert unseen == ()
+        assert sights_of(members, board)[2] == dict.fromkeys(range(3), HostWord(S // 10)), "a heartbeat is told once"
+        for each in members:
+            with pytest.raises(BlockingIOError):
+                each.link.receive()  # which would be a decision for each
+    finally:
+        for each in members:
+            assert isinstance(each.child, AwayChild)
+            each.child.ended(0)
+            each.release()
+        board.close()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
-from engine.core.membership.evidence import Sight
+from engine.core.membership.evidence import HostWord, Sight
 
 
 class Place(NamedTuple):
@@ -33,13 +33,15 @@ class Ended(NamedTuple):
 class Passed(NamedTuple):
     """Time has passed; `places` and `sights` are those of the workers, as far as they are known.
 
-    Of the `unseen` workers, which are on other hosts, no sign of life has come for a while.
+    Of the `unseen` workers, which are on other hosts, no sign of life has come for a while. `words` are those of the
+    agents there on their workers: one decision takes the heartbeats of all hosts.
     """
 
     now_ns: int
     places: Mapping[int, Place] = {}
     sights: Mapping[int, Sight] = {}
     unseen: tuple[int, ...] = ()
+    words: Mapping[int, HostWord] = {}
 
 
 class Stopping(NamedTuple):

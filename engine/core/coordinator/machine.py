@@ -104,7 +104,7 @@ def _ends(state: CoordinatorState, ended: Ended) -> Decided:
 
 def _passes(state: CoordinatorState, passed: Passed) -> Decided:
     known = state._replace(places={**state.places, **passed.places})
-    new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen))
+    new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen, passed.words))
     if not new.membership.leaving:
         return new, outputs
     new, told = says_who_stays(new) if new.membership.phase is Phase.RUNNING else (new, ())

@@ -19,7 +19,7 @@ from engine.core.coordinator.inputs import CoordinatorInput, Place
 from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.coordinator.state import FACTS, STATE, CoordinatorState, documents
 from engine.core.history.record_lines import decoded, encoded
-from engine.core.membership.evidence import Loading, Sight
+from engine.core.membership.evidence import HostWord, Loading, Sight
 from engine.core.membership.state import Sighting
 from engine.core.membership.state import to_json as membership_to_json
 from engine.core.message_codec import Message, Plain, message
@@ -87,9 +87,10 @@ def read_step(first: StepMessage, rest: Iterator[Message]) -> Any:
     """Returns the input or the output that begins with a message; takes the message behind it from `rest`."""
     values = list(first.values)
     match first.name, values:
-        case "Passed", [now_ns, places, sights, unseen]:
+        case "Passed", [now_ns, places, sights, unseen, words]:
             seen = {int(worker): _sight(each) for worker, each in sights.items()}
             values = [now_ns, {int(worker): Place(*at) for worker, at in places.items()}, seen, tuple(unseen)]
+            values.append({int(worker): HostWord(*each) for worker, each in words.items()})
         case "Ended", [*known, [*at]]:
             values = [*known, Place(*at)]
         case "Tell", [workers]:

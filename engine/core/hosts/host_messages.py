@@ -131,7 +131,7 @@ class SignsHostMessage(FromOtherHost):
 
     received: int
     sent_ns: int
-    signs: tuple[tuple[int, str, tuple[int, int, str], tuple[int, ...], tuple[str | int, ...], int], ...]
+    signs: tuple[tuple[int, str, tuple[int, int, str], tuple[int, ...], tuple[str | int, ...], int, int], ...]
 
 
 @message
@@ -205,6 +205,7 @@ class WorkerSign(NamedTuple):
     place: tuple[int, ...] = ()  # empty if there is none
     times: tuple[str | int, ...] = ()  # empty if there are none
     num_signals: int = 0  # that this coordinator has sent to it, and that it had got before its state was read
+    age_ns: int = 0  # since its last word
 
 
 def frame(header: Message, packet: bytes = b"") -> bytes:

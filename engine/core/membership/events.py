@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from engine.core.membership.evidence import Sight
+from engine.core.membership.evidence import HostWord, Sight
 from engine.core.message_codec import Message
 from engine.core.messages import FinishedMessage, SuspicionMessage
 from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
@@ -116,11 +116,12 @@ class Cramped(Event):
 class Tick(Event):
     """Time has passed; comes several times within the shortest deadline. Agents have looked at some workers.
 
-    From the hosts of the `unseen` workers no sign of life has come for a while.
+    From the hosts of the `unseen` workers no sign of life has come for a while. `words` are what other hosts tell.
     """
 
     sights: Mapping[int, Sight] = field(default_factory=dict)
     unseen: tuple[int, ...] = ()
+    words: Mapping[int, HostWord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,16 @@ class Sight(NamedTuple):
     process_ns: int  # for which all threads have run
 
 
+class HostWord(NamedTuple):
+    """What the agent of another host tells of a worker: how long ago it spoke, as that agent saw it.
+
+    `heartbeat` is the last one that was not told yet, as it travels; empty for none.
+    """
+
+    age_ns: int
+    heartbeat: str = ""
+
+
 class Evidence(NamedTuple):
     """The last look at a process, with the times at which it was seen to have run since the look before."""
 

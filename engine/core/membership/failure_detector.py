@@ -9,6 +9,7 @@
 
 Rules: a waiting worker never hangs, because one stopped worker makes all others wait. A coordinator that was suspended
 itself judges no worker. A worker from whose host nothing comes is not judged either: the loss of a host is one verdict.
+The silence of a worker on another host is what its agent there has seen: between two signs it does not grow.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Collection, Mapping
 
 from engine.core.exclusion import Cause, Position, Verdict, excluded
 from engine.core.membership.broken_edges import Edge
-from engine.core.membership.evidence import Loading, Sight, after
+from engine.core.membership.evidence import HostWord, Loading, Sight, after
 from engine.core.membership.standstill import Counts, Report, dark_edges, deadline_ns
 from engine.core.membership.state import Options, Sighting, State
+from engine.core.message_codec import decode
 from engine.core.messages import HeartbeatMessage
 
 _QUIET_NS = 600_000_000  # two pings without an answer: a thread holds Python's lock
@@ -46,6 +48,20 @@ def heard(state: State, now_ns: int, worker: int, beat: HeartbeatMessage) -> Sta
     moves = worker not in state.done and (at > was.at or seen.is_inside)
     moved_ns = now_ns if moves else state.moved_ns
     return state._replace(moved_ns=moved_ns, sightings={**state.sightings, worker: seen})
+
+
+def told(state: State, words: Mapping[int, HostWord], now_ns: int) -> State:
+    """Returns the state after what other hosts tell of their workers, all at once; a slow way here is no silence."""
+    for worker, word in words.items():
+        if worker not in state.members and worker not in state.waiting:
+            continue
+        beat = decode(word.heartbeat.encode()) if word.heartbeat else None
+        if isinstance(beat, HeartbeatMessage):
+            state = heard(state, now_ns, worker, beat)
+        if (seen := state.sightings.get(worker)) is not None:
+            spoke = seen._replace(heard_ns=now_ns - word.age_ns)
+            state = state._replace(sightings={**state.sightings, worker: spoke})
+    return state
 
 
 def sighted(state: State, sights: Mapping[int, Sight], now_ns: int) -> State:

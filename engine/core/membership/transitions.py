@@ -12,7 +12,7 @@ from engine.core.exclusion import Cause, excluded, in_words
 from engine.core.membership import events
 from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
 from engine.core.membership.events import Heard
-from engine.core.membership.failure_detector import alive, dark, heard, last_seen, sighted, ticked, unresponsive
+from engine.core.membership.failure_detector import alive, dark, heard, last_seen, sighted, ticked, told, unresponsive
 from engine.core.membership.rule import rule
 from engine.core.membership.standstill import steps_after
 from engine.core.membership.state import GATHERING, Phase, State, begin
@@ -188,7 +188,8 @@ def is_done(state: State, event: Heard[messages.FinishedMessage]) -> State:
 def looks_at_clock(state: State, event: events.Tick) -> State:
     """Excludes silent, hanging and late workers; after a look without a death, or a stall, makes an empty verdict."""
     now_ns, options = event.now_ns, state.options
-    state = loses_silent(ticked(sighted(state, event.sights, now_ns), now_ns, event.unseen), now_ns)
+    state = sighted(told(state, event.words, now_ns), event.sights, now_ns)
+    state = loses_silent(ticked(state, now_ns, event.unseen), now_ns)
     if dead := unresponsive(state, now_ns):
         return new_epoch(state, now_ns, dead)
     if state.look and now_ns - state.looked_ns >= options.look_ns:

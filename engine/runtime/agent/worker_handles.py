@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from engine.core.membership.evidence import Sight
+from engine.core.membership.evidence import HostWord, Sight
 from engine.core.message_codec import ToWorker
 from engine.core.ownership import Ownership
 from engine.core.process_messages import BusyMessage
@@ -17,6 +17,8 @@ from engine.runtime.ipc.link import Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
+
+Looks = tuple[dict[int, Sight], tuple[int, ...], dict[int, HostWord]]
 
 
 @dataclass(slots=True)
@@ -111,12 +113,14 @@ def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:
         member.slots = ownership.slots_of(member.worker)
 
 
-def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> tuple[dict[int, Sight], tuple[int, ...]]:
-    """Returns the sights of workers that have not ended, and those of them from whose hosts nothing comes."""
+def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> Looks:
+    """Returns the sights of workers that have not ended, those from whose hosts nothing comes, the words of hosts."""
     living = [each for each in members if each.exit_code is None]
     seen = {each.worker: _sight_of(each, board) for each in living} if board else {}
     sights = {worker: sight for worker, sight in seen.items() if sight is not None}
-    return sights, tuple(each.worker for each in living if each.child.is_unseen)
+    told = {each.worker: each.child.word() for each in living}
+    words = {worker: HostWord(*word) for worker, word in told.items() if word is not None}
+    return sights, tuple(each.worker for each in living if each.child.is_unseen), words
 
 
 def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
@@ -125,7 +129,7 @@ def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
     if place is None or times is None:
         return None
     at = (place.epoch, place.step, place.number, place.inside)
-    inside_ns = now_ns() - place.since_ns if place.inside else 0
+    inside_ns = max(0, member.child.seen_ns() - place.since_ns) if place.inside else 0
     return Sight(*at, inside_ns, place.slowest_ns, place.loading, *times)
 
 

@@ -46,7 +46,8 @@ class AwayChild(Child):
         self._send = send
         self._times: ProcessTimes | None = None
         self._seen_ns = now_ns()
-        self._num_signals = self._num_seen = 0
+        self._num_signals = self._num_seen = self._age_ns = 0
+        self._heartbeat = ""
         self._has_ended = threading.Event()
         self._ending = threading.Lock()
         threading.Thread(target=self._pump, name=f"to {name}", daemon=True).start()
@@ -69,19 +70,19 @@ class AwayChild(Child):
         with self._ending:
             if self.is_closed or self._has_ended.is_set():
                 return
-            self._seen_ns = now_ns()
+            self._seen_ns = at_ns = now_ns()
+            self._age_ns = sign.age_ns
+            self._heartbeat = sign.heartbeat or self._heartbeat
             self._board.write(self.worker, *sign.progress)
             if sign.place:
                 epoch, step, number, inside, age_ns, slowest_ns, loading = sign.place
-                self._board.place(self.worker, (epoch, step, number, bool(inside), now_ns() - age_ns, slowest_ns))
+                self._board.place(self.worker, (epoch, step, number, bool(inside), at_ns - age_ns, slowest_ns))
                 for each in Loading:
                     self._board.load(self.worker, each, each is not Loading.NONE and each == loading)
             if sign.times:
                 state, thread_ns, process_ns = sign.times
                 self._times = ProcessTimes(str(state), int(thread_ns), int(process_ns))
                 self._num_seen = sign.num_signals
-        if sign.heartbeat:
-            self.hear(sign.heartbeat.encode())
 
     def ended(self, code: int, lost: str = "") -> None:
         """Takes the end of the process."""
@@ -99,6 +100,16 @@ class AwayChild(Child):
     def is_unseen(self) -> bool:  # type: ignore[override]
         """Whether no sign of life of it has come for a while."""
         return now_ns() - self._seen_ns > _UNSEEN_NS
+
+    def seen_ns(self) -> int:
+        """Returns the time of its last sign of life."""
+        return self._seen_ns
+
+    def word(self) -> tuple[int, str] | None:
+        """Returns how long ago it spoke, by its last sign of life, and takes its heartbeat."""
+        with self._ending:
+            heartbeat, self._heartbeat = self._heartbeat, ""
+            return self._age_ns, heartbeat
 
     def state(self) -> str | None:
         """Returns its state as its host saw it last, `UNKNOWN` before a look; None if it has ended."""

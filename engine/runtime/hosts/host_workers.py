@@ -250,14 +250,16 @@ class HostWorkers:
         if not data:
             if of.link in self._selector.get_map():
                 self._selector.unregister(of.link)
-        elif data.startswith(_HEARTBEAT):
+            return False
+        of.heard_ns = now_ns()
+        if data.startswith(_HEARTBEAT):
             of.heartbeat = data
         else:
             of.said.add(data)
             if not self._is_own and (hashes := hashes_of(data)) is not None:
                 self._recorder.write(audit_record(of.worker, hashes))
             self._send(WordsHostMessage(of.number), data)
-        return bool(data)
+        return True
 
     def _ended(self, of: OwnProcess) -> None:
         with contextlib.suppress(BlockingIOError):

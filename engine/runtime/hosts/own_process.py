@@ -28,6 +28,7 @@ class OwnProcess:
     link: Link
     heartbeat: bytes = b""  # the last one that no sign has told
     code: int | None = None
+    heard_ns: int = field(default_factory=now_ns)  # when it spoke last
     num_signals: int = 0  # from the host that coordinates now
     said: SaidAgain = field(default_factory=SaidAgain)
     was_stopped: bool = False
@@ -61,4 +62,5 @@ class OwnProcess:
             aged = place._replace(since_ns=now_ns() - place.since_ns)
             where = tuple(map(int, aged))
         progress = (at.step, at.num_computed, at.action)
-        return WorkerSign(self.number, heartbeat, progress, where, () if times is None else tuple(times), num_signals)
+        seen: tuple[Any, ...] = () if times is None else tuple(times)
+        return WorkerSign(self.number, heartbeat, progress, where, seen, num_signals, now_ns() - self.heard_ns)

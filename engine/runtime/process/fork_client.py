@@ -63,6 +63,14 @@ class Child:
         """Returns the state of its main thread as a letter, None if it has ended."""
         return process_state(self.pid, self.pidfd)
 
+    def seen_ns(self) -> int:
+        """Returns the time at which its host saw it last: of this host, now."""
+        return time.monotonic_ns()
+
+    def word(self) -> tuple[int, str] | None:
+        """Returns how long ago it spoke, and a new heartbeat, as the agent of another host tells; None on this one."""
+        return None
+
     def times(self) -> ProcessTimes | None:
         """Returns its times, None if it has ended or nothing is known of them."""
         return process_times(self.pid, self.pidfd)
