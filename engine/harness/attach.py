@@ -20,7 +20,8 @@ from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
-from engine.core.history.process_records import HeardRecord, HostRecord
+from engine.core.history.heard_decisions import coordinating_host
+from engine.core.history.process_records import HostRecord
 from engine.core.history.request_records import RefusedRecord, RequestRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord
@@ -106,8 +107,8 @@ def _fitted(loaded: Loaded, events: _Events) -> Loaded:
 
     if not events.history.is_injectable:
         raise UserError([Problem("--run", "a run that takes faults", events.folder.path.name, CLOSED)])
-    if (heard := events.history.of(HeardRecord)) and not events.history.epochs:
-        where = f"the run folder of host {heard[-1].of}, which coordinates the run"
+    if chief := coordinating_host(events.history):
+        where = f"the run folder of host {chief}, which coordinates the run"
         raise UserError([Problem("--run", where, f"that of another host, {events.folder.path.name}")])
     job = events.history.job
     host = events.history.first(HostRecord)

@@ -1,8 +1,8 @@
 """Adds a worker to a running job: writes a request for its launcher, then follows the worker through the events.
 
-Rules: the launcher starts the worker, on this host and from the code that it has loaded. A command with other code or
-other arithmetic is refused before that. `Joined` writes the request, readable by the user alone, and withdraws it if
-the launcher does not take it. The next host will bring processes of its own, and the request will say so.
+Rules: the launcher starts the worker, from the code that it has loaded; of several hosts where the fewest workers are.
+A command with other code or other arithmetic is refused before that. `Joined` writes the request, readable by the user
+alone, and withdraws it if the launcher does not take it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from engine.core.errors import (
     required,
 )
 from engine.core.history.elastic_records import AddedRecord, CrampedRecord
+from engine.core.history.heard_decisions import coordinating_host
 from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
 from engine.core.history.record import Record
 from engine.core.history.request_records import RefusedRecord
@@ -73,6 +74,9 @@ def run_to_join(results: Path, run: str) -> RunFolder:
     if not takes_workers(history.job):
         hint = "start it with --elastic, so that blocks move to a worker that joins; or with --standby N"
         raise UserError([Problem("--join", "a run that takes workers", folder.path.name, f"{CLOSED}; {hint}")])
+    if chief := coordinating_host(history):
+        hint = f"a worker is started where the fewest are, by the host that coordinates: join there, on {chief}"
+        raise UserError([Problem("--join", "the run on the host that coordinates it", folder.path.name, hint)])
     _refuse_other_bits(folder, history.job)
     return folder
 

@@ -28,7 +28,7 @@ from engine.files.run_folder import RunFolder
 from engine.runtime.agent.run_view import Ending
 from tests.e2e.conftest import Train
 from tests.e2e.host_bed import HostBed, kept_etcd, settings, trajectory_of
-from tests.e2e.launcher import Launcher
+from tests.e2e.launcher import ROOT, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 MLP = Job(model="mlp", stages=4, steps=40, microbatches=2)
@@ -322,3 +322,28 @@ def test_hosts_that_cannot_renew_their_leases_have_ended_before_these_expire(tmp
     assert ExitCode.FENCED in {each.code for each in ends.values()}
     assert time.monotonic() - began_s < USUAL_S
     assert [each.leftovers() for each in bed.agents.values()] == [[], [], []]
+
+
+@pytest.mark.soak
+def test_a_worker_joins_where_the_fewest_are_through_the_host_that_coordinates(hosts: Hosts, train: Train) -> None:
+    job = replace(MLP, steps=300, elastic=True)
+    bed = hosts(job, "model stages steps microbatches elastic")
+    bed.until_commits(3)
+    refused = join(bed.others.popitem()[1])
+    assert refused.returncode == ExitCode.USAGE
+    assert "the host that coordinates" in refused.stderr
+    done = join(bed.chief)
+    assert done.returncode == 0, done.stderr
+    assert {each.code for each in bed.ends().values()} == {0}
+    nodes = {each["of"]: each["node"] for each in bed.chief.events("started")}
+    members = {worker: [node for each, node in nodes.items() if each < 4].count(nodes[worker]) for worker in nodes}
+    assert members[4] == min(members.values())
+    assert any(4 in each["members"] for each in bed.chief.events("epoch"))
+    assert bed.trajectory() == rows_of(train(replace(MLP, steps=300)))
+
+
+def join(agent: Launcher) -> subprocess.CompletedProcess[str]:
+    """Adds a worker to the run of an agent, and follows it."""
+    folder = agent.run_folder.resolve()
+    command = [sys.executable, "-m", "bamboo_cli", "agent", "--join", folder.name, "--results", str(folder.parent)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
