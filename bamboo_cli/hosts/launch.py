@@ -103,8 +103,9 @@ def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
     from bamboo_cli.options.etcd import etcd_settings
     from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
     from engine.core.hosts.host_options import HostOptions, problems_of
+    from engine.harness.hosts.launching import refused_variables
 
-    problems = problems_of_plan(place, plan)
+    problems = [*problems_of_plan(place, plan), *refused_variables(place)]
     endpoints: tuple[str, ...] = ()
     try:
         found = etcd_settings(plan.etcd, plan.plain_http)

@@ -51,6 +51,8 @@ class LaunchPlan:
     extra: tuple[str, ...] = ()
     isa: str = ""
     cores: int = 1  # of each host: one for each of its workers
+    program: str = "bamboo"
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment, for a place that does not take it along
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,7 +62,7 @@ class LaunchPlan:
     def words(self, job_file: str = "") -> list[str]:
         """Returns the words of the line that are the same everywhere, without the run, the node and the address."""
         hosts = ",".join(self.names) or str(self.num_hosts)
-        found = ["bamboo", "agent", job_file or self.job_file, "--hosts", hosts, "--etcd", self.etcd]
+        found = [self.program, "agent", job_file or self.job_file, "--hosts", hosts, "--etcd", self.etcd]
         found += ["--workers", str(self.workers)] if self.workers else []
         found += ["--trusted-network", self.trusted] if self.trusted else []
         found += ["--etcd-plain-http"] if self.plain_http else []

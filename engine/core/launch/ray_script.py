@@ -11,6 +11,7 @@ from engine.core.launch.launch_plan import LaunchPlan
 _PROGRAM = '''"""Runs {name} on {num_hosts} nodes of Ray, one bamboo agent on each; made by `bamboo launch ray`."""
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 HOSTS = {num_hosts}
 AGENT = {words}
+VARIABLES = {variables!r}
 LOST, NO_OUTCOME = (85, 137, 143), 69
 
 
@@ -34,7 +36,7 @@ class Host:
         node = ray.get_runtime_context().get_node_id()[:40]
         address = ray.util.get_node_ip_address()
         words = [*AGENT, "--run", run, "--node", node, "--address", address]
-        return subprocess.Popen(words, preexec_fn=ends_with_its_actor).wait()
+        return subprocess.Popen(words, env={{**os.environ, **VARIABLES}}, preexec_fn=ends_with_its_actor).wait()
 
 
 def main():
@@ -69,4 +71,4 @@ if __name__ == "__main__":
 def ray_script(plan: LaunchPlan) -> str:
     """Returns the program."""
     words = "[\n" + "".join(f"    {each!r},\n" for each in plan.words()) + "]"
-    return _PROGRAM.format(name=plan.name, num_hosts=plan.num_hosts, words=words)
+    return _PROGRAM.format(name=plan.name, num_hosts=plan.num_hosts, words=words, variables=dict(plan.variables))

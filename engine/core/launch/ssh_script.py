@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from shlex import quote
 
-from engine.core.launch.launch_plan import LaunchPlan
+from engine.core.launch.launch_plan import LaunchPlan, in_shell
 
 
 def ssh_lines(plan: LaunchPlan, folder: str, run: str) -> list[str]:
-    """Returns a line for each host, which begins in `folder` of that host."""
+    """Returns a line for each host, which begins in `folder` of that host; ssh takes no variables along."""
     found = []
-    for host in plan.hosts:
-        node = host.rpartition("@")[2]
-        agent = f"cd {quote(folder)} && exec {plan.line} --run {quote(run)} --node {quote(node)}"
+    environment = in_shell(["env", *(f"{name}={value}" for name, value in plan.variables)]) if plan.variables else ""
+    for host, node in zip(plan.hosts, plan.names, strict=True):
+        agent = f"cd {quote(folder)} && exec {environment} {plan.line} --run {quote(run)} --node {quote(node)}"
         found.append(f"ssh -o BatchMode=yes -o ServerAliveInterval=5 {quote(host)} {quote(agent)}")
     return found
 

@@ -12,17 +12,18 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import MASK, EnvironmentLacksError, ensure
+from engine.core.errors import MASK, EnvironmentLacksError, Problem, ensure
 from engine.core.launch.kubernetes_manifests import TLS_FILES, kubernetes_manifests
 from engine.core.launch.launch_plan import LaunchPlan
 from engine.core.launch.ray_script import ray_script
 from engine.core.launch.slurm_script import slurm_script
 from engine.core.launch.ssh_script import ssh_script
 from engine.files.atomic_write import open_to_append, storage_errors, write_atomically
+from engine.runtime.store.etcd_settings import PASSWORD, PASSWORD_FILE, USER
 
 # place -> the program that takes the file, and the words before the file
 _SENDERS: dict[str, tuple[str, ...]] = {
@@ -33,6 +34,7 @@ _SENDERS: dict[str, tuple[str, ...]] = {
 }
 _NEEDS = {"ssh": "ssh"}  # beside the sender
 _FOR = {"slurm": "Slurm", "k8s": "Kubernetes", "ray": "Ray (pip install 'bamboo-train[ray]')", "ssh": "OpenSSH"}
+_LET_IN = (*TLS_FILES.values(), USER, PASSWORD_FILE)
 _MOST_S = 60.0
 
 
@@ -51,11 +53,25 @@ def launch_files(place: str, plan: LaunchPlan) -> list[LaunchFile]:
         return _manifests(plan)
     if place == "ssh":
         run = f"{plan.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return [_plain(f"{plan.name}.sh", ssh_script(plan, str(Path.cwd()), run))]
+        return [_plain(f"{plan.name}.sh", ssh_script(_elsewhere(plan), str(Path.cwd()), run))]
     if place == "ray":
-        return [_plain(f"{plan.name}_ray.py", ray_script(plan))]
+        return [_plain(f"{plan.name}_ray.py", ray_script(_elsewhere(plan)))]
     ensure(place == "slurm", f"no place is called {place!r}")
     return [_plain(f"{plan.name}.sbatch", slurm_script(plan))]
+
+
+def _elsewhere(plan: LaunchPlan) -> LaunchPlan:
+    """Returns the plan for hosts that get no environment: the same program, and the variables that let it into etcd."""
+    program = shutil.which("bamboo") or "bamboo"
+    found = tuple((name, value) for name in _LET_IN if (value := os.environ.get(name, "")))
+    return replace(plan, program=program, variables=found)
+
+
+def refused_variables(place: str) -> list[Problem]:
+    """Returns the variables for etcd that do not reach the agents: a password stands in no file."""
+    lost = {"ssh": (PASSWORD,), "ray": (PASSWORD,), "k8s": (USER, PASSWORD, PASSWORD_FILE)}.get(place, ())
+    hint = "certificates let the pods in" if place == "k8s" else f"{PASSWORD_FILE} names a file, on every host"
+    return [Problem(name, f"none for {place}", "a value", hint) for name in lost if os.environ.get(name)]
 
 
 def _plain(name: str, text: str) -> LaunchFile:
