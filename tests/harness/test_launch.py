@@ -28,7 +28,11 @@ CODES = {"a": 0, "b": 137, "c": 0}  # of the agents: the one on b is killed
 @pytest.fixture(name="job", autouse=True)
 def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in (*TLS_FILES.values(), "BAMBOO_ETCD"):
+    for name in (
+        *TLS_FILES.values(),
+        "BAMBOO_ETCD",
+        *(f"BAMBOO_ETCD_{each}" for each in ("USER", "PASSWORD", "PASSWORD_FILE")),
+    ):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "my job.yaml"  # a shell has to be told that this is one word
     path.write_text(JOB)
@@ -48,18 +52,18 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def bamboo_in(folder: Path) -> None:
-    """A program `bamboo` that records its words, and ends as the agent of its node."""
+def bamboo_in(folder: Path, asked: int = 0) -> None:
+    """A program `bamboo` that records its words, and ends as the agent of its node, or with the outcome."""
     program(
         folder,
         "bamboo",
         f"""#!{sys.executable}
 import json, sys
 words = sys.argv[1:]
-node = words[words.index("--node") + 1]
+node = words[words.index("--node") + 1] if "--node" in words else "asks"
 with open({str(folder / "told")!r}, "a") as file:
     file.write(json.dumps(words) + "\\n")
-sys.exit({CODES}.get(node, 0))
+sys.exit({CODES | {"asks": asked}}.get(node, 0))
 """,
     )
 
@@ -70,14 +74,21 @@ def ran(command: list[str], folder: Path, **environment: str) -> tuple[int, list
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert (folder / "told").exists(), done.stderr
     told = [json.loads(line) for line in (folder / "told").read_text().splitlines()]
-    return done.returncode, sorted(told, key=lambda words: str(words[words.index("--node") + 1]))
+    return done.returncode, sorted(told, key=node_of)
+
+
+def node_of(words: list[str]) -> str:
+    return words[words.index("--node") + 1] if "--node" in words else "asks"
 
 
 def nodes(told: list[list[str]]) -> list[str]:
-    return [words[words.index("--node") + 1] for words in told]
+    return [node_of(words) for words in told]
 
 
-def test_slurm_starts_an_agent_per_node_and_exits_with_the_outcome_not_with_sruns(tmp_path: Path, job: Path) -> None:
+@pytest.mark.parametrize(("asked", "expected"), [(0, 0), (80, 80), (69, 69), (5, 137)])  # 5: there was no run
+def test_slurm_starts_an_agent_per_node_and_exits_with_the_outcome_not_with_sruns(
+    tmp_path: Path, job: Path, asked: int, expected: int
+) -> None:
     text = launched("slurm", job, "--hosts", "3", *ETCD, "--grace", "90", "--sbatch", "--partition=train")
     options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=3", "--ntasks-per-node=1", "--no-kill", "--signal=TERM@90", "--partition=train"} < set(options)
@@ -85,14 +96,15 @@ def test_slurm_starts_an_agent_per_node_and_exits_with_the_outcome_not_with_srun
     (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
     assert srun.startswith("srun --no-kill --kill-on-bad-exit=0 --wait=0 ")
     folder = tmp_path / "path"
-    bamboo_in(folder)
+    bamboo_in(folder, asked)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # each task looks whether srun is there
         place = f"export SLURM_SRUN_COMM_HOST=127.0.0.1 SLURM_SRUN_COMM_PORT={listener.getsockname()[1]}\n"
         tasks = 'shift 5\nfor n in a b c; do SLURMD_NODENAME=$n "$@" & done; wait; exit 137\n'
         program(folder, "srun", f"#!/bin/bash\n{place}{tasks}")
         (tmp_path / "script").write_text(text)
         code, told = ran(["bash", str(tmp_path / "script")], folder, SLURM_JOB_ID="4711")
-    assert (code, nodes(told)) == (0, ["a", "asks", "b", "c"])
+    assert (code, nodes(told)) == (expected, ["a", "asks", "b", "c"])
+    assert told.pop(1) == ["status", "--etcd", ETCD[1], "--etcd-plain-http", "--wait", "slurm-4711"]
     assert {words[words.index("--run") + 1] for words in told} == {"slurm-4711"}
     assert {words[1] for words in told} == {str(job)}
 
@@ -119,16 +131,36 @@ def test_slurm_may_be_told_the_nodes_and_a_core_is_for_each_worker(job: Path) ->
     assert f" --hosts a,b --etcd {ETCD[1]} " in text and " --lease 9 " in text
 
 
-def test_ssh_starts_an_agent_per_host_and_a_lost_one_ends_no_other(tmp_path: Path, job: Path) -> None:
-    text = launched("ssh", job, "--hosts", "me@a,b,c", *ETCD, "--set", "model_args.width=64")
+@pytest.mark.parametrize(("asked", "expected"), [(0, 0), (143, 143), (69, 0), (5, 0)])  # without it, that of an agent
+def test_ssh_starts_an_agent_per_host_and_a_lost_one_ends_no_other(
+    tmp_path: Path, job: Path, monkeypatch: pytest.MonkeyPatch, asked: int, expected: int
+) -> None:
     folder = tmp_path / "path"
-    bamboo_in(folder)
-    program(folder, "ssh", '#!/bin/bash\n[ "$5" = c ] && exit 255\nexec bash -c "${@: -1}"\n')
+    bamboo_in(folder, asked)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    (tmp_path / "pass word").write_text("x")
+    (tmp_path / "pass word").chmod(0o600)
+    monkeypatch.setenv("BAMBOO_ETCD_USER", "me")  # ssh takes no variables along
+    monkeypatch.setenv("BAMBOO_ETCD_PASSWORD_FILE", str(tmp_path / "pass word"))
+    text = launched("ssh", job, "--hosts", "me@a,b,c", *ETCD, "--set", "model_args.width=64")
+    program(folder, "ssh", '#!/bin/bash\n[ "$5" = c ] && exit 255\nexec env -i bash -c "${@: -1}"\n')
     (tmp_path / "script").write_text(text)
     code, told = ran(["bash", str(tmp_path / "script")], folder)
-    assert (code, nodes(told)) == (0, ["a", "b"])  # c was not reached
-    assert len({words[words.index("--run") + 1] for words in told}) == 1
-    assert told[0][-6:-4] == ["--set", "model_args.width=64"]
+    assert (code, nodes(told)) == (expected, ["a", "asks", "b"])  # c was not reached
+    agents = [told[0], told[2]]
+    assert {words[words.index("--run") + 1] for words in agents} == {told[1][-1]}
+    assert agents[0][-6:-4] == ["--set", "model_args.width=64"] and "a,b,c" in agents[0]
+    variables = f"env BAMBOO_ETCD_USER=me 'BAMBOO_ETCD_PASSWORD_FILE={tmp_path}/pass word' {folder}/bamboo agent "
+    assert variables in text.replace("'\"'\"'", "'")
+
+
+def test_a_password_for_etcd_goes_into_no_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAMBOO_ETCD_PASSWORD", "1")
+    monkeypatch.setenv("BAMBOO_ETCD_USER", "me")
+    for place, hosts in (("ssh", "a,b"), ("ray", "2"), ("k8s", "2")):
+        with pytest.raises(UserError, match=f"BAMBOO_ETCD_PASSWORD: expected none for {place}"):
+            launched(place, job, "--hosts", hosts, *ETCD)
+    assert launched("slurm", job, "--hosts", "2", *ETCD)  # which takes the environment along
 
 
 RAY = '''

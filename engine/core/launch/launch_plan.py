@@ -71,6 +71,11 @@ class LaunchPlan:
         found += ["--trust-code"] if self.trust_code else []
         return found + [word for each in self.settings for word in ("--set", each)]
 
+    def asks(self, run: str) -> str:
+        """Returns the line that waits for the outcome of a run, and exits with it; `run` is in the words of a shell."""
+        words = [self.program, "status", "--etcd", self.etcd, *(["--etcd-plain-http"] if self.plain_http else [])]
+        return f"{in_shell(words)} --wait {run}"
+
     @property
     def line(self) -> str:
         """The words for a shell."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from shlex import quote
 
+from engine.core.errors import ExitCode
 from engine.core.launch.launch_plan import LaunchPlan, in_shell
+
+_UNKNOWN = " | ".join(str(int(each)) for each in (ExitCode.NOTHING_MATCHED, ExitCode.COORDINATOR_UNAVAILABLE))
 
 
 def ssh_lines(plan: LaunchPlan, folder: str, run: str) -> list[str]:
@@ -27,12 +30,15 @@ def ssh_script(plan: LaunchPlan, folder: str, run: str) -> str:
         "# One agent on each host. A host that is lost ends no other.",
         "agents=()",
         *(f"{line} & agents+=($!)" for line in ssh_lines(plan, folder, run)),
-        "outcome=69",
+        f"outcome={ExitCode.COORDINATOR_UNAVAILABLE:d}",
         'for agent in "${agents[@]}"; do',
         '    wait "$agent"; code=$?',
         '    echo "an agent has ended with $code"',
         "    case $code in 255 | 85 | 137 | 143) ;; *) outcome=$code ;; esac",
         "done",
+        "# etcd knows more than an agent that was lost or has left, if it is reached from here.",
+        plan.asks(quote(run)),
+        f"asked=$?; case $asked in {_UNKNOWN}) ;; *) outcome=$asked ;; esac",
         'exit "$outcome"',
     ]
     return "\n".join(lines) + "\n"
