@@ -218,9 +218,13 @@ def test_ray_starts_an_agent_per_node_and_a_lost_one_ends_no_other(tmp_path: Pat
     bamboo_in(folder)
     (folder / "ray.py").write_text(RAY)
     (tmp_path / "program.py").write_text(text)
-    code, told = ran([sys.executable, str(tmp_path / "program.py")], folder)
+    line = [sys.executable, str(tmp_path / "program.py")]
+    code, told = ran(line, folder)
     assert (code, nodes(told)) == (0, ["a", "b"])  # the agent of b was killed, the node of c was lost
-    assert told[0][-2:] == ["--address", "10.0.0.7"] and "ray-01000000" in told[0]
+    assert told[0][-2:] == ["--address", "10.0.0.7"]
+    assert len({words[words.index("--run") + 1] for words in told}) == 1
+    both = ran(line, folder)[1]  # in another cluster the job has the same number
+    assert len({words[words.index("--run") + 1] for words in both}) == 2
 
 
 def manifests(text: str) -> dict[str, Any]:

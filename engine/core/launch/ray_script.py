@@ -12,9 +12,11 @@ _PROGRAM = '''"""Runs {name} on {num_hosts} nodes of Ray, one bamboo agent on ea
 
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import time
 
 import ray
 from ray.util.placement_group import placement_group
@@ -43,7 +45,9 @@ def main():
     ray.init()
     group = placement_group([{{"CPU": 1}}] * HOSTS, strategy="STRICT_SPREAD")
     ray.get(group.ready())
-    run = "ray-" + ray.get_runtime_context().get_job_id()
+    # Not the number of the job: these begin again in each cluster.
+    run = f"ray-{{time.strftime('%Y%m%d-%H%M%S')}}-{{secrets.token_hex(2)}}"
+    print(f"the run is called {{run}}", flush=True)
     hosts = [
         Host.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number)).remote()
         for number in range(HOSTS)
