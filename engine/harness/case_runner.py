@@ -50,7 +50,7 @@ def run_case(
 ) -> CaseResult:
     """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so that leftovers are found.
 
-    With a run in its `seat` this host goes on with what another one has begun, in the folder that it has.
+    With a folder in its `seat` this host goes on with what another one has begun, or begins it again.
 
     Raises BambooError if the run could not be started.
     """
@@ -69,10 +69,10 @@ def run_case(
         raise UserError(problems)
     init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
     case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
-    taken = seat.taken if seat else None
-    if taken is not None:
-        with holding() as interrupts, interrupts.forcing(partial(note_forced_end, taken.folder)):
-            return _run_in(taken.folder, case, etcd, screen, server, started_s, seat)
+    known = seat.folder if seat else None
+    if known is not None:
+        with holding() as interrupts, interrupts.forcing(partial(note_forced_end, known)):
+            return _run_in(known, case, etcd, screen, server, started_s, seat)
     folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
     with (
         holding() as interrupts,

@@ -29,6 +29,7 @@ INPUTS: tuple[CoordinatorInput, ...] = (
     inputs.Passed(5, {}, {}, (), {1: HostWord(7, '{"kind":"heartbeat"}'), 2: HostWord(8)}),
     inputs.Stopping(5),
     Restarted(5),
+    Restarted(5, ((1,), (0, 2))),
 )
 PLAN = PlanMessage(2, 0, (0, 1), (), (0, 1), ((1,), (0,)), ((0, "holds"), (1, "more")))
 OUTPUTS: tuple[CoordinatorOutput, ...] = (

@@ -514,6 +514,22 @@ def test_a_death_before_the_first_commit_restarts_the_workers_if_there_is_no_hei
     assert told(restartable(running()), ExitSeen(5, 1, -9)).phase is Phase.FAILING_OVER
 
 
+@pytest.mark.parametrize("state", [told(forming(), *JOINED[:2]), running(redundant=False)], ids=["start", "step 0"])
+def test_a_node_that_is_lost_before_the_first_commit_restarts_the_workers_on_others(state: State) -> None:
+    again = told(restartable(state), LeaseExpired(5, "node-0"))
+    assert (again.phase, again.members, again.restarts) == (Phase.RESTARTING, (0, 1, 2), 1)
+    assert "node node-0" in again.reason
+    begun = told(again, Restarted(7, ((2,), (0,), (1,))))  # the shadows stand on other hosts now
+    assert (begun.phase, begun.shadows, begun.nodes) == (Phase.FORMING, ((2,), (0,), (1,)), {})
+    assert told(state, LeaseExpired(5, "node-0")).phase is not Phase.RESTARTING, "as often as allowed"
+
+
+def test_a_node_without_a_joined_worker_has_no_say_before_training() -> None:
+    state = restartable(told(forming(), *JOINED[:2]))
+    assert told(state, LeaseExpired(5, "node-1")) == state
+    assert told(restartable(running()), LeaseExpired(5, "node-1")).phase is Phase.FAILING_OVER, "there are heirs"
+
+
 def test_an_exception_before_the_first_commit_would_come_again() -> None:
     state = restartable(running(redundant=False))
     assert told(state, ExitSeen(5, 1, 3, "raised ValueError")).phase is Phase.HALTED

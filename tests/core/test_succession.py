@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.coordinator.outputs import Tell, Write, recorded_first
 from engine.core.coordinator.state import STATE, CoordinatorState, documents, resume
-from engine.core.coordinator.succession import TakenProcess, succession
+from engine.core.coordinator.succession import TakenProcess, begins_again, succession
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.history.run_records import CommitRecord
 from engine.core.membership.events import ExitSeen, LeaseExpired, TakenOver
@@ -50,11 +50,20 @@ def test_a_worker_whose_end_is_known_needs_no_process() -> None:
     assert [each.worker for each in found] == [0, 2]
 
 
-@pytest.mark.parametrize("state", [begun(), None], ids=["before training", "no state"])
-def test_a_run_that_does_not_train_is_not_taken_over(state: CoordinatorState | None) -> None:
+@pytest.mark.parametrize(
+    ("state", "is_so"),
+    [(None, True), (begun(), True), (training(), True), (trained(), False)],
+    ids=["no state", "before training", "in the first step", "after a commit"],
+)
+def test_all_workers_begin_again_before_the_first_commit(state: CoordinatorState | None, is_so: bool) -> None:
     texts = {} if state is None else documents(state)
+    assert begins_again(texts, has_results=False) is is_so
+    assert not begins_again(texts, has_results=True)
+
+
+def test_a_run_that_was_to_go_on_after_a_checkpoint_is_not_taken_over() -> None:
     with pytest.raises(CoordinatorUnavailableError, match="host a, which coordinated the run, is lost before"):
-        succession(texts, {}, "a", 0)
+        succession(documents(begun()), {}, "a", 0)
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,8 +44,9 @@ def _hosts(tmp_path: Path) -> Iterator[Hosts]:
     beds: list[HostBed] = []
     with kept_etcd(tmp_path) as etcd:
 
-        def start(job: Job, names: str, number: int = 3) -> HostBed:
-            beds.append(HostBed(tmp_path / f"run{len(beds)}", etcd, number, settings(job, *names.split())))
+        def start(job: Job, names: str, number: int = 3, more: Sequence[str] = ()) -> HostBed:
+            arguments = [*settings(job, *names.split()), *more]
+            beds.append(HostBed(tmp_path / f"run{len(beds)}", etcd, number, arguments))
             return beds[-1]
 
         yield start
@@ -152,17 +153,36 @@ def test_all_workers_begin_again_when_one_dies_before_training(hosts: Hosts, tra
 
 
 @pytest.mark.soak
-def test_the_loss_of_a_host_before_training_ends_all_agents(hosts: Hosts) -> None:
+@pytest.mark.parametrize("coordinates", [False, True], ids=["another one", "the one that coordinates"])
+def test_a_host_is_lost_before_training_and_all_workers_begin_again(
+    hosts: Hosts, train: Train, coordinates: bool
+) -> None:
     bed = hosts(MLP, "model stages steps microbatches")
+    started = bed.until_started()
+    lost, agent = next((name, each) for name, each in bed.agents.items() if (each is started) is coordinates)
+    bed.until(lambda: workers_of(agent))
+    os.kill(agent.process.pid, signal.SIGKILL)
+    ends = bed.ends()
+    assert ends.pop(lost).code == -signal.SIGKILL
+    assert {each.code for each in ends.values()} == {0}, ends
+    (chief,) = (each for name, each in bed.agents.items() if name != lost and each.events("commit"))
+    assert [each["verdict"] for each in chief.events("epoch")] == [[]]
+    last = {each["of"]: each["node"] for each in chief.events("started")}
+    assert lost not in last.values() and len({*last.values()}) == 2
+    assert trajectory_of(chief) == rows_of(train(MLP))
+
+
+@pytest.mark.soak
+def test_hosts_without_room_for_the_workers_of_a_lost_one_say_so(hosts: Hosts) -> None:
+    bed = hosts(MLP, "model stages steps microbatches", 2, more=("--workers", "2"))
     started = bed.until_started()
     lost, agent = next((name, each) for name, each in bed.agents.items() if each is not started)
     bed.until(lambda: workers_of(agent))
     os.kill(agent.process.pid, signal.SIGKILL)
     ends = bed.ends()
     del ends[lost]
-    assert {each.code for each in ends.values()} <= {ExitCode.ENVIRONMENT, ExitCode.NOT_RECOVERED}, ends
-    assert len({each.code for each in ends.values()}) == 1
-    assert lost in "".join(each.stderr for each in ends.values())
+    assert {each.code for each in ends.values()} == {ExitCode.NOT_RECOVERED}, ends
+    assert f"host {lost} is lost" in "".join(each.stderr for each in ends.values())
 
 
 @pytest.mark.soak

@@ -7,16 +7,25 @@ from collections.abc import Iterator
 import pytest
 
 from engine.core.config.job import Job
-from engine.core.errors import InvariantError
+from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import HeirsRecord
-from engine.core.hosts.host_messages import HeardHostMessage, HoldsHostMessage, SaidAllHostMessage, ToldHostMessage
+from engine.core.hosts.host_messages import (
+    HeardHostMessage,
+    HoldsHostMessage,
+    LeavesHostMessage,
+    SaidAllHostMessage,
+    SignalHostMessage,
+    ToldHostMessage,
+)
 from engine.core.hosts.host_messages import read_frame as read
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.runtime.hosts import heard_results
 from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.heard_results import HeardResults
 from engine.runtime.hosts.host_servers import HostServers
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.progress_board import ProgressBoard
 from tests.doubles.kv_double import StoreDouble
 from tests.doubles.kv_double_client import ClientDouble
 
@@ -38,7 +47,7 @@ def _servers() -> Iterator[HostServers]:
     hosts = [away(name) for name in "abc"]
     for number, each in enumerate(hosts):
         each._deliver(HoldsHostMessage((), number + 1), b"")
-    made = HostServers(hosts[0], hosts, {}, ClientDouble(StoreDouble(), "/r/"))
+    made = HostServers(hosts[0], hosts, ClientDouble(StoreDouble(), "/r/"))
     yield made
     made.stop_watching()
 
@@ -75,3 +84,48 @@ def test_a_host_that_lacks_more_than_is_kept_is_lost(servers: HostServers, monke
     _, b, c = servers._away.values()
     assert (b.peer.is_lost, c.peer.is_lost) == (True, False)
     assert kept(c) == [(3, LINES[3])]
+
+
+def test_workers_that_begin_again_are_dealt_to_the_hosts_that_are_left(servers: HostServers) -> None:
+    servers.deal(range(6))
+    assert [servers.at(worker).host for worker in range(6)] == ["a", "a", "b", "b", "c", "c"]
+    servers.lose("b", "why")
+    servers.deal(range(6))
+    assert [servers.at(worker).host for worker in range(6)] == ["a", "a", "a", "c", "c", "c"]
+    assert servers.at(6).host == "a"
+    servers._away["c"]._deliver(LeavesHostMessage(), b"")
+    servers.deal(range(2))
+    assert [servers.at(worker).host for worker in range(3)] == ["a", "a", "a"]
+
+
+def test_hosts_that_lack_room_for_all_workers_are_told_with_the_lost_one() -> None:
+    hosts = [away(name) for name in "abc"]
+    servers = HostServers(hosts[0], hosts, ClientDouble(StoreDouble(), "/r/"), 2)
+    servers.deal(range(6))
+    servers.lose("c", "why")
+    with pytest.raises(WorkerFailedError, match="host c is lost, and hosts a and b have room for 4 workers, of 5"):
+        servers.deal(range(5))
+    servers.deal(range(4))
+    servers.stop_watching()
+
+
+def test_the_process_of_a_lost_host_has_ended_with_it(servers: HostServers) -> None:
+    """Then all workers begin again; an error would end the run, with the code of a host that lacks something."""
+    servers.lose("b", "its stream has ended")
+    link, far = Link.pair(blocking=False)
+    board = ProgressBoard.create(2)
+    child = servers._away["b"].fork("worker", "bamboo-1", -1, [far.fileno(), -1, -1, board.fd])
+    assert (child.wait(), child.lost) == (-9, "its stream has ended")
+    child.close()
+    board.close()
+    link.close()
+    far.close()
+
+
+def test_processes_of_another_coordinator_are_ended_when_all_workers_begin_again() -> None:
+    host = away("a")
+    host._deliver(HoldsHostMessage(((1, 0, 70), (4, 2, 71)), 0), b"")
+    host.end_held()
+    sent = [header for header, _ in map(read, host.peer.end._unheard)]
+    assert sent == [SignalHostMessage(1, 0), SignalHostMessage(4, 0)]
+    assert host._number == 4, "numbers are not used again"

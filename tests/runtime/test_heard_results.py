@@ -13,7 +13,14 @@ from engine.core.errors import CoordinatorUnavailableError, InvariantError, Repl
 from engine.core.history.process_records import ResumedRecord
 from engine.core.history.record import Record
 from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import AuditRecord, CommitRecord, GoRecord, PartitionRecord, ValidationRecord
+from engine.core.history.run_records import (
+    AuditRecord,
+    CommitRecord,
+    EpochRecord,
+    GoRecord,
+    PartitionRecord,
+    ValidationRecord,
+)
 from engine.core.message_codec import encode
 from engine.core.messages import AuditMessage, CutMessage, FinishedMessage, ReadyMessage
 from engine.core.process_messages import NoticeMessage
@@ -100,6 +107,18 @@ def test_training_that_begins_after_a_checkpoint_is_heard() -> None:
     other.hear(commit(4))
     other.hear(ResumedRecord(step=3, place="p", file="f", run="r", lost=1))
     assert other.results.committed == 3
+
+
+def test_workers_that_begin_again_are_heard() -> None:
+    """The epochs of the first start are not those of the run, as on the host that coordinates."""
+    _, other = heard_before()
+    epoch = EpochRecord(epoch=1, members=(0, 1), verdict=(), reason="", planned=False, owners=(0, 1), shadows=((), ()))
+    for record in (epoch, GoRecord(at_ns=7, epoch=1, end=False)):
+        other.hear(record)
+    other.hear(PartitionRecord(starts=(0, 1), layers=LAYERS, samples=32))
+    assert (other.results.epochs, other.results.going_at_ns) == ([], 0)
+    other.hear(epoch)
+    assert other.results.epochs == [epoch]
 
 
 def test_words_that_come_once_only_are_said_again_and_hashes_of_the_last_steps() -> None:

@@ -1,6 +1,8 @@
 """Who takes over from a coordinator that is lost with its host has to have a process for each worker.
 
-Rule: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
+Rules: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
+Before the first commit all workers begin again, on the hosts that are left: those that are there know too little, and
+no step is lost.
 """
 
 from __future__ import annotations
@@ -26,6 +28,17 @@ class TakenProcess(NamedTuple):
     ended: tuple[int, ...] = ()
 
 
+def begins_again(texts: Mapping[str, str], *, has_results: bool) -> bool:
+    """Returns whether all workers begin again with the next host; `texts` are the values of the run in the store.
+
+    `has_results`: a step was committed, perhaps one that was lost since.
+    """
+    if has_results or STATE not in texts or FACTS not in texts:
+        return not has_results
+    state = membership_state.resume(texts[STATE], 0)
+    return state.committed == state.options.begun
+
+
 def succession(
     texts: Mapping[str, str], held: Mapping[str, Sequence[Sequence[int]]], lost: str, heard: int
 ) -> tuple[TakenProcess, ...]:
@@ -33,11 +46,13 @@ def succession(
 
     `held` has of each host that is there the processes: number, worker, pid, and the exit code of one that has ended.
     `heard` is the last commit of which a host that is left has heard; the one after it is in the store. Raises
-    CoordinatorUnavailableError for a run that had not begun to train, whose workers know too little, and for one of
-    whose results more is lost.
+    CoordinatorUnavailableError for a run whose workers were to begin again after a checkpoint, and for one of whose
+    results more is lost.
     """
     if STATE not in texts or FACTS not in texts or not json.loads(texts[FACTS])["started"]:
-        raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost before training has begun")
+        raise CoordinatorUnavailableError(
+            f"host {lost}, which coordinated the run, is lost before training has gone on"
+        )
     state = membership_state.resume(texts[STATE], 0)
     if heard < state.committed - 1:
         why = f"and its results after step {heard} with it: step {state.committed} is committed"

@@ -99,6 +99,8 @@ def read_step(first: StepMessage, rest: Iterator[Message]) -> Any:
             values = [now_ns, tuple(owners), why]
         case "Cramped", [now_ns, workers]:
             values = [now_ns, {int(worker): why for worker, why in workers.items()}]
+        case "Restarted", [now_ns, shadows]:
+            values = [now_ns, tuple(map(tuple, shadows))]
         case "Resumed", [*known, owners, shadows]:
             values = [*known, tuple(owners), tuple(map(tuple, shadows))]
     if first.name in _BEHIND:

@@ -131,4 +131,9 @@ class TakenOver(Event):
 
 @dataclass(frozen=True, slots=True)
 class Restarted(Event):
-    """All workers of the job have ended and were started again; no message of the ended ones comes any more."""
+    """All workers of the job have ended and were started again; no message of the ended ones comes any more.
+
+    `shadows` are the new shadows of each slot, as the workers may stand on other hosts now; empty if unchanged.
+    """
+
+    shadows: tuple[tuple[int, ...], ...] = ()

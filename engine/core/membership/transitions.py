@@ -96,8 +96,13 @@ def ends_early(state: State, event: events.ExitSeen) -> State:
     No step is lost by this. An exception of the user's code would come again, so it is judged at once.
     """
     new = ends.decide(state, event)
+    return new if event.raised else _again(state, new)
+
+
+def _again(state: State, new: State) -> State:
+    """Returns the state in which all workers begin again, if that is better than the loss of some in the new state."""
     has_heirs = new.phase is not Phase.HALTED and state.phase is not Phase.FORMING
-    if new.members == state.members or has_heirs or event.raised or not may_restart(state):
+    if new.members == state.members or has_heirs or not may_restart(state):
         return new
     return restarting(state, in_words(new.verdict))
 
@@ -105,7 +110,7 @@ def ends_early(state: State, event: events.ExitSeen) -> State:
 @rule(Phase.FORMING)
 def is_restarted(state: State, event: events.Restarted) -> State:
     """Begins again, with workers that have not joined."""
-    new = begin(state.options, state.owners, state.shadows, state.last_step, event.now_ns)
+    new = begin(state.options, state.owners, event.shadows or state.shadows, state.last_step, event.now_ns)
     return new._replace(epoch=state.epoch, restarts=state.restarts, reason=state.reason)
 
 
@@ -121,6 +126,12 @@ def loses_node(state: State, event: events.LeaseExpired) -> State:
     new = state._replace(exited=tuple(dict.fromkeys((*state.exited, *there, *waiting))))
     new = loses(new, [excluded(worker, Cause.NODE_LOST, how) for worker in waiting])
     return new_epoch(new, event.now_ns, out) if out else new
+
+
+@rule(Phase.RESTARTING, Phase.FAILING_OVER, Phase.HALTED)
+def loses_node_early(state: State, event: events.LeaseExpired) -> State:
+    """Restarts the workers, on the nodes that are left, if a node is lost before training or without heirs."""
+    return _again(state, loses_node.decide(state, event))
 
 
 @rule(Phase.HALTED)

@@ -8,13 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.config.job import Job
 from engine.core.coordinator.state import COMMIT, FACTS, READERS, ROLE, STATE
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode
+from engine.core.store.kv import KV, Lease
+from engine.harness.screen import Screen
 from engine.runtime.agent.taken_run import HandedOverError, Seat
 from engine.runtime.hosts.host_registry import HostOutcome, HostRegistry
 from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.process.fork_client import ForkServer
 
+OF_COORDINATOR = (ROLE, STATE, COMMIT, FACTS, *READERS)  # keys in the store, and prefixes
 RunOn = Callable[[ForkServer, Seat], Any]  # runs the job with the servers of all hosts; returns the result of its case
 
 
@@ -24,6 +28,21 @@ class HostRunEnd:
 
     outcome: HostOutcome
     result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnHost:
+    """This host in a run; `label` is the name of the case and the id of the run."""
+
+    job: Job
+    label: str
+    registry: HostRegistry
+    lease: Lease
+    kv: KV  # to revoke leases with, and to read the state
+    screen: Screen
+    run: RunOn
+    give_back: Callable[[], None]  # the lease
+    room: int = 0  # for workers on each host; 0: for any
 
 
 def coordinate(
@@ -64,7 +83,7 @@ def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> 
     def to_store() -> None:
         with contextlib.suppress(CoordinatorUnavailableError):  # then the hosts hear it over their streams alone
             registry.tell(outcome)
-            registry.forget((ROLE, STATE, COMMIT, FACTS, *READERS))
+            registry.forget(OF_COORDINATOR)
 
     telling = threading.Thread(target=to_store, name="outcome", daemon=True)
     telling.start()

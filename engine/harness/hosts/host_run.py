@@ -23,7 +23,7 @@ from engine.core.config.bit_fields import compared_facts
 from engine.core.config.job import Job
 from engine.core.coordinator.state import STATE
 from engine.core.errors import CoordinatorUnavailableError, UserError, required
-from engine.core.hosts.deal import deal, most_on_one
+from engine.core.hosts.deal import most_on_one
 from engine.core.hosts.host_options import HostOptions
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.core.store.kv import KV
@@ -32,8 +32,9 @@ from engine.files.host_facts import host_facts
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
 from engine.files.twin_file import own_sources
-from engine.harness.hosts.coordinating import HostRunEnd, RunOn, coordinate, place_of_host
-from engine.harness.hosts.serving import OwnHost, serve
+from engine.harness.hosts.coordinating import HostRunEnd, OwnHost, RunOn, coordinate, place_of_host
+from engine.harness.hosts.serving import serve
+from engine.harness.hosts.taking_over import take_over
 from engine.harness.screen import Screen
 from engine.models.model_registry import unreadable_files
 from engine.runtime.agent.taken_run import Seat
@@ -89,16 +90,15 @@ def run_on_hosts(
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), made):
                 away = [AwayServer(each) for each in hosts if each.name != own.name]
-                dealt = deal(range(job.num_workers), [each.name for each in hosts])
-                servers = HostServers(server, away, dealt, watch_kv)
+                servers = HostServers(server, away, watch_kv, given.workers)
                 for other in away:
                     wire.admit(other.host, other.peer)
                 return coordinate(run, servers, registry, Seat(kept.lease), partial(_give_back, kept))
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
         back, label = partial(_give_back, kept), f"{name}/{given.run_id}"
-        at = OwnHost(job, label, registry, kept.lease, watch_kv, screen, run, back)
-        return serve(at, elected, server, interrupts)
+        at = OwnHost(job, label, registry, kept.lease, watch_kv, screen, run, back, given.workers)
+        return serve(at, elected, server, interrupts, take_over)
 
 
 def _refuse_begun(registry: HostRegistry, run_id: str, kv: KV) -> None:

@@ -4,8 +4,7 @@
     election         the first host that asks; each other one opens a stream to it, and says which processes it has
     take-over        the winner waits for these, and runs the job from the state in the store, as the host before did
 
-Rules: workers run on meanwhile. The winner serves its own workers as those of the others, over a stream to itself, so
-there is one path. It has heard all of the run that it needs: nothing is on the disk of the lost host alone.
+Rule: workers run on meanwhile.
 """
 
 from __future__ import annotations
@@ -16,37 +15,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from engine.core.config.job import Job
 from engine.core.config.update_rules import preloads
-from engine.core.coordinator.state import FACTS, STATE
-from engine.core.coordinator.succession import TakenProcess, succession
-from engine.core.errors import BambooError, CoordinatorUnavailableError
+from engine.core.errors import CoordinatorUnavailableError
 from engine.core.history.process_records import EndedRecord
 from engine.core.history.request_records import RefusedRecord
-from engine.core.hosts.deal import deal
-from engine.core.hosts.host_loss import SILENT_NS
-from engine.core.store.kv import KV, Lease
 from engine.files.host_facts import host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
-from engine.files.run_folder import RunFolder, create_run_folder
-from engine.harness.hosts.coordinating import HostRunEnd, RunOn, coordinate, left, place_of_host, tell
-from engine.harness.screen import Screen
+from engine.files.run_folder import create_run_folder
+from engine.harness.hosts.coordinating import HostRunEnd, OwnHost, left, place_of_host
 from engine.runtime.agent.start_up import recording
-from engine.runtime.agent.taken_run import HeldProcess, Seat, TakenRun
-from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.host_registry import Elected, HostOutcome, HostRegistry
-from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.hosts.host_workers import HostWorkers
 from engine.runtime.hosts.wire import WireClient, WireServer
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.folder_lock import folder_used
-from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 from engine.runtime.requests.request_files import REQUEST, RequestFiles
 
@@ -54,25 +43,11 @@ _STREAM_GONE_NS = 1_000_000_000  # of silence: from then on the store is asked w
 _ASK_EVERY_S = 0.1
 _REFUSED_S = 0.2  # for an answer of the port
 _MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
-_COME_S = SILENT_NS / 1e9  # from the election until a host has to have come
-_END_S = 1.0  # from the outcome until the thread has ended that serves the workers of this host
 
 
-@dataclass(frozen=True, slots=True)
-class OwnHost:
-    """This host in a run; `label` is the name of the case and the id of the run."""
-
-    job: Job
-    label: str
-    registry: HostRegistry
-    lease: Lease
-    kv: KV  # to revoke leases with, and to read the state
-    screen: Screen
-    run: RunOn
-    give_back: Callable[[], None]  # the lease
-
-
-def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interrupts) -> HostRunEnd:
+def serve(
+    at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interrupts, take_over: Callable[..., HostRunEnd]
+) -> HostRunEnd:
     """Serves the host that coordinates with the workers of this host, until the outcome is known; may take over."""
     patience = interrupts.limit_s, interrupts.patience_s
     interrupts.limit_s = interrupts.patience_s = _MOST_TO_LEAVE_S
@@ -103,7 +78,8 @@ def serve(at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interru
                 at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
                 chosen, wire_server = stands
                 stack.callback(wire_server.close)
-                return _take_over(at, chosen, elected, wire_server, workers, folder)
+                stream = partial(_stream, at, chosen, workers)
+                return take_over(at, chosen, elected, wire_server, workers, folder, stream)
             with contextlib.suppress(CoordinatorUnavailableError):  # the lease of this host says how long it may wait
                 elected = at.registry.waited_for_elected() or elected
 
@@ -193,78 +169,3 @@ def refuses(place: str) -> bool:
         return True
     except OSError:
         return False
-
-
-def _take_over(
-    at: OwnHost, chosen: Elected, before: Elected, wire_server: WireServer, workers: HostWorkers, folder: RunFolder
-) -> HostRunEnd:
-    """Goes on with the run as the host that coordinates it; the workers of this host are served by a thread."""
-    away = {each.name: AwayServer(each, takes_over=True) for each in at.registry.of_run(chosen)}
-    own = away[chosen.name]
-    servers = HostServers(own, [*away.values()], deal(range(at.job.num_workers), [*away]), at.kv)
-    for name, each in away.items():
-        wire_server.admit(name, each.peer)
-    for name, each in away.items():
-        if not each.known.lease_id or name == before.name:
-            servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
-    with _stream(at, chosen, workers), _served(workers):
-        until_s = time.monotonic() + _COME_S
-        for name, each in away.items():
-            if not each.has_said.wait(max(0.0, until_s - time.monotonic())):
-                servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
-        try:
-            taken = _taken(at, before, away, servers, workers, folder)
-        except BambooError as error:
-            tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
-            raise
-        return coordinate(at.run, servers, at.registry, Seat(at.lease, taken), at.give_back)
-
-
-@contextlib.contextmanager
-def _served(workers: HostWorkers) -> Iterator[None]:
-    """Serves the workers of this host by a thread, until the outcome has come to it, or at most a little longer."""
-    is_over = threading.Event()
-    serving = threading.Thread(target=workers.run, args=(None, is_over.is_set, is_over.is_set), name="own", daemon=True)
-    serving.start()
-    try:
-        yield
-        serving.join(_END_S)
-    finally:
-        is_over.set()
-        serving.join(_END_S)
-
-
-def _taken(
-    at: OwnHost,
-    before: Elected,
-    away: dict[str, AwayServer],
-    servers: HostServers,
-    workers: HostWorkers,
-    folder: RunFolder,
-) -> TakenRun:
-    """Returns the run to go on with; raises CoordinatorUnavailableError for one that had not begun to train."""
-    found = {key: at.kv.get(key) for key in (STATE, FACTS)}
-    texts = {key: each.value.decode() for key, each in found.items() if each is not None}
-    held = {name: each.held for name, each in away.items() if not each.peer.is_lost}
-    results = workers.heard
-    results.complete(each.told for each in away.values() if not each.peer.is_lost)
-    processes = []
-    for each in succession(texts, held, before.name, results.results.committed):
-        server = away[each.host]
-        processes.append(HeldProcess(each.worker, each.host, partial(_adopt, server, each)))
-        for number, packet in server.words():
-            if number == each.number:
-                results.hear_again(each.worker, packet)
-    servers.go_on_after(results)
-
-    def hear_again() -> None:
-        for server in away.values():
-            server.hear_again()
-
-    results.results.taken_over(now_ns())
-    home = folder.path if at.job.checkpoints or not workers.checkpoints else Path(workers.checkpoints).parent
-    return TakenRun(folder, home, results.results, processes, hear_again, results.faults, before.name)
-
-
-def _adopt(server: AwayServer, taken: TakenProcess, far: int, board_fd: int) -> Child:
-    return server.adopt(taken.number, taken.worker, taken.pid, taken.ended, far, board_fd)

@@ -56,12 +56,14 @@ from engine.runtime.store.etcd_settings import EtcdSettings
 _MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
+Watch = Callable[[RunView], None]
+
 
 def run_session(
     job: Job,
     events: Path,
     logs: Path,
-    watch: Callable[[RunView], None] = lambda view: None,
+    watch: Watch = lambda view: None,
     *,
     run_id: str = "",
     etcd: EtcdSettings | None = None,
@@ -83,11 +85,14 @@ def run_session(
     Without `etcd` it starts one. `ownership` assigns slots, `ranks` orders the group. Kills `grace_s` after a notice.
     Begins after `origin`, after a lost state as `revive` says; goes on with a run in `seat`. Raises BambooError.
     """
+    if server is None or not server.host:  # each of several has done so before it came to the others
+        refuse_what_this_host_lacks(job)
     started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
-    ownership, folder = _on_hosts(job, ownership, server), str(seat.taken.home if seat.taken else events.parent)
+    ownership = ownership if seat.taken else _on_hosts(job, ownership, server)
+    folder = str(seat.taken.home if seat.taken else events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
-        recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.taken is None)
+        recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.folder is None)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 interrupts.check()
@@ -109,13 +114,10 @@ def run_session(
 
 
 def _on_hosts(job: Job, ownership: Ownership, server: ForkServer | None) -> Ownership:
-    """Returns the ownership with shadows on other hosts, where the workers are on several.
-
-    On one host it refuses a job that this host cannot run; each of several has done so before it came to the others.
-    """
-    if server is None or not server.host:
-        refuse_what_this_host_lacks(job)
+    """Deals the workers to the hosts that are there; returns the ownership with shadows on other hosts, if possible."""
     workers = ownership.workers()
+    if server is not None:
+        server.deal(workers)
     return shadowed(job, ownership, workers, {each: server.at(each).host for each in workers} if server else None)
 
 
@@ -150,6 +152,8 @@ def _trained(
     """
     agent: Agent | None = None
     while agent is None or agent.is_to_restart:
+        if agent is not None:  # on the hosts that are left
+            launch = replace(launch, ownership=_on_hosts(launch.job, launch.ownership, launch.server))
         left = launch.faults if agent is None else _restarted(agent, launch.ownership)
         is_taken = taken is not None and agent is None
         origin = origin if is_taken else _origin(launch.recorder, origin, agent)
@@ -178,7 +182,7 @@ def _trained(
 def _restarted(agent: Agent, ownership: Ownership) -> Sequence[Fault]:
     """Lets the coordinator begin again after the end of all workers; returns the faults that have not struck."""
     if agent.origin is None:
-        agent.node.handle(Restarted(now_ns()))
+        agent.node.handle(Restarted(now_ns(), ownership.shadows))
     else:
         agent.node.handle(Resumed(now_ns(), agent.origin.step, ownership.owners, ownership.shadows))
     return agent.injector.injection.waiting
@@ -227,14 +231,7 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
 class _Look:
     """The work of every tick of an agent; the policy is also asked at a verdict that takes workers in."""
 
-    def __init__(
-        self,
-        job: Job,
-        watch: Callable[[RunView], None],
-        requests: FaultRequests,
-        source: NoticeSource | None,
-        crew: Crew,
-    ):
+    def __init__(self, self, job: Job, watch: Watch, requests: FaultRequests, source: NoticeSource | None, crew: Crew):
         self._job, self._watch, self._requests, self._source = job, watch, requests, source
         self._crew, launch = crew, crew.launch
         self._joins = JoinRequests(launch.logs.parent, job, launch.recorder)

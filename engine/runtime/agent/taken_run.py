@@ -29,13 +29,12 @@ class HeldProcess(NamedTuple):
 
 
 class TakenRun(NamedTuple):
-    """A run to go on with, in the folder of this host; `hear_again` lets the words come that were said before.
+    """A run to go on with; `hear_again` lets the words come that were said before.
 
     `home` is the folder in which the run began: its workers keep checkpoints there, if the job names no other place.
     `faults` are those of which this host has heard; `lost` is the host before.
     """
 
-    folder: RunFolder
     home: Path
     results: RunState
     processes: Sequence[HeldProcess]
@@ -45,9 +44,13 @@ class TakenRun(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """What a host that coordinates has beside its servers: a lease that a thread keeps, and a run to go on with."""
+    """What a host that coordinates has beside its servers: a lease that a thread keeps, and a run to go on with.
+
+    The `folder` is there if this host has served another one before. Without a run all workers begin again.
+    """
 
     lease: Lease | None = None
+    folder: RunFolder | None = None
     taken: TakenRun | None = None
 
 

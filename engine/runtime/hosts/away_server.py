@@ -22,6 +22,7 @@ from engine.core.hosts.host_messages import (
     OutcomeHostMessage,
     SaidAllHostMessage,
     ShippedHostMessage,
+    SignalHostMessage,
     SignsHostMessage,
     TickHostMessage,
     ToldHostMessage,
@@ -32,7 +33,7 @@ from engine.core.hosts.host_messages import (
 )
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.core.message_codec import Message
-from engine.runtime.hosts.away_child import AwayChild
+from engine.runtime.hosts.away_child import CLOSED, AwayChild
 from engine.runtime.hosts.line_keeper import LineKeeper
 from engine.runtime.hosts.shipper import Shipper
 from engine.runtime.hosts.wire import HostPeer
@@ -73,10 +74,15 @@ class AwayServer(ForkServer):
         self._why_lost = ""
         self._heard: tuple[int, ...] = ()  # when the last signs were sent, and when they came
 
+    @property
+    def is_there(self) -> bool:
+        """Whether workers can be started on the host: it is not lost, and has not left."""
+        return not (self.peer.is_lost or self.has_left)
+
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
         """Forks a worker on the other host; of `fds` it takes the link and the progress board, which come first.
 
-        Raises EnvironmentLacksError if the host is lost, or cannot fork.
+        If the host is lost, the process counts as ended with it. Raises EnvironmentLacksError if the host cannot fork.
         """
         ensure(role == "worker", f"another host runs workers, and no {role}")
         self._number += 1
@@ -86,12 +92,15 @@ class AwayServer(ForkServer):
             self._away[number] = child
         self.peer.end.send(frame(ForkHostMessage(number, worker, ProgressBoard.lines_in(fds[3]))))
         answer = self._answer()
-        if not isinstance(answer, ForkedHostMessage):
+        if isinstance(answer, ForkedHostMessage):
+            child.pid = answer.pid
+        elif self.peer.is_lost:
+            child.ended(_KILLED, self._why_lost)
+        else:
             child.ended(_KILLED)
             child.close()
-            why = "it is lost" if answer is None else answer.error
+            why = f"it did not answer within {_FORK_S:g} s" if answer is None else answer.error
             raise EnvironmentLacksError(f"no process can be started on host {self.host}: {why}")
-        child.pid = answer.pid
         return child
 
     def _answer(self) -> ForkedHostMessage | UnforkedHostMessage | None:
@@ -162,6 +171,14 @@ class AwayServer(ForkServer):
         if ended or is_lost:
             child.ended(ended[0] if ended else _KILLED, "" if ended else self._why_lost)
         return child
+
+    def end_held(self) -> None:
+        """Ends the processes that the host has from another coordinator: all workers begin again."""
+        with self._hearing:
+            for number, *_ in self.held:
+                self._number = max(self._number, number)
+                self.peer.end.send(frame(SignalHostMessage(number, CLOSED)))
+            self._early, self._is_early = [], False
 
     def words(self) -> list[tuple[int, bytes]]:
         """Returns the words of processes before they were adopted, each with its number."""

@@ -123,7 +123,8 @@ class HeardResults:
                 case ResumedRecord(step=step):
                     found = self.results
                     self.results = found.again(step) if found.losses else RunState(found.job, step)
-                case PartitionRecord(starts=starts, layers=layers, samples=samples):
+                case PartitionRecord(starts=starts, layers=layers, samples=samples):  # of each start of the workers
+                    self.results = found = found.again(found.committed)
                     found.cut(CutMessage(starts, layers, samples))
                 case AuditRecord(of=worker, step=step, pipeline=pipeline, rows=rows):
                     found.audit(worker, AuditMessage(step, pipeline, tuple((*row, (), ()) for row in rows)))

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from engine.core.errors import CoordinatorUnavailableError
-from engine.core.hosts.deal import host_for_one_more
+from engine.core.errors import CoordinatorUnavailableError, WorkerFailedError
+from engine.core.hosts.deal import deal, host_for_one_more
 from engine.core.hosts.host_loss import LATER_NS, HostSight
 from engine.core.message_codec import MAX_BYTES
 from engine.core.store.kv import KV, Lease
+from engine.core.texts import numbered
 from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.heard_results import KEPT, HeardResults
 from engine.runtime.hosts.line_exchange import CoordinatorLines
@@ -31,16 +32,15 @@ _FIRST_NS = 60_000_000_000  # from the election until a host has to have connect
 
 
 class HostServers(ForkServer):
-    """The fork server of this host, and those of others by name; `dealt` has the host of each worker."""
+    """The fork server of this host, and those of others by name. Each has room for some workers; 0: for any."""
 
     later_ns = LATER_NS
 
-    def __init__(self, local: ForkServer, away: Sequence[AwayServer], dealt: Mapping[int, str], kv: KV):
-        """`dealt` has the host of each worker at the start."""
+    def __init__(self, local: ForkServer, away: Sequence[AwayServer], kv: KV, room: int = 0):
         self.host, self.address = local.host, local.address
         self._local, self._away = local, {each.host: each for each in away}
-        self._dealt = dict(dealt)
-        self._kv = kv
+        self.dealt: dict[int, str] = {}  # the host of each worker
+        self._kv, self._room = kv, room
         self._lines = CoordinatorLines(self.host, self._away)
         self._num_decisions, self._counting = 0, threading.Lock()
         self._losing: dict[str, threading.Thread] = {}
@@ -50,10 +50,23 @@ class HostServers(ForkServer):
 
     def at(self, worker: int) -> ForkServer:
         """Returns the fork server of the host of a worker; one that comes later goes where the fewest are."""
-        if worker not in self._dealt:
-            here = [self.host, *(name for name, each in self._away.items() if not each.peer.is_lost)]
-            self._dealt[worker] = host_for_one_more(self._dealt, here)
-        return self._away.get(self._dealt[worker], self._local)
+        if worker not in self.dealt:
+            self.dealt[worker] = host_for_one_more(self.dealt, self._living)
+        return self._away.get(self.dealt[worker], self._local)
+
+    @property
+    def _living(self) -> list[str]:
+        others = (name for name, each in self._away.items() if each is not self._local)
+        return [self.host, *(name for name in others if self._away[name].is_there)]
+
+    def deal(self, workers: Sequence[int]) -> None:
+        """Deals the workers of a start to the hosts that are left; raises WorkerFailedError if these lack the room."""
+        living, gone = self._living, [name for name, each in self._away.items() if not each.is_there]
+        if self._room and len(workers) > len(living) * self._room:
+            left, lost = numbered("host", living, " and "), numbered("host", gone, " and ")
+            room = f"{left} {'has' if len(living) == 1 else 'have'} room for {len(living) * self._room} workers"
+            raise WorkerFailedError(f"{lost} {'is' if len(gone) == 1 else 'are'} lost, and {room}, of {len(workers)}")
+        self.dealt = deal(workers, living)
 
     def _watch(self) -> None:
         began_ns = ticked_ns = time.monotonic_ns()

@@ -147,6 +147,9 @@ class ForkServer:
         """Returns the server that forks a worker."""
         return self
 
+    def deal(self, workers: Sequence[int]) -> None:
+        """Deals workers that are started again to the hosts that are left."""
+
     def hear(self, record: object, line: str) -> None:
         """Hears of a record of the launcher; other hosts of a run keep its decisions."""
 

@@ -1,0 +1,124 @@
+"""A host that takes over a run from one that is lost: it waits for the other hosts, and runs the job from the store.
+
+    others come      each says its processes, the decisions that this host has not heard, and words that come once only
+    after a commit   the workers go on, as the same processes
+    before one       they are ended, and all workers begin again on the hosts that are left
+
+Rules: this host serves its own workers as those of others, over a stream to itself, so there is one path. A host that
+does not come is lost. Nothing that is needed is on the disk of the lost host alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from engine.core.coordinator.state import FACTS, STATE
+from engine.core.coordinator.succession import TakenProcess, begins_again, succession
+from engine.core.errors import BambooError
+from engine.core.hosts.host_loss import SILENT_NS
+from engine.files.run_folder import RunFolder
+from engine.harness.hosts.coordinating import OF_COORDINATOR, HostRunEnd, OwnHost, coordinate, tell
+from engine.runtime.agent.taken_run import HeldProcess, Seat, TakenRun
+from engine.runtime.hosts.away_server import AwayServer
+from engine.runtime.hosts.host_registry import Elected, HostOutcome
+from engine.runtime.hosts.host_servers import HostServers
+from engine.runtime.hosts.host_workers import HostWorkers
+from engine.runtime.hosts.wire import WireServer
+from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.process.fork_client import Child
+
+_COME_S = SILENT_NS / 1e9  # from the election until a host has to have come
+_END_S = 1.0  # from the outcome until the thread has ended that serves the workers of this host
+
+
+def take_over(
+    at: OwnHost,
+    chosen: Elected,
+    before: Elected,
+    wire_server: WireServer,
+    workers: HostWorkers,
+    folder: RunFolder,
+    stream: Callable[[], AbstractContextManager[object]],
+) -> HostRunEnd:
+    """Goes on with the run as the host that coordinates it; the workers of this host are served by a thread.
+
+    `stream` opens the stream of this host to itself.
+    """
+    away = {each.name: AwayServer(each, takes_over=True) for each in at.registry.of_run(chosen)}
+    own = away[chosen.name]
+    servers = HostServers(own, [*away.values()], at.kv, at.room)
+    for name, each in away.items():
+        wire_server.admit(name, each.peer)
+    for name, each in away.items():
+        if not each.known.lease_id or name == before.name:
+            servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
+    with stream(), _served(workers):
+        until_s = time.monotonic() + _COME_S
+        for name, each in away.items():
+            if not each.has_said.wait(max(0.0, until_s - time.monotonic())):
+                servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
+        try:
+            taken = _taken(at, before, away, servers, workers, folder.path)
+        except BambooError as error:
+            tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
+            raise
+        return coordinate(at.run, servers, at.registry, Seat(at.lease, folder, taken), at.give_back)
+
+
+@contextlib.contextmanager
+def _served(workers: HostWorkers) -> Iterator[None]:
+    """Serves the workers of this host by a thread, until the outcome has come to it, or at most a little longer."""
+    is_over = threading.Event()
+    serving = threading.Thread(target=workers.run, args=(None, is_over.is_set, is_over.is_set), name="own", daemon=True)
+    serving.start()
+    try:
+        yield
+        serving.join(_END_S)
+    finally:
+        is_over.set()
+        serving.join(_END_S)
+
+
+def _taken(
+    at: OwnHost, before: Elected, away: dict[str, AwayServer], servers: HostServers, workers: HostWorkers, folder: Path
+) -> TakenRun | None:
+    """Returns the run to go on with, None if all workers begin again; raises CoordinatorUnavailableError."""
+    found = {key: at.kv.get(key) for key in (STATE, FACTS)}
+    texts = {key: each.value.decode() for key, each in found.items() if each is not None}
+    living = {name: each for name, each in away.items() if not each.peer.is_lost}
+    results = workers.heard
+    results.complete(each.told for each in living.values())
+    if begins_again(texts, has_results=bool(results.results.losses)):
+        at.registry.forget(OF_COORDINATOR)
+        servers.go_on_after(results)
+        for host in away.values():
+            host.end_held()
+        return None
+    processes = []
+    held = {name: each.held for name, each in living.items()}
+    for each in succession(texts, held, before.name, results.results.committed):
+        server = away[each.host]
+        processes.append(HeldProcess(each.worker, each.host, partial(_adopt, server, each)))
+        for number, packet in server.words():
+            if number == each.number:
+                results.hear_again(each.worker, packet)
+    servers.go_on_after(results)
+    servers.dealt = {each.worker: each.host for each in processes}
+
+    def hear_again() -> None:
+        for server in away.values():
+            server.hear_again()
+
+    results.results.taken_over(now_ns())
+    home = folder if at.job.checkpoints or not workers.checkpoints else Path(workers.checkpoints).parent
+    return TakenRun(home, results.results, processes, hear_again, results.faults, before.name)
+
+
+def _adopt(server: AwayServer, taken: TakenProcess, far: int, board_fd: int) -> Child:
+    return server.adopt(taken.number, taken.worker, taken.pid, taken.ended, far, board_fd)
