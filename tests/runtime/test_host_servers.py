@@ -54,7 +54,7 @@ def test_a_slow_store_holds_up_no_tick_to_another_host(monkeypatch: pytest.Monke
     monkeypatch.setattr(living, "tick", ticked)
     for each in (lost, living):
         each.peer.came()
-    servers = HostServers(ForkServer.__new__(ForkServer), [lost, living], {}, store)  # type: ignore[arg-type]
+    servers = HostServers(ForkServer.__new__(ForkServer), [lost, living], store)  # type: ignore[arg-type]
     lost.peer.ended_ns = time.monotonic_ns()
     until(lambda: store.num_asked == 2)
     before = len(ticks)
