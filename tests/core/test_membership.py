@@ -518,7 +518,7 @@ def test_a_death_before_the_first_commit_restarts_the_workers_if_there_is_no_hei
 def test_a_node_that_is_lost_before_the_first_commit_restarts_the_workers_on_others(state: State) -> None:
     again = told(restartable(state), LeaseExpired(5, "node-0"))
     assert (again.phase, again.members, again.restarts) == (Phase.RESTARTING, (0, 1, 2), 1)
-    assert "node node-0" in again.reason
+    assert "host node-0, which is lost" in again.reason
     begun = told(again, Restarted(7, ((2,), (0,), (1,))))  # the shadows stand on other hosts now
     assert (begun.phase, begun.shadows, begun.nodes) == (Phase.FORMING, ((2,), (0,), (1,)), {})
     assert told(state, LeaseExpired(5, "node-0")).phase is not Phase.RESTARTING, "as often as allowed"

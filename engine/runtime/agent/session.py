@@ -56,14 +56,14 @@ from engine.runtime.store.etcd_settings import EtcdSettings
 _MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
-Watch = Callable[[RunView], None]
+Watching = Callable[[RunView], None]
 
 
 def run_session(
     job: Job,
     events: Path,
     logs: Path,
-    watch: Watch = lambda view: None,
+    watch: Watching = lambda view: None,
     *,
     run_id: str = "",
     etcd: EtcdSettings | None = None,
@@ -85,10 +85,7 @@ def run_session(
     Without `etcd` it starts one. `ownership` assigns slots, `ranks` orders the group. Kills `grace_s` after a notice.
     Begins after `origin`, after a lost state as `revive` says; goes on with a run in `seat`. Raises BambooError.
     """
-    if server is None or not server.host:  # each of several has done so before it came to the others
-        refuse_what_this_host_lacks(job)
-    started_at_ns, ownership = now_ns(), ownership or fresh_ownership(job)
-    ownership = ownership if seat.taken else _on_hosts(job, ownership, server)
+    started_at_ns, ownership = now_ns(), _first_ownership(job, ownership or fresh_ownership(job), server, seat)
     folder = str(seat.taken.home if seat.taken else events.parent)
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
@@ -111,6 +108,12 @@ def run_session(
                 return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             return _broken_off(recorder, job, error, started_at_ns)
+
+
+def _first_ownership(job: Job, given: Ownership, server: ForkServer | None, seat: Seat) -> Ownership:
+    if server is None or not server.host:  # each of several has done so before it came to the others
+        refuse_what_this_host_lacks(job)
+    return given if seat.taken else _on_hosts(job, given, server)
 
 
 def _on_hosts(job: Job, ownership: Ownership, server: ForkServer | None) -> Ownership:
@@ -231,7 +234,7 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
 class _Look:
     """The work of every tick of an agent; the policy is also asked at a verdict that takes workers in."""
 
-    def __init__(self, self, job: Job, watch: Watch, requests: FaultRequests, source: NoticeSource | None, crew: Crew):
+    def __init__(self, job: Job, watch: Watching, requests: FaultRequests, source: NoticeSource | None, crew: Crew):
         self._job, self._watch, self._requests, self._source = job, watch, requests, source
         self._crew, launch = crew, crew.launch
         self._joins = JoinRequests(launch.logs.parent, job, launch.recorder)
