@@ -185,13 +185,17 @@ class Crew:
 
 def _guard(stack: contextlib.ExitStack, recorder: Recorder, server: ForkServer) -> Guard:
     """Returns the guard of this run's transfers: a network namespace where the kernel makes one, else a key."""
+    if server.host:
+        return _by_key(recorder, "the workers of a run on several hosts have the network of their hosts")
     try:
-        if server.host:
-            raise OSError("the workers of a run on several hosts have the network of their hosts")
         network = new_network()
     except OSError as error:
-        recorder.write(PairsRecord(guard="proof", why=str(error)))
-        return Guard(key=secrets.token_hex(32))
+        return _by_key(recorder, str(error))
     stack.callback(os.close, network)
     recorder.write(PairsRecord(guard="namespace", why=""))
     return Guard((network,))
+
+
+def _by_key(recorder: Recorder, why: str) -> Guard:
+    recorder.write(PairsRecord(guard="proof", why=why))
+    return Guard(key=secrets.token_hex(32))
