@@ -99,7 +99,8 @@ def test_the_loss_of_an_agent_is_one_epoch_and_changes_no_bit(hosts: Hosts, trai
     assert max(each["within_ms"] for each in hosts_told.values()) < 1000
     merged = read_history(chief.run_folder / "collected" / "events.jsonl", every_action=True)
     assert len(merged.of(CommitRecord)) == MLP.steps
-    assert {each.worker for each in merged.of(ActionRecord)} == {*range(MLP.stages)}
+    # The lost host may have shipped nothing yet: all that it has lost is of its last half second.
+    assert {each.worker for each in merged.of(ActionRecord)} | {*workers} == {*range(MLP.stages)}
     hashes, *others = (hashes_in(each.path) for each in bed.folders)
     assert len(hashes) == len({*hashes}) and {step for _, step, *_ in hashes} == {*range(MLP.steps)}
     for own in others:  # each host has those of its own workers, whoever coordinates
@@ -288,7 +289,7 @@ def test_another_host_goes_on_when_the_one_that_coordinates_is_killed(hosts: Hos
     assert [each["node"] for each in told if each["incomplete"]] == [lost]
     merged = read_history(folder.path / "collected" / "events.jsonl", every_action=True)
     assert [each.step for each in merged.of(CommitRecord)] == steps
-    assert {each.worker for each in merged.of(ActionRecord)} == {*range(job.stages * job.pipelines)}
+    assert {each.worker for each in merged.of(ActionRecord)} | {*workers} == {*range(job.stages * job.pipelines)}
 
 
 @pytest.mark.soak
