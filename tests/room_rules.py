@@ -74,7 +74,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.recovery", "engine.core.history", "engine.core.membership", "engine.core.worker", "engine.files"},
     "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
-    "engine.runtime.doctor": _HOST | {"engine.runtime.store"},
+    "engine.runtime.doctor": _HOST | {"engine.runtime.hosts", "engine.runtime.store"},
     "engine.runtime.device": _GROUND | {"engine.core.checks"},
     "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models", "engine.runtime.device"},
     "engine.runtime.nccl": _GROUND

@@ -35,6 +35,7 @@ def run_host(
     """Runs the agent of this host to the end of the run; returns its end. Raises UserError with every mistake."""
     from bamboo_cli.terminal.live import screen
     from engine.harness.hosts.host_run import run_on_hosts
+    from engine.runtime.doctor.host_probes import gloo_tls_error
 
     problems = fixing(given["isa"])
     etcd = _etcd(given, problems)
@@ -44,7 +45,7 @@ def run_host(
     except UserError as error:
         problems += error.problems
     options = _options(given, etcd)
-    problems += problems_of(options, resolved.job if resolved else None, is_own_address)
+    problems += problems_of(options, resolved.job if resolved else None, is_own_address, gloo_tls_error)
     if problems or etcd is None or resolved is None or case is None:  # which are problems too
         raise UserError(problems)
     job, seen = resolved.job, screen()

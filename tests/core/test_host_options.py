@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.config.job import Job
-from engine.core.hosts.host_options import HostOptions, problems_of
+from engine.core.hosts.host_options import CLEAR, LOOPBACK, TLS, HostOptions, problems_of
 
 JOB = Job(model="mlp", stages=4, checkpoint_every="0")
 GOOD = HostOptions("4711", "2", "a", "10.0.0.1", ("10.0.0.9",), trusted="10.0.0.0/8")
@@ -64,6 +64,33 @@ def test_each_mistake_is_named(change: dict[str, Any], field: str) -> None:
 def test_a_job_that_wants_one_host_is_refused(change: dict[str, Any], field: str) -> None:
     assert fields(GOOD, replace(JOB, **change)) == [field]
     assert fields(GOOD, replace(JOB, checkpoint_every="end", checkpoints="/shared")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "transfers", "is_asked"),
+    [
+        ({"address": "127.0.0.2", "etcd": ("127.0.0.1",)}, LOOPBACK, False),
+        ({"address": "127.0.0.2", "etcd": ("127.0.0.1",), "trusted": ""}, LOOPBACK, False),
+        ({"trusted": "10.0.0.0/8"}, CLEAR, False),
+        ({"trusted": ""}, TLS, True),
+    ],
+)
+@pytest.mark.parametrize("lacks", ["", "unsupported gloo device"])
+def test_tensors_leave_loopback_over_tls_or_in_a_trusted_network(
+    change: dict[str, Any], transfers: str, is_asked: bool, lacks: str
+) -> None:
+    asked: list[str] = []
+
+    def lacks_tls() -> str:
+        asked.append(lacks)
+        return lacks
+
+    given = replace(GOOD, **change)
+    told = problems_of(given, JOB, lambda address: True, lacks_tls)
+    assert given.transfers == transfers
+    assert asked == [lacks] * is_asked
+    assert [each.field for each in told] == ["--trusted-network"] * bool(is_asked and lacks)
+    assert all("no TLS here (unsupported gloo device)" in each.hint for each in told)
 
 
 def test_all_mistakes_come_at_once() -> None:

@@ -15,6 +15,8 @@ from engine.core.hosts.host_lease import LEAST_S, MOST_S, USUAL_S
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_HOSTS = 256
+NOT_ASKED = "torch was not asked"
+LOOPBACK, CLEAR, TLS = "loopback", "clear text", "TLS"  # how tensors travel between hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,22 @@ class HostOptions:
         """The number of hosts."""
         return int(self.hosts) if self.hosts.isdecimal() else len(self.names)
 
+    @property
+    def transfers(self) -> str:
+        """How tensors travel: in clear text they leave loopback only in a network that is trusted."""
+        if _is_loopback(self.address):
+            return LOOPBACK
+        return CLEAR if self.trusted else TLS
 
-def problems_of(given: HostOptions, job: Job | None, is_own: Callable[[str], bool]) -> list[Problem]:
-    """Returns every mistake, as far as the job is known; `is_own` tells whether an address is one of this host."""
-    found = [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own)]
+
+def problems_of(
+    given: HostOptions, job: Job | None, is_own: Callable[[str], bool], lacks_tls: Callable[[], str] = lambda: NOT_ASKED
+) -> list[Problem]:
+    """Returns every mistake, as far as the job is known; `is_own` tells whether an address is one of this host.
+
+    `lacks_tls` returns why Gloo has no TLS here, empty if it has; it is called only if the transfers need that.
+    """
+    found = [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own, lacks_tls)]
     return found if job is None else [*found, *_of_job(given, job)]
 
 
@@ -77,7 +91,7 @@ def _of_hosts(given: HostOptions) -> list[Problem]:
     return found
 
 
-def _of_address(given: HostOptions, is_own: Callable[[str], bool]) -> list[Problem]:
+def _of_address(given: HostOptions, is_own: Callable[[str], bool], lacks_tls: Callable[[], str]) -> list[Problem]:
     try:
         address = ipaddress.ip_address(given.address)
     except ValueError:
@@ -90,14 +104,18 @@ def _of_address(given: HostOptions, is_own: Callable[[str], bool]) -> list[Probl
             hint = "loopback is for hosts that are processes of one machine, with their etcd"
             found.append(Problem("--address", "an address that the other hosts reach", given.address, hint))
         return found
+    if not given.trusted:
+        if why := lacks_tls():
+            hint = f"Gloo has no TLS here ({why}): name the network in which tensors may travel in clear text"
+            found.append(Problem("--trusted-network", f"a network with {given.address}", "nothing", hint))
+        return found
     try:
-        network = ipaddress.ip_network(given.trusted) if given.trusted else None
+        network = ipaddress.ip_network(given.trusted)
     except ValueError:
         return [*found, Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(given.trusted))]
-    if network is None or address not in network:
+    if address not in network:
         hint = "the tensors between hosts travel in clear text: name the network in which that is allowed"
-        what = "nothing" if network is None else given.trusted
-        found.append(Problem("--trusted-network", f"a network with {given.address}", what, hint))
+        found.append(Problem("--trusted-network", f"a network with {given.address}", given.trusted, hint))
     return found
 
 

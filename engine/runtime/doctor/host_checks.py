@@ -22,6 +22,7 @@ from engine.files.nvml import lacks_nvml
 from engine.runtime.doctor import etcd_probes, host_probes
 from engine.runtime.doctor.etcd_probes import Client, Latency, Server
 from engine.runtime.doctor.gpu_checks import judge_gpus
+from engine.runtime.hosts.run_certificate import transfer_tls
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -52,7 +53,8 @@ def exit_code(checks: Iterable[HostCheck]) -> ExitCode:
 
 def check_host(results: Path) -> tuple[HostCheck, ...]:
     """Returns all checks; `results` is the folder for runs. Leaves no files or processes."""
-    with host_probes.start_torch_probe() as torch_probe:
+    with transfer_tls(True) as tls, host_probes.start_torch_probe(tls.environment) as torch_probe:
+        lacks_certificate = host_probes.certificate_error(tls)  # which the probe takes when torch is loaded
         checks = [
             judge_python(sys.version_info[:3]),
             judge_machine(host_probes.num_cores(), psutil.virtual_memory().available),
@@ -60,6 +62,7 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
             judge_loopback(host_probes.loopback_error()),
             judge_pairs(host_probes.network_error()),
             judge_hosts(host_probes.hosts_error()),
+            judge_certificate(lacks_certificate),
             judge_results(results, *host_probes.probe_folder(results)),
             *check_etcd(),
             judge_vision(importlib.util.find_spec("sklearn") is not None),
@@ -128,6 +131,13 @@ def judge_hosts(error: str) -> HostCheck:
             "hosts", "warn", f"no hosts of namespaces, so faults of hosts are not tried here: {error}", fix
         )
     return HostCheck("hosts", "ok", "can be made of namespaces, so faults of hosts can be tried here")
+
+
+def judge_certificate(error: str) -> HostCheck:
+    """Judges whether this machine can make the certificate of a run on several hosts."""
+    if error:
+        return HostCheck("openssl", "warn", error, "install openssl; only runs on several hosts need it")
+    return HostCheck("openssl", "ok", "makes the certificate of a run on several hosts")
 
 
 def judge_results(folder: Path, free_bytes: int, error: str) -> HostCheck:
@@ -212,7 +222,10 @@ def judge_torch(facts: dict[str, Any], error: str, gpus: Accelerators) -> list[H
 def _gloo(facts: dict[str, Any]) -> HostCheck:
     if facts["gloo_error"]:
         return HostCheck("gloo", "missing", facts["gloo_error"], "install a build of torch with Gloo; allow 127.0.0.1")
-    return HostCheck("gloo", "ok", f"two ranks met and passed a tensor in {facts['gloo_ms']:.0f} ms")
+    met = f"two ranks met and passed a tensor in {facts['gloo_ms']:.0f} ms"
+    if facts["tls_error"]:
+        return HostCheck("gloo", "ok", f"{met}; no TLS ({facts['tls_error']}): several hosts need --trusted-network")
+    return HostCheck("gloo", "ok", f"{met}, also over TLS")
 
 
 def _arithmetic(facts: dict[str, Any]) -> HostCheck:

@@ -14,9 +14,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.core.errors import EnvironmentLacksError
+from engine.runtime.hosts.run_certificate import TransferTls, new_certificate, transfer_tls
 from engine.runtime.process.network_namespace import new_network
 from engine.runtime.process.subprocesses import inherited
 
@@ -107,9 +110,31 @@ def probe_folder(folder: Path) -> tuple[int, str]:
         return 0, error.strerror or str(error)
 
 
-def start_torch_probe() -> subprocess.Popen[str]:
-    """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))]
+def certificate_error(tls: TransferTls) -> str:
+    """Makes a certificate, as for a run on several hosts, for `tls`; returns why it cannot, or an empty string."""
+    try:
+        tls.hold(new_certificate())
+    except EnvironmentLacksError as error:
+        return str(error)
+    return ""
+
+
+def gloo_tls_error() -> str:
+    """Returns why two ranks pass no tensor over the TLS of Gloo, or an empty string; takes seconds."""
+    with transfer_tls(True) as tls:
+        if error := certificate_error(tls):
+            return error
+        with start_torch_probe(tls.environment) as child:
+            facts, error = finish_torch_probe(child)
+    return error or str(facts["tls_error"])
+
+
+def start_torch_probe(tls: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`.
+
+    `tls` has the variables with which Gloo uses TLS.
+    """
+    command = [sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py")), json.dumps(dict(tls))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=inherited())
 
 

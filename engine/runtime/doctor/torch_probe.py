@@ -7,9 +7,12 @@ imports no module of bamboo, so that it works even if those cannot be loaded.
 from __future__ import annotations
 
 import json
+import os
 import platform
+import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -28,7 +31,7 @@ def gloo_exchange_ms() -> float:
     def take_part(rank: int) -> None:
         try:
             options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK, lazy_init=False)]
             options._timeout = timedelta(seconds=_TIMEOUT_S)
             group = distributed.ProcessGroupGloo(store, rank, 2, options)
             transfer = group.send if rank == 0 else group.recv  # type: ignore[attr-defined]
@@ -49,10 +52,36 @@ def gloo_exchange_ms() -> float:
     return (time.monotonic() - started) * 1e3
 
 
-def facts() -> dict[str, object]:
-    """Returns the facts for the host checks; `gloo_error` is empty if two ranks could exchange a tensor."""
-    gloo_ms, gloo_error = 0.0, ""
+def tls_error(environment: Mapping[str, str]) -> str:
+    """Returns why the two ranks pass no tensor over TLS, or an empty string.
+
+    Gloo reads its variables once in a process, so this is tried in a fork, before the first device of this one.
+    """
+    told, tell = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.environ.update(environment)
+        words = ""
+        try:
+            gloo_exchange_ms()
+        except RuntimeError as error:
+            words = str(error).strip().partition("\n")[0]
+        os.write(tell, words.encode())
+        os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as answer:
+        found = answer.read()
+    _, status = os.waitpid(pid, 0)
+    return found if status == 0 else f"its process has ended with {os.waitstatus_to_exitcode(status)}"
+
+
+def facts(environment: Mapping[str, str]) -> dict[str, object]:
+    """Returns the facts for the host checks; `gloo_error` is empty if two ranks could exchange a tensor.
+
+    `environment` are the variables with which Gloo uses TLS.
+    """
+    gloo_ms, gloo_error, without_tls = 0.0, "", "no Gloo"
     if distributed.is_gloo_available():
+        without_tls = tls_error(environment)
         try:
             gloo_ms = gloo_exchange_ms()
         except RuntimeError as error:
@@ -63,6 +92,7 @@ def facts() -> dict[str, object]:
         "version": torch.__version__,
         "gloo_ms": gloo_ms,
         "gloo_error": gloo_error,
+        "tls_error": without_tls,
         "num_gpus": torch.cuda.device_count(),
         "nccl": list(torch.cuda.nccl.version()) if distributed.is_nccl_available() else [],
         "machine": platform.machine(),
@@ -73,4 +103,4 @@ def facts() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts()))
+    print(json.dumps(facts(json.loads(sys.argv[1]))))

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from engine.core.errors import EnvironmentLacksError, required
@@ -97,7 +97,8 @@ class ForkServer:
     later_ns = 0  # how much later the end of a child may be seen than on this host
     address = LOOPBACK  # where the transfers of its children listen
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] = {}) -> None:
+        """`environment` is that of the children beside the one of this process."""
         # One thread per numeric library until a worker sets its own count: a fork does not copy pool threads.
         # One seed for the hashes of texts: the order of a set is the same in a run, in its twin and on another day.
         self._mark = secrets.token_hex(16)
@@ -106,6 +107,7 @@ class ForkServer:
             | subprocesses.inherited()
             | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
             | {descendants.VARIABLE: self._mark}
+            | dict(environment)
         )
         self.preload: tuple[str, ...] = ()  # modules that the server imports before the next forks
         self._preloaded: tuple[str, ...] = ()
