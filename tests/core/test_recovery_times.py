@@ -427,7 +427,8 @@ def on_hosts(within_ms: float) -> list[Any]:
     told = [agent("started", 1, of=of, child=9 + of, slots=[[0, of]], node=nodes[of]) for of in range(3)]
     half_ns = round(within_ms * MS)
     clocks = [agent("clock", at, of="b", least_ns=-half_ns, most_ns=half_ns) for at in (1, 200)]
-    return [BEGIN[0], agent("host", 0, node="a", run_id="r", **host), *told, *clocks, BEGIN[-1]]
+    hosts = [agent("host", 0, node=node, run_id="r", **host) for node in "ba"]
+    return [BEGIN[0], *hosts, *told, *clocks, BEGIN[-1]]
 
 
 def test_no_phase_is_told_that_is_shorter_than_its_uncertainty() -> None:

@@ -113,6 +113,6 @@ def test_three_hosts_compute_the_bits_of_one_also_if_the_power_of_one_goes(tmp_p
     seen = recoveries(merged.records_of_recoveries)
     assert [len(each.verdict) for each in seen] == ([1] if lost else [])
     for each in seen:
-        within_ns = max(each.uncertain_ns.values(), default=0)  # none if one host has told all ends of phases
+        within_ns = max(each.uncertain_ns.values(), default=0)  # of a phase on one host there is none
         assert within_ns < 100_000_000  # of clocks that are hours apart
     assert json.dumps(told)

@@ -26,8 +26,8 @@ def host_times(history: RunHistory) -> HostTime | None:
     if not clocks:
         return None
     nodes = {each.of: each.node for each in history.of(StartedRecord)}
-    first = history.first(HostRecord)
-    reference = first.node if first else ""
+    # Every other host has a record of its clock; the first record of a host may be of any of them.
+    reference = next((each.node for each in history.of(HostRecord) if each.node not in clocks), "")
 
     def found(worker: int, at_ns: int) -> tuple[str, int]:
         node = nodes.get(worker, reference)
