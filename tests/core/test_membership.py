@@ -558,6 +558,26 @@ def test_another_coordinator_asks_all_members_again(phase: Phase) -> None:
     assert recovered(new).phase is (Phase.DRAINING if phase is Phase.DRAINING else Phase.RUNNING)
 
 
+def on_nodes(state: State) -> State:
+    return state._replace(nodes={0: "a", 1: "b", 2: "c"})
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING])
+def test_a_take_over_from_a_lost_host_is_the_one_verdict_on_its_workers(phase: Phase) -> None:
+    state = on_nodes(in_phase(phase))
+    new = told(state, TakenOver(40, lost="b"))
+    left = tuple(worker for worker in state.members if worker != 1)
+    assert (new.phase, new.epoch, new.members) == (Phase.FAILING_OVER, state.epoch + 1, left)
+    assert [(out.worker, out.cause) for out in new.verdict] == [(1, Cause.NODE_LOST)]
+    assert told(new, LeaseExpired(41, "b")) == new
+    assert told(new, ExitSeen(42, 1, -9)).epoch == new.epoch
+
+
+def test_a_take_over_from_a_host_without_workers_has_an_empty_verdict() -> None:
+    new = told(on_nodes(running()), TakenOver(40, lost="d"))
+    assert (new.members, new.verdict, new.reason) == ((0, 1, 2), (), "another coordinator has taken over")
+
+
 def test_a_take_over_forgets_answers_looks_and_ends_of_the_last_step() -> None:
     state = told(in_phase(Phase.FAILING_OVER), holds(6, 0, 2, "nothing", (1,)), suspects(7, 0, 2, 1))
     new = told(state, TakenOver(40))

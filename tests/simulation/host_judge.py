@@ -109,8 +109,10 @@ class HostJudge(Judge):
         verdict = new.membership.verdict
         if isinstance(given, TakenOver):
             self.epochs_of_them += 1
-            if verdict:
-                raise Violation(f"the epoch of a take-over has the verdict {verdict}")
+            if {self.world.host_of[out.worker] for out in verdict if out.is_loss} - {given.lost}:
+                raise Violation(f"the epoch of a take-over from host {given.lost} has the verdict {verdict}")
+            if given.lost in {self.world.host_of[worker] for worker in new.membership.members}:
+                raise Violation(f"after the take-over from host {given.lost} its workers are members")
         for host in {self.world.host_of[out.worker] for out in verdict if out.worker not in self.singly}:
             if host in self.lost:
                 self.verdicts[host].add(new.membership.epoch)

@@ -463,12 +463,13 @@ class HostWorld(World):
         self.turns.add(AGAIN if TAKEN in self.turns else TAKEN)
         self.written = resume(self.job, texts, self.now)
         self.coordinator = self.coordinator_of(self, self.written)
-        self.chief, self.heir, self.before = heir, None, heir.name
+        lost, self.before = self.before, heir.name
+        self.chief, self.heir = heir, None
         self.known_lost = {*self.agents} - {*self.held}
         self.gathering, term = Gathering(), self.term
         self._tell_results(heir)
         self.judge.taken_over()
-        self.coordinator.take(TakenOver)
+        self.coordinator.take(TakenOver, lost)
         for each in taken:
             if each.ended or each.host in self.known_lost:
                 code = each.ended[0] if each.ended else _KILLED

@@ -126,7 +126,12 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class TakenOver(Event):
-    """A new coordinator goes on from the written state; the words that only its predecessor knew are lost."""
+    """A new coordinator goes on from the written state; the words that only its predecessor knew are lost.
+
+    Its predecessor may be lost with its host, `lost`, and the workers there; empty if only the process has ended.
+    """
+
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from engine.core.membership.transitions import (
     suspects,
     takes_over,
     takes_over_at_end,
+    takes_over_early,
 )
 from engine.core.membership.waiting import is_unknown
 from engine.core.message_codec import Message
@@ -92,7 +93,7 @@ _ROWS: dict[type[Event] | type[Message], tuple[Rule | Impossible, ...]] = {
     Cramped:          (must_wait,      _ENDING,      must_wait,      must_wait,      must_wait,      _OVER),
     FinishedMessage:  (_UNASKED,       _ENDING,      _UNDONE,        _UNDONE,        is_done,        _OVER),
     Tick:             (looks_at_clock, _ENDING,      looks_at_clock, looks_at_clock, looks_at_clock, _OVER),
-    TakenOver:        (_UNLOST,        _UNLOST,      takes_over,     takes_over,     takes_over_at_end, _OVER),
+    TakenOver:        (_UNLOST,        _UNLOST,      takes_over_early, takes_over,   takes_over_at_end, _OVER),
     Restarted:        (_LATE,          is_restarted, _STARTED,       _STARTED,       _STARTED,       _OVER),
 }
 # fmt: on

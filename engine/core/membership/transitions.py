@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.core import messages
 from engine.core.errors import ExitCode
-from engine.core.exclusion import Cause, excluded, in_words
+from engine.core.exclusion import Cause, Exclusion, excluded, in_words
 from engine.core.membership import events
 from engine.core.membership.broken_edges import Edge, by_suspicion, ends_of
 from engine.core.membership.events import Heard
@@ -117,15 +117,20 @@ def is_restarted(state: State, event: events.Restarted) -> State:
 @rule(Phase.FAILING_OVER, Phase.HALTED)
 def loses_node(state: State, event: events.LeaseExpired) -> State:
     """Excludes all workers of the node; they count as exited, because the node has no agent that could evict them."""
-    there = [worker for worker in state.members if state.nodes.get(worker) == event.node]
-    how = f"was on host {event.node}, which is lost"
+    new, out = _without(state, event.node)
+    return new_epoch(new, event.now_ns, out) if out else new
+
+
+def _without(state: State, node: str) -> tuple[State, list[Exclusion]]:
+    """Returns the state after the end of all workers of a node, and the verdict on them, which is still to be made."""
+    there = [worker for worker in state.members if state.nodes.get(worker) == node]
+    how = f"was on host {node}, which is lost"
     out = [
         excluded(worker, Cause.NODE_LOST, how, last_seen(state, worker)) for worker in there if worker not in state.done
     ]
-    waiting = [worker for worker in state.waiting if state.nodes.get(worker) == event.node]
+    waiting = [worker for worker in state.waiting if state.nodes.get(worker) == node]
     new = state._replace(exited=tuple(dict.fromkeys((*state.exited, *there, *waiting))))
-    new = loses(new, [excluded(worker, Cause.NODE_LOST, how) for worker in waiting])
-    return new_epoch(new, event.now_ns, out) if out else new
+    return loses(new, [excluded(worker, Cause.NODE_LOST, how) for worker in waiting]), out
 
 
 @rule(Phase.RESTARTING, Phase.FAILING_OVER, Phase.HALTED)
@@ -219,16 +224,23 @@ def looks_at_clock(state: State, event: events.Tick) -> State:
     return nobody_died(state, now_ns, (), f"no worker moved {within}")
 
 
-@rule(Phase.FAILING_OVER)
+@rule(Phase.FAILING_OVER, Phase.HALTED)
 def takes_over(state: State, event: events.TakenOver) -> State:
-    """Makes an empty verdict: every member says again what it holds, and votes again.
+    """Makes a verdict on the workers of the lost host, or an empty one: every member says again what it holds.
 
-    The votes, the suspicions and the preparations that the last coordinator had heard are lost.
+    The votes, the suspicions and the preparations that the last coordinator had heard are lost: members vote again.
     """
-    return new_epoch(state, event.now_ns, (), "another coordinator has taken over")
+    new, out = _without(state, event.lost) if event.lost else (state, [])
+    return new_epoch(new, event.now_ns, out, "" if out else "another coordinator has taken over")
 
 
-@rule(Phase.FAILING_OVER, Phase.FINISHED)
+@rule(Phase.RESTARTING, Phase.FAILING_OVER, Phase.HALTED)
+def takes_over_early(state: State, event: events.TakenOver) -> State:
+    """Restarts the workers if a node is lost without heirs before the first commit."""
+    return _again(state, takes_over.decide(state, event))
+
+
+@rule(Phase.FAILING_OVER, Phase.HALTED, Phase.FINISHED)
 def takes_over_at_end(state: State, event: events.TakenOver) -> State:
     """Does the same after the last commit; the job is finished if all holders of a stage were done and have ended."""
     return takes_over.decide(state, event)

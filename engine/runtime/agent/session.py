@@ -176,7 +176,7 @@ def _trained(
         if taken and is_taken:
             agent.run_state.notes += agent.injector.take_over(taken.faults, taken.lost)
             give_slots(crew.members.values(), agent.node.coordination.ownership)
-            agent.decide(TakenOver(now_ns()))  # an epoch begins, in which all say again what they hold
+            agent.decide(TakenOver(now_ns(), lost=taken.lost))  # an epoch begins: all say again what they hold
             taken.hear_again()
         run(agent)
     return agent, board
