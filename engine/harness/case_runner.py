@@ -103,16 +103,17 @@ def _run_in(
 
     if case.file is not None:
         write_atomically(folder.path / "scenario.yaml", whole_text(case.file))
+    home = seat.taken.home if seat and seat.taken else folder.path
+    case = replace(case, begun_as=home.name)
     write_facts(folder, case)
     traces = LeakCheck() if case.scenario.expect.leftovers else None
     drive = partial(_drive, screen=screen, etcd=etcd, server=server)
     options: dict[str, Any] = {name: getattr(case, name) for name in _PASSED_ON}
     job = case.scenario.job
-    home = seat.taken.home if seat and seat.taken else folder.path
     place, run = place_of(job, str(home)), home.name
     restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)
     options |= {"origin": case.origin, "revive": restarts.revive} | ({"seat": seat} if seat else {})
-    with claimed(place if job.checkpoints else "", run):
+    with claimed(place if job.checkpoints else "", run, folder.path.name):
         try:
             ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
         except HandedOverError:

@@ -45,6 +45,7 @@ def test_a_control_message_travels_behind_its_header() -> None:
         host_messages.WordsHostMessage(7),
         host_messages.HeardHostMessage(12),
         host_messages.ToldHostMessage(12),
+        host_messages.TaughtHostMessage(),
     ):
         assert read_frame(frame(header, packet)) == (header, packet)
     assert WorkerSign._make(read_frame(frame(HEADERS[7]))[0].signs[0]) == SIGN  # type: ignore[attr-defined]

@@ -8,14 +8,17 @@ import pytest
 
 from engine.core.coordinator.outputs import Tell, Write, recorded_first
 from engine.core.coordinator.state import STATE, CoordinatorState, documents, resume
-from engine.core.coordinator.succession import TakenProcess, begins_again, succession
+from engine.core.coordinator.succession import TakenProcess, begins_again, last_number, succession
 from engine.core.errors import CoordinatorUnavailableError
+from engine.core.exclusion import Cause, Exclusion
 from engine.core.history.run_records import CommitRecord
 from engine.core.membership.events import ExitSeen, LeaseExpired, TakenOver
 from engine.core.membership.protocol import step
 from engine.core.membership.state import Phase
 from engine.core.messages import CommitMessage
 from tests.core.coordinator_cases import begun, committed, training
+
+EXCLUDED = Exclusion(6, "was lost", Cause.DEATH)
 
 
 def trained() -> CoordinatorState:
@@ -114,3 +117,18 @@ def test_a_host_hears_of_a_commit_before_its_workers_do() -> None:
     assert sorted(map(str, recorded_first(outputs))) == sorted(map(str, outputs))
     others = [each for each in outputs if not isinstance(each, Tell | Write)]
     assert [each for each in recorded_first(outputs) if not isinstance(each, Tell | Write)] == others
+
+
+def test_a_newcomer_gets_the_number_of_no_worker_that_was_ever_there() -> None:
+    state = trained()
+    texts, found = documents(state), (TakenProcess(2, "node-1", 1, 72),)
+    assert last_number(texts, found) == 2
+    assert last_number(texts, (*found, TakenProcess(5, "node-1", 2, 73))) == 5  # it loads, and nobody knows it yet
+    gone, _ = step(state.membership, ExitSeen(9, 1, -9))
+    for changed in (
+        gone._replace(exited=(1, 6)),
+        gone._replace(waiting=(6,)),
+        gone._replace(out={6: EXCLUDED}),
+        gone._replace(lost={6: EXCLUDED}),
+    ):
+        assert last_number(documents(state._replace(membership=changed)), found) == 6

@@ -106,3 +106,15 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write"), claimed(str(tmp_path / "file" / "below"), "run"):
         pass
+
+
+def test_a_run_lives_as_long_as_one_of_the_hosts_that_have_coordinated_it(tmp_path: Path) -> None:
+    """The claim of the first one stays when it is killed; no sweep takes the parts that its workers write now."""
+    with launcher(tmp_path):
+        part = left_part(tmp_path, "killed")
+        with claimed(str(tmp_path), "killed", "of-the-next-host"):
+            pass
+    with claimed(str(tmp_path), "killed", "of-the-next-host"), claimed(str(tmp_path), "killed", "of-the-third-host"):
+        assert sweep(str(tmp_path)) == ()
+    assert sweep(str(tmp_path)) == (part,)
+    assert list(tmp_path.glob(".*")) == []

@@ -16,10 +16,13 @@ from engine.core.hosts.host_messages import (
     LeavesHostMessage,
     SaidAllHostMessage,
     SignalHostMessage,
+    TaughtHostMessage,
     ToldHostMessage,
 )
 from engine.core.hosts.host_messages import read_frame as read
 from engine.core.hosts.registered_host import RegisteredHost
+from engine.core.message_codec import encode
+from engine.core.messages import PartitionMessage
 from engine.runtime.hosts import heard_results
 from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.heard_results import HeardResults
@@ -58,8 +61,11 @@ def test_a_host_tells_what_it_was_told_until_it_has_said_all() -> None:
     host._deliver(ToldHostMessage(1), LINES[1].encode())
     with pytest.raises(InvariantError):
         host._deliver(ToldHostMessage(2), b"{}")
+    host._deliver(TaughtHostMessage(), encode(PartitionMessage((0, 1))))
     host._deliver(SaidAllHostMessage(), b"")
     host._deliver(ToldHostMessage(2), LINES[2].encode())
+    host._deliver(TaughtHostMessage(), encode(PartitionMessage((0, 2))))
+    assert host.taught == [PartitionMessage((0, 1))]
     assert (host.heard, host.told, host.held) == (2, {1: LINES[1]}, ((1, 0, 70),))
 
 

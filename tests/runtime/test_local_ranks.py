@@ -11,7 +11,7 @@ import pytest
 from engine.core.config.job import Job
 from engine.files.accelerators import Accelerators
 from engine.runtime.agent import start_up
-from engine.runtime.agent.start_up import Crew, Guard
+from engine.runtime.agent.start_up import Crew
 from engine.runtime.agent.worker_handles import WorkerHandle, free_rank
 
 THREE = Accelerators(3, ("H100",), "570", "13.0")
@@ -29,7 +29,7 @@ def crew(monkeypatch: pytest.MonkeyPatch, job: Job, host: str = "") -> Crew:
     board = SimpleNamespace(fd=0, grow=lambda num_lines: None)
     monkeypatch.setattr(start_up, "start_worker", lambda server, worker, *rest: handle(worker))
     monkeypatch.setattr(start_up, "accelerators", lambda: THREE)
-    found = Crew(cast(Any, launch), cast(Any, board), Guard(), (), None, {})
+    found = Crew(cast(Any, launch), cast(Any, board), (), NONE, {})
     for worker in range(3):
         found.start(worker)
     return found

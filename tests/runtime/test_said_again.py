@@ -5,8 +5,9 @@ from __future__ import annotations
 from engine.core.checkpoints.manifest import Part
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.message_codec import encode
-from engine.core.messages import ReadyMessage
-from engine.runtime.hosts.said_again import SaidAgain
+from engine.core.messages import BorderMessage, PartitionMessage, ReadyMessage, WelcomeMessage
+from engine.core.process_messages import PingMessage
+from engine.runtime.hosts.said_again import SaidAgain, TaughtWorkers
 
 
 def kept(step: int, layer: int) -> bytes:
@@ -23,3 +24,21 @@ def test_the_parts_of_the_last_checkpoint_are_said_again() -> None:
     said.add(encode(UnkeptMessage(2, "no room")))
     assert said.packets[0] == encode(ReadyMessage())
     assert said.packets[1:] == [*(kept(2, layer) for layer in range(100)), encode(UnkeptMessage(2, "no room"))]
+
+
+def welcome(worker: int, key: str) -> bytes:
+    return encode(WelcomeMessage(worker, {}, (0, 1), ((), ()), (0, 1), 2, (), key))
+
+
+def test_what_a_newcomer_is_told_is_passed_on_and_nothing_of_an_earlier_start() -> None:
+    border, cut = (
+        encode(BorderMessage(0, (((1,), "float32", True),))),
+        [encode(PartitionMessage(starts)) for starts in ((0, 1), (0, 2))],
+    )
+    taught = TaughtWorkers()
+    for packet in (welcome(0, "ab"), welcome(1, "ab"), cut[0], cut[0], encode(PingMessage()), border):
+        taught.add(packet)
+    assert taught.packets == [welcome(0, "ab"), welcome(1, "ab"), cut[0], border]
+    for packet in (welcome(0, "cd"), cut[1]):  # all workers begin again
+        taught.add(packet)
+    assert taught.packets == [welcome(0, "cd"), cut[1]]

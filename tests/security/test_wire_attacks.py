@@ -305,6 +305,7 @@ BROKEN: dict[str, bytes] = {
     "a decision, from a host that does not coordinate": frame(said.HeardHostMessage(0), b"{}"),
     "a decision that is no text": frame(said.ToldHostMessage(0), b"\xff"),
     "a decision below zero": frame(said.ToldHostMessage(-1), b"{}"),
+    "what no newcomer is told": frame(said.TaughtHostMessage(), encode(PingMessage())),
     "words without words": frame(said.WordsHostMessage(1)) + b"\n",
     "words that are no message": frame(said.WordsHostMessage(1), b"\xff\0"),
     "words that only an agent says": frame(said.WordsHostMessage(1), encode(PingMessage())),

@@ -8,7 +8,7 @@ no step is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.core.coordinator.state import FACTS, STATE
@@ -67,3 +67,10 @@ def succession(
             host = state.nodes.get(worker, lost)
             found[worker] = TakenProcess(worker, host, -1 - worker, 0, (_KILLED,) if host in held else ())
     return tuple(found[worker] for worker in sorted(found))
+
+
+def last_number(texts: Mapping[str, str], found: Iterable[TakenProcess]) -> int:
+    """Returns the greatest number that a worker has or had, also one whose process is gone: a newcomer has none."""
+    state = membership_state.resume(texts[STATE], 0)
+    known = (*state.members, *state.waiting, *state.out, *state.lost, *state.exited)
+    return max((*known, *(each.worker for each in found)))

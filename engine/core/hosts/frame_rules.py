@@ -16,6 +16,7 @@ from engine.core.hosts.host_messages import (
     HoldsHostMessage,
     SignalHostMessage,
     SignsHostMessage,
+    TaughtHostMessage,
     ToldHostMessage,
     ToOtherHost,
     WordsHostMessage,
@@ -23,7 +24,7 @@ from engine.core.hosts.host_messages import (
     read_frame,
 )
 from engine.core.message_codec import MAX_BYTES, Message, ToAgent, decode
-from engine.core.messages import HeartbeatMessage
+from engine.core.messages import BorderMessage, HeartbeatMessage, PartitionMessage, WelcomeMessage
 
 _MOST = 1 << 63  # of any number, as it may get into memory that is shared with workers
 _MOST_PLACE = 1 << 31  # of the first numbers of a place
@@ -48,6 +49,9 @@ def read_from_host(data: bytes) -> Packets:
             _refuse_unless(len(facts) in _OF_PROCESS and min(facts[:3]) >= 0, "a number, a worker and a pid")
             _refuse_unless(facts[1] < _MOST_WORKERS, f"at most {_MOST_WORKERS} workers")
         _refuse_unless(header.heard >= 0, "a number of decisions")
+    elif isinstance(header, TaughtHostMessage):
+        is_taught = isinstance(decode(packet), WelcomeMessage | PartitionMessage | BorderMessage)
+        _refuse_unless(is_taught, "a message that each newcomer is told")
     elif isinstance(header, ToldHostMessage):
         _refuse_unless(header.number >= 0 and packet.isascii(), "a decision in plain text, and its number")
     return header, packet

@@ -5,6 +5,7 @@
     <----------------------- HailedHost   each sends again all that the other has not received
     HoldsHost ------------------------->  first of all: its processes, which another coordinator takes over
     ToldHost -------------------------->  the decisions that it was told, and the next coordinator may not have been
+    TaughtHost ------------------------>  what its workers were told, and each newcomer is told too
     WordsHost, then SaidAllHost ------->  the words of these, as far as the one before may have lost it
     <------------------------- ForkHost   forks a worker; its process has a number of its own, as workers begin again
     ForkedHost, or UnforkedHost ------->
@@ -180,6 +181,11 @@ class ToldHostMessage(FromOtherHost):
 
 
 @message
+class TaughtHostMessage(FromOtherHost):
+    """A control message to workers of the host that the one that takes over may not know; it follows in the frame."""
+
+
+@message
 class LeavesHostMessage(FromOtherHost):
     """The host leaves: all its workers have ended."""
 
@@ -193,7 +199,7 @@ class OutcomeHostMessage(ToOtherHost):
     words: str
 
 
-_WITH_PACKET = (WordsHostMessage, HeardHostMessage, ToldHostMessage, ShippedHostMessage)
+_WITH_PACKET = (WordsHostMessage, HeardHostMessage, ToldHostMessage, TaughtHostMessage, ShippedHostMessage)
 
 
 class WorkerSign(NamedTuple):

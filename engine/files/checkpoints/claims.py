@@ -22,13 +22,15 @@ from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.checkpoints.disk import OwnDisk
 from engine.files.checkpoints.place_text import folder_at
 
-_CLAIM = re.compile(r"\.bamboo-run-([0-9a-f]{8})\.lock")
+_CLAIM = re.compile(r"\.bamboo-run-([0-9a-f]{8})(-[0-9a-f]{8})?\.lock")
 _START = Path("/proc/sys/kernel/random/boot_id")  # another one after each start of the machine
 
 
 @contextlib.contextmanager
-def claimed(place: str, run: str) -> Iterator[None]:
+def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
     """Claims a place for a run during the block; nothing is claimed at no place and in an object store.
+
+    `heir` is the folder with which another host goes on with the run: it lives as long as one of its claims does.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -37,7 +39,8 @@ def claimed(place: str, run: str) -> Iterator[None]:
     if folder is None:
         yield
         return
-    disk, name = OwnDisk(folder), f".bamboo-run-{owner_of(run)}.lock"
+    by = f"-{owner_of(heir)}" if heir not in ("", run) else ""
+    disk, name = OwnDisk(folder), f".bamboo-run-{owner_of(run)}{by}.lock"
     with storage_errors("write", folder / name):
         disk.make_folder("")
         fd = _locked(disk, name)
@@ -59,7 +62,7 @@ def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tupl
     """
     kept, folder = checkpoints_at(place), folder_at(place)
     disk = OwnDisk(folder or Path())
-    live, dead = set[str](), dict[str, str]()
+    live, dead = set[str](), dict[str, list[str]]()
 
     def counts(owner: str) -> bool:
         return owner in dead or (believed and owner not in live)
@@ -68,13 +71,15 @@ def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tupl
         for name in disk.names() if folder is not None else ():
             if claim := _CLAIM.fullmatch(name):
                 if locks.enter_context(_dead(disk, name, believed)):
-                    dead[claim[1]] = name
+                    dead.setdefault(claim[1], []).append(name)
                 else:
                     live.add(claim[1])
+        for owner in live:
+            dead.pop(owner, None)
         if is_trial or not (dead or believed):
             return kept.orphans(counts)
         removed = kept.remove_orphans(counts)
-        for name in dead.values():
+        for name in (each for names in dead.values() for each in names):
             disk.remove(name)
     return removed
 

@@ -33,7 +33,8 @@ class Case:
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
     file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby_coordinator`: a second coordinator
     waits. It begins after the checkpoint `origin`. The given weights must have the hash `init`, if it is not empty.
-    `notices` are asked for. `run_id` is the name of the run in the store, by default that of its folder.
+    `notices` are asked for. `run_id` is the name of the run in the store, by default that of its folder. `begun_as` is
+    the name of the folder in which it began, on another host; that of its checkpoints.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     init: str = ""
     notices: NoticeFrom | None = None
     run_id: str = ""
+    begun_as: str = ""
 
 
 def folder_name(text: str, otherwise: str) -> str:
@@ -101,7 +103,7 @@ def write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = N
     from engine.files.twin_file import own_sources
 
     facts: dict[str, Any] = {
-        "run": folder.path.name,
+        "run": case.begun_as or folder.path.name,
         "job": asdict(case.scenario.job.masked),
         "origins": case.origins,
         "injectable": case.injectable,

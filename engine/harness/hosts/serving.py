@@ -42,15 +42,13 @@ from engine.runtime.requests.request_files import REQUEST, RequestFiles
 _STREAM_GONE_NS = 1_000_000_000  # of silence: from then on the store is asked who coordinates
 _ASK_EVERY_S = 0.1
 _REFUSED_S = 0.2  # for an answer of the port
-_MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 
 
 def serve(
     at: OwnHost, elected: Elected, server: ForkServer, interrupts: Interrupts, take_over: Callable[..., HostRunEnd]
 ) -> HostRunEnd:
     """Serves the host that coordinates with the workers of this host, until the outcome is known; may take over."""
-    patience = interrupts.limit_s, interrupts.patience_s
-    interrupts.limit_s = interrupts.patience_s = _MOST_TO_LEAVE_S
+    interrupts.let_wait()  # also while this host takes over: a signal is a notice for its workers
     own, job, (name, run_id) = at.registry.own, at.job, at.label.rsplit("/", 1)
     folder = create_run_folder(Path(job.results), f"{name}-{own.name.lower()}", datetime.now(), secrets.token_hex(2))
     host = replace(host_record(datetime.now()), node=own.name, run_id=run_id)
@@ -73,7 +71,6 @@ def serve(
                         workers.lines.finish()
                     return HostRunEnd(found)
             if (stands := _stand(at, elected, workers)) is not None:
-                interrupts.limit_s, interrupts.patience_s = patience
                 workers.each_second = lambda chief: None
                 at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
                 chosen, wire_server = stands
@@ -95,7 +92,7 @@ def _refuse_requests(requests: RequestFiles, recorder: Recorder, chief: str) -> 
 def _stand(at: OwnHost, before: Elected, workers: HostWorkers) -> tuple[Elected, WireServer] | None:
     """Tries to make this host the next one that coordinates; one with a notice lets others go first."""
     with contextlib.suppress(CoordinatorUnavailableError):
-        if workers.is_leaving and at.registry.waited_for_elected() is not None:
+        if workers.num_notices and at.registry.waited_for_elected() is not None:
             return None
         wire_server = WireServer(at.registry.own.address, before.made, at.screen.say)
         place = place_of_host(at.registry.own.address, wire_server.port)

@@ -13,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 from engine.core.coordinator.state import FACTS, STATE
-from engine.core.coordinator.succession import TakenProcess, begins_again, succession
+from engine.core.coordinator.succession import TakenProcess, begins_again, last_number, succession
 from engine.core.errors import BambooError
 from engine.core.hosts.host_loss import SILENT_NS
+from engine.core.message_codec import ToWorker
+from engine.core.messages import WelcomeMessage
 from engine.files.run_folder import RunFolder
 from engine.harness.hosts.coordinating import OF_COORDINATOR, HostRunEnd, OwnHost, coordinate, tell
 from engine.runtime.agent.taken_run import HeldProcess, Seat, TakenRun
@@ -89,8 +91,8 @@ def _taken(
     at: OwnHost, before: Elected, away: dict[str, AwayServer], servers: HostServers, workers: HostWorkers, folder: Path
 ) -> TakenRun | None:
     """Returns the run to go on with, None if all workers begin again; raises CoordinatorUnavailableError."""
-    found = {key: at.kv.get(key) for key in (STATE, FACTS)}
-    texts = {key: each.value.decode() for key, each in found.items() if each is not None}
+    stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
+    texts = {key: each.value.decode() for key, each in stored.items() if each is not None}
     living = {name: each for name, each in away.items() if not each.peer.is_lost}
     results = workers.heard
     results.complete(each.told for each in living.values())
@@ -102,7 +104,8 @@ def _taken(
         return None
     processes = []
     held = {name: each.held for name, each in living.items()}
-    for each in succession(texts, held, before.name, results.results.committed):
+    found = succession(texts, held, before.name, results.results.committed)
+    for each in found:
         server = away[each.host]
         processes.append(HeldProcess(each.worker, each.host, partial(_adopt, server, each)))
         for number, packet in server.words():
@@ -116,8 +119,33 @@ def _taken(
             server.hear_again()
 
     results.results.taken_over(now_ns())
-    home = folder if at.job.checkpoints or not workers.checkpoints else Path(workers.checkpoints).parent
-    return TakenRun(home, results.results, processes, hear_again, results.faults, before.name)
+    welcomes, place = taught(away, {each.host for each in found if not each.ended})
+    home = home_of(next(iter(welcomes.values()), None), folder)
+    taken = TakenRun(home, results.results, processes, hear_again, results.faults, before.name, welcomes, place, -1, 0)
+    return taken._replace(last=last_number(texts, found), notices=workers.num_notices)
+
+
+def taught(away: Mapping[str, AwayServer], hosts: Collection[str]) -> tuple[dict[int, WelcomeMessage], list[ToWorker]]:
+    """Returns the messages that the workers of hosts were told: the welcome of each, the cut and the borders.
+
+    Another host may know an earlier start; a lost one has told nothing. One whose first worker has just come may lack
+    the cut and the borders.
+    """
+    known = [away[each].taught for each in sorted(hosts)]
+    welcomes = {each.worker: each for told in known for each in told if isinstance(each, WelcomeMessage)}
+    places = ([each for each in told if not isinstance(each, WelcomeMessage)] for told in known)
+    return welcomes, max(places, key=len, default=[])
+
+
+def home_of(welcome: WelcomeMessage | None, folder: Path) -> Path:
+    """Returns the folder in which the run began: the checkpoints of all its hosts have the name of that one.
+
+    `folder` is that of this host. The folder of the first host may not be there; then the job names another place.
+    """
+    if welcome is None:
+        return folder
+    inside = Path(welcome.checkpoints).parent
+    return inside if inside.name == welcome.run else folder.with_name(welcome.run)
 
 
 def _adopt(server: AwayServer, taken: TakenProcess, far: int, board_fd: int) -> Child:

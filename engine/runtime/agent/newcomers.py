@@ -7,7 +7,7 @@ loads for longer than a member may is given up; the time counts from its start, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
@@ -46,6 +46,10 @@ class Newcomers:
             self._place.append(message)
             self._since_ns.clear()
             tell_all(self._all(), message)
+
+    def know(self, told: Sequence[ToWorker]) -> None:
+        """Takes what a host before has passed on."""
+        self._place += told
 
     def greet(self, member: WorkerHandle) -> None:
         """Tells a worker that has come later all that the others have learnt."""

@@ -35,7 +35,6 @@ from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.nvml import GpuLook
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.asking import ask, look_at_memory
-from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
 from engine.runtime.agent.notice_source import NoticeSource, asked_for
@@ -53,7 +52,6 @@ from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, h
 from engine.runtime.requests.join_requests import Hands, JoinRequests
 from engine.runtime.store.etcd_settings import EtcdSettings
 
-_MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
 Watching = Callable[[RunView], None]
@@ -92,14 +90,14 @@ def run_session(
         recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.folder is None)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
-                interrupts.check()
+                (interrupts.let_wait if seat.taken else interrupts.check)()
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting(preloads(job)))
                 start = partial(start_coordinator, server, logs) if standby_coordinator else None
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start, seat.lease)
                 stack.enter_context(_renewing(node, server))
-                ranks, place = ranks or ownership.workers(), place_of(job, folder)
-                launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, place, faults)
+                ranks = ranks or ownership.workers()
+                launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, folder, faults)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, folder=folder)
                 made = partial(made, revive=revive, own_host=server.host)
@@ -174,6 +172,8 @@ def _trained(
         for member in crew.members.values():
             agent.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
         if taken and is_taken:
+            agent.num_notices = taken.notices
+            agent.newcomers.know(taken.place)
             agent.run_state.notes += agent.injector.take_over(taken.faults, taken.lost)
             give_slots(crew.members.values(), agent.node.coordination.ownership)
             agent.decide(TakenOver(now_ns(), lost=taken.lost))  # an epoch begins: all say again what they hold
@@ -204,7 +204,7 @@ def _supervise(server: ForkServer, interrupts: Interrupts, agent: Agent) -> None
     """Runs until every worker has ended, or until a record of the agent cannot be written: no more could be proved."""
     interrupts.patience_s = interrupts.step_grace_s + _CALL_PATIENCE_S
     if server.host:  # a signal may be a notice for the workers of this host, and the run goes on
-        interrupts.limit_s = interrupts.patience_s = _MOST_TO_LEAVE_S
+        interrupts.let_wait()
     try:
         supervise(agent, server, interrupts)
     except HandedOverError:

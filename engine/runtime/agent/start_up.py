@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from engine.core.history.step_files import FOLDER, span_of
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.files.accelerators import accelerators, lacks
+from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.taken_run import TakenRun
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
 from engine.runtime.ipc.link import Link
@@ -75,7 +76,7 @@ def recording(
 class Launch:
     """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group.
 
-    `checkpoints` is the place for them, empty if the job keeps none. `numbers` has each worker that was ever started.
+    `folder` is the one in which the run began. `numbers` has each worker that was ever started.
     """
 
     stack: contextlib.ExitStack
@@ -86,7 +87,7 @@ class Launch:
     recorder: Recorder
     record_fds: tuple[int, int]
     logs: Path
-    checkpoints: str = ""
+    folder: str = ""
     faults: Sequence[Fault] = ()
     numbers: set[int] = field(default_factory=set)
 
@@ -94,7 +95,8 @@ class Launch:
         """Starts owners and waiting workers; with an `origin` they begin after that checkpoint."""
         board = ProgressBoard.create(max(self.ownership.workers()) + 1 + self.job.standby)
         self.stack.callback(board.close)
-        crew = Crew(self, board, _guard(self.stack, self.recorder, self.server), faults, origin, {})
+        guard = _guard(self.stack, self.recorder, self.server)
+        crew = Crew(self, board, guard.fds, self._told(guard.key, faults, origin), {})
         self.stack.callback(close_workers, crew.members)
         with self.server.forking():
             for worker in self.ownership.workers():
@@ -112,7 +114,9 @@ class Launch:
         self.stack.callback(board.close)
         struck = taken.faults.struck
         waiting = tuple(each for each in self.faults if each.id not in struck)
-        crew = Crew(self, board, Guard(), waiting, origin, {})
+        told = next(iter(taken.welcomes.values()), self._told("", (), origin))  # none is there if no worker lives
+        told = replace(told, faults=tuple(map(to_plain, waiting)))
+        crew = Crew(self, board, (), told, {}, taken.last)
         self.stack.callback(close_workers, crew.members)
         self.numbers.update(workers)
         for each in taken.processes:
@@ -120,25 +124,46 @@ class Launch:
             child = each.adopt(far.fileno(), board.fd)
             far.close()
             log = self.logs / f"worker-{each.worker}.log"
-            crew.members[each.worker] = WorkerHandle(each.worker, (), child, link, log, "running", host=each.host)
+            member = WorkerHandle(each.worker, (), child, link, log, "running", host=each.host)
+            member.local_rank = taken.welcomes.get(each.worker, told).local_rank
+            crew.members[each.worker] = member
         return crew
+
+    def _told(self, key: str, faults: Sequence[Fault], origin: Resumption | None) -> WelcomeMessage:
+        """Returns the first message to the workers of a start, as far as it is the same for all."""
+        return WelcomeMessage(
+            worker=0,
+            job=asdict(self.job),
+            owners=self.ownership.owners,
+            shadows=self.ownership.shadows,
+            ranks=self.ranks,
+            num_lines=0,
+            faults=tuple(map(to_plain, faults)),
+            pair_key=key,
+            checkpoints=place_of(self.job, self.folder),
+            run=Path(self.folder).absolute().name,
+            checkpoint=None if origin is None else asdict(origin),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The workers of a run since its last start, and all that one more of them is started with."""
+    """The workers of a run since its last start, and all that one more of them is started with.
+
+    Each is `told` the same; `last` is the greatest number of those that another host had.
+    """
 
     launch: Launch
     board: ProgressBoard
-    guard: Guard
-    faults: Sequence[Fault]
-    origin: Resumption | None
+    guard_fds: tuple[int, ...]
+    told: WelcomeMessage
     members: dict[int, WorkerHandle]
+    last: int = -1
 
     def start(self, worker: int) -> WorkerHandle:
         """Starts the process of a worker, which waits for its welcome."""
         launch = self.launch
-        fds = (*launch.record_fds, self.board.fd, *self.guard.fds)
+        fds = (*launch.record_fds, self.board.fd, *self.guard_fds)
         self.board.grow(worker + 1)
         launch.numbers.add(worker)
         rank = free_rank(self.members.values(), launch.server.at(worker).host)
@@ -148,7 +173,7 @@ class Crew:
 
     def start_waiting(self) -> WorkerHandle:
         """Starts a worker that will wait, with a number that no worker has had since the last start; at any time."""
-        return self.start(max(self.members) + 1)
+        return self.start(max((self.last, *self.members)) + 1)
 
     def lacks_gpu(self) -> str:
         """Returns why one more worker of this host would have no GPU; empty if it needs none, or gets one."""
@@ -159,22 +184,14 @@ class Crew:
 
     def welcome(self, member: WorkerHandle, *, joins: bool = False) -> None:
         """Sends a worker its first message; one that owns nothing waits, with `joins` for no failure."""
-        launch, owners = self.launch, self.launch.ownership.workers()
+        launch, owners = self.launch, self.told.owners
         launch.recorder.write(
             StartedRecord(of=member.worker, child=member.child.pid, slots=member.slots, node=member.host)
         )
-        message = WelcomeMessage(
+        message = replace(
+            self.told,
             worker=member.worker,
-            job=asdict(launch.job),
-            owners=launch.ownership.owners,
-            shadows=launch.ownership.shadows,
-            ranks=launch.ranks,
             num_lines=max(member.worker, *owners) + 1,
-            faults=tuple(to_plain(fault) for fault in self.faults),
-            pair_key=self.guard.key,
-            checkpoints=launch.checkpoints,
-            run=launch.logs.absolute().parent.name,
-            checkpoint=None if self.origin is None else asdict(self.origin),
             waits=member.worker not in owners,
             joins=joins,
             address=launch.server.at(member.worker).address,

@@ -9,11 +9,13 @@ Rule: a member without a process counts as ended, with its host if that is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.faults.taken_faults import ToldFaults
+from engine.core.message_codec import ToWorker
+from engine.core.messages import WelcomeMessage
 from engine.core.store.kv import Lease
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent.run_state import RunState
@@ -31,8 +33,9 @@ class HeldProcess(NamedTuple):
 class TakenRun(NamedTuple):
     """A run to go on with; `hear_again` lets the words come that were said before.
 
-    `home` is the folder in which the run began: its workers keep checkpoints there, if the job names no other place.
-    `faults` are those of which this host has heard; `lost` is the host before.
+    `home` is the folder in which the run began: its workers keep checkpoints there, if the job names no other place,
+    and these have its name. `faults` are those of which this host has heard; `lost` is the host before. `welcomes` by
+    worker, and `place`, were told to the workers; `last` is their greatest number. This host has had so many `notices`.
     """
 
     home: Path
@@ -41,6 +44,10 @@ class TakenRun(NamedTuple):
     hear_again: Callable[[], None]
     faults: ToldFaults
     lost: str
+    welcomes: Mapping[int, WelcomeMessage]
+    place: Sequence[ToWorker]
+    last: int
+    notices: int
 
 
 class Seat(NamedTuple):

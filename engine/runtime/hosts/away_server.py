@@ -24,6 +24,7 @@ from engine.core.hosts.host_messages import (
     ShippedHostMessage,
     SignalHostMessage,
     SignsHostMessage,
+    TaughtHostMessage,
     TickHostMessage,
     ToldHostMessage,
     UnforkedHostMessage,
@@ -32,7 +33,7 @@ from engine.core.hosts.host_messages import (
     frame,
 )
 from engine.core.hosts.registered_host import RegisteredHost
-from engine.core.message_codec import Message
+from engine.core.message_codec import Message, ToWorker, decode
 from engine.runtime.hosts.away_child import CLOSED, AwayChild
 from engine.runtime.hosts.line_keeper import LineKeeper
 from engine.runtime.hosts.shipper import Shipper
@@ -67,6 +68,7 @@ class AwayServer(ForkServer):
         self.held: tuple[tuple[int, ...], ...] = ()  # as the host told them
         self.heard = 0  # decisions, before it served this coordinator
         self.told: dict[int, str] = {}  # those of them that this host may lack
+        self.taught: list[ToWorker] = []  # its workers
         self.has_said = threading.Event()
         self._is_early = takes_over  # no handle of the processes is there yet
         self._early: list[tuple[int, str, tuple[Any, ...]]] = []
@@ -133,6 +135,8 @@ class AwayServer(ForkServer):
             case ToldHostMessage(number=number) if not self.has_said.is_set():
                 decoded(line := packet.decode())  # raises InvariantError for one that is no record
                 self.told[number] = line
+            case TaughtHostMessage() if isinstance(told := decode(packet), ToWorker) and not self.has_said.is_set():
+                self.taught.append(told)
             case SaidAllHostMessage():
                 self.has_said.set()
             case ShippedHostMessage():

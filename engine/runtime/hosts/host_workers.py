@@ -37,6 +37,7 @@ from engine.core.hosts.host_messages import (
     OutcomeHostMessage,
     SaidAllHostMessage,
     SignalHostMessage,
+    TaughtHostMessage,
     TickHostMessage,
     ToldHostMessage,
     UnforkedHostMessage,
@@ -44,8 +45,7 @@ from engine.core.hosts.host_messages import (
     frame,
 )
 from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
-from engine.core.message_codec import MAX_BYTES, Message, decode, kind_of
-from engine.core.messages import WelcomeMessage
+from engine.core.message_codec import MAX_BYTES, Message
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
 from engine.runtime.hosts.heard_results import HeardResults, hashes_of
@@ -53,6 +53,7 @@ from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.line_exchange import ServedLines
 from engine.runtime.hosts.own_process import OwnProcess
 from engine.runtime.hosts.own_signs import OwnSigns
+from engine.runtime.hosts.said_again import TaughtWorkers
 from engine.runtime.hosts.stream_end import StreamEnd
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -64,7 +65,6 @@ _LOOK_S = 1.0  # between the records of the clock
 _ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
 _PATIENCE_S = 0.05  # for the descendants of a worker
 _HEARTBEAT = b'{"kind":"heartbeat"'
-_WELCOME = f'{{"kind":"{kind_of(WelcomeMessage)}"'.encode()
 
 
 class HostWorkers:
@@ -84,7 +84,6 @@ class HostWorkers:
         self._is_ending = False  # the run: a worker has ended with it
         self.heard = HeardResults(job)
         self.lines = ServedLines(server.host, logs.parent)
-        self.checkpoints = ""  # where the workers keep them, as the host told them that started them
         self.each_second: Callable[[str], None] = lambda chief: None  # is called with the host that coordinates
         self._end: StreamEnd | None = None
         self._recorder, self._chief, self._is_own = recorder, "", False
@@ -95,7 +94,8 @@ class HostWorkers:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._processes: dict[int, OwnProcess] = {}
         self._selector = selectors.DefaultSelector()
-        self._num_signals = 0
+        self.num_notices = 0  # to this host
+        self._taught = TaughtWorkers()
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
         self._signs = OwnSigns(board, lambda: [*self._processes.values()])
 
@@ -116,6 +116,8 @@ class HostWorkers:
         end.send(frame(HoldsHostMessage(tuple(each.to_plain() for each in living), self.heard.count)))
         for number, line in self.heard.last_since(known).items():
             end.send(frame(ToldHostMessage(number), line.encode()))
+        for packet in self._taught.packets:
+            end.send(frame(TaughtHostMessage(), packet))
         for each in living:
             for packet in each.said.packets:
                 end.send(frame(WordsHostMessage(each.number), packet))
@@ -159,7 +161,7 @@ class HostWorkers:
                 if self._selector.get_map().get(key.fd) is key:
                     with contextlib.suppress(BlockingIOError):
                         key.data()
-            if self._num_signals and not self._is_ending and all(each.has_left for each in [*self._processes.values()]):
+            if self.num_notices and not self._is_ending and all(each.has_left for each in [*self._processes.values()]):
                 self._send(LeavesHostMessage())
                 self.has_left = True
                 return
@@ -174,11 +176,6 @@ class HostWorkers:
         if (bounds := self._bounds) is not None:
             record = ClockRecord(of=self._chief, least_ns=bounds.least_ns, most_ns=bounds.most_ns)
             self._recorder.write(record)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether this host has a notice."""
-        return self._num_signals > 0
 
     def close(self) -> None:
         """Ends all workers, and keeps no records any more."""
@@ -205,9 +202,7 @@ class HostWorkers:
                     self._fork(header)
                 case WordsHostMessage(process=number) if number in self._processes:
                     self._processes[number].tell(packet)
-                    if packet.startswith(_WELCOME):
-                        welcome = decode(packet)
-                        self.checkpoints = welcome.checkpoints if isinstance(welcome, WelcomeMessage) else ""
+                    self._taught.add(packet)
                 case SignalHostMessage(process=number, number=0):
                     self._release(number)
                 case SignalHostMessage(process=number, number=which) if number in self._processes:
@@ -286,8 +281,8 @@ class HostWorkers:
 
     def _interrupted(self, interrupts: Interrupts) -> None:
         interrupts.take()
-        self._num_signals += 1
-        number = signal.SIGTERM if self._num_signals == 1 else signal.SIGKILL
+        self.num_notices += 1
+        number = signal.SIGTERM if self.num_notices == 1 else signal.SIGKILL
         for each in self._processes.values():
             if not each.has_ended:
                 each.child.signal(number)

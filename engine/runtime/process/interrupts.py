@@ -4,7 +4,7 @@
                     and its run ends; `raising` raises SystemExit; outside of both the process ends at once
     second signal   a run kills its workers at once
     third signal    the process ends at once, and the kernel kills its children with it; the same happens `_LIMIT_S`
-                    after the first signal, and `_AGAIN_S` after the second
+                    after the first signal, and `_AGAIN_S` after the second, `_LONG_AGAIN_S` on one of several hosts
 
 Rules: in a `holding` block only a wait inside `breakable` raises. An exception at any other place could leave half-made
 resources behind, and Python drops an exception that comes in a destructor.
@@ -30,7 +30,9 @@ _PICTURE_S = 0.15  # a live table has this time to show the answer: written by a
 _LIMIT_S = 4.0  # every wait ends sooner; this is for a process that its host does not let run
 _LONG_LIMIT_S = 15.0  # in a `raising` block, whose children may be programs of others
 _AGAIN_S = 1.0
+_LONG_AGAIN_S = 10.0  # for a host of several, which hands over when its workers have been killed
 _RITES_S = 0.5
+_MOST_TO_LEAVE_S = 86_400.0  # the coordinator ends workers after their grace
 STEP_GRACE_S = 1.0  # for the open step of an interrupted run
 
 Act = Callable[[signal.Signals], object]
@@ -54,6 +56,7 @@ class Interrupts:
         self.step_grace_s = STEP_GRACE_S
         self.limit_s = _LIMIT_S
         self.patience_s = 0.0  # from the first signal until a wait is broken off
+        self.again_s, self.again_breaks = _AGAIN_S, True  # after the second one; it breaks waits off at once
         self.has_picture = False  # a live table is on the terminal, and shows the answer
         self.is_answered = False
         self._last_rites: list[Act] = []
@@ -111,7 +114,7 @@ class Interrupts:
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal that asks this process to end."""
         self._count += 1
-        self._due_s = time.monotonic() + {1: self.limit_s, 2: _AGAIN_S}.get(self._count, 0.0)
+        self._due_s = time.monotonic() + {1: self.limit_s, 2: self.again_s}.get(self._count, 0.0)
         with contextlib.suppress(BlockingIOError):  # the reader has enough of them
             os.write(self._write_fd, bytes([number]))
         if self.first is None:
@@ -131,12 +134,17 @@ class Interrupts:
         answers_s = self._first_s + (_PICTURE_S if self.has_picture else 0.0)
         if now_s >= answers_s:
             self.answer()
-        breaks_s = self._first_s + (self.patience_s if self._count == 1 else 0.0)
+        breaks_s = self._first_s + (0.0 if self._count > 1 and self.again_breaks else self.patience_s)
         signal.setitimer(
             signal.ITIMER_REAL, min(each - now_s for each in (answers_s, breaks_s, self._due_s) if each > now_s)
         )
         if self._is_waiting and now_s >= breaks_s:
             raise RunInterruptedError(first)
+
+    def let_wait(self) -> None:
+        """Breaks nothing off any more: signals wait for `take`, as they may be notices, and the run goes on."""
+        self.limit_s = self.patience_s = _MOST_TO_LEAVE_S
+        self.again_s, self.again_breaks = _LONG_AGAIN_S, False
 
     @contextlib.contextmanager
     def forcing(self, last_rites: Act) -> Iterator[None]:
