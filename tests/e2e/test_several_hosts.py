@@ -231,7 +231,7 @@ def test_a_silent_host_is_lost_and_ends_when_it_comes_back(hosts: Hosts, train: 
 
 @pytest.mark.soak
 def test_an_interrupted_run_ends_all_agents_with_one_code(hosts: Hosts) -> None:
-    bed = hosts(MLP, "model stages steps microbatches")
+    bed = hosts(replace(MLP, steps=2000), "model stages steps microbatches")
     bed.until_commits(3)
     command = [sys.executable, "-m", "bamboo_cli", "status", "--wait", bed.run_id, "--etcd", bed.etcd]
     with subprocess.Popen(command) as waiting:
