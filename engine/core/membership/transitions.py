@@ -240,7 +240,7 @@ def takes_over_early(state: State, event: events.TakenOver) -> State:
     return _again(state, takes_over.decide(state, event))
 
 
-@rule(Phase.FAILING_OVER, Phase.HALTED, Phase.FINISHED)
+@rule(Phase.FAILING_OVER, Phase.FINISHED)
 def takes_over_at_end(state: State, event: events.TakenOver) -> State:
     """Does the same after the last commit; the job is finished if all holders of a stage were done and have ended."""
     return takes_over.decide(state, event)
