@@ -6,7 +6,6 @@ Rules: every command that runs a job runs it here. A run folder has all that is 
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,7 +24,7 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.harness.cases.case import Case, scenario_record, whole_text, write_facts
 from engine.harness.cases.case_result import CaseResult, judged
-from engine.harness.run_end import failure_recorded, note_forced_end, record_failure, summary_of
+from engine.harness.run_end import in_new_folder, note_forced_end, record_failure, summary_of
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
@@ -56,10 +55,8 @@ def run_case(
     """
     from engine.files.jobs.checkpoint_place import refuse_unwritable, with_whole_place
     from engine.files.jobs.given_weights import hash_as_given
-    from engine.files.run_folder import create_run_folder
     from engine.harness.dead_runs import delete_dead_stores
     from engine.models.model_registry import unreadable_files
-    from engine.runtime.process.folder_lock import folder_used
     from engine.runtime.process.interrupts import holding
 
     started_s = time.monotonic()
@@ -73,13 +70,7 @@ def run_case(
     if known is not None:
         with holding() as interrupts, interrupts.forcing(partial(note_forced_end, known)):
             return _run_in(known, case, etcd, screen, server, started_s, seat)
-    folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
-    with (
-        holding() as interrupts,
-        folder_used(folder.path),
-        failure_recorded(folder),
-        interrupts.forcing(partial(note_forced_end, folder)),
-    ):
+    with in_new_folder(job.results, case.name, screen.say) as folder:
         delete_dead_stores(Path(job.results))
         return _run_in(folder, case, etcd, screen, server, started_s, seat)
 

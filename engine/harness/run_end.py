@@ -1,4 +1,4 @@
-"""The end of a run: its summary; and the records of one whose command ends before its verdict.
+"""The end of a run: its summary; the folder of one that begins; the records if its command ends before its verdict.
 
 Without these records the run would look like one whose launcher was killed.
 """
@@ -6,8 +6,12 @@ Without these records the run would look like one whose launcher was killed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import BY_SIGNAL, BambooError, StorageError
@@ -16,6 +20,23 @@ from engine.core.history.process_records import EndedRecord, FailedRecord, Train
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
     from engine.runtime.agent.run_view import Ending
+
+
+@contextlib.contextmanager
+def in_new_folder(results: str, name: str, say: Callable[[str], None]) -> Iterator[RunFolder]:
+    """Makes a run folder and holds it; whatever ends the command during the block is recorded there."""
+    from engine.files.run_folder import create_run_folder
+    from engine.runtime.process.folder_lock import folder_used
+    from engine.runtime.process.interrupts import holding
+
+    folder = create_run_folder(Path(results), name, datetime.now(), secrets.token_hex(2), say)
+    with (
+        holding() as interrupts,
+        folder_used(folder.path),
+        failure_recorded(folder),
+        interrupts.forcing(partial(note_forced_end, folder)),
+    ):
+        yield folder
 
 
 @contextlib.contextmanager

@@ -57,10 +57,8 @@ class ToldFaults:
     def hear(self, record: object) -> None:
         """Takes the next decision; those about other things change nothing."""
         match record:
-            case EpochRecord(epoch=epoch, owners=owners, shadows=shadows):
-                self._owners = epoch, owners, shadows
-            case HeirsRecord(epoch=epoch, owners=owners, shadows=shadows):
-                self._owners = epoch, owners, shadows
+            case EpochRecord() | HeirsRecord():
+                self._owners = record.epoch, record.owners, record.shadows
             case FaultRecord():
                 self.strikes.append((record, self._owners))
             case ConfirmedRecord(fault=fault):

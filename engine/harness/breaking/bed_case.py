@@ -10,13 +10,9 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checks.expectations import Check, Observed, exit_code, why_no_twin
@@ -28,7 +24,7 @@ from engine.core.history.verdict_records import ComparingRecord, ComparisonRecor
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import add_records, read_history
 from engine.files.own_files import delete_tree
-from engine.files.run_folder import RunFolder, create_run_folder
+from engine.files.run_folder import RunFolder
 from engine.files.scenarios.scenario_text import scenario_text
 from engine.files.trajectory_file import trajectory_rows
 from engine.harness.bed.bed_etcd import BedEtcd
@@ -38,11 +34,10 @@ from engine.harness.breaking.bed_history import write_history
 from engine.harness.breaking.host_striker import HostStriker
 from engine.harness.cases.case import Case, case_of_file, scenario_record, whole_text, write_facts
 from engine.harness.cases.case_result import CaseResult, judged
-from engine.harness.run_end import failure_recorded, note_forced_end
+from engine.harness.run_end import in_new_folder
 from engine.harness.twin_run import twin_rows
 from engine.runtime.doctor.leak_check import LeakCheck
-from engine.runtime.process.folder_lock import folder_used
-from engine.runtime.process.interrupts import RunInterruptedError, breakable, holding
+from engine.runtime.process.interrupts import RunInterruptedError, breakable
 
 if TYPE_CHECKING:
     from engine.core.history.run_history import RunHistory
@@ -78,20 +73,13 @@ def run_on_bed(loaded: Loaded, num_hosts: int, lease_s: int, screen: Screen) -> 
     started_s = time.monotonic()
     case = case_of_file(loaded)
     job = case.scenario.job
-    with HostBed(num_hosts, APART_S) as bed:
-        folder = create_run_folder(Path(job.results), case.name, datetime.now(), secrets.token_hex(2), screen.say)
-        with (
-            holding() as interrupts,
-            folder_used(folder.path),
-            failure_recorded(folder),
-            interrupts.forcing(partial(note_forced_end, folder)),
-        ):
-            write_atomically(folder.path / "scenario.yaml", whole_text(loaded))
-            write_facts(folder, case)
-            traces = LeakCheck() if case.scenario.expect.leftovers else None
-            ended = _trained(case, bed, folder, lease_s, screen)
-            left = None if traces is None else traces.left(folder.logs, folder.path.name, None, 0)
-            return _concluded(case, loaded, folder, ended, left, time.monotonic() - started_s, lease_s, screen)
+    with HostBed(num_hosts, APART_S) as bed, in_new_folder(job.results, case.name, screen.say) as folder:
+        write_atomically(folder.path / "scenario.yaml", whole_text(loaded))
+        write_facts(folder, case)
+        traces = LeakCheck() if case.scenario.expect.leftovers else None
+        ended = _trained(case, bed, folder, lease_s, screen)
+        left = None if traces is None else traces.left(folder.logs, folder.path.name, None, 0)
+        return _concluded(case, loaded, folder, ended, left, time.monotonic() - started_s, lease_s, screen)
 
 
 def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: Screen) -> _BedEnd:

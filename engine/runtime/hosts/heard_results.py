@@ -121,7 +121,6 @@ class HeardResults:
         with contextlib.suppress(BambooError):
             match record:
                 case ResumedRecord(step=step):
-                    found = self.results
                     self.results = found.again(step) if found.losses else RunState(found.job, step)
                 case PartitionRecord(starts=starts, layers=layers, samples=samples):  # of each start of the workers
                     self.results = found = found.again(found.committed)

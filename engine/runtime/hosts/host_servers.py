@@ -56,8 +56,7 @@ class HostServers(ForkServer):
 
     @property
     def _living(self) -> list[str]:
-        others = (name for name, each in self._away.items() if each is not self._local)
-        return [self.host, *(name for name in others if self._away[name].is_there)]
+        return [self.host, *(each.host for each in self._others if each.is_there)]
 
     def deal(self, workers: Sequence[int]) -> None:
         """Deals the workers of a start to the hosts that are left; raises WorkerFailedError if these lack the room."""

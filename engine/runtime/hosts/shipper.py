@@ -2,7 +2,7 @@
 
 Rules: the files are the memory, so nothing waits here but one frame, and no order of the coordinator waits for it: a
 frame goes when nothing else does, and the next one when the other end has kept it. A new stream begins with a new
-shipper, which asks anew how much is kept. A part that fills its frame is followed at once, others four times a second.
+shipper, which asks anew how much is kept. A part that fills its frame is followed at once, others five times a second.
 """
 
 from __future__ import annotations
