@@ -100,6 +100,7 @@ next group: the process group of a coming epoch, which is formed while training 
 lease: the right to be the coordinator, which expires unless it is renewed.
 store: the key-value store with transactions that keeps the decisions of the coordinator.
 etcd: the server that serves as the store.
+deadly: said of a host whose loss would lose the state of a slot.
 host: one machine.
 gpu: a device of a host, with memory of its own, on which the layers of a worker may compute.
 fork: to start a process as a copy of the fork server, which has torch loaded.

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from bamboo_cli.terminal.console import STATE_STYLES, can_redraw, console, width_of
+from bamboo_cli.terminal.console import BAD, STATE_STYLES, can_redraw, console, width_of
 from bamboo_cli.terminal.tables import fitted
 from bamboo_cli.terminal.worker_rows import slots_text
 
@@ -66,6 +66,7 @@ def _picture(found: RunStatus, live: bool) -> RenderableType:
         parts.append(_table(found, several))
     parts += (Text(f"epoch {epoch}: {reason}") for epoch, reason in found.verdicts)
     parts += map(Text, found.policy)
+    parts += [Text(found.deadly, BAD)] if found.deadly else []
     parts += map(Text, found.gaps)
     if found.workers:
         parts.append(Text(_explanation(found.noun, several), style="dim"))

@@ -39,6 +39,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "notice": lambda record: f"gave notice, {record.grace_s:g} s",
     "pace": lambda record: f"after step {record.step}: {record.why}",
     "policy": lambda record: f"{record.asked}: {record.why}",
+    "deadly": lambda record: str(record.text),
     "cramped": lambda record: str(record.why or "has memory for a slot, and may join"),
     "way_out": lambda record: str(record.text),
     "stays": lambda record: str(record.text),

@@ -21,7 +21,7 @@ import pandas as pd
 from engine.core.checks.moves import moves_in_words
 from engine.core.config.job import Job
 from engine.core.history.gaps import gaps, left_out_steps
-from engine.core.history.process_records import HostRecord
+from engine.core.history.process_records import DeadlyRecord, HostRecord
 from engine.core.history.record import StampedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FaultRecord, PartitionRecord, RaisedRecord, ScenarioRecord
@@ -74,6 +74,7 @@ class RunTables:
     num_samples: int = 0  # in the training set; 0 for data without limit
     moves: tuple[str, ...] = ()  # the slow workers, the wishes of the policy and each hand-over, in sentences
     loads: tuple[str, ...] = ()  # the loads of GPUs, in sentences
+    deadly: tuple[str, ...] = ()  # the hosts that could not be lost, and from which epoch on, in sentences
     goes_on: bool = False  # its launcher ran when the events were read; no record says so
 
     @property
@@ -85,7 +86,7 @@ class RunTables:
     def remarks(self) -> tuple[str, ...]:
         """All that a reader of its times should know, and the moves, in sentences."""
         shares = self.job.share_gpu and self.job.device == "cuda"
-        return (*([_SHARED] if shares else []), *self.loads, *self.moves)
+        return (*([_SHARED] if shares else []), *self.loads, *self.deadly, *self.moves)
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns the table of a name in `TABLES`, with the name of the run as first column."""
@@ -139,6 +140,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
         0 if partition is None else partition.samples,
         tuple(moves_in_words(history)),
         tuple(loads_in_words(history)),
+        tuple(f"From epoch {epoch} on {each.text}." for epoch, each in history.in_epochs(DeadlyRecord)),
     )
 
 

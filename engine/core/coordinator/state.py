@@ -86,6 +86,7 @@ class CoordinatorState(NamedTuple):
     restarts: int = 0  # that were ordered
     ways: Mapping[int, WayOut] = {}  # of workers that have given notice, as last told
     staying: Mapping[int, str] = {}  # workers that have given notice and cannot leave, and why
+    deadly: str = ""  # the deadly hosts as last told, in words
     is_released: bool = False
     is_stopping: bool = False
 

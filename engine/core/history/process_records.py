@@ -25,6 +25,14 @@ class HostRecord(StampedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlyRecord(StampedRecord):
+    """From now on the loss of one of these `hosts` would lose the state of a slot; of no host, if there are none."""
+
+    hosts: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClockRecord(StampedRecord):
     """At `at_ns` the clock of host `of`, less the clock of the recording host, is one of `least_ns` to `most_ns`."""
 

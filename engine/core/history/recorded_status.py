@@ -8,7 +8,7 @@ from typing import get_args
 
 from engine.core.history.elastic_records import CrampedRecord, PaceRecord, PolicyRecord
 from engine.core.history.gaps import gaps
-from engine.core.history.process_records import FailedRecord, StartedRecord, WaitingRecord, WayOutRecord
+from engine.core.history.process_records import DeadlyRecord, FailedRecord, StartedRecord, WaitingRecord, WayOutRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, PartitionRecord, StaysRecord, UnconfirmedRecord
 from engine.core.history.verdict_records import CheckRecord, ComparingRecord, ComparisonRecord, NotComparedRecord
@@ -54,7 +54,14 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         data_epoch=epoch_at(history.job, history.committed + 1, cut.samples if cut else 0),
         data_epochs=history.job.epochs,
         policy=tuple(_policy(history)),
+        deadly=deadly_now(history),
     )
+
+
+def deadly_now(history: RunHistory) -> str:
+    """Returns the deadly hosts in words, by the last record about them; empty if each host may be lost."""
+    told = history.of(DeadlyRecord)
+    return told[-1].text if told and told[-1].hosts else ""
 
 
 def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
@@ -139,7 +146,7 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     """Returns the status in the store of a run, completed from its records.
 
     These have the workers that have ended, the last action of each worker, the loss, the epoch of the data, the gaps in
-    the records, whether the run takes faults, the answer of the policy and the slow workers.
+    the records, whether the run takes faults, the answer of the policy, the slow workers and the deadly hosts.
     """
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
     for each in recorded.workers:
@@ -148,7 +155,7 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
         state = each.state if each.state in _ENDS or is_slow else found.state
         workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
     in_order = tuple(workers[each] for each in sorted(workers))
-    names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs", "policy")
+    names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs", "policy", "deadly")
     return replace(stored, workers=in_order, **{name: getattr(recorded, name) for name in names})
 
 

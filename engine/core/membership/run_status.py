@@ -44,6 +44,7 @@ class RunStatus:
     `loss` is that of the last committed step, from the events; None before the first. `unwritten_s`: the time since
     the launcher last wrote to its store, which it does each second. `gaps` are the missing parts of the events.
     `policy` has the last answer of the policy, and the slow and cramped workers, in words, from the events.
+    `deadly` names the hosts that may not be lost, and why, if the run has several.
     `injectable`: it takes the faults of `bamboo inject --run`. `data_epoch` is the pass over the data, from 1 on, of
     `data_epochs`; both are 0 for a job without epochs.
     """
@@ -63,6 +64,7 @@ class RunStatus:
     data_epoch: int = 0
     data_epochs: int = 0
     policy: tuple[str, ...] = ()
+    deadly: str = ""
 
 
 def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:
