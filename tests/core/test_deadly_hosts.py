@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import random
 
-from bamboo_cli.terminal.status_picture import StatusPicture
 from engine.core.config.job import Job
 from engine.core.coordinator.inputs import Ended
-from engine.core.coordinator.outputs import Note, Write
+from engine.core.coordinator.outputs import Note
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.history.recorded_status import live_status, status_of_history
-from engine.core.membership.deadly_hosts import NO_MORE, deadly_hosts, deadly_in_words
+from engine.core.membership.deadly_hosts import NO_MORE, deadly_hosts
 from engine.core.membership.events import LeaseExpired
 from engine.core.membership.run_status import RunStatus
 from engine.core.membership.state import Options
 from engine.core.membership.state import begin as begin_membership
 from engine.core.messages import ReadyMessage
-from engine.core.ownership import Grid, with_shadows
+from engine.core.ownership import with_shadows
 from engine.report.load import load
 from tests.core.coordinator_cases import Outputs, answers, begun, committed, given, heard, training, written
 from tests.core.made_records import made_history

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from engine.core.errors import InvariantError
+from engine.core.hosts.bundle import bundled_bytes, fits
 
 MOST_WAITING_BYTES = 64 << 20  # that wait for the other end: it does not read any more
 
@@ -107,15 +108,21 @@ class StreamEnd:
             deliver()
             return True
 
-    def frames(self, connection: int) -> Iterator[bytes]:
-        """Yields the frames of a connection, until another one has begun, or this end is closed and all is sent."""
+    def bundles(self, connection: int) -> Iterator[list[bytes]]:
+        """Yields the frames of a connection, as many at a time as are due and fit a bundle.
+
+        Ends when another connection has begun, or this end is closed and all is sent.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_over(connection) or self._is_due())
                 if connection != self._connection or not self._is_due():
                     return
-                found = self._unheard[self._next - self._first]
-                self._next += 1
+                found, num_bytes = list[bytes](), 0
+                while self._is_due() and fits(num_bytes, due := self._unheard[self._next - self._first]):
+                    found.append(due)
+                    num_bytes += bundled_bytes(due)
+                    self._next += 1
             yield found
 
     def _is_due(self) -> bool:

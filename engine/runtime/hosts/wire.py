@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 
 from engine.core.errors import EnvironmentLacksError, InvariantError
+from engine.core.hosts.bundle import MOST_BUNDLE_BYTES, bundle, frames_of
 from engine.core.hosts.frame_rules import Packets, read_from_coordinator, read_from_host
 from engine.core.hosts.host_messages import (
-    MOST_BYTES,
     HailedHostMessage,
     HelloHostMessage,
     SignsHostMessage,
@@ -34,8 +34,8 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.so_reuseport", 0),  # no other process of this user shares the port
-    ("grpc.max_receive_message_length", MOST_BYTES),
-    ("grpc.max_send_message_length", MOST_BYTES),
+    ("grpc.max_receive_message_length", MOST_BUNDLE_BYTES),
+    ("grpc.max_send_message_length", MOST_BUNDLE_BYTES),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a short frame does not become a long one
 )
 _HANDSHAKE_MS = 5000
@@ -76,6 +76,16 @@ class HostPeer:
     def is_heard(self) -> bool:
         """Whether its stream is there and has been heard a moment ago."""
         return self.has_come and self.ended_ns is None and (self.is_waiting or self.silent_ns() < _HEARD_NS)
+
+    def take_all(self, connection: int, data: bytes) -> bool:
+        """Delivers the frames of a bundle; returns whether the connection is still the present one."""
+        try:
+            frames = frames_of(data)
+        except InvariantError as error:
+            if self.end.is_present(connection):
+                self.broken = str(error)
+            return False
+        return all(self.take(connection, each) for each in frames)
 
     def take(self, connection: int, data: bytes) -> bool:
         """Delivers a frame; returns whether the connection is still the present one. Notes a broken frame."""
@@ -133,7 +143,7 @@ class WireServer:
         threading.Thread(target=self._read, args=reading, name="host", daemon=True).start()
         yield frame(HailedHostMessage(peer.end.received))
         peer.end.resume(connection, received)
-        yield from peer.end.frames(connection)
+        yield from map(bundle, peer.end.bundles(connection))
 
     def _greeted(self, requests: Iterator[bytes], context: Any) -> tuple[HostPeer, int]:
         """Returns the host whose stream begins, and the number of frames that it has; ends the call of any other."""
@@ -176,7 +186,7 @@ class WireServer:
         """Delivers the frames of one connection until it ends."""
         try:
             for data in requests:
-                if not peer.take(connection, data):
+                if not peer.take_all(connection, data):
                     break
         except Exception:  # noqa: S110 - gRPC has no public name for the end of a stream
             pass
@@ -252,7 +262,7 @@ class WireClient:
         try:
             for number, data in enumerate(call):
                 if number:
-                    if not self.peer.take(connection, data):
+                    if not self.peer.take_all(connection, data):
                         return
                     continue
                 hailed, _ = read_from_coordinator(data)
@@ -265,7 +275,7 @@ class WireClient:
 
     def _sent(self, connection: int) -> Iterator[bytes]:
         yield frame(HelloHostMessage(self._name, self.peer.incarnation, self.end.received))
-        yield from self.end.frames(connection)
+        yield from map(bundle, self.end.bundles(connection))
 
     def close(self) -> None:
         """Sends the last frames, and ends the stream."""
