@@ -105,6 +105,7 @@ host: one machine.
 gpu: a device of a host, with memory of its own, on which the layers of a worker may compute.
 fork: to start a process as a copy of the fork server, which has torch loaded.
 message: one packet between agent and worker.
+bundle: messages between hosts that travel as one, over the stream between two hosts.
 heartbeat: the message that tells the agent the place of a worker in its program.
 event: one input of the membership protocol.
 record: one line of a run's ``events.jsonl``.

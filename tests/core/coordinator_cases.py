@@ -52,7 +52,9 @@ def votes(state: CoordinatorState, now_ns: int = 6, norm: float = 1.0) -> list[H
         heard(
             worker,
             VoteMessage(
-                ballot.epoch, ballot.step, (SlotVote(*slot, (slot[1],), (norm,), 0.5 if slot[1] == 2 else None),)
+                ballot.epoch,
+                ballot.step,
+                (SlotVote(*slot, (slot[1],), (norm,), 0.5 if slot[1] == state.job.stages - 1 else None),),
             ),
             now_ns,
         )

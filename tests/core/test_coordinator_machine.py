@@ -25,7 +25,13 @@ from engine.core.coordinator.outputs import (
 )
 from engine.core.coordinator.state import CoordinatorState, documents, resume
 from engine.core.errors import DivergedError, ExitCode, InvariantError
-from engine.core.history.process_records import CutShortRecord, RestartRecord, UnprovenRecord, WayOutRecord
+from engine.core.history.process_records import (
+    CutShortRecord,
+    DeadlyRecord,
+    RestartRecord,
+    UnprovenRecord,
+    WayOutRecord,
+)
 from engine.core.history.run_records import (
     CommitRecord,
     EpochRecord,
@@ -55,9 +61,9 @@ def kinds(outputs: tuple[object, ...]) -> list[type]:
 
 def test_the_last_worker_to_join_begins_training() -> None:
     state, outputs = given(begun(), *(heard(worker, messages.ReadyMessage()) for worker in range(3)))
-    assert kinds(outputs) == [Tell, Write, Reached, Arm, Write, Reached]
+    assert kinds(outputs) == [Tell, Write, Reached, Arm, Write, Reached, Note, Write], "one host is deadly"
     assert outputs[0] == Tell((0, 1, 2), EpochMessage(1, (0, 1, 2), False, False, None, None, GoMessage(False, False)))
-    assert kinds(tuple(written(outputs))) == [EpochRecord, GoRecord]
+    assert kinds(tuple(written(outputs))) == [EpochRecord, GoRecord, DeadlyRecord]
     assert (outputs[2], outputs[3], outputs[5]) == (Reached("agree", 1), Arm(), Reached("replay", 1))
     assert state.started == 1 and state.ballot is not None
 
@@ -82,7 +88,7 @@ def test_a_death_gathers_plans_and_goes_on_and_the_owner_of_the_first_stage_hear
     assert state.ballot is None
     state, outputs = given(state, *answers(state))
     assert kinds(tuple(told(outputs))) == [PlanMessage, GoMessage]
-    assert kinds(tuple(written(outputs))) == [PlanRecord, GoRecord]
+    assert kinds(tuple(written(outputs))) == [PlanRecord, GoRecord, DeadlyRecord], "no host is deadly any more"
     assert [each for each in outputs if isinstance(each, Reached)] == [
         Reached("inventory", 2),
         Reached("plan", 2),

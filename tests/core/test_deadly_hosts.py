@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 from engine.core.config.job import Job
+from engine.core.config.job_wants import fresh_ownership
 from engine.core.coordinator.inputs import Ended
 from engine.core.coordinator.outputs import Note
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.history.recorded_status import live_status, status_of_history
 from engine.core.membership.deadly_hosts import NO_MORE, deadly_hosts
-from engine.core.membership.events import LeaseExpired
+from engine.core.membership.events import Heard, LeaseExpired
 from engine.core.membership.run_status import RunStatus
 from engine.core.membership.state import Options
 from engine.core.membership.state import begin as begin_membership
@@ -32,7 +33,7 @@ def told(outputs: Outputs) -> list[str]:
 
 
 def test_a_host_is_deadly_if_and_only_if_it_has_every_replica_of_a_stage() -> None:
-    dice, found = random.Random(3), [0, 0]
+    dice, found = random.Random(3), [0, 0]  # noqa: S311 - no secret
     for _ in range(3000):
         stages, pipelines, hosts = dice.randint(1, 4), dice.randint(1, 2), dice.randint(2, 4)
         workers = range(dice.randint(1, 6))
@@ -69,11 +70,10 @@ def apart(worker: int) -> str:
 def on_two_hosts() -> tuple[CoordinatorState, Outputs]:
     """Returns four workers that are dealt to two hosts in turn, in the second step, and all that was said."""
     job = Job(model="mlp", stages=4, redundancy="lazy", validate_every=0, steps=9)
-    ownership = with_shadows(job.fresh_ownership(), "lazy", 1, range(4))
+    ownership = with_shadows(fresh_ownership(job), "lazy", 1, range(4))
     options = Options(stages=4, redundant=True)
     state = begin(job, begin_membership(options, ownership.owners, ownership.shadows, 8, 0), 0)
-    joining = [heard(worker, ReadyMessage())._replace(node=apart(worker)) for worker in range(4)]
-    return given(state, *joining)
+    return given(state, *(Heard(5, worker, ReadyMessage(), apart(worker)) for worker in range(4)))
 
 
 def test_a_start_with_shadows_on_other_hosts_names_none_and_the_last_host_is_named_once() -> None:
@@ -89,8 +89,7 @@ def test_a_start_with_shadows_on_other_hosts_names_none_and_the_last_host_is_nam
 
 
 def test_one_host_alone_is_not_named() -> None:
-    one = [heard(worker, ReadyMessage())._replace(node="here") for worker in range(3)]
-    state, outputs = given(without_shadows(), *one)
+    state, outputs = given(without_shadows(), *(Heard(5, worker, ReadyMessage(), "here") for worker in range(3)))
     assert told((*outputs, *committed(state)[1])) == []
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def signs_in(end: StreamEnd) -> list[WorkerSign]:
     connection = end.connect()
     end.resume(connection, 0)
     end.close()
-    found = [read_frame(each)[0] for each in end.frames(connection)]
+    found = [read_frame(each)[0] for each in chain.from_iterable(end.bundles(connection))]
     return [WorkerSign._make(each) for one in found if isinstance(one, SignsHostMessage) for each in one.signs]
 
 
@@ -121,6 +122,6 @@ def test_all_workers_of_a_host_are_told_in_one_message(own: OwnProcess, board: P
         signs.close()
     connection = end.connect()
     end.resume(connection, 0)
-    first = read_frame(next(end.frames(connection)))[0]
+    first = read_frame(next(end.bundles(connection))[0])[0]
     assert isinstance(first, SignsHostMessage)
     assert len(first.signs) == 3

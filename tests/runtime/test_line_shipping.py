@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ class Stream:
             (near, near_number, far_number, self._to_chief),
             (far, far_number, near_number, self._to_host),
         ):
-            threading.Thread(target=_carry, args=(source.frames(of), number, take), daemon=True).start()
+            threading.Thread(
+                target=_carry, args=(chain.from_iterable(source.bundles(of)), number, take), daemon=True
+            ).start()
 
     def _to_chief(self, number: int, data: bytes) -> bool:
         self.num_bytes.append(len(data))
@@ -211,7 +214,7 @@ def test_records_go_when_no_other_frame_waits() -> None:
     end.resume(connection, 0)
     end.send(order)
     assert not end.send_last(records)
-    frames = end.frames(connection)
+    frames = chain.from_iterable(end.bundles(connection))
     assert next(frames) == order
     assert end.send_last(records)
     assert next(frames) == records

@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 import pytest
 
 from engine.core.hosts import host_messages
+from engine.core.hosts.bundle import bundle
 from engine.core.hosts.host_messages import (
     HelloHostMessage,
     SignalHostMessage,
@@ -51,7 +52,7 @@ class Bed:
             grpc.secure_channel(self.place, credentials, options) if credentials else grpc.insecure_channel(self.place)
         )
         with channel:
-            call: Any = channel.stream_stream("/bamboo.Hosts/Join")(iter(frames), timeout=5)
+            call: Any = channel.stream_stream("/bamboo.Hosts/Join")(spoken(frames), timeout=5)
             try:
                 for _ in call:
                     pass
@@ -71,6 +72,11 @@ def _bed(made: RunCertificate) -> Iterator[Bed]:
     bed = Bed(made)
     yield bed
     bed.server.close()
+
+
+def spoken(frames: Sequence[bytes]) -> Iterator[bytes]:
+    """Returns frames as a host sends them: the first one as it is, then bundles."""
+    return iter([*frames[:1], *(bundle([each]) for each in frames[1:])])
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -113,7 +119,7 @@ def test_a_stranger_is_not_heard(bed: Bed, who: str) -> None:
             ) as channel,
             pytest.raises(grpc.RpcError),
         ):
-            list(channel.stream_stream("/bamboo.Hosts/Join")(iter([HELLO, WORDS]), timeout=5))
+            list(channel.stream_stream("/bamboo.Hosts/Join")(spoken([HELLO, WORDS]), timeout=5))
     else:
         other = new_certificate() if who == "another run" else None
         assert bed.say(other, HELLO, WORDS) is not grpc.StatusCode.OK

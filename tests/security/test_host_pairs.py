@@ -73,11 +73,21 @@ def connect_late(late_s: float) -> None:
     where.ProcessGroupGloo = late
 
 
-def takes_part(store: str, worker: int, key: str, late_s: float, relay: int, patience_s: float) -> dict[str, Any]:
+def doubt_once() -> None:
+    """Has this worker doubt the first proofs that it gets, which are good."""
+    real, doubts = pair_guard._prove, iter([[(1, "is doubted")]])
+    pair_guard._prove = lambda *given: [*real(*given), *next(doubts, [])]
+
+
+def takes_part(
+    store: str, worker: int, key: str, late_s: float, relay: int, patience_s: float, connect_s: float, doubter: int
+) -> dict[str, Any]:
     """Runs a worker that forms a group of two and tells the other one a number, 1 for worker 0."""
     if late_s:
         connect_late(late_s)
-    pair_guard._PATIENCE_S = patience_s
+    if doubter == worker:
+        doubt_once()
+    pair_guard._PATIENCE_S, pair_guard._CONNECT_S = patience_s, connect_s
     told: list[tuple[int | None, str]] = []
     its_store: Store = FileStore(store, 2)
     guard = PairGuard(key=bytes.fromhex(key), tell=lambda peer, words: told.append((peer, words)))
@@ -116,8 +126,9 @@ def stranger(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def start(peers: PeerServer, folder: Path, keys: tuple[str, str] = (KEY, KEY), **how: Any) -> list[Peer]:
     folder.mkdir(exist_ok=True)
     store = str(folder / "store")
-    rest = (how.get("late_s", 0.0), how.get("relay", 0), how.get("patience_s", 30.0))
-    return [peers.start(takes_part, store, worker, keys[worker], *rest) for worker in range(2)]
+    late_s: list[float] = how.get("late_s", [0.0, 0.0])
+    rest = (how.get("relay", 0), how.get("patience_s", 30.0), how.get("connect_s", 5.0), how.get("doubter", -1))
+    return [peers.start(takes_part, store, worker, keys[worker], late_s[worker], *rest) for worker in range(2)]
 
 
 def port_of(pid: int) -> int:
@@ -142,7 +153,7 @@ def take_places(port: int, process: subprocess.Popen[str]) -> None:
 def test_a_stranger_that_took_a_place_gets_no_tensor(peers: PeerServer, tmp_path: Path) -> None:
     """Before, uid 65534 that connected as peers 0 to 39 was taken for the late worker, and transfers timed out."""
     with stranger("take") as process:
-        workers = start(peers, tmp_path, late_s=HOLD_S)
+        workers = start(peers, tmp_path, late_s=[HOLD_S, HOLD_S])
         for each in workers:
             take_places(port_of(each.child.pid), process)
         results = [each.result() for each in workers]
@@ -161,6 +172,20 @@ def test_a_stranger_between_two_workers_is_left(peers: PeerServer, tmp_path: Pat
         assert process.stdout.readline() == "between\n"
     assert [each["number"] for each in results] == [2.0, 1.0]
     assert [each["told"] for each in results] == [[[1, BETWEEN]], [[0, BETWEEN]]]
+
+
+def test_a_member_that_comes_late_costs_no_attempt(peers: PeerServer, tmp_path: Path) -> None:
+    """The seconds for the connections begin when all members are there; before them each waits at the store."""
+    results = [each.result() for each in start(peers, tmp_path, late_s=[0.0, 1.5], connect_s=0.7)]
+    assert [each["number"] for each in results] == [2.0, 1.0]
+    assert [each["told"] for each in results] == [[], []]
+
+
+def test_the_doubt_of_one_member_is_heard_by_the_other(peers: PeerServer, tmp_path: Path) -> None:
+    """Else one of them would train in a group that the other has left."""
+    results = [each.result() for each in start(peers, tmp_path, doubter=0)]
+    assert [each["number"] for each in results] == [2.0, 1.0]
+    assert [each["told"] for each in results] == [[[1, "is doubted"]], []]
 
 
 def test_a_process_that_speaks_as_gloo_does_but_has_another_key_is_no_peer(peers: PeerServer, tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ import grpc
 import pytest
 
 from engine.core.hosts import host_messages as said
+from engine.core.hosts.bundle import bundle
 from engine.core.hosts.host_messages import MOST_BYTES, WorkerSign, frame
 from engine.core.message_codec import MAX_BYTES, Message, encode
 from engine.core.process_messages import KeyMessage, PingMessage
 from engine.runtime.hosts import run_certificate, wire
 from engine.runtime.hosts.run_certificate import NAME, RunCertificate, new_certificate
 from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
+from tests.runtime.test_wire import spoken
 
 HERE = "127.0.0.1"
 JOIN = "/bamboo.Hosts/Join"
@@ -76,7 +78,7 @@ class Bed:
         assert not self.honest.broken and self.honest.ended_ns is None
 
     def call(self, frames: Sequence[bytes], method: str = JOIN, **how: Any) -> grpc.StatusCode:
-        """Speaks over gRPC, with the certificate of the run; returns the end of the call."""
+        """Speaks over gRPC, with the certificate of the run; returns the end of the call. `bundles` come last."""
         made: RunCertificate | None = how.get("made", self.made)
         pair = (None, None) if made is None else (made.key.encode(), made.certificate.encode())
         own = self.made.certificate.encode()
@@ -89,7 +91,9 @@ class Bed:
         )
         with channel:
             compression = how.get("compression", grpc.Compression.NoCompression)
-            call: Any = channel.stream_stream(method)(iter(frames), timeout=CUT, compression=compression)
+            call: Any = channel.stream_stream(method)(
+                itertools.chain(spoken(frames), how.get("bundles", ())), timeout=CUT, compression=compression
+            )
             try:
                 for _ in call:
                     pass
@@ -330,6 +334,29 @@ def test_who_sends_what_no_host_sends_is_lost_and_no_other_one(bed: Bed, name: s
     assert peer.broken
     assert "was ended" in bed.told[-1]
     assert bed.call([hello(host), WORDS]) is DENIED  # and does not come back
+    bed.goes_on()
+    assert bed.came.empty()
+
+
+BUNDLES: dict[str, bytes] = {
+    "no frame": b"",
+    "half a length": b"\0\0",
+    "a frame that is cut": bundle([WORDS])[:-1],
+    "a frame that is cut, behind a good one": bundle([WORDS, WORDS])[:-1],
+    "a byte too many": bundle([WORDS]) + b"\0",
+    "a length of 4 GiB": b"\xff\xff\xff\xff" + WORDS,
+    "a frame as it is": WORDS,
+    "a hundred empty frames": bytes(400),
+    "a good frame, then one of another kind": bundle([frame(said.OutcomeHostMessage(0, "finished")), WORDS]),
+}
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_who_sends_what_is_no_bundle_is_lost_and_nothing_of_it_is_heard(bed: Bed, name: str) -> None:
+    host, peer = bed.admitted()
+    assert bed.call([hello(host)], bundles=[BUNDLES[name], bundle([WORDS])]) is not grpc.StatusCode.OK
+    until(lambda: peer.ended_ns is not None)
+    assert peer.broken
     bed.goes_on()
     assert bed.came.empty()
 

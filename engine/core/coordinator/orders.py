@@ -26,27 +26,25 @@ from engine.core.coordinator.outputs import (
     Tell,
     Write,
 )
+from engine.core.coordinator.placement import healed_soon, warned_of
 from engine.core.coordinator.preparation import looked
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import ensure, required
 from engine.core.exclusion import Cause, Verdict, in_words
 from engine.core.history.elastic_records import CrampedRecord
-from engine.core.history.process_records import CutShortRecord, DeadlyRecord, RestartRecord, WaitingRecord
+from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, PlanRecord
 from engine.core.membership import effects
-from engine.core.membership.deadly_hosts import NO_MORE, deadly_hosts, deadly_in_words
 from engine.core.membership.events import Event
 from engine.core.membership.protocol import step
 from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
-from engine.core.ownership import Ownership, healed
 from engine.core.process_messages import ByeMessage
 from engine.core.recovery.ballot import open_ballot
 
 Outputs = tuple[CoordinatorOutput, ...]
 Decided = tuple[CoordinatorState, Outputs]
 _TRAINING = (Phase.RUNNING, Phase.DRAINING)
-_healed = lru_cache(maxsize=256)(healed)
 
 
 def decide(state: CoordinatorState, *events: Event) -> Decided:
@@ -205,9 +203,9 @@ def _start_training(state: CoordinatorState, effect: effects.StartTraining) -> D
     new, go = state._replace(started=effect.epoch, ballot=ballot), _go(state)
     epoch = required(state.epoch, "training starts in an epoch")
     told = (tell_all(new, go),) if epoch.go is None else ()
-    record = GoRecord(epoch=effect.epoch, end=go.end)
-    new, warned = _warns(new, _healed_soon(new, ballot.ownership))
-    return new, (Arm(), *told, Write(record), Reached("replay", effect.epoch), *warned)
+    new, warned = warned_of(new, healed_soon(new, ballot.ownership))
+    go_on = Write(GoRecord(epoch=effect.epoch, end=go.end))
+    return new, (Arm(), *told, go_on, Reached("replay", effect.epoch), *warned)
 
 
 def _go(state: CoordinatorState) -> messages.GoMessage:
@@ -230,10 +228,8 @@ def _send_commit(state: CoordinatorState, effect: effects.AnnounceCommit) -> Dec
     told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then, keep=state.kept == commit.step)
     new = state._replace(told=told)
     outputs = (tell_all(new, told), Write(commit_record(new)))
-    if effect.then != "step":
-        return new, outputs
-    new, warned = _healing(new)
-    return new, (*outputs, Reached("heal", effect.epoch), *warned)
+    new, healing = _healing(new, effect.epoch) if effect.then == "step" else (new, ())
+    return new, (*outputs, *healing)
 
 
 def commit_record(state: CoordinatorState) -> CommitRecord:
@@ -242,28 +238,12 @@ def commit_record(state: CoordinatorState) -> CommitRecord:
     return CommitRecord(**commit._asdict(), last=state.told is not None and state.told.then == "end")
 
 
-def _healing(state: CoordinatorState) -> Decided:
-    """Opens the ballot of the next step with the wanted shadows; workers compute the same ownership."""
+def _healing(state: CoordinatorState, epoch: int) -> Decided:
+    """Opens the ballot of the next step with the wanted shadows."""
     last = required(state.ballot, "a ballot is open in training")
-    ownership = _healed_soon(state, last.ownership)
-    new = state._replace(ballot=open_ballot(last.epoch, last.step + 1, ownership, state.job.clip_norm))
-    return _warns(new, ownership)
-
-
-def _healed_soon(state: CoordinatorState, ownership: Ownership) -> Ownership:
-    """Returns the ownership in the step after this one, when its new shadows have their replicas."""
-    job, given = state.job, (state.membership.members, state.leaving, state.wanted, state.hosts)
-    return _healed(ownership, job.redundancy, job.redundancy_level, *given)
-
-
-def _warns(state: CoordinatorState, soon: Ownership) -> Decided:
-    """Names the deadly hosts by the coming ownership, if they are others than before."""
-    hosts = deadly_hosts(state.membership._replace(owners=soon.owners, shadows=soon.shadows))
-    text = deadly_in_words(hosts, state.job.slot_noun)
-    if text == state.deadly:
-        return state, ()
-    record = DeadlyRecord(hosts=tuple(hosts), text=text or NO_MORE)
-    return state._replace(deadly=text), (Note(record.text), Write(record))
+    ballot = open_ballot(last.epoch, last.step + 1, healed_soon(state, last.ownership), state.job.clip_norm)
+    new, warned = warned_of(state._replace(ballot=ballot), ballot.ownership)
+    return new, (Reached("heal", epoch), *warned)
 
 
 def _evict(state: CoordinatorState, effect: effects.Evict) -> Decided:

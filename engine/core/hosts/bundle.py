@@ -1,7 +1,7 @@
 """A bundle: the frames that are due at one time travel as one message, because each message has its price.
 
-Rule: each frame has its length in front of it, four bytes, the highest one first. A bundle without a frame, or one whose
-lengths do not add up, ends the stream.
+Rule: each frame has its length in front of it, four bytes, the highest one first. A bundle without a frame, or one
+whose lengths do not add up, ends the stream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def bundle(frames: Iterable[bytes]) -> bytes:
 
 def frames_of(data: bytes) -> list[bytes]:
     """Returns the frames of a bundle, in order; raises InvariantError for another form."""
-    found, place = [], 0
+    found, place = list[bytes](), 0
     while place < len(data) or not found:
         begin = place + _LENGTH.size
         place = begin + (_LENGTH.unpack_from(data, place)[0] if begin <= len(data) else 0)

@@ -124,7 +124,7 @@ class Launch:
             child = each.adopt(far.fileno(), board.fd)
             far.close()
             log = self.logs / f"worker-{each.worker}.log"
-            member = WorkerHandle(each.worker, (), child, link, log, "running", host=each.host)
+            member = WorkerHandle(each.worker, (), child, child.linked(link), log, "running", host=each.host)
             member.local_rank = taken.welcomes.get(each.worker, told).local_rank
             crew.members[each.worker] = member
         return crew

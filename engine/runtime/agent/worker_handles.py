@@ -98,7 +98,7 @@ def fork_linked(server: ForkServer, role: str, name: str, log: Path, fds: Sequen
     child = server.fork(role, name, log_fd, [far.fileno(), *fds])
     os.close(log_fd)
     far.close()
-    return child, link
+    return child, child.linked(link)
 
 
 def free_rank(members: Iterable[WorkerHandle], host: str) -> int:

@@ -1,7 +1,8 @@
 """The process of a worker on another host, as this host sees it: it looks like one of this host.
 
-    event loop --- link --- far end, pumped by a thread --- stream --- the agent of the other host --- link --- worker
-    event loop --- `pidfd`, an event that the word of the other host about the end sets
+    event loop --- `AwayLink` ------------------> stream ---> the agent of the other host --- link --- worker
+    event loop <-- its socket, with a far end <-- stream <--- that agent
+    event loop <-- `pidfd`, an event that the word of the other host about the end sets
 
 Rules: the last words of a worker come before its end. If its host is lost, `lost` says so, and nothing saw the end. A
 state that was read before the last signal proves nothing about it: it counts as unknown.
@@ -14,11 +15,12 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from engine.core.errors import ensure
 from engine.core.hosts.host_messages import SignalHostMessage, WordsHostMessage, WorkerSign, frame
 from engine.core.membership.evidence import Loading
-from engine.core.message_codec import MAX_BYTES, encode
+from engine.core.message_codec import encode
 from engine.core.process_messages import PingMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -31,6 +33,21 @@ _UNSEEN_NS = 600_000_000  # without two signs
 CLOSED = 0  # in the place of the number of a signal
 UNKNOWN = "?"  # the state of a process that its host has not looked at since the last signal
 Send = Callable[[bytes], None]
+
+
+class AwayLink(Link):
+    """The near end of the link of a process on another host: each message goes to the stream at once."""
+
+    def __init__(self, near: Link, number: int, send: Send):
+        super().__init__(near.socket, blocking=False)
+        self._header, self._send = WordsHostMessage(number), send
+
+    def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool:
+        """Sends one message, without descriptors; the agent of the other host asks for signs of life by itself."""
+        ensure(not fds, "no descriptor travels to another host")
+        if data != _PING:
+            self._send(frame(self._header, data))
+        return True
 
 
 class AwayChild(Child):
@@ -50,15 +67,10 @@ class AwayChild(Child):
         self._heartbeat = ""
         self._has_ended = threading.Event()
         self._ending = threading.Lock()
-        threading.Thread(target=self._pump, name=f"to {name}", daemon=True).start()
 
-    def _pump(self) -> None:
-        """Passes on the orders to the worker, until its handle is closed or it has ended."""
-        header = WordsHostMessage(self.number)
-        with contextlib.suppress(OSError):
-            while data := self._far.socket.recv(MAX_BYTES):
-                if data != _PING:
-                    self._send(frame(header, data))
+    def linked(self, link: Link) -> Link:
+        """Returns the link of the process, whose words go to the stream."""
+        return AwayLink(link, self.number, self._send)
 
     def hear(self, packet: bytes) -> None:
         """Takes a message of the worker."""
@@ -92,9 +104,7 @@ class AwayChild(Child):
                 self._has_ended.set()
                 os.eventfd_write(self._ended_fd, 1)
                 with contextlib.suppress(OSError):
-                    self._far.socket.shutdown(
-                        socket.SHUT_WR
-                    )  # no more words come; the thread that pumps ends with the handle
+                    self._far.socket.shutdown(socket.SHUT_WR)  # no more words come
 
     @property
     def is_unseen(self) -> bool:  # type: ignore[override]

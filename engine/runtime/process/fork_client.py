@@ -54,6 +54,10 @@ class Child:
         self.is_closed = False
         self._code: int | None = None
 
+    def linked(self, link: Link) -> Link:
+        """Returns the link to the process, of which `link` is the near end."""
+        return link
+
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal, if the process has not ended."""
         with contextlib.suppress(ProcessLookupError):

@@ -4,8 +4,10 @@ Either the sockets lie in a network namespace of the run, where no other process
 before its first tensor that both know the key of the run and that nothing stands between them
 (`engine/core/pair_proof.py`). If a proof fails at any member, all members leave the group and form it again.
 
-Rule: a stranger cannot make a member wait. A member waits for others at the rendezvous store, which no stranger
-reaches, and at the connections of a group for seconds only.
+Rules: a stranger cannot make a member wait. A member waits for others at the rendezvous store, which no stranger
+reaches, and at the connections of a group for seconds only. Each round at the store costs a recovery milliseconds, on
+several hosts many: there are two, for the addresses and for the claims. That all proofs were good the members tell each
+other over the connections that were proven; only after a doubt they agree at the store.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
+import math
 import queue
 import secrets
 import threading
@@ -35,7 +38,10 @@ _CONNECT_S = 5.0  # for the connections of a group, once all members are there
 _PROOF_S = 5.0  # for the proofs, once all claims are there
 _PROOF_BESIDE_STRANGER_S = 0.25  # an unknown connection is there: a proof that is missing will not come
 _TAG = (1 << 31) - 1  # of the transfer of a proof
-_GOOD, _AGAIN, _ENOUGH = b"good", b"again", b"enough"  # the verdict of a member on an attempt
+_WORD_TAG = _TAG - 1  # of the word whether all proofs were good
+_WORD_S = 2 * _PROOF_S  # for that word: another member may still wait for a proof
+_VERDICT_S = 2 * _WORD_S  # for the verdicts on an attempt: who has had only good words does not tell one
+_AGAIN, _ENOUGH = b"again", b"enough"  # the verdict of a member on an attempt that has failed
 
 Doubt = tuple[int | None, str]  # the other rank, None if gloo does not tell it, and words that follow its name
 
@@ -69,16 +75,16 @@ class PairGuard:
         if not self.key:
             with contextlib.nullcontext() if self.network is None else inside(self.network):
                 return _connected(store, rank, size, timeout_s, self.address)
-        meeting = _Meeting(store, rank, size, timeout_s)
-        meeting.exchange("here", b"")
-        began_s = time.monotonic()
+        meeting, began_s = _Meeting(store, rank, size, timeout_s), math.inf
         for attempt in itertools.count():
             group, doubts = self._attempt(meeting, f"{name}/{attempt}", PrefixStore(str(attempt), store), timeout_s)
-            is_late = time.monotonic() - began_s > _PATIENCE_S
-            verdicts = meeting.exchange(f"verdict {attempt}", _GOOD if not doubts else _ENOUGH if is_late else _AGAIN)
-            if group is not None and set(verdicts) == {_GOOD}:
+            if group is not None and doubts is None:
                 return group
-            for other, words in doubts:
+            began_s = min(began_s, time.monotonic())
+            is_late = time.monotonic() - began_s > _PATIENCE_S
+            soon = _Meeting(store, rank, size, _VERDICT_S)
+            verdicts = soon.exchange(f"verdict {attempt}", _ENOUGH if is_late else _AGAIN)
+            for other, words in doubts or ():
                 self.tell(None if other is None else workers[other], words)
             if group is not None:
                 shut_down(group.sockets)
@@ -90,8 +96,8 @@ class PairGuard:
 
     def _attempt(
         self, meeting: _Meeting, name: str, store: Store, timeout_s: float
-    ) -> tuple[Group | None, list[Doubt]]:
-        """Returns the group of one attempt, and this member's doubts about it."""
+    ) -> tuple[Group | None, list[Doubt] | None]:
+        """Returns the group of one attempt, and None if no member has a doubt; else this member's own doubts."""
         rank, every = meeting.rank, range(meeting.size)
         try:
             group = _connected_soon(store, rank, meeting.size, timeout_s, self.address)
@@ -105,7 +111,8 @@ class PairGuard:
             return group, [(other, "is not at the other end of a connection") for other in indirect(claims, rank)]
         given = {each: proof(self.key, name, rank, each, claims) for each in every if each != rank}
         wanted = {each: proof(self.key, name, each, rank, claims) for each in given}
-        return group, _prove(group, given, wanted, _PROOF_BESIDE_STRANGER_S if unclaimed(claims) else _PROOF_S)
+        doubts = _prove(group, given, wanted, _PROOF_BESIDE_STRANGER_S if unclaimed(claims) else _PROOF_S)
+        return group, None if _all_good(group, [*given], not doubts) else doubts
 
 
 UNGUARDED = PairGuard()
@@ -136,20 +143,40 @@ def _prove(group: Group, given: Mapping[int, bytes], wanted: Mapping[int, bytes]
     ]
 
 
+def _all_good(group: Group, others: Sequence[int], is_good: bool) -> bool:
+    """Tells the other ranks whether this member's proofs were good; returns whether those of all members were.
+
+    Without a word from another member they count as bad.
+    """
+    words = {other: torch.zeros(1, dtype=torch.uint8, device="cpu") for other in others}
+    own = torch.tensor([is_good], dtype=torch.uint8, device="cpu")
+    try:
+        receives = [group.gloo.recv([word], other, _WORD_TAG) for other, word in words.items()]
+        sends = [group.gloo.send([own], other, _WORD_TAG) for other in others]
+        for work in (*receives, *sends) if is_good else ():
+            work.wait(timedelta(seconds=_WORD_S))
+    except RuntimeError:
+        return False
+    return is_good and all(word.item() for word in words.values())
+
+
 def _connected_soon(store: Store, rank: int, size: int, timeout_s: float, address: str) -> Group:
     """Returns a group as `_connected` does; raises RuntimeError after some seconds, in which gloo would wait on."""
     before = descriptors_by_inode().keys()
-    made: queue.SimpleQueue[Group | RuntimeError] = queue.SimpleQueue()
+    made: queue.SimpleQueue[Group | RuntimeError | None] = queue.SimpleQueue()
+    gathering = _GatheringStore(store, size, lambda: made.put(None))
 
     def connect() -> None:
         try:
-            made.put(_connected(store, rank, size, timeout_s, address))
+            made.put(_connected(gathering, rank, size, timeout_s, address))
         except RuntimeError as error:
             made.put(error)
 
     threading.Thread(target=connect, name="connecting", daemon=True).start()
     try:
-        group = made.get(timeout=_CONNECT_S)
+        group = made.get()
+        while group is None:  # all members are there
+            group = made.get(timeout=_CONNECT_S)
     except queue.Empty:
         shut_down(descriptors_by_inode().keys() - before)
         raise RuntimeError(f"not within {_CONNECT_S:g} s") from None
@@ -167,6 +194,28 @@ def _connected(store: Store, rank: int, size: int, timeout_s: float, address: st
     options._timeout = timedelta(seconds=timeout_s)
     gloo = ProcessGroupGloo(store, rank, size, options)
     return Group(gloo, descriptors_by_inode().keys() - before)
+
+
+class _GatheringStore(Store):
+    """The rendezvous store as gloo uses it: gloo gets no address of a member before all members have told theirs."""
+
+    def __init__(self, of: Store, size: int, on_all: Callable[[], None]):
+        super().__init__()
+        self._of, self._size, self._on_all, self._are_all = of, size, on_all, False
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's stub has text
+        self._of.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._of.get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:  # type: ignore[override]
+        if not self._are_all:
+            place = keys[0].rpartition("/")[0]  # gloo's keys are ranks
+            self._of.wait([f"{place}/{rank}" for rank in range(self._size)], timeout)
+            self._are_all = True
+            self._on_all()
+        self._of.wait([*keys], timeout)
 
 
 class _Meeting:
