@@ -125,6 +125,24 @@ def test_the_bits_are_those_of_one_host(hosts: Hosts, train: Train, job: Job, nu
 
 
 @pytest.mark.soak
+def test_the_last_host_that_is_left_is_named(hosts: Hosts) -> None:
+    bed = hosts(MLP, "model stages steps microbatches", 2)
+    bed.until_commits(3)
+    assert bed.chief.events("deadly") == [], "each host may be lost"
+    ((lost, agent),) = bed.others.items()
+    os.kill(agent.process.pid, signal.SIGKILL)
+    ends = bed.ends()
+    del ends[lost]
+    ((left, end),) = ends.items()
+    text = f"host {left} may not be lost: no other host holds stages 0, 1, 2, 3"
+    assert [(each["hosts"], each["text"]) for each in bed.chief.events("deadly")] == [([left], text)]
+    assert end.code == 0 and text in end.stdout + end.stderr
+    for command in ("status", "report"):
+        told = CliRunner().invoke(app, [command, str(bed.chief.run_folder)], catch_exceptions=False)
+        assert text in " ".join(told.stdout.split()), told.output
+
+
+@pytest.mark.soak
 def test_a_worker_that_waits_takes_the_place_of_those_of_a_lost_host(hosts: Hosts, train: Train) -> None:
     job = replace(MLP, standby=1)
     bed = hosts(job, "model stages steps microbatches standby")
