@@ -8,7 +8,7 @@ from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.coordinator.inputs import Ended
 from engine.core.coordinator.outputs import Note
-from engine.core.coordinator.state import CoordinatorState, begin
+from engine.core.coordinator.state import CoordinatorState, begin, documents, resume
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.history.recorded_status import live_status, status_of_history
 from engine.core.membership.deadly_hosts import NO_MORE, deadly_hosts
@@ -19,6 +19,7 @@ from engine.core.membership.state import begin as begin_membership
 from engine.core.messages import ReadyMessage
 from engine.core.ownership import with_shadows
 from engine.report.load import load
+from engine.runtime.hosts.heard_results import KEPT
 from tests.core.coordinator_cases import Outputs, answers, begun, committed, given, heard, training, written
 from tests.core.made_records import made_history
 
@@ -86,6 +87,13 @@ def test_a_start_with_shadows_on_other_hosts_names_none_and_the_last_host_is_nam
     text = "host node-0 may not be lost: no other host holds stages 0, 1, 2, 3"
     assert told(outputs) == [text], "as soon as training goes on"
     assert told(committed(state)[1]) == [], "and once"
+
+
+def test_the_next_coordinator_says_nothing_again_and_every_host_hears_it() -> None:
+    state = training()
+    assert state.deadly
+    assert resume(state.job, documents(state), 0).deadly == state.deadly
+    assert isinstance(DeadlyRecord(hosts=("node-0",), text=state.deadly), KEPT)
 
 
 def test_one_host_alone_is_not_named() -> None:

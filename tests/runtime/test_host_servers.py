@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.errors import CoordinatorUnavailableError
+from engine.core.errors import CoordinatorUnavailableError, WorkerFailedError
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.core.store.kv import Lease
 from engine.runtime.hosts import host_servers
@@ -65,3 +65,22 @@ def test_a_slow_store_holds_up_no_tick_to_another_host(monkeypatch: pytest.Monke
     servers.stop_watching()
     assert not living.peer.is_lost
     assert store.num_asked == 2
+
+
+def test_new_workers_start_on_hosts_that_are_there_if_these_have_the_room() -> None:
+    lost, gone, living = (AwayServer(RegisteredHost(name, name, "127.0.0.1", 7, {})) for name in ("a", "b", "c"))
+    local = ForkServer.__new__(ForkServer)
+    local.host = "here"
+    servers = HostServers(local, [lost, gone, living], SlowStore(), room=2)  # type: ignore[arg-type]
+    servers.stop_watching()
+    servers.deal(range(4))
+    assert [*servers.dealt.values()] == ["here", "a", "b", "c"]
+    lost.peer.is_lost, gone.has_left = True, True
+    servers.deal(range(4))
+    assert [*servers.dealt.values()] == ["here", "here", "c", "c"]
+    del servers.dealt[3]
+    assert servers.at(4) is living, "the fewest are there"
+    with pytest.raises(
+        WorkerFailedError, match="hosts a and b are lost, and hosts here and c have room for 4 workers, of 5"
+    ):
+        servers.deal(range(5))

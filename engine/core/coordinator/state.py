@@ -69,6 +69,7 @@ class CoordinatorState(NamedTuple):
     kept: int = -1  # the last step whose state is kept as a checkpoint
     raised: Mapping[int, Raised] = {}
     codes: Mapping[int, int] = {}  # the exit codes of workers that have ended
+    deadly: str = ""  # the deadly hosts as last told, in words
     # The following is not in the store.
     kept_ns: int = 0  # when that step was committed; at first when the coordinator began
     ballot: Ballot | None = None  # None while no vote counts
@@ -86,7 +87,6 @@ class CoordinatorState(NamedTuple):
     restarts: int = 0  # that were ordered
     ways: Mapping[int, WayOut] = {}  # of workers that have given notice, as last told
     staying: Mapping[int, str] = {}  # workers that have given notice and cannot leave, and why
-    deadly: str = ""  # the deadly hosts as last told, in words
     is_released: bool = False
     is_stopping: bool = False
 
@@ -142,7 +142,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1, lat
 
 def documents(state: CoordinatorState) -> dict[str, str]:
     """Returns the value of each key in the store, as one line of JSON."""
-    facts = {name: getattr(state, name) for name in ("started", "validated", "kept", "raised", "codes")}
+    facts = {name: getattr(state, name) for name in ("started", "validated", "kept", "raised", "codes", "deadly")}
     found = {STATE: membership_state.to_json(state.membership), FACTS: json.dumps(facts, sort_keys=True)}
     return found if state.commit is None else found | {COMMIT: json.dumps(state.commit._asdict())}
 
@@ -168,6 +168,7 @@ def resume(job: Job, found: Mapping[str, str], now_ns: int) -> CoordinatorState:
             kept=int(facts["kept"]),
             raised=raised,
             codes=codes,
+            deadly=str(facts["deadly"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvariantError(f"these are no facts and no commit of a coordinator: {error!r}") from error

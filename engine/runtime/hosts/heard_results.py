@@ -15,7 +15,7 @@ from dataclasses import replace
 from engine.core.config.job import Job
 from engine.core.errors import BambooError, CoordinatorUnavailableError, ensure
 from engine.core.faults.taken_faults import ToldFaults
-from engine.core.history.process_records import ExitRecord, ResumedRecord, StartedRecord
+from engine.core.history.process_records import DeadlyRecord, ExitRecord, ResumedRecord, StartedRecord
 from engine.core.history.record import AGENT, Record, StampedRecord
 from engine.core.history.record_lines import decoded, encoded
 from engine.core.history.request_records import RequestRecord
@@ -44,6 +44,7 @@ KEPT = (
     AuditRecord,
     CommitRecord,
     ConfirmedRecord,
+    DeadlyRecord,
     EpochRecord,
     FaultRecord,
     GoRecord,
