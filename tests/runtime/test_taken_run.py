@@ -65,7 +65,7 @@ def welcome(worker: int, rank: int) -> WelcomeMessage:
 
 def taken(**change: Any) -> TakenRun:
     """Returns a run of three workers on host b; worker 2 is lost, and so was number 6."""
-    child = cast(Any, SimpleNamespace(pid=70, close=lambda: None))
+    child = cast(Any, SimpleNamespace(pid=70, close=lambda: None, linked=lambda link: link))
     processes = [HeldProcess(worker, "b", lambda far, board: child) for worker in range(2)]
     welcomes = {worker: welcome(worker, 1 - worker) for worker in range(2)}
     made = TakenRun(Path("/a/mlp-1"), RunState(JOB), processes, lambda: None, ToldFaults(), "a", welcomes, [CUT], 6, 1)
