@@ -196,6 +196,16 @@ def test_a_process_that_speaks_as_gloo_does_but_has_another_key_is_no_peer(peers
         assert "no group without a doubt" in each["error"]
 
 
+@pytest.mark.timeout(20)
+def test_an_error_before_all_members_are_there_is_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise ValueError("no such address")
+
+    monkeypatch.setattr(pair_guard, "_connected", fails)
+    with pytest.raises(ValueError, match="no such address"):
+        PairGuard(key=b"k").form(torch.distributed.HashStore(), "group", 0, (0, 1), TIMEOUT_S)
+
+
 def test_a_proof_holds_for_one_pair_in_one_attempt_only() -> None:
     """Before, there was no proof; one of another pair, attempt, nonce or connection must not do."""
     key, claims = b"k", [claim_of(b"a", {("x:1", "x:2")}), claim_of(b"b", {("x:2", "x:1")})]

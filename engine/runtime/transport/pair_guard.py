@@ -163,14 +163,14 @@ def _all_good(group: Group, others: Sequence[int], is_good: bool) -> bool:
 def _connected_soon(store: Store, rank: int, size: int, timeout_s: float, address: str) -> Group:
     """Returns a group as `_connected` does; raises RuntimeError after some seconds, in which gloo would wait on."""
     before = descriptors_by_inode().keys()
-    made: queue.SimpleQueue[Group | RuntimeError | None] = queue.SimpleQueue()
+    made: queue.SimpleQueue[Group | Exception | None] = queue.SimpleQueue()
     gathering = _GatheringStore(store, size, lambda: made.put(None))
 
     def connect() -> None:
         try:
             made.put(_connected(gathering, rank, size, timeout_s, address))
-        except RuntimeError as error:
-            made.put(error)
+        except Exception as error:
+            made.put(error)  # whatever it is: the other thread waits without a limit
 
     threading.Thread(target=connect, name="connecting", daemon=True).start()
     try:
@@ -180,7 +180,7 @@ def _connected_soon(store: Store, rank: int, size: int, timeout_s: float, addres
     except queue.Empty:
         shut_down(descriptors_by_inode().keys() - before)
         raise RuntimeError(f"not within {_CONNECT_S:g} s") from None
-    if isinstance(group, RuntimeError):
+    if isinstance(group, Exception):
         raise group
     return group
 
