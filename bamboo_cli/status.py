@@ -145,7 +145,7 @@ class Reader:
             return live_status(told, status_of_history(name, history)), True, True
         found = status_of_history(name, history)
         is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
-        return found, False, is_new or history.ended is not None or bool(runs and history.training_ended)
+        return found, False, is_new or history.ended is not None or runs
 
     @property
     def elsewhere(self) -> str:

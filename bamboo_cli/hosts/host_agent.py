@@ -65,7 +65,7 @@ def _etcd(given: dict[str, Any], problems: list[Problem]) -> EtcdSettings | None
 
 def _options(given: dict[str, Any], etcd: EtcdSettings | None) -> HostOptions:
     endpoints = () if etcd is None else tuple(str(getattr(each, "host", "localhost")) for each in etcd.endpoints)
-    named = endpoints or (given["etcd"],)
+    named = endpoints or (given["etcd"].partition(",")[0].rpartition(":")[0].strip("[]"),)
     address = given["address"] or usual_address(named[0])
     asked = endpoints if etcd is not None or not given["etcd"] else (given["etcd"],)
     node = given["node"] or socket.gethostname()

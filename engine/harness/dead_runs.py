@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.core.history.process_records import HostRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import JobRecord
 from engine.files.atomic_write import open_to_read
@@ -24,6 +25,7 @@ from engine.runtime.process.process_state import is_alive
 
 _STORES = ("logs/etcd", "twin/logs/etcd")
 _START_S = 60.0  # the time that a launcher may take from its folder to its first event
+_LAST_BYTES = 1 << 16  # of a file of events, with the record of the end if there is one
 _CLOCK_ERROR_S = 0.05  # of the times of processes, which the kernel counts in ticks
 
 
@@ -35,9 +37,13 @@ def dead_run(run: Path) -> Iterator[bool]:
 
 
 def launcher_runs(history: RunHistory, run: Path) -> bool:
-    """Returns whether the process that began a run is still there; False before the first record."""
-    job = history.first(JobRecord)
-    if job is None or not is_alive(job.pid):
+    """Returns whether the process that began a run is still there; False before the first record.
+
+    Of several hosts the pid may be one of a namespace, or of another machine, so there only the lock counts.
+    """
+    job, host = history.first(JobRecord), history.first(HostRecord)
+    is_of_several = host is not None and bool(host.node)
+    if job is None or not (is_of_several or is_alive(job.pid)):
         return False
     with unused_folder(run) as is_unused:  # the pid may belong to another process by now
         return not is_unused
@@ -76,7 +82,10 @@ def _has_launcher(run: RunFolder) -> bool:
     try:
         with open(open_to_read(run.events), "rb") as file:
             first = json.loads(file.readline())
-            written_s = os.fstat(file.fileno()).st_mtime
+            written_s, size = os.fstat(file.fileno()).st_mtime, os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _LAST_BYTES))
+            if b'\n{"event":"ended",' in file.read():
+                return False
     except FileNotFoundError:
         if (run.path / RESULTS).exists():  # a matrix that has begun
             return False

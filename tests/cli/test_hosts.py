@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from bamboo_cli.hosts import host_agent
 from bamboo_cli.hosts.agent import agent
 from bamboo_cli.hosts.host_agent import is_own_address, is_scenario, usual_address
 from engine.core.errors import UserError
@@ -51,6 +52,16 @@ def test_clear_text_to_etcd_needs_its_flag(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(found, UserError)
     assert [each.field for each in found.problems] == ["--etcd", "--address"]
     assert "--etcd-plain-http" in str(found)
+
+
+def test_the_address_of_this_host_is_told_by_an_etcd_that_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr(host_agent, "usual_address", lambda host: (asked.append(host), "127.0.0.1")[1])
+    call("--hosts", "2", "--run", "1", "--etcd", "192.0.2.1:2379,192.0.2.2:2379")
+    assert asked == ["192.0.2.1"]
 
 
 def test_a_run_and_hosts_to_join_are_two_things() -> None:

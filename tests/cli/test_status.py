@@ -20,6 +20,7 @@ from bamboo_cli.terminal.status_picture import StatusPicture
 from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError, StorageError, UserError
 from engine.core.membership.run_status import RunStatus, WorkerStatus
 from engine.files.run_folder import RunFolder, create_run_folder
+from engine.runtime.process.folder_lock import folder_used
 from tests.core.made_records import lines_of
 
 APP = typer.Typer()
@@ -154,6 +155,24 @@ def lament(results: Path, last: str) -> list[str]:
     assert isinstance(done.exception, CoordinatorUnavailableError)
     assert str(done.exception) == f"the launcher is gone and did not record the end of the run; {last}"
     return done.stdout.splitlines()
+
+
+def test_a_run_that_trains_is_told_from_its_events_where_its_store_is_not_asked(tmp_path: Path) -> None:
+    """A host of several names no store to the others, and its pid may be one of a namespace: its lock counts."""
+    host = {
+        "event": "host",
+        "cpu": "x",
+        "cores": 2,
+        "python": "3",
+        "torch": "2",
+        "began": "",
+        "node": "b",
+        "run_id": "t",
+    }
+    name = make_run(tmp_path, "mlp", [STARTED[0] | {"pid": 2**22 + 1}, host, *STARTED[1:]])
+    lament(tmp_path, "last committed step 1; other hosts may go on with it: bamboo status --wait t --etcd HOST:PORT")
+    with folder_used(tmp_path / name):
+        assert say("--results", tmp_path).splitlines()[0].startswith(f"{name}: running, epoch 1, step 2 of 9")
 
 
 def test_a_run_whose_store_is_gone_has_lost_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ SAMPLES: tuple[Record, ...] = (
     StaysRecord(**AGENT, of=0, text="cannot leave"),
     ScenarioRecord(**AGENT, scenario="x.yaml", text="name: x\n", seed=3, settings=("steps=3",)),
     HostRecord(**AGENT, cpu="x", cores=2, python="3.11.7", torch="2.13.0", began="2026-11-22T14:40:15+00:00"),
-    DeadlyRecord(**AGENT, hosts=("a",), text="host a may not be lost: no other host holds stage 0"),
+    DeadlyRecord(**AGENT, hosts=("a",), text="the run cannot survive the loss of host a: no other host holds stage 0"),
     ClockRecord(**AGENT, of="b", least_ns=-5, most_ns=7),
     HeardRecord(**AGENT, of="b", line='{"event":"comparing","worker":-1,"pid":7,"at_ns":1}'),
     StartedRecord(**AGENT, of=0, child=8, slots=((0, 0), (0, 1))),

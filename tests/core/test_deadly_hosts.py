@@ -23,7 +23,7 @@ from engine.runtime.hosts.heard_results import KEPT
 from tests.core.coordinator_cases import Outputs, answers, begun, committed, given, heard, training, written
 from tests.core.made_records import made_history
 
-ONE_LEFT = "host node-0 may not be lost: no other host holds stages 0, 1, 2"
+ONE_LEFT = "the run cannot survive the loss of host node-0: no other host holds stages 0, 1, 2"
 
 
 def told(outputs: Outputs) -> list[str]:
@@ -60,8 +60,8 @@ def without_shadows() -> CoordinatorState:
 
 def test_a_start_without_redundancy_names_every_host() -> None:
     _, outputs = given(without_shadows(), *(heard(worker, ReadyMessage()) for worker in range(3)))
-    text = "host node-0 may not be lost: no other host holds stages 0, 1; "
-    assert told(outputs) == [text + "host node-1 may not be lost: no other host holds stage 2"]
+    text = "the run cannot survive the loss of host node-0: no other host holds stages 0, 1; "
+    assert told(outputs) == [text + "the run cannot survive the loss of host node-1: no other host holds stage 2"]
 
 
 def apart(worker: int) -> str:
@@ -84,7 +84,7 @@ def test_a_start_with_shadows_on_other_hosts_names_none_and_the_last_host_is_nam
     state, outputs = given(state, LeaseExpired(8, "node-1"))
     assert told(outputs) == [], "the epoch is told first"
     state, outputs = given(state, *answers(state))
-    text = "host node-0 may not be lost: no other host holds stages 0, 1, 2, 3"
+    text = "the run cannot survive the loss of host node-0: no other host holds stages 0, 1, 2, 3"
     assert told(outputs) == [text], "as soon as training goes on"
     assert told(committed(state)[1]) == [], "and once"
 
@@ -104,7 +104,7 @@ def test_one_host_alone_is_not_named() -> None:
 def test_a_heal_that_mends_it_is_told() -> None:
     """The shadow of stage 1 stands on the host of its owner, because these shadows were placed without hosts."""
     state = training()
-    assert state.deadly == "host node-0 may not be lost: no other host holds stage 1"
+    assert state.deadly == "the run cannot survive the loss of host node-0: no other host holds stage 1"
     state, _ = committed(state)
     state, outputs = given(state, Ended(7, 1, -9), *answers(given(state, Ended(7, 1, -9))[0]))
     assert told(outputs) == [NO_MORE]

@@ -134,7 +134,7 @@ def test_the_last_host_that_is_left_is_named(hosts: Hosts) -> None:
     ends = bed.ends()
     del ends[lost]
     ((left, end),) = ends.items()
-    text = f"host {left} may not be lost: no other host holds stages 0, 1, 2, 3"
+    text = f"the run cannot survive the loss of host {left}: no other host holds stages 0, 1, 2, 3"
     assert [(each["hosts"], each["text"]) for each in bed.chief.events("deadly")] == [([left], text)]
     assert end.code == 0 and text in end.stdout + end.stderr
     for command in ("status", "report"):

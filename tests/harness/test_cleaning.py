@@ -114,6 +114,15 @@ def test_a_launcher_without_a_lock_is_known_by_its_pid_and_its_start(tmp_path: P
         assert is_dead
 
 
+def test_a_run_with_its_end_in_its_records_goes_on_nowhere(tmp_path: Path) -> None:
+    """Its pid may be one of a namespace, and another process of this machine may have that number."""
+    run = make_run(tmp_path, pid=os.getpid())
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event":"ended","worker":-1}\n')
+    with dead_run(run) as is_dead:
+        assert is_dead
+
+
 def test_an_error_inside_the_lock_is_told_and_the_lock_is_released(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(OSError, match="planted"), dead_run(run):

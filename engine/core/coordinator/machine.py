@@ -26,7 +26,7 @@ from engine.core.coordinator.hearing import RULES
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Resumed, Stopping
 from engine.core.coordinator.leaving import looks_at_ways, says_who_stays
 from engine.core.coordinator.orders import Decided, commit_record, decide
-from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Release, Stop, Tell, Write
+from engine.core.coordinator.outputs import CoordinatorOutput, Kill, Note, Release, Stop, Tell, Write
 from engine.core.coordinator.preparation import noticed
 from engine.core.coordinator.state import CoordinatorState, begin
 from engine.core.history.run_records import NoticeRecord
@@ -113,9 +113,13 @@ def _passes(state: CoordinatorState, passed: Passed) -> Decided:
 
 
 def _takes_over(state: CoordinatorState, taken: TakenOver) -> Decided:
-    """Writes the last commit again: its record may be missing. The coming epoch tells it to the workers again."""
+    """Writes the last commit again: its record may be missing. The coming epoch tells it to the workers again.
+
+    The user of this host has not heard of deadly hosts.
+    """
     new, outputs = decide(state, taken)
-    return new, (*([Write(commit_record(state))] if state.commit else []), *outputs)
+    warning = [Note(state.deadly)] if state.deadly else []
+    return new, (*([Write(commit_record(state))] if state.commit else []), *outputs, *warning)
 
 
 def _is_restarted(state: CoordinatorState, restarted: Restarted) -> Decided:

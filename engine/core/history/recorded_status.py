@@ -29,8 +29,8 @@ _TOLD = (
 )
 _ENDS = get_args(WorkerEnd)  # states of a worker whose process has ended
 _LIVES = ("in", WAITS, LOADS, SLOW, CANNOT_LEAVE)
-STARTING, COMPARING, CHECKING = "starting", "comparing with the twin", "checking the results"
-UNDER_WAY = (STARTING, COMPARING, CHECKING)  # phases of a run that is not in its store, before or after training
+STARTING, RUNNING, COMPARING, CHECKING = "starting", "running", "comparing with the twin", "checking the results"
+UNDER_WAY = (STARTING, RUNNING, COMPARING, CHECKING)  # phases of a run that has not ended, by its records
 
 
 def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
@@ -59,9 +59,9 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
 
 
 def deadly_now(history: RunHistory) -> str:
-    """Returns the deadly hosts in words, by the last record about them; empty if each host may be lost."""
+    """Returns the deadly hosts in words, by the last record about them; empty without one, and after training."""
     told = history.of(DeadlyRecord)
-    return told[-1].text if told and told[-1].hosts else ""
+    return told[-1].text if told and told[-1].hosts and history.training_ended is None else ""
 
 
 def slow_workers(history: RunHistory) -> dict[int, PaceRecord]:
@@ -96,7 +96,7 @@ def _phase(history: RunHistory) -> str:
     if history.training_ended:
         is_comparing = history.first(ComparingRecord) and not history.of(ComparisonRecord)
         return COMPARING if is_comparing else CHECKING
-    return "running" if history.epochs else STARTING
+    return RUNNING if history.epochs else STARTING
 
 
 def _worker(started: StartedRecord, history: RunHistory, end: WorkerEnd | None) -> WorkerStatus:

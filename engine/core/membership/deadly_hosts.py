@@ -11,7 +11,7 @@ from engine.core.membership.state import State
 from engine.core.membership.verdicts import heirs
 from engine.core.texts import numbered
 
-NO_MORE = "each host may be lost again: another one holds all that it holds"
+NO_MORE = "the run survives the loss of any one host again"
 
 
 def deadly_hosts(state: State) -> dict[str, tuple[int, ...]]:
@@ -27,5 +27,5 @@ def deadly_hosts(state: State) -> dict[str, tuple[int, ...]]:
 
 def deadly_in_words(hosts: Mapping[str, tuple[int, ...]], noun: str) -> str:
     """Returns a sentence about each deadly host and its stages, which are each a `noun`; empty without one."""
-    told = [f"host {host} may not be lost: no other host holds {numbered(noun, of)}" for host, of in hosts.items()]
-    return "; ".join(told)
+    begin = "the run cannot survive the loss of host"
+    return "; ".join(f"{begin} {host}: no other host holds {numbered(noun, of)}" for host, of in hosts.items())

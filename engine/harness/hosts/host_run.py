@@ -75,7 +75,8 @@ def run_on_hosts(
         own = RegisteredHost(given.node, secrets.token_hex(8), given.address, kept.lease.lease_id, _facts(job, given))
         registry = HostRegistry(kv, own, kept.lease)
         if (outcome := registry.outcome()) is not None:
-            return HostRunEnd(replace(outcome, words=f"run {given.run_id} has ended before: {outcome.words}"))
+            hint = f"run {given.run_id} has ended before (choose another --run to train again)"
+            return HostRunEnd(replace(outcome, words=f"{hint}: {outcome.words}"))
         registry.register()
         screen.say(f"host {own.name} has registered, and waits for {given.number - 1} more")
         if (run_of := registry.outlived()) is not None:
