@@ -79,7 +79,7 @@ def agent(
     """Train on several hosts, with one agent on each; or add a worker to a running job, and follow it."""
     of_several = {"JOB": job_file, "--hosts": hosts, "--run": run_id, "--set": settings, "--workers": workers}
     of_several |= {"--node": node, "--address": address, "--trusted-network": trusted, "--isa": isa, "--etcd": etcd}
-    of_several |= {"--kill": kill}
+    of_several |= {"--kill": kill, "--grace": grace if grace != DEFAULT_GRACE else ""}
     if join and (beside := [name for name, value in of_several.items() if value]):
         hint = "the host of the run starts the worker, as its other ones"
         raise UserError([Problem(name, "none beside --join", str(of_several[name]), hint) for name in beside])
@@ -91,7 +91,7 @@ def agent(
     given = {"isa": isa, "hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
     given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
     given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http, "kill": kill or [], "no_twin": no_twin}
-    given |= {"grace": grace, "injectable": injectable is YesNo.YES}
+    given |= {"grace": grace, "injectable": injectable is YesNo.YES, "standby": standby}
     place = None if results == _RESULTS else results
     raise typer.Exit(_printed(*run_host(job_file, settings or [], place, given, run_case), as_json))
 

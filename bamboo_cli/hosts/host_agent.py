@@ -38,6 +38,9 @@ def run_host(
     from engine.runtime.doctor.host_probes import gloo_tls_error
 
     problems = fixing(given["isa"])
+    if given["standby"]:
+        hint = "workers that wait come with --set standby=N"
+        problems.append(Problem("--standby", "none beside --hosts", "--standby", hint))
     etcd = _etcd(given, problems)
     resolved, case = None, None
     try:

@@ -71,7 +71,8 @@ LeaseSeconds = Annotated[
     int, typer.Option("--lease", metavar="SECONDS", help="Time to live of a host's lease.", rich_help_panel=_PANEL)
 ]
 HostsWithin = Annotated[
-    float, typer.Option("--hosts-within", metavar="SECONDS", help="Wait for all hosts.", rich_help_panel=_PANEL)
+    float,
+    typer.Option("--hosts-within", metavar="SECONDS", min=0.0, help="Wait for all hosts.", rich_help_panel=_PANEL),
 ]
 InstructionSet = Annotated[
     str,

@@ -59,7 +59,12 @@ def test_the_address_of_this_host_is_told_by_an_etcd_that_is_refused_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
-    monkeypatch.setattr(host_agent, "usual_address", lambda host: (asked.append(host), "127.0.0.1")[1])
+
+    def address_to(host: str) -> str:
+        asked.append(host)
+        return "127.0.0.1"
+
+    monkeypatch.setattr(host_agent, "usual_address", address_to)
     call("--hosts", "2", "--run", "1", "--etcd", "192.0.2.1:2379,192.0.2.2:2379")
     assert asked == ["192.0.2.1"]
 
@@ -100,3 +105,10 @@ def test_a_scenario_has_its_own_faults_and_a_job_none(tmp_path: Path, monkeypatc
     assert not is_scenario(tmp_path / "job.yaml")
     assert not is_scenario(tmp_path / "none.yaml")
     assert is_scenario(Path("kill-middle-stage"))
+
+
+def test_an_option_of_the_other_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["--hosts", "2", "--run", "1", "--address", "127.0.0.1", "--set", "stages=4", "--set", "checkpoint_every=0"]
+    assert problems(*line, "--standby") == ["--standby", *problems(*line)]
+    assert problems("--join", "latest", "--grace", "2s") == ["--grace"]
