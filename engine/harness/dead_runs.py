@@ -82,8 +82,8 @@ def _has_launcher(run: RunFolder) -> bool:
     try:
         with open(open_to_read(run.events), "rb") as file:
             first = json.loads(file.readline())
-            written_s, size = os.fstat(file.fileno()).st_mtime, os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _LAST_BYTES))
+            status = os.fstat(file.fileno())
+            file.seek(max(0, status.st_size - _LAST_BYTES))
             if b'\n{"event":"ended",' in file.read():
                 return False
     except FileNotFoundError:
@@ -93,6 +93,6 @@ def _has_launcher(run: RunFolder) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     try:  # a pid that was given to another process since then is not the launcher's
-        return psutil.Process(int(first["pid"])).create_time() < written_s + _CLOCK_ERROR_S
+        return psutil.Process(int(first["pid"])).create_time() < status.st_mtime + _CLOCK_ERROR_S
     except (psutil.Error, LookupError, TypeError, ValueError):
         return False

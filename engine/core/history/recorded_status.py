@@ -54,11 +54,11 @@ def status_of_history(run_id: str, history: RunHistory) -> RunStatus:
         data_epoch=epoch_at(history.job, history.committed + 1, cut.samples if cut else 0),
         data_epochs=history.job.epochs,
         policy=tuple(_policy(history)),
-        deadly=deadly_now(history),
+        deadly=_deadly(history),
     )
 
 
-def deadly_now(history: RunHistory) -> str:
+def _deadly(history: RunHistory) -> str:
     """Returns the deadly hosts in words, by the last record about them; empty without one, and after training."""
     told = history.of(DeadlyRecord)
     return told[-1].text if told and told[-1].hosts and history.training_ended is None else ""

@@ -82,9 +82,7 @@ class HostPeer:
         try:
             frames = frames_of(data)
         except InvariantError as error:
-            if self.end.is_present(connection):
-                self.broken = str(error)
-            return False
+            return self._breaks(connection, error)
         return all(self.take(connection, each) for each in frames)
 
     def take(self, connection: int, data: bytes) -> bool:
@@ -96,12 +94,16 @@ class HostPeer:
             self.is_waiting = True
             return self.end.take(connection, lambda: self._deliver(header, packet))
         except InvariantError as error:
-            if self.end.is_present(connection):
-                self.broken = str(error)
-            return False
+            return self._breaks(connection, error)
         finally:
             self.heard_ns = time.monotonic_ns()
             self.is_waiting = False
+
+    def _breaks(self, connection: int, error: InvariantError) -> bool:
+        """Notes the mistake of the present connection; returns False: nothing more of it is taken."""
+        if self.end.is_present(connection):
+            self.broken = str(error)
+        return False
 
     def _deliver(self, header: Message, packet: bytes) -> None:
         if isinstance(header, SignsHostMessage | TickHostMessage):
