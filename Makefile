@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-sim soak-churn soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-sim soak-churn soak-inside soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -55,6 +55,10 @@ soak-sim: $(TEST_STAMP)
 FIRST ?= 0
 soak-churn: $(TEST_STAMP)
 	.venv/bin/python -m tests.simulation --churn 25000 --first $(FIRST)
+
+# Hand-overs inside steps, each held against the check of samples: some seven minutes on one core.
+soak-inside: $(TEST_STAMP)
+	.venv/bin/python -m tests.simulation --inside 20000 --first $(FIRST)
 
 # The dry run of every schedule in every shape, against the formulas of the literature: minutes on one core.
 soak-formulas: $(TEST_STAMP)

@@ -6,8 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from engine.core.action import OP_TABLE, Op
 from engine.core.checks import samples
+from engine.core.checks.samples import SampleEffect
 from engine.core.config.job import Job
+from engine.core.errors import InvariantError
 from tests.core.made_records import made_history
 
 JOB = Job(stages=2, pipelines=1, microbatches=2, steps=2)
@@ -18,11 +23,9 @@ def miscounted(events: Iterable[Event], job: Job) -> list[str]:
     return samples.miscounted(made_history(events), job)
 
 
-def did(worker: int, step: int, *actions: str, from_ns: int = 0) -> list[Event]:
-    return [
-        {"event": "action", "worker": worker, "step": step, "action": action, "end_ns": from_ns + number}
-        for number, action in enumerate(actions)
-    ]
+def did(worker: int, step: int, *actions: str, from_ns: int = 0, epoch: int = 1) -> list[Event]:
+    words = {"event": "action", "worker": worker, "step": step, "epoch": epoch}
+    return [words | {"action": action, "end_ns": from_ns + number} for number, action in enumerate(actions)]
 
 
 def whole(worker: int, step: int, stage: int, from_ns: int = 0) -> list[Event]:
@@ -108,3 +111,63 @@ def test_what_came_with_a_stream_counts_once() -> None:
     three = replace(JOB, log_every=2, microbatches=3)  # nothing is streamed behind the first
     zero = did(0, 0, "0F2", "0B2", from_ns=40)
     assert miscounted([*zero, *steps(*dead, out(1, 10), *rest, *did(0, 0, "1F2", "1B2", from_ns=50))], three) != []
+
+
+GAVE = did(1, 0, "1F0", "1F1", "1B0")  # the leaver of a hand-over inside the step
+
+
+def taken(*actions: str, from_ns: int = 20) -> list[Event]:
+    """What the next owner does in the epoch of a hand-over."""
+    return did(0, 0, *actions, from_ns=from_ns, epoch=2)
+
+
+def given(*actions: str, from_ns: int = 15) -> list[Event]:
+    return did(1, 0, *actions, from_ns=from_ns, epoch=2)
+
+
+def test_what_was_handed_over_inside_a_step_counts_once() -> None:
+    """Before, this correct step was told as `worker 0 counted the forward of microbatch 0 of stage 1 0 times`."""
+    rest = taken("1HAND0", "1F1", "1B1")
+    assert miscounted(steps(*GAVE, *given("1HAND0"), *rest), JOB) == []
+    assert miscounted(steps(*GAVE, *given("1HAND0", from_ns=50), *rest, out(1, 60)), JOB) == []
+    assert miscounted(steps(*GAVE, *given("1B1", "1HAND1"), *taken("1HAND1")), JOB) == []
+
+
+def test_what_the_fence_took_has_no_record_of_its_own() -> None:
+    rest = did(0, 0, "1F1", "1B1", from_ns=20, epoch=3)
+    assert miscounted(steps(*GAVE, *given("1HAND0"), *rest), JOB) == []
+    assert miscounted(steps(*GAVE, *rest), JOB) != [], "nothing was sent"
+
+
+def test_a_hand_over_that_is_handed_on_counts_once() -> None:
+    job = replace(JOB, microbatches=3, stages=1)
+    first, second = did(0, 0, "0F0", "0B0"), did(1, 0, "0HAND0", "0F1", "0B1", from_ns=20, epoch=2)
+    last = did(2, 0, "0HAND1", "0F2", "0B2", from_ns=30, epoch=3)
+    assert miscounted([*first, *did(0, 0, "0HAND0", epoch=2), *second, *last, commit(0)], job) == []
+    assert len(miscounted([*first, *last, commit(0)], job)) == 4
+
+
+def test_what_was_handed_over_and_is_run_again_is_found() -> None:
+    again = taken("1HAND0", "1F0", "1B0", "1F1", "1B1")
+    assert miscounted(steps(*GAVE, *given("1HAND0"), *again), JOB) == [
+        "step 0: worker 0 counted the forward of microbatch 0 of stage 1 2 times",
+        "step 0: worker 0 counted the backward of microbatch 0 of stage 1 2 times",
+    ]
+
+
+def test_a_backward_that_was_not_handed_over_is_found() -> None:
+    """The next owner goes on behind a microbatch that the sum of the leaver has not, or has twice."""
+    lost = miscounted(steps(*did(1, 0, "1F0", "1F1"), *given("1HAND0"), *taken("1HAND0", "1F1", "1B1")), JOB)
+    assert "step 0: worker 0 counted the backward of microbatch 0 of stage 1 0 times" in lost
+    twice = miscounted(steps(*GAVE, *did(1, 0, "1B0", from_ns=4), *taken("1HAND0", "1F1", "1B1")), JOB)
+    assert "step 0: worker 0 counted the backward of microbatch 0 of stage 1 0 times" in twice
+
+
+def test_every_op_of_the_table_has_its_rule() -> None:
+    """An op that makes sums is to be named here; one that makes them in a new way has no rule, and cannot be loaded."""
+    carriers = dict.fromkeys((Op.STREAM, Op.HAND), SampleEffect.CARRIES)
+    expected = carriers | {Op.F: SampleEffect.COUNTS, Op.B: SampleEffect.ADDS, Op.W: SampleEffect.ADDS}
+    assert samples.EFFECTS == dict.fromkeys(OP_TABLE, SampleEffect.NONE) | expected
+    both = replace(OP_TABLE[Op.F], makes=(*OP_TABLE[Op.F].makes, *OP_TABLE[Op.B].makes))
+    with pytest.raises(InvariantError, match="no rule counts the samples of an op like 'forward'"):
+        samples.effect_of(both)

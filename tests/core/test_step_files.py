@@ -30,7 +30,7 @@ def test_an_action_comes_back_from_its_entry(
     times = {"start_ns": start_ns, "end_ns": start_ns + length_ns}
     expected = ActionRecord(worker=3, pid=7, epoch=epoch, step=step, action=str(work), **times)
     assert list(actions_in(data, 3, 7)) == [expected]
-    assert list(done_in(data)) == [(step, start_ns + length_ns, work)]
+    assert list(done_in(data)) == [(step, epoch, start_ns + length_ns, work)]
 
 
 @pytest.mark.parametrize("damage", [b"", bytes(ENTRY_BYTES), b"\xff" * ENTRY_BYTES, b"{}" * 16])

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from engine.core.action import Op, parse_action
+from engine.core.checks.samples import miscounted
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, When, Worker, slot_owner
+from engine.files.events_file import read_history
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.faults.registry import kinds
@@ -35,6 +37,7 @@ class Struck:
         self.ending = ending
         self.rows = ending.view.run_state.rows
         self.known = events_of(folder / "events.jsonl")
+        self.history = read_history(folder / "events.jsonl")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.known if event["event"] == kind]
@@ -91,12 +94,13 @@ def at(text: str, do: str = "kill", when: Any = "before", step: int = 2, **param
 
 
 def check(struck: Struck, rows: Any, *out: int) -> None:
-    """Checks that the faults were confirmed, exactly the workers `out` excluded, and all bits equal."""
+    """Checks the faults, that exactly the workers `out` were put out, all bits, and that each sample counted once."""
     assert struck.ending.error is None
     assert struck.ending.exit_code == ExitCode.OK
     assert struck.events("unconfirmed") == []
     assert struck.out == list(out)
     assert struck.rows == rows
+    assert miscounted(struck.history, struck.history.job) == []
 
 
 @pytest.mark.parametrize(

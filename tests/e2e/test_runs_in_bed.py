@@ -64,7 +64,7 @@ def recorded_at(run: Path) -> Counter[int]:
     texts = [path.read_text() for path in (run / "events.jsonl", *(run / "steps").glob("*.jsonl"))]
     found = Counter(json.loads(line)["at_ns"] for text in texts for line in text.splitlines())
     for path in (run / "steps").glob("*.bin"):
-        found.update(end_ns for _, end_ns, _ in done_in(path.read_bytes()))
+        found.update(end_ns for _, _, end_ns, _ in done_in(path.read_bytes()))
     return found
 
 

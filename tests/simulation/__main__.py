@@ -2,8 +2,8 @@
 
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
 pair of kills of some, then random ones; ``--random N`` random ones only, ``--churn N`` those of churn, and
-``--hosts N`` those of several hosts that are lost, from ``--first`` on. The first case that fails is shrunk and printed
-as the command that replays it.
+``--hosts N`` those of several hosts that are lost, from ``--first`` on. ``--inside N`` tries schedules until N had a
+hand-over inside a step. The first case that fails is shrunk and printed as the command that replays it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from time import monotonic
 from tests.simulation.case import Case, from_text
 from tests.simulation.churn import churn_case
 from tests.simulation.host_losses import host_case
+from tests.simulation.judge import INSIDE
 from tests.simulation.run import run
-from tests.simulation.schedules import PAIRED, grid_cases, pair_cases, random_case, single_kills
+from tests.simulation.schedules import PAIRED, grid_cases, inside_case, pair_cases, random_case, single_kills
 from tests.simulation.shrink import shrunk
 
 _BETWEEN_LINES_S = 10.0
@@ -33,6 +34,7 @@ def main() -> int:
     what.add_argument("--soak", type=int, metavar="N")
     what.add_argument("--random", type=int, metavar="N")
     what.add_argument("--churn", type=int, metavar="N")
+    what.add_argument("--inside", type=int, metavar="N")
     what.add_argument("--hosts", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
     given = parser.parse_args()
@@ -45,6 +47,8 @@ def main() -> int:
         return bool(history.problem)
     if given.churn is not None:
         return soak(islice(map(churn_case, count(given.first)), given.churn))
+    if given.inside is not None:
+        return soak(map(inside_case, count(given.first)), enough=given.inside)
     if given.hosts is not None:
         return soak(islice(map(host_case, count(given.first)), given.hosts))
     randoms = map(random_case, count(given.first))
@@ -60,8 +64,8 @@ def enumerated() -> Iterator[Case]:
         yield from pair_cases(case)
 
 
-def soak(cases: Iterator[Case]) -> int:
-    """Tries cases and prints progress; returns 1 at the first failure, else 0."""
+def soak(cases: Iterator[Case], enough: int = 0) -> int:
+    """Tries all cases, or until `enough` had a hand-over inside a step; returns 1 at the first failure, else 0."""
     begun = told = monotonic()
     tried = struck = recoveries = 0
     turns = Counter[str]()
@@ -76,6 +80,8 @@ def soak(cases: Iterator[Case]) -> int:
             small = shrunk(case)
             print(f"{run(small).problem}\npython -m tests.simulation --replay '{small.text()}'", flush=True)
             return 1
+        if enough and turns[INSIDE] == enough:
+            break
         if monotonic() - told > _BETWEEN_LINES_S:
             told = monotonic()
             print(

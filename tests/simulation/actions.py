@@ -13,6 +13,7 @@ from tests.simulation import provenance
 from tests.simulation.case import Violation
 from tests.simulation.compiled import (
     BACKWARD,
+    CARRIED,
     FORWARD,
     HEAL,
     MAKE_LOG,
@@ -23,7 +24,6 @@ from tests.simulation.compiled import (
     REDUCE,
     REDUCED,
     TAKE_LOG,
-    TAKE_STREAM,
     VOTE,
     key_of,
     parts_of,
@@ -271,7 +271,7 @@ def take_arrived(worker: Executor) -> None:
     """Takes the streams that have arrived completely at the fence, for each slot up to the first gap."""
     missing = set()
     for action in worker.actions[worker.cursor :]:
-        if action[0] == TAKE_STREAM and action[1] not in missing:
+        if action[0] in CARRIED and action[1] not in missing:
             if action[3] in worker.inbox:
                 _take_stream(worker, action)
                 worker.world.turns.add("stream is taken by the fence")
@@ -297,5 +297,6 @@ def _vote(worker: Executor, action: Action) -> bool:
 _DO: tuple[Callable[[Executor, Action], bool], ...] = (
     *(_forward, _forward, _backward, _backward, _weights),
     *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote, _stream, _take_stream),
+    *(_stream, _take_stream),
 )
 assert REDO == 1, "the table stands in the order of the codes"

@@ -27,9 +27,9 @@ KINDS = {
 NOTHING = -1
 # Codes of actions; computations first, because they take time.
 FORWARD, REDO, BACKWARD, INPUT, WEIGHTS, SEND, RECEIVE, GIVE, HEAL, REDUCE = range(10)
-MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM = range(10, 15)
+MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM, HAND, TAKE_HAND = range(10, 17)
 COMPUTE = WEIGHTS
-POINT_OF = ("F", "f", "B", "I", "W", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT", "STREAM", "STREAM")
+POINT_OF = ("F", "f", "B", "I", "W", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT", *("STREAM",) * 4)
 NAMES = (
     "F",
     "f",
@@ -46,11 +46,17 @@ NAMES = (
     "COMMIT",
     "STREAM",
     "STREAM (takes)",
+    "HAND",
+    "HAND (takes)",
 )
 VALUES = (
     *("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream"),
     "pending",
 )
+CARRIED = (TAKE_STREAM, TAKE_HAND)
+OPS = {FORWARD: Op.F, BACKWARD: Op.B, WEIGHTS: Op.W, STREAM: Op.STREAM, TAKE_STREAM: Op.STREAM} | dict.fromkeys(
+    (HAND, TAKE_HAND), Op.HAND
+)  # of the codes whose actions have a part in the sums of a slot
 _COMPUTE = {Op.F: FORWARD, Op.REDO_F: REDO, Op.B: BACKWARD, Op.I: INPUT, Op.W: WEIGHTS}
 
 
@@ -205,10 +211,10 @@ def _of_replica(action: Action, worker: int, ownership: Ownership, routes: _Rout
     slot = (pipeline, stage)
     owns = ownership.owner(*slot) == worker
     if op in (Op.STREAM, Op.HAND):
-        key = _key_to_replicas(action)
+        key, gives, takes = _key_to_replicas(action), *((STREAM, TAKE_STREAM) if op is Op.STREAM else (HAND, TAKE_HAND))
         if _gives(action, worker, ownership):
-            return STREAM, slot, microbatch, key, routes.targets(worker, key)
-        return TAKE_STREAM, slot, microbatch, key, routes.source(key)
+            return gives, slot, microbatch, key, routes.targets(worker, key)
+        return takes, slot, microbatch, key, routes.source(key)
     if op is Op.HEAL:
         key = key_of(STATE, *slot)
         return (GIVE, slot, key, routes.targets(worker, key)) if owns else (HEAL, slot, key, routes.source(key))

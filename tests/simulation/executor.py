@@ -14,7 +14,7 @@ from engine.core.ownership import Ownership, Slot
 from engine.core.recovery.vote import SlotVote
 from tests.simulation.actions import inputs_of, perform
 from tests.simulation.case import Violation
-from tests.simulation.compiled import COMPUTE, POINT_OF, RECEIVE, TAKE_LOG, TAKE_STREAM, Compiled, parts_of
+from tests.simulation.compiled import CARRIED, COMPUTE, OPS, POINT_OF, RECEIVE, TAKE_LOG, Compiled, parts_of
 from tests.simulation.replica import Replica
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class Executor:
     def _done(self, code: int) -> None:
         if self.world.tell_all:
             self.world.show(self.number, code, self.cursor)
+        if code in OPS:
+            self.world.judge.samples.did(self, self.actions[self.cursor])
         self.cursor += 1
         self.moments += 1
         if self.watched or self.moments == self.trap:
@@ -246,7 +248,7 @@ class Executor:
             if code == RECEIVE and ahead:
                 ahead -= 1
                 found[action[1]] = action[2]
-            elif code == TAKE_STREAM and action[1] not in streams:
+            elif code in CARRIED and action[1] not in streams:
                 streams.add(action[1])
                 found[action[3]] = action[4]
             elif code == TAKE_LOG and self.actions[self.cursor][0] == TAKE_LOG:

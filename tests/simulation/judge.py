@@ -6,6 +6,7 @@ Rules:
 - State is lost exactly when no member has a complete replica of a stage, from any source.
 - No healthy worker is excluded.
 - A job with every step committed has finished, whichever workers are lost then.
+- The check of a real run finds that each committed step counted each sample once, where slots changed hands inside one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from engine.core.recovery.ballot import Commit as Outcome
 from engine.core.recovery.vote import VoteMessage
 from tests.simulation.case import SHORT, Fault, Violation
 from tests.simulation.compiled import BACKWARD, INPUT, KINDS, key_of, parts_of
+from tests.simulation.counting import SampleCounts
 from tests.simulation.plans import read
 from tests.simulation.provenance import fault_free
 
@@ -67,6 +69,7 @@ class Judge:
         self.made: dict[int, tuple[int, set[int]]] = {}
         self.owners: dict[tuple[int, Slot], int] = {}  # of each slot in each epoch, as they voted
         self.votes: set[tuple[int, int, int, Slot]] = set()  # the epoch, step, worker and slot of each that counted
+        self.samples = SampleCounts(world)
         self.entered: dict[int, tuple[int, ...]] = {}  # the owners of all slots in each epoch, as workers know them
 
     def guilty(self, worker: Executor, fault: Fault) -> None:
@@ -190,6 +193,7 @@ class Judge:
     def _state_changed(self, old: State, new: State, is_tick: bool) -> None:
         """Checks a decision of the protocol."""
         self._check_verdict(old, new, is_tick)
+        self.samples.decided(old, new)
         if new.epoch == old.epoch and new.phase is old.phase:
             return
         self._check_plans(old, new)
@@ -342,6 +346,8 @@ class Judge:
 
     def end(self) -> None:
         """Checks the end of the history: the job has finished with every step, or was lost."""
+        if INSIDE in self.world.turns and (wrong := self.samples.miscounted(len(self.outcomes))):
+            raise Violation(f"samples: {wrong[0]}, and {len(wrong) - 1} more")
         state = self.world.membership
         late = any(fault.kind in _OF_THE_CLOCK for fault in self.world.struck)  # only a death starts the job again
         if not self.world.coordinator.state.started and (late or self.world.starts == _STARTS):

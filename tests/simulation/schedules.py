@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from random import Random
 
@@ -34,6 +35,15 @@ PAIRED = (
     Case(3, 2, 2, level=2),
     Case(3, 4, log_every=1),
     Case(3, 5, redundancy="eager", level=2, log_every=2),
+)
+LEFT_INSIDE = (  # by a worker whose grace ends before the step
+    Case(3, 4),
+    Case(4, 3, redundancy="eager"),
+    Case(3, 2, 2),
+    Case(3, 4, log_every=1),
+    Case(6, 3, blocks=2),
+    Case(2, 3, 2, "reroute"),
+    Case(3, 2, ties=((0, 2),), schedule="gpipe"),
 )
 _GRACE_US = 60_000_000
 _HEALS_US, _FOR_EVER_US = 900_000, FOR_EVER_US
@@ -162,6 +172,25 @@ def parting_case(number: int) -> Case:
     struck = rng.sample(range(case.num_workers), min(case.num_workers, rng.choice((1, 1, 2))))
     short = [Fault(worker, *moment, SHORT) for worker, moment in zip(struck, at, strict=False)]
     return replace(case, faults=(*short, *case.faults[: rng.choice((0, 1, 1, 2))]))
+
+
+def inside_case(number: int) -> Case:
+    """Returns the random case of a number in which a worker hands over inside the second step, and one more may die."""
+    rng = Random(f"inside {number}")  # noqa: S311
+    case = replace(rng.choice(LEFT_INSIDE), steps=rng.choice((2, 2, 3)), seed=number, spread=rng.choice((0, 0, 3, 10)))
+    moments = _moments(replace(case, seed=0, spread=0))
+    leaver, other = rng.sample(range(len(moments)), 2)
+    step = first_step(case, moments[leaver])
+    faults = [Fault(leaver, "moment", step.stop + rng.randrange(len(step)), SHORT)]
+    if rng.random() < 0.4:
+        kind = rng.choice(("kill", "kill", SHORT))
+        faults.append(Fault(rng.choice((leaver, other)), "moment", rng.randrange(step.stop, 3 * step.stop), kind))
+    return replace(case, faults=tuple(faults))
+
+
+@cache
+def _moments(case: Case) -> tuple[int, ...]:
+    return run(case).moments
 
 
 def waiting_case(number: int) -> Case:

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.core.action import Op
+from engine.core.checks.samples import EFFECTS, SampleEffect
 from engine.core.membership.state import Phase
 from tests.simulation import plans
 from tests.simulation.case import SHORT, Case, Fault
@@ -15,22 +17,13 @@ from tests.simulation.judge import INSIDE
 from tests.simulation.planting import SMALL, all_well, caught
 from tests.simulation.replica import Replica, Stream
 from tests.simulation.run import run
-from tests.simulation.schedules import first_step, parting_case, short_notices, take_overs
+from tests.simulation.schedules import LEFT_INSIDE, first_step, inside_case, parting_case, short_notices, take_overs
 from tests.simulation.world import World
 
 HISTORIES = 120
-SHAPES = (
-    Case(3, 4),
-    Case(4, 3, redundancy="eager"),
-    Case(3, 2, 2),
-    Case(3, 4, log_every=1),
-    Case(6, 3, blocks=2),
-    Case(2, 3, 2, "reroute"),
-    Case(3, 2, ties=((0, 2),), schedule="gpipe"),
-)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=Case.text)
+@pytest.mark.parametrize("shape", LEFT_INSIDE, ids=Case.text)
 def test_no_backward_is_run_again_wherever_a_worker_is_told(shape: Case) -> None:
     for case in short_notices(shape, 5):
         world = World(case)
@@ -71,6 +64,11 @@ def test_random_histories() -> None:
     assert turns[INSIDE] > HISTORIES * 0.3, turns
 
 
+def test_random_notices_in_the_second_step() -> None:
+    histories = all_well(map(inside_case, range(HISTORIES // 2)))
+    assert sum(INSIDE in history.turns for history in histories) > len(histories) * 0.8
+
+
 @pytest.mark.soak
 def test_many_random_histories() -> None:
     all_well(map(parting_case, range(HISTORIES, 25_000)))
@@ -102,3 +100,18 @@ def test_accumulators_that_are_sent_and_not_counted(monkeypatch: pytest.MonkeyPa
 def test_accumulators_that_are_planned_as_if_they_were_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.core.recovery.planner.held_after", lambda held, hands: held)
     caught(short_notices(SMALL, 5), "more and nothing less than it must")
+
+
+@pytest.mark.usefixtures("_fresh_answers")
+def test_a_check_of_samples_that_knows_no_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EFFECTS, Op.HAND, SampleEffect.NONE)
+    caught(short_notices(SMALL, 5), "samples: step .: worker . counted the .* 0 times")
+
+
+@pytest.mark.usefixtures("_fresh_answers")
+def test_accumulators_that_are_sent_and_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that takes a sum and starts anew has the right bits; its records say that it counted samples twice."""
+    monkeypatch.setattr("engine.core.recovery.planner.held_after", lambda held, hands: held)
+    monkeypatch.setattr(plans, "check_plan", lambda given, plan: None)
+    monkeypatch.setattr(Replica, "take_stream", lambda self, stream: None)
+    caught(short_notices(SMALL, 5), "samples: step .: worker . counted the .* 2 times")

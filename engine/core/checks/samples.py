@@ -1,32 +1,105 @@
 """Checks in the actions of a run that every committed step counted every sample exactly once.
 
-The gradient and the buffers of a slot in a step come from one worker: the worker that ran the slot's last backward. The
-accumulators of workers that died before are lost, and actions after a worker's exclusion are ignored. So in a committed
-step that worker must have run each microbatch's forward once and its backward once. A redone forward (`f`) and a
-backward for the input only (`I`) do not count. With streamed accumulators an heir may go on after a streamed
-microbatch; one other worker must then have counted the microbatches before it once.
+The gradient and the buffers of a slot in a step come from one worker: the last one that ran a backward of the slot, or
+took its accumulator. In a committed step that accumulator must have each microbatch's forward once and its backward
+once. `EFFECTS` has what each op does to it. The accumulators of workers that died before are lost, and actions after a
+worker's exclusion are ignored.
+
+    worker 1   1F0 1F1 1B0 | epoch | 1HAND0             STREAM and HAND carry an accumulator to another worker
+    worker 0               | epoch | 1HAND0 1F1 1B1     which has counted microbatch 0 from then on
+
+A worker that takes an accumulator at the fence writes no record of it. So one that goes on behind a microbatch also has
+the accumulator up to there, if it was sent: the program streams behind that microbatch, or a HAND of it is recorded.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final, NamedTuple
 
-from engine.core.action import ADDING_OPS, Action, Op
+from engine.core.action import OP_TABLE, Action, Op
 from engine.core.config.job import Job
+from engine.core.errors import ensure
 from engine.core.history.gaps import left_out_steps
 from engine.core.history.process_records import ResumedRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.step_files import done_in, span_of
+from engine.core.op_row import OpRow
 from engine.core.ownership import Slot
 from engine.core.program.stream_pass import is_streamed
+from engine.core.value import Kind
 
-_COUNTS = ADDING_OPS | {Op.F}
 
-SampleAction = tuple[int, int, Action]  # end in ns, worker, action
-DoneAction = tuple[int, int, int, Action]  # step, end in ns, worker, action
-Count = tuple[bool, int]  # whether it is a backward, microbatch
+class SampleEffect(Enum):
+    """The effect of an action on the accumulator of its slot at its worker."""
+
+    NONE = auto()
+    COUNTS = auto()  # the forward of its microbatch
+    ADDS = auto()  # the backward of its microbatch
+    CARRIES = auto()  # one worker sends the accumulator up to the microbatch, and the others take it
+
+
+_RULES: Final = {  # by the sums that an op makes, and whether it computes
+    (frozenset({Kind.COUNTED}), True): SampleEffect.COUNTS,
+    (frozenset({Kind.ADDED}), True): SampleEffect.ADDS,
+    (frozenset({Kind.ADDED, Kind.COUNTED}), False): SampleEffect.CARRIES,
+}
+
+
+def effect_of(row: OpRow) -> SampleEffect:
+    """Returns the effect of an op, by what it makes; an op that makes sums in another way needs a rule here."""
+    sums = {term.kind for term in row.makes if term.kind in (Kind.ADDED, Kind.COUNTED)}
+    rule = (frozenset(sums), row.work is not None)
+    ensure(not sums or rule in _RULES, f"no rule counts the samples of an op like {row.about!r}")
+    return _RULES.get(rule, SampleEffect.NONE)
+
+
+EFFECTS: Final = {op: effect_of(row) for op, row in OP_TABLE.items()}
+
+
+class DoneAction(NamedTuple):
+    """An action of a worker in a step, in the epoch that the worker had entered, with the time of its end."""
+
+    step: int
+    epoch: int
+    end_ns: int
+    worker: int
+    action: Action
+
+
+class Lives(NamedTuple):
+    """The times at which a run went on from a checkpoint, with its step, and those of the verdicts on workers."""
+
+    resumed: Sequence[tuple[int, int]]
+    out: Sequence[tuple[int, int]]
+
+    def counts(self, done: DoneAction) -> bool:
+        """Returns whether an action counts: its step was not lost later, and its worker was not out in that life."""
+        end_ns = done.end_ns
+        begun_ns = max((at_ns for at_ns, _ in self.resumed if at_ns < end_ns), default=0)
+        is_lost = any(kept < done.step and end_ns <= at_ns for at_ns, kept in self.resumed)
+        return not is_lost and not any(each == done.worker and begun_ns < at_ns < end_ns for at_ns, each in self.out)
+
+
+@dataclass(slots=True)
+class _Accumulator:
+    """How often the accumulator of a slot has each microbatch, at one worker."""
+
+    forwards: Counter[int] = field(default_factory=Counter)
+    backwards: Counter[int] = field(default_factory=Counter)
+
+    def has_once(self, microbatch: int) -> bool:
+        """Returns whether it has the backward of each microbatch up to this one, once."""
+        return all(self.backwards[each] == 1 for each in range(microbatch + 1))
+
+    def take(self, microbatch: int, other: _Accumulator) -> None:
+        """Takes another one up to a microbatch; the forwards that this worker has counted itself stay."""
+        self.backwards = Counter(range(microbatch + 1))
+        for each in range(microbatch + 1):
+            self.forwards[each] = self.forwards[each] or other.forwards[each]
 
 
 def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
@@ -37,7 +110,7 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
     commits = zip(history.commits.steps, history.commits.at_ns, strict=True)
     committed = {step for step, at_ns in commits if at_ns >= since_ns}
     committed.difference_update(*(range(first, last + 1) for first, last in left_out_steps(history)))
-    lives = _Lives(
+    lives = Lives(
         [(each.at_ns, each.step) for each in history.of(ResumedRecord)],
         [(epoch.at_ns, out.worker) for epoch in history.epochs for out in epoch.verdict],
     )
@@ -46,75 +119,80 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
     for first, done in _in_ranges(history):
         steps = {step for step in range(first, first + span) if step in committed}
         committed = committed - steps
-        found += _in_steps(steps, done, lives, job)
-    return found + _in_steps(committed, (), lives, job)
+        found += miscounted_in(steps, done, lives, job)
+    return found + miscounted_in(committed, (), lives, job)
 
 
 def _in_ranges(history: RunHistory) -> Iterator[tuple[int, Iterator[DoneAction]]]:
     """Yields each range of steps by its first, with its actions."""
     for first in history.files.ranges():
         blocks = history.files.read(first)
-        yield first, ((step, end, worker, action) for worker, data in blocks for step, end, action in done_in(data))
+        yield (
+            first,
+            (
+                DoneAction(step, epoch, end_ns, worker, action)
+                for worker, data in blocks
+                for step, epoch, end_ns, action in done_in(data)
+            ),
+        )
 
 
-def _in_steps(steps: set[int], done: Iterable[DoneAction], lives: _Lives, job: Job) -> list[str]:
-    entries: dict[tuple[int, Slot], list[SampleAction]] = {}
-    for step, end_ns, worker, action in done:
-        if action.op in _COUNTS:
-            entries.setdefault((step, (action.pipeline, action.stage)), []).append((end_ns, worker, action))
+def miscounted_in(steps: set[int], done: Iterable[DoneAction], lives: Lives, job: Job) -> list[str]:
+    """Returns one sentence for each slot and microbatch that these actions did not count once in these steps."""
+    entries: dict[tuple[int, Slot], list[DoneAction]] = defaultdict(list)
+    for each in done:
+        action = each.action
+        if EFFECTS[action.op] is not SampleEffect.NONE and each.step in steps and action.microbatch < job.microbatches:
+            entries[each.step, (action.pipeline, action.stage)].append(each)
     found = []
     for step in sorted(steps):
         for pipeline in range(job.pipelines):
             for stage in range(job.slots):
                 slot = (pipeline, stage)
-                mine = [each for each in entries.get((step, slot), []) if lives.counts(step, each)]
+                mine = [each for each in entries.get((step, slot), []) if lives.counts(each)]
                 found += [f"step {step}: {text}" for text in _of_slot(mine, slot, job)]
     return found
 
 
-class _Lives(NamedTuple):
-    """The times at which a run went on from a checkpoint, with its step, and those of the verdicts on workers."""
-
-    resumed: Sequence[tuple[int, int]]
-    out: Sequence[tuple[int, int]]
-
-    def counts(self, step: int, entry: SampleAction) -> bool:
-        """Returns whether an action counts: its step was not lost later, and its worker was not out in that life."""
-        end_ns, worker, _ = entry
-        begun_ns = max((at_ns for at_ns, _ in self.resumed if at_ns < end_ns), default=0)
-        is_lost = any(kept < step and end_ns <= at_ns for at_ns, kept in self.resumed)
-        return not is_lost and not any(each == worker and begun_ns < at_ns < end_ns for at_ns, each in self.out)
-
-
-def _of_slot(entries: list[SampleAction], slot: Slot, job: Job) -> list[str]:
+def _of_slot(entries: list[DoneAction], slot: Slot, job: Job) -> list[str]:
     name = f"{job.slot_noun} {slot[1]}" + (f" of pipeline {slot[0]}" if slot[0] else "")
-    backwards = [each for each in entries if each[2].op in ADDING_OPS]
-    if not backwards:
+    owner, accumulator = _committed(entries, job)
+    if owner is None:
         return [f"no worker ran a backward of {name}"]
-    owner = max(backwards, key=lambda each: each[0])[1]
-    counts = _counts_of(owner, entries)
-    counts.update(_streamed(owner, entries, job))
     return [
-        f"worker {owner} counted the {'backward' if adds else 'forward'} of microbatch {microbatch} of {name} "
-        f"{counts[adds, microbatch]} times"
-        for adds in (False, True)
+        f"worker {owner} counted the {noun} of microbatch {microbatch} of {name} {counts[microbatch]} times"
+        for noun, counts in (("forward", accumulator.forwards), ("backward", accumulator.backwards))
         for microbatch in range(job.microbatches)
-        if counts[adds, microbatch] != 1
+        if counts[microbatch] != 1
     ]
 
 
-def _counts_of(worker: int, entries: Iterable[SampleAction]) -> Counter[Count]:
-    return Counter((each[2].op in ADDING_OPS, each[2].microbatch) for each in entries if each[1] == worker)
+def _committed(entries: list[DoneAction], job: Job) -> tuple[int | None, _Accumulator]:
+    """Returns the worker whose accumulator of a slot is committed, and that accumulator; None if there is none."""
+    handed = {each.action.microbatch for each in entries if each.action.op is Op.HAND}
+    all_of = defaultdict[int, _Accumulator](_Accumulator)
+    owner = None
+    for _, _, _, worker, action in sorted(entries, key=lambda each: (each.epoch, each.end_ns)):
+        mine, microbatch, before = all_of[worker], action.microbatch, action.microbatch - 1
+        match EFFECTS[action.op]:
+            case SampleEffect.COUNTS:
+                mine.forwards[microbatch] += 1
+            case SampleEffect.ADDS:
+                was_sent = before in handed or is_streamed(before, job.log_every, job.microbatches)
+                if microbatch and before not in mine.backwards and was_sent:
+                    _take(worker, before, all_of)
+                mine.backwards[microbatch] += 1
+                owner = worker
+            case SampleEffect.CARRIES:
+                is_taken = microbatch not in mine.backwards and _take(worker, microbatch, all_of)
+                owner = worker if is_taken and action.op is Op.HAND else owner
+    return owner, _Accumulator() if owner is None else all_of[owner]
 
 
-def _streamed(owner: int, entries: Sequence[SampleAction], job: Job) -> set[Count]:
-    """Returns the counts that the owner got by a stream: backwards before its own first one, and forwards it lacks."""
-    own = _counts_of(owner, entries)
-    first = min(microbatch for adds, microbatch in own if adds)
-    if first and is_streamed(first - 1, job.log_every, job.microbatches):
-        for other in sorted({each[1] for each in entries} - {owner}):
-            theirs = _counts_of(other, entries)
-            if all(theirs[True, microbatch] == 1 for microbatch in range(first)):
-                forwards = {(False, microbatch) for adds, microbatch in theirs if not adds}
-                return {(True, microbatch) for microbatch in range(first)} | (forwards - own.keys())
-    return set()
+def _take(taker: int, microbatch: int, all_of: Mapping[int, _Accumulator]) -> bool:
+    """Lets a worker take the accumulator of another one; returns whether one has it whole up to the microbatch."""
+    for worker, other in sorted(all_of.items()):
+        if worker != taker and other.has_once(microbatch):
+            all_of[taker].take(microbatch, other)
+            return True
+    return False

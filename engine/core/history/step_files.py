@@ -89,12 +89,12 @@ def action_of(stage: int, pipeline: int, microbatch: int, op: int) -> Action:
     return Action(stage, OPS[op], WHOLE_STAGE if OPS[op] in STAGE_OPS else microbatch, pipeline)
 
 
-def done_in(data: bytes) -> Iterator[tuple[int, int, Action]]:
-    """Yields step, end and action of each entry in the bytes of a file; other bytes are left out."""
+def done_in(data: bytes) -> Iterator[tuple[int, int, int, Action]]:
+    """Yields step, epoch, end and action of each entry in the bytes of a file; other bytes are left out."""
     whole = len(data) // ENTRY_BYTES * ENTRY_BYTES
-    for start_ns, length_ns, step, _, work in _ENTRY.iter_unpack(data[:whole]):
+    for start_ns, length_ns, step, epoch, work in _ENTRY.iter_unpack(data[:whole]):
         if (text := _text(work)) is not None:
-            yield step, start_ns + length_ns, parse_action(text)
+            yield step, epoch, start_ns + length_ns, parse_action(text)
 
 
 def actions_in(data: bytes, worker: int, pid: int = 0, since: int = 0) -> Iterator[ActionRecord]:
