@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
+from engine.runtime.transport import reduction
+from engine.runtime.transport.reduction import ReduceGroup, _summed_chunk
+from engine.runtime.transport.transfer_key import ProgramPurpose
 
 _FEATURES = 32  # of the synthetic vectors
 
@@ -42,6 +46,30 @@ def spinning(call: int = -1) -> Model:
         ),
         default_loss,
     )
+
+
+def adding_in_reverse() -> Model:
+    """Returns the same layers; in a worker process, one with several parts of a sum over pipelines adds from the last.
+
+    A planted bug: with three pipelines or more the sum has other bits.
+    """
+    if Path("/proc/self/comm").read_text().startswith("bamboo-"):
+        reduction._summed_chunk = _summed_in_reverse
+    return spinning()
+
+
+def _summed_in_reverse(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) -> Tensor:
+    if len(mine) == 1:
+        return _summed_chunk(group, mine, index)
+    last = group.ownership.grid.pipelines - 1
+    parts = dict(mine)
+    for other in group.others:
+        for pipeline in group.pipelines(other):
+            (parts[pipeline],) = group.channel.take(other, group.key(ProgramPurpose.SCATTER, pipeline, index))
+    total = parts[last].clone()
+    for pipeline in reversed(range(last)):
+        total += parts[pipeline]
+    return total / len(parts)
 
 
 class Deadly(nn.Module):

@@ -25,7 +25,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives
-from tests.kills import parse_kill
+from tests.kills import parse_kill, parse_kills
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -121,6 +121,36 @@ def test_one_after_the_other_until_one_is_left(runs: Runs, model: str) -> None:
         assert len({kill.worker for kill in kills}) == 5
         assert {b.step - a.step for a, b in pairwise(kills)} == {3}
         assert runs.strike(job, kills) == [], [kill.text for kill in kills]
+
+
+# With three pipelines or more, the order of a sum over pipelines shows in its bits.
+MANY_PIPELINES: dict[str, Any] = {"model": "tests.e2e.kill_models:spinning", "stages": 2, "microbatches": 2, "steps": 6}
+
+
+def adopting(runs: Runs, kills: Sequence[str], **fields: Any) -> list[str]:
+    """Returns the deviations of a run in which owners of other pipelines adopt the slots of the dead."""
+    job = Job(**{**MANY_PIPELINES, "validate_every": 0, "redundancy": "reroute", **fields})
+    ending, events = runs.run(job, parse_kills(kills, job))
+    parts = Counter(of for epoch in events if epoch["event"] == "epoch" for of in epoch["owners"])
+    assert len(out_of(events)) == len(kills)
+    assert max(parts.values()) > 1
+    return list(differences(ending, runs.twin(replace(job, model=MANY_PIPELINES["model"]))))
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "redundancy", "kills"),
+    [(3, "reroute", ["1:1@1"]), (4, "none", ["1:1@1", "3:1:B:1@2"])],
+    ids=["three", "four"],
+)
+def test_a_sum_over_three_or_four_pipelines_keeps_its_order(
+    runs: Runs, pipelines: int, redundancy: str, kills: list[str]
+) -> None:
+    assert adopting(runs, kills, pipelines=pipelines, redundancy=redundancy) == []
+
+
+def test_a_sum_in_the_wrong_order_is_seen(runs: Runs) -> None:
+    wrong = adopting(runs, ["1:1@1"], pipelines=3, model="tests.e2e.kill_models:adding_in_reverse")
+    assert "the rows differ from those of the twin" in wrong
 
 
 def test_what_goes_otherwise_than_forecast_is_seen(runs: Runs) -> None:

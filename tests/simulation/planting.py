@@ -16,6 +16,7 @@ from tests.simulation.shrink import shrunk
 
 SMALL = Case(stages=3, microbatches=2)
 GROWN = Case(stages=2, microbatches=2, pipelines=3, redundancy="reroute")
+GROWN_MORE = Case(stages=2, microbatches=2, pipelines=4, redundancy="none")
 
 
 def kills(case: Case, step: int = 1) -> Iterator[Case]:

@@ -18,7 +18,7 @@ from tests.simulation import replica as replicas
 from tests.simulation.case import Case, Fault
 from tests.simulation.compiled import BACKWARD, FORWARD, HEAL, INPUT, REDO, REDUCE
 from tests.simulation.executor import Executor
-from tests.simulation.planting import GROWN, SMALL, caught, kills, redone, troubled
+from tests.simulation.planting import GROWN, GROWN_MORE, SMALL, caught, kills, redone, troubled
 from tests.simulation.replica import Replica
 from tests.simulation.run import run
 
@@ -31,7 +31,7 @@ def _fresh_answers() -> Iterator[None]:
 
 
 def test_cases_pass_where_nothing_is_planted() -> None:
-    for case in (*kills(SMALL), *kills(GROWN), *redone(), *troubled(60)):
+    for case in (*kills(SMALL), *kills(GROWN), *kills(GROWN_MORE), *redone(), *troubled(60)):
         assert run(case).problem == "", case.text()
 
 
@@ -167,6 +167,23 @@ def test_reduction_adds_in_the_order_of_workers(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(actions, "reduction", reduction)
     caught(kills(GROWN), "clip factor of step . differs")
+
+
+@pytest.mark.parametrize("case", [GROWN, GROWN_MORE], ids=["three pipelines", "four"])
+def test_a_worker_with_parts_of_two_pipelines_adds_from_the_last(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce, add, own = actions._DO[REDUCE], actions.reduction, [0]
+
+    def perform(worker: Executor, action: tuple[Any, ...]) -> bool:
+        own[0] = len(action[2])
+        return reduce(worker, action)
+
+    def reduction(parts: list[Any], owners: tuple[int, ...]) -> Any:
+        total, *rest = add(parts, owners)
+        return add(parts[::-1], owners)[0] if own[0] > 1 else total, *rest
+
+    monkeypatch.setattr(actions, "_DO", (*actions._DO[:REDUCE], perform, *actions._DO[REDUCE + 1 :]))
+    monkeypatch.setattr(actions, "reduction", reduction)
+    caught(kills(case), "clip factor of step . differs")
 
 
 def test_reduction_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
