@@ -21,9 +21,9 @@ from bamboo_cli.options.python_caller import caller_layer
 from bamboo_cli.options.resume import resolve_resumed
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from engine.core.config.field_help import FIELD_HELP
-from engine.core.config.job import Job
+from engine.core.config.job import ARGS_FIELDS, Job
 from engine.core.errors import Problem, UserError, problems_of
-from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
+from engine.files.jobs.job_value import FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
 
 if TYPE_CHECKING:

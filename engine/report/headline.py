@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from engine.core.checks.stall import quantile
-from engine.core.config.job import Job
+from engine.core.config.job import ARGS_FIELDS, Job
 from engine.core.history.verdict_records import CheckRecord
 from engine.core.samples.ledger import epoch_at
 from engine.core.texts import counted, flags, numbered, sentence, trust_words
@@ -157,7 +157,7 @@ def command(run: RunTables) -> str:
     words = ["bamboo", "run"]
     for each in fields(Job):
         value = getattr(run.job, each.name)
-        default = each.default if each.name not in _MAPPINGS else {}
+        default = {} if each.name in ARGS_FIELDS else each.default
         if each.name not in _PLACES and value != default:
             words += _flags(each.name, value)
     kills = [fault for fault in run.faults if ":" in fault]  # no other id has one
@@ -168,12 +168,11 @@ def command(run: RunTables) -> str:
     )
 
 
-_MAPPINGS = {"model_args", "data_args", "optimizer_args", "lr_args", "scaler_args"}
 _PLACES = {"results", "name"}
 
 
 def _flags(name: str, value: Any) -> list[str]:
-    if name in _MAPPINGS:
+    if name in ARGS_FIELDS:
         return flags("--set", (f"{name}.{key}={each}" for key, each in value.items()))
     if isinstance(value, bool):
         return [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]

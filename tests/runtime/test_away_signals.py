@@ -116,7 +116,7 @@ def test_all_workers_of_a_host_are_told_in_one_message(own: OwnProcess, board: P
     try:
         signs.follow(end)
         until_s = time.monotonic() + 10
-        while not end.num_waiting and time.monotonic() < until_s:
+        while not end._unheard and time.monotonic() < until_s:
             time.sleep(0.01)
     finally:
         signs.close()

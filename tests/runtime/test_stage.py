@@ -15,7 +15,7 @@ from engine.core.config.job import Job
 from engine.core.errors import DivergedError, InvariantError, UserError
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tensors, Tie, as_tensors
-from engine.runtime.replica.gradient_log import squared_norm
+from engine.runtime.replica.gradient_log import LogEntry
 from engine.runtime.stage.buffers import BufferHistory
 from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.stage.residual import Checkpoint
@@ -510,11 +510,15 @@ def test_arguments_of_the_optimizer_are_checked_when_the_stage_is_made() -> None
         Stage(job_of(optimizer="sgd", optimizer_args={"momentun": 0.9}), model_of([Block]), 0, 0, 1)
 
 
-def test_squared_norm_is_in_float64_and_in_the_given_order() -> None:
+def test_the_norm_of_a_layer_is_in_float64_and_in_the_given_order() -> None:
     gradients = [torch.full((1,), value) for value in (1e10, 1.0, 1.0)]
-    assert squared_norm(gradients) == (1e10**2 + 1.0) + 1.0
-    assert squared_norm(gradients[::-1]) == (1.0 + 1.0) + float(torch.tensor(1e10).double()) ** 2
-    assert squared_norm([]) == 0.0
+
+    def norms(*given: torch.Tensor) -> list[tuple[int, float]]:
+        return LogEntry({3: {str(place): each for place, each in enumerate(given)}}, (), ()).norms(())
+
+    assert norms(*gradients) == [(3, (1e10**2 + 1.0) + 1.0)]
+    assert norms(*gradients[::-1]) == [(3, (1.0 + 1.0) + float(torch.tensor(1e10).double()) ** 2)]
+    assert norms() == [(3, 0.0)]
 
 
 class Conv(nn.Module):

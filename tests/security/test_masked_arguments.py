@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -103,6 +104,23 @@ def test_a_job_without_secrets_is_itself() -> None:
     assert Job().masked == Job()
     assert JOB.masked != JOB
     assert JOB.data_args["token"] == TOKEN
+
+
+def test_a_new_field_of_arguments_is_masked_everywhere() -> None:
+    """Before, three lists named the five fields: a sixth one would have written its secrets into each run."""
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.security.sixth_arguments", TOKEN],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert TOKEN not in told.stdout
+    shown = json.loads(told.stdout)
+    for name in ("record", "event", "values", "setting", "words", "command", "differences"):
+        assert MASK in shown[name], name
+    assert shown["to give"] == "sixth_args.api_key, sixth_args.token"
+    assert "--set 'sixth_args.token=***'" in shown["command"]
 
 
 def test_the_values_of_a_job_are_explained_without_secrets() -> None:

@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from engine.core.errors import MASK, is_secret
@@ -178,14 +178,7 @@ class Job:
     @property
     def masked(self) -> Job:
         """The job as files and messages show it: without the values of secret arguments."""
-        return replace(
-            self,
-            model_args=_masked(self.model_args),
-            data_args=_masked(self.data_args),
-            optimizer_args=_masked(self.optimizer_args),
-            lr_args=_masked(self.lr_args),
-            scaler_args=_masked(self.scaler_args),
-        )
+        return replace(self, **{name: _masked(getattr(self, name)) for name in args_fields(type(self))})
 
     @property
     def names_code(self) -> bool:
@@ -236,6 +229,14 @@ class Job:
     def retains(self) -> bool:
         """Whether another worker can take over a slot; each worker then keeps until the commit what it sends."""
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
+
+
+def args_fields(kind: type[Job] = Job) -> tuple[str, ...]:
+    """Returns the fields that hold arguments: each can have a secret."""
+    return tuple(each.name for each in fields(kind) if each.default_factory is dict)
+
+
+ARGS_FIELDS = args_fields()
 
 
 def code_in(value: str) -> list[str]:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.core.config.job import Job
+from engine.core.config.job import ARGS_FIELDS, Job
 from engine.core.config.offered import Offered
 from engine.core.duration import MILLI, parse_epochs
 from engine.core.errors import Problem, UserError, required
 from engine.files.jobs.job_layers import Layer, last_with
-from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, IN_EPOCHS, Given
+from engine.files.jobs.job_value import FIELD_TYPES, IN_EPOCHS, Given
 
 
 def spans_of(given: Iterable[Given]) -> dict[str, str]:

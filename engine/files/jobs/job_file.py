@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.job import Job
+from engine.core.config.job import ARGS_FIELDS, Job
 from engine.core.config.job_rules import check_job, no_blocks
 from engine.core.config.offered import ANYTHING, Offered
 from engine.core.errors import MASK, Problem, UserError, is_secret
@@ -31,7 +31,7 @@ from engine.files.jobs.job_layers import (
     flag_layer,
     set_layer,
 )
-from engine.files.jobs.job_value import A_FIELD, ARGS_FIELDS, FIELD_TYPES, Given
+from engine.files.jobs.job_value import A_FIELD, FIELD_TYPES, Given
 from engine.files.jobs.model_defaults import with_model_defaults
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule

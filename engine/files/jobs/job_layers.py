@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine.core.config.job import ARGS_FIELDS
 from engine.core.config.param_groups import PARAM_GROUPS_FORM, as_text
 from engine.core.config.torch_parts import as_list
 from engine.core.errors import MASK, Problem, UserError, has_credentials, is_secret, nearest
 from engine.files.jobs.file_kind import kind_of, other_kind
-from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES, Given, check, holds_text, is_known, shown
+from engine.files.jobs.job_value import FIELD_TYPES, Given, check, holds_text, is_known, shown
 from engine.files.jobs.trust import TRUST_VARIABLE
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 from engine.files.yaml_scalar import plain_value

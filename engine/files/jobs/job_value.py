@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.core.config.job import Job
+from engine.core.config.job import ARGS_FIELDS, Job
 from engine.core.duration import parse_epochs
 from engine.core.errors import Problem, nearest
 from engine.core.scalar import Args, Scalar
@@ -22,7 +22,6 @@ FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
 A_FIELD = "a field of the job"
 IN_EPOCHS = ("validate_every", "checkpoint_every")
 STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"
-ARGS_FIELDS = tuple(name for name, kind in FIELD_TYPES.items() if kind == Args)
 
 _EXPECTED: dict[Any, str] = {
     bool: "true or false",

@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass, fields
 
 from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.job import Job
+from engine.core.config.job import ARGS_FIELDS, Job
 from engine.core.errors import MASK, Problem
-from engine.files.jobs.job_value import ARGS_FIELDS
 from engine.files.nccl_settings import nccl_settings
 
 

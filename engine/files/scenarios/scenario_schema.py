@@ -10,6 +10,7 @@ from engine.core.action import Op
 from engine.core.checkpoints.keeping import KEEPING_PATTERN
 from engine.core.checks.recovery_times import PHASES as TIMED_PHASES
 from engine.core.config.field_help import FIELD_HELP
+from engine.core.config.job import ARGS_FIELDS
 from engine.core.config.param_groups import MATCH
 from engine.core.config.size import SIZE_PATTERN
 from engine.core.duration import DURATION_FORM, DURATION_PATTERN, EPOCHS_PATTERN, parse_duration
@@ -18,7 +19,7 @@ from engine.core.faults.fault_kind import MOST_CHARACTERS, MOST_COUNT, MOST_NUMB
 from engine.core.faults.host_fault import ABOUT, HOST_FAULTS, HOST_PATTERN
 from engine.core.faults.scenario import NOTICES, OUTCOMES
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
-from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
+from engine.files.jobs.job_value import FIELD_TYPES
 from engine.files.scenarios.form import Atom, Form, FormEntry, ListOf, Mapped, choice, flag, text, whole
 
 VERSION = 1

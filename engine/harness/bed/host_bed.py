@@ -97,10 +97,6 @@ class BedHost:
         """Cuts its link: packets are lost in both directions, and no connection ends by that."""
         self._bed.call("ip", "link", "set", self._link, "down")
 
-    def mend(self) -> None:
-        """Mends its link."""
-        self._bed.call("ip", "link", "set", self._link, "up")
-
     def power_off(self) -> None:
         """Cuts its link, then kills all its processes at once."""
         self.cut()

@@ -36,11 +36,6 @@ class StreamEnd:
         """Whether the other end has not read for so long that nothing more is kept for it."""
         return self._bytes > MOST_WAITING_BYTES
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of frames that the other end has not said to have."""
-        return len(self._unheard)
-
     def send(self, frame: bytes) -> None:
         """Sends a frame as soon as there is a connection; drops it if too much waits."""
         with self._changed:

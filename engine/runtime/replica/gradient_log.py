@@ -132,11 +132,6 @@ def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: 
         stage.boundary = entry.buffers
 
 
-def squared_norm(gradients: Sequence[Tensor]) -> float:
-    """Returns the sum of squares of gradients in float64, added in the given order."""
-    return _sum_of_squares(_norms(gradients))
-
-
 def _norms(gradients: Sequence[Tensor]) -> list[float]:
     """Returns the norm of each gradient, with one wait for the device."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
