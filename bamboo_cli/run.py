@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -35,14 +35,16 @@ from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.run_result import print_result, with_origins
 from engine.core.checkpoints.resumption import begun_with
 from engine.core.checks.determinism import promises
-from engine.core.errors import Problem, UserError, problems_of
+from engine.core.errors import Problem, UserError, noting, required
 from engine.files.jobs.resolved_job import Resolved, explain
 
 if TYPE_CHECKING:
+    from engine.core.agent.notice_answer import NoticeFrom
     from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
     from engine.harness.cases.case import Case
     from engine.runtime.process.fork_client import ForkServer
+    from engine.runtime.store.etcd_settings import EtcdSettings
 
 EPILOG = (
     "Examples:  bamboo run  |  bamboo run job.yaml --stages 2  |  bamboo run --model resnet18 "
@@ -56,32 +58,47 @@ _InProcess = Annotated[
 ]
 
 
-def _own_problems(values: Mapping[str, Any], resolved: Resolved | None) -> Iterator[Problem]:
-    """Yields the mistakes in the flags beside those of the job; of a kill without a job only those of its form."""
+class _Own(NamedTuple):
+    """What the command's own flags say: the scenario of the kills, the grace, the source of notices, the etcd."""
+
+    scenario: Scenario | None
+    grace_s: float | None
+    notices: NoticeFrom | None
+    store: EtcdSettings | None
+
+
+def _own(values: Mapping[str, Any], resolved: Resolved | None, problems: list[Problem]) -> _Own:
+    """Reads the flags beside those of the job, and appends their mistakes; a kill without a job has a form alone."""
     kills, in_process = values["kill"] or (), values["in_process"]
+    scenario, store = None, None
     if resolved is None:
-        yield from misspelt_kills(kills)
+        problems += misspelt_kills(kills)
     else:
+        told: list[Problem] = []
         job, with_twin, after = resolved.job, not values["no_twin"], begun_with(resolved.origin)
-        told = problems_of(lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
-        yield from with_origins(told, resolved)
-    yield from problems_of(
-        lambda: grace_seconds(values["grace"]),
-        lambda: asking(values["notice_command"], values["notice_url"], values["notice_every"], in_process),
-    )
-    if values["dry_run"] or values["explained"]:
-        return
-    yield from problems_of(lambda: etcd_settings(values["etcd"], values["etcd_plain_http"]))
-    if in_process and values["second"]:
+        scenario = noting(told, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
+        problems += with_origins(told, resolved)
+    grace_s = noting(problems, lambda: grace_seconds(values["grace"]))
+    every = values["notice_every"]
+    notices = noting(problems, lambda: asking(values["notice_command"], values["notice_url"], every, in_process))
+    if not (values["dry_run"] or values["explained"]):
+        store = noting(problems, lambda: etcd_settings(values["etcd"], values["etcd_plain_http"]))
+        problems += _not_in_process(values, resolved) if in_process else ()
+    return _Own(scenario, grace_s, notices, store)
+
+
+def _not_in_process(values: Mapping[str, Any], resolved: Resolved | None) -> Iterator[Problem]:
+    if values["second"]:
         why = "a coordinator that waits is a process, and --in-process has threads"
         yield Problem("--standby-coordinator", "workers that are processes", "--in-process", why)
-    if in_process and resolved is not None and resolved.job.backend == "nccl":
+    if resolved is not None and resolved.job.backend == "nccl":
         yield Problem("--in-process", "a backend other than nccl", "nccl", "NCCL wants a process for each worker")
 
 
-@partial(takes_job, first=lambda values: fixing(values["isa"]), own_problems=_own_problems)
+@partial(takes_job, first=lambda values: fixing(values["isa"]), own=_own)
 def run(
     resolved: Resolved,
+    own: _Own,
     *,
     as_json: _AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; start no process.")] = False,
@@ -106,10 +123,10 @@ def run(
     """Train a model in a pipeline of worker processes. Without arguments: a small GPT on real text, 4 stages."""
     from engine.core.faults.expansion import expand
 
-    scenario = scenario_of(kill or (), resolved.job, with_twin=not no_twin, after=begun_with(resolved.origin))
+    scenario = required(own.scenario, "a scenario of the kills")
     faults = expand(scenario, resolved.job.seed)
-    options: dict[str, Any] = {"grace_s": grace_seconds(grace), "injectable": injectable is YesNo.YES}
-    options |= {"standby_coordinator": second, "notices": asking(notice_command, notice_url, notice_every, in_process)}
+    options: dict[str, Any] = {"grace_s": own.grace_s, "injectable": injectable is YesNo.YES}
+    options |= {"standby_coordinator": second, "notices": own.notices}
     _say_first(resolved, bool(faults))
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
@@ -123,9 +140,9 @@ def run(
         from engine.runtime.process.interrupts import holding
 
         try:
-            case, store = _case(resolved, scenario, faults, **options), etcd_settings(etcd, etcd_plain_http)
+            case = _case(resolved, scenario, faults, **options)
             with holding(), _server(in_process) as server:
-                result = run_case(case, store, announcing(screen(tee=tee), keywords), server)
+                result = run_case(case, own.store, announcing(screen(tee=tee), keywords), server)
                 code = print_result(result, resolved, as_json)
         except UserError as error:
             raise UserError(with_origins(error.problems, resolved)) from None

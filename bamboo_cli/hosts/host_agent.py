@@ -14,7 +14,7 @@ from bamboo_cli.options.etcd import etcd_settings
 from bamboo_cli.options.hosts import fixing
 from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
 from bamboo_cli.terminal.echo import echo
-from engine.core.errors import BambooError, Problem, UserError
+from engine.core.errors import BambooError, Problem, UserError, noting
 from engine.core.errors import problems_of as told
 from engine.core.hosts.host_options import HostOptions, problems_of
 
@@ -41,12 +41,9 @@ def run_host(
     if given["standby"]:
         hint = "workers that wait come with --set standby=N"
         problems.append(Problem("--standby", "none beside --hosts", "--standby", hint))
-    etcd = _etcd(given, problems)
-    resolved, case = None, None
-    try:
-        resolved, case = _case(job_file, settings, results, given)
-    except UserError as error:
-        problems += error.problems
+    etcd = noting(problems, lambda: etcd_settings(given["etcd"], given["etcd_plain_http"]))
+    found = noting(problems, lambda: _case(job_file, settings, results, given))
+    resolved, case = found or (None, None)
     options = _options(given, etcd)
     problems += problems_of(options, resolved.job if resolved else None, is_own_address, gloo_tls_error)
     if problems or etcd is None or resolved is None or case is None:  # which are problems too
@@ -56,14 +53,6 @@ def run_host(
     on = partial(run, case, etcd, seen)
     ended = run_on_hosts(job, case.name, replace(options, faults=faults), given["patience_s"], etcd, seen, on)
     return ended, resolved
-
-
-def _etcd(given: dict[str, Any], problems: list[Problem]) -> EtcdSettings | None:
-    try:
-        return etcd_settings(given["etcd"], given["etcd_plain_http"])
-    except UserError as error:
-        problems += error.problems
-        return None
 
 
 def _options(given: dict[str, Any], etcd: EtcdSettings | None) -> HostOptions:
@@ -93,14 +82,13 @@ def _case(
     resolved = resolve_options(values, program_only=False, is_plan=False)
     job, kills = resolved.job, given["kill"]
     after, with_twin = begun_with(resolved.origin), not given["no_twin"]
-    problems = told(
-        lambda: scenario_of(kills, job, with_twin=with_twin, after=after), lambda: grace_seconds(given["grace"])
-    )
-    if problems:
+    problems: list[Problem] = []
+    scenario = noting(problems, lambda: scenario_of(kills, job, with_twin=with_twin, after=after))
+    grace_s = noting(problems, lambda: grace_seconds(given["grace"]))
+    if scenario is None or grace_s is None:
         raise UserError(problems)
-    scenario = scenario_of(kills, job, with_twin=with_twin, after=after)
     name = job.name or folder_name(job.model.rpartition(":")[2].replace("_", "-"), "model")
-    own |= {"grace_s": grace_seconds(given["grace"]), "init": resolved.init}
+    own |= {"grace_s": grace_s, "init": resolved.init}
     return resolved, Case(name, scenario, expand(scenario, job.seed), resolved.origins, **own)
 
 

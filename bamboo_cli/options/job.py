@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -22,7 +22,7 @@ from bamboo_cli.options.resume import resolve_resumed
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import ARGS_FIELDS, Job
-from engine.core.errors import Problem, UserError, problems_of
+from engine.core.errors import Problem, UserError, noting, problems_of
 from engine.files.jobs.job_value import FIELD_TYPES
 from engine.files.jobs.resolved_job import Resolved
 
@@ -36,7 +36,7 @@ _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-OwnProblems = Callable[[Mapping[str, Any], Resolved | None], Iterable[Problem]]
+Own = Callable[[Mapping[str, Any], Resolved | None, list[Problem]], Any]
 First = Callable[[Mapping[str, Any]], list[Problem]]
 
 
@@ -46,34 +46,30 @@ def takes_job(
     *,
     program_only: bool = False,
     first: First = lambda values: [],
-    own_problems: OwnProblems = lambda values, resolved: (),
+    own: Own | None = None,
 ) -> Callable[..., None]:
     """Returns the command with the job's argument and flags beside its own; it gets the `Resolved` job first.
 
     The fields in `instead` have these values and no flags. With `program_only` the model may have fewer layers than
-    there are stages. `first` is called before the job is made, and `own_problems` behind that, without a job if that is
-    wrong; both have mistakes in the command's own flags, which are told together with those of the job. Import the
-    types in the annotations of `command` at runtime: Typer reads them.
+    there are stages. `first` is called before the job is made, and `own` behind that, without a job if that is wrong;
+    both find mistakes in the command's own flags, which are told together with those of the job. The command gets what
+    `own` made of its flags beside the job. Import the types in its annotations at runtime: Typer reads them.
     """
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own)]
+    flags = list(inspect.signature(command, eval_str=True).parameters.values())[2 if own else 1 :]
+    parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags)]
 
     @functools.wraps(command)
     def with_job(**values: Any) -> None:
-        own_values = {each.name: values.pop(each.name) for each in own}
+        own_values = {each.name: values.pop(each.name) for each in flags}
         is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
         last = caller_layer() if own_values.get("keywords") else None
         resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan, last=last)
         problems = first(own_values)
-        resolved = None
-        try:
-            resolved = _resolved(own_values, values["results"], resolve)
-        except UserError as error:
-            problems += error.problems
-        problems += own_problems(own_values, resolved)
+        resolved = noting(problems, lambda: _resolved(own_values, values["results"], resolve))
+        made = () if own is None else (own(own_values, resolved, problems),)
         if problems or resolved is None:
             raise UserError(problems)
-        command(resolved, **own_values)
+        command(resolved, *made, **own_values)
 
     # Typer reads the signature of a function, then its annotations.
     with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -135,11 +135,17 @@ def problems_of(*checks: Callable[[], object]) -> list[Problem]:
     """Returns the problems of all checks, each of which may raise a `UserError`: they are told at once."""
     found: list[Problem] = []
     for check in checks:
-        try:
-            check()
-        except UserError as error:
-            found += error.problems
+        noting(found, check)
     return found
+
+
+def noting(problems: list[Problem], check: Callable[[], Value]) -> Value | None:
+    """Returns the result of a check; None if it raises a `UserError`, whose problems are then in `problems`."""
+    try:
+        return check()
+    except UserError as error:
+        problems += error.problems
+        return None
 
 
 class UserCodeError(BambooError):

@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from bamboo_cli.run import _own_problems
+from bamboo_cli.run import _own
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
+from engine.core.errors import Problem
 from engine.files import accelerators
 from engine.files.accelerators import Accelerators
 from engine.files.jobs import job_file
@@ -59,6 +60,9 @@ def test_nccl_in_one_process_is_refused() -> None:
     flags = dict.fromkeys(("kill", "no_twin", "notice_command", "notice_url", "notice_every", "second"))
     flags |= {"grace": "2m", "dry_run": False, "explained": False, "etcd": "", "etcd_plain_http": False}
     resolved = Resolved(Job(backend="nccl"), {})
-    assert list(_own_problems({**flags, "in_process": False}, resolved)) == []
-    (problem,) = _own_problems({**flags, "in_process": True}, resolved)
+    found: list[Problem] = []
+    _own({**flags, "in_process": False}, resolved, found)
+    assert found == []
+    _own({**flags, "in_process": True}, resolved, found)
+    (problem,) = found
     assert (problem.field, problem.hint) == ("--in-process", "NCCL wants a process for each worker")

@@ -13,10 +13,13 @@ import typer
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app as bamboo
+from bamboo_cli.hosts.host_agent import _case
 from bamboo_cli.options.job import FLAG_FIELDS, takes_job
 from engine.core.config.field_help import FIELD_HELP
 from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.faults.fault import At
+from engine.core.faults.kill_text import kill_moment
 from engine.files.accelerators import Accelerators
 from engine.files.jobs import job_file
 from engine.files.jobs.resolved_job import Resolved
@@ -157,3 +160,42 @@ def test_a_resumed_run_names_its_origin_at_the_start(tmp_path: Path) -> None:
     place = keep(tmp_path / "results", run, (3,), Job(device="cpu"))
     said = CliRunner().invoke(bamboo, ["run", "--dry-run", "--json", "--resume", "latest"], catch_exceptions=False)
     assert said.stderr.splitlines() == [f"goes on after step 3 of run {run} ({place})"]
+
+
+@pytest.fixture(name="parsed")
+def _parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the kills that are parsed from now on."""
+    found: list[str] = []
+
+    def moment(text: str, job: Job) -> At:
+        found.append(text)
+        return kill_moment(text, job)
+
+    monkeypatch.setattr("engine.core.faults.kill_text.kill_moment", moment)
+    return found
+
+
+def test_kills_are_parsed_and_checked_once(parsed: list[str]) -> None:
+    """Before, a run and an agent checked their kills, threw them away and made them again."""
+    kills = ["--kill", "5:2", "--kill", "9:1:B:1"]
+    told = CliRunner().invoke(bamboo, ["run", "--dry-run", *kills], catch_exceptions=False)
+    assert (told.exit_code, parsed) == (0, ["5:2", "9:1:B:1"])
+    parsed.clear()
+    given = {
+        "kill": kills[1::2],
+        "no_twin": False,
+        "grace": "2m",
+        "injectable": True,
+        "run_id": "r",
+        "trust_code": False,
+    }
+    _, case = _case(None, [], None, given)
+    assert ([each.id for each in case.faults], parsed) == (["5:2", "9:1:B:1"], kills[1::2])
+
+
+def test_wrong_kills_are_told_with_the_other_mistakes(parsed: list[str]) -> None:
+    wrong = ["run", "--dry-run", "--kill", "5:99", "--kill", "5", "--grace", "soon"]
+    told = CliRunner().invoke(bamboo, wrong)
+    assert isinstance(told.exception, UserError)
+    assert [each.field for each in told.exception.problems] == ["--kill", "--kill 5:99", "--grace"]
+    assert parsed == ["5:99", "5"]
