@@ -125,8 +125,7 @@ def run(
 
     scenario = required(own.scenario, "a scenario of the kills")
     faults = expand(scenario, resolved.job.seed)
-    options: dict[str, Any] = {"grace_s": own.grace_s, "injectable": injectable is YesNo.YES}
-    options |= {"standby_coordinator": second, "notices": own.notices}
+    options: dict[str, Any] = {"grace_s": own.grace_s, "injectable": injectable is YesNo.YES, "notices": own.notices}
     _say_first(resolved, bool(faults))
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
@@ -140,7 +139,7 @@ def run(
         from engine.runtime.process.interrupts import holding
 
         try:
-            case = _case(resolved, scenario, faults, **options)
+            case = _case(resolved, scenario, faults, standby_coordinator=second, **options)
             with holding(), _server(in_process) as server:
                 result = run_case(case, own.store, announcing(screen(tee=tee), keywords), server)
                 code = print_result(result, resolved, as_json)

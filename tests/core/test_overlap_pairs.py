@@ -6,11 +6,12 @@ import pytest
 
 from engine.core.action import parse_action
 from engine.core.config.schedule_choice import check_schedule
+from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
 from engine.core.program.verify import verify
-from engine.core.schedules.csv_text import rows_to_csv
+from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
 from engine.core.schedules.overlap_pairs import overlap_of, pairs_of, with_pairs_together
 from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain, program_of
@@ -77,3 +78,42 @@ def test_rows_as_torch_writes_them_are_overlapped() -> None:
     assert check_schedule(joined, 4, 2, 4, "auto") == []
     assert build_program(joined, ownership) == build_program(NAME, ownership)
     assert build_program(text, ownership) == build_program("dualpipev", ownership) != build_program(NAME, ownership)
+
+
+@pytest.mark.parametrize(
+    ("rows", "found", "why"),
+    [
+        (
+            "0F0,0F1,(0B0;0F2)OVERLAP_B_F,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2",
+            "worker 0, position 2: (0B0;0F2)OVERLAP_B_F",
+            "0F1 and 0B0 are a pair",
+        ),
+        (
+            "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,(1B0;1F1)OVERLAP_B_F,1B1,1F2,1B2",
+            "worker 1, position 1: (1B0;1F1)OVERLAP_B_F",
+            "a transfer stands between the two",
+        ),
+    ],
+    ids=["of another pair", "apart"],
+)
+def test_a_pair_that_would_not_run_as_written_is_refused(rows: str, found: str, why: str) -> None:
+    """Before, its actions were paired anew without a word, and a handler for it was not called."""
+    (problem,) = check_schedule(rows, 2, 1, 3, "auto")
+    assert (problem.field, problem.found, problem.hint) == ("schedule", found, why)
+
+
+def test_pairs_of_both_kinds_that_run_as_written_are_kept() -> None:
+    both = "0F0,(0B0;0F1)OVERLAP_B_F,0B1"
+    assert check_schedule(both, 1, 1, 2, "auto") == []
+    assert [kind for _, kind in pairs_of(build_program(both, fresh(Grid(1, 2)))[0])] == ["OVERLAP_B_F"]
+    for workers, microbatches in ((2, 5), (3, 9), (4, 20)):
+        joined = rows_to_csv(SCHEDULES[NAME](workers, microbatches, 2), pairs=True)
+        assert check_schedule(joined, 2 * workers, 2, microbatches, "auto") == []
+
+
+@pytest.mark.parametrize(
+    "cell", ["(0B0;0F1)OVERLAP_F_B", "(0F1;0B0;0F2)OVERLAP_F_B", "(0F1)OVERLAP_F_B", "(0F1;0I0)OVERLAP_F_B"]
+)
+def test_a_pair_that_is_not_what_its_name_says_is_refused(cell: str) -> None:
+    with pytest.raises(ScheduleError, match="worker 0, position 1: expected two actions with the ops of OVERLAP_F_B"):
+        lists_from_csv(f"0F0,{cell}")

@@ -178,7 +178,8 @@ class Job:
     @property
     def masked(self) -> Job:
         """The job as files and messages show it: without the values of secret arguments."""
-        return replace(self, **{name: _masked(getattr(self, name)) for name in args_fields(type(self))})
+        hidden: dict[str, Any] = {name: _masked(getattr(self, name)) for name in ARGS_FIELDS}
+        return replace(self, **hidden)
 
     @property
     def names_code(self) -> bool:
@@ -231,12 +232,7 @@ class Job:
         return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
 
 
-def args_fields(kind: type[Job] = Job) -> tuple[str, ...]:
-    """Returns the fields that hold arguments: each can have a secret."""
-    return tuple(each.name for each in fields(kind) if each.default_factory is dict)
-
-
-ARGS_FIELDS = args_fields()
+ARGS_FIELDS = tuple(each.name for each in fields(Job) if each.default_factory is dict)  # each can have a secret
 
 
 def code_in(value: str) -> list[str]:

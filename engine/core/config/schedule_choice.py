@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.core.action import Program
@@ -10,7 +11,8 @@ from engine.core.ownership import Grid, fresh
 from engine.core.placement import PlacementChoice
 from engine.core.program.build import build_program
 from engine.core.program.verify import Violation, verify
-from engine.core.schedules.csv_text import cell_of, is_text, lists_from_csv, stages_on
+from engine.core.schedules.csv_text import cell_of, is_text, lists_from_csv, named_pairs, stages_on
+from engine.core.schedules.overlap_pairs import overlap_of, pairs_of
 from engine.core.schedules.placement_choice import placement_of, stands_as
 from engine.core.schedules.registry import SCHEDULES, Schedule
 
@@ -80,7 +82,22 @@ def _check_text(
     program = build_program(text, ownership)
     broken = verify(program, ownership)[:_MOST_SHOWN]
     told = [str(_in_text(each, text, program)) for each in broken]
-    return [Problem("schedule", "a program that runs to its end", each) for each in told]
+    lost = () if broken else _lost_pairs(text, program)
+    return [*(Problem("schedule", "a program that runs to its end", each) for each in told), *lost]
+
+
+def _lost_pairs(text: str, program: Program) -> Iterator[Problem]:
+    """Yields the overlap pairs that are named in `text`, and whose actions do not run as a pair in its program."""
+    formed = {
+        worker: {actions[place : place + 2]: kind for place, kind in pairs_of(actions)}
+        for worker, actions in program.items()
+    }
+    for worker, position, first, second in named_pairs(text):
+        if (first, second) not in formed[worker]:
+            beside = [each for each in formed[worker] if {first, second} & {*each}]
+            why = f"{beside[0][0]} and {beside[0][1]} are a pair" if beside else "a transfer stands between the two"
+            found = f"worker {worker}, position {position}: ({first};{second}){overlap_of(first, second)}"
+            yield Problem("schedule", "overlap pairs that can run as they are written", found, why)
 
 
 def _in_text(broken: Violation, text: str, program: Program) -> Violation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
+from itertools import pairwise
 
 from engine.core.action import COMPUTE_OPS, Action, Op, parse_action
 from engine.core.errors import ScheduleError
@@ -81,6 +82,15 @@ def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
     return found[nth] if nth < len(found) else -1
 
 
+def named_pairs(text: str) -> Iterator[tuple[int, int, Action, Action]]:
+    """Yields worker, position and the two actions of each overlap pair in compute lists as CSV."""
+    for worker, (row, line) in enumerate(zip(_placed_rows(text), lists_from_csv(text), strict=True)):
+        cells = [cell for cell, each in row if each.op is not Op.REDUCE_GRAD]
+        for place, (first, second) in enumerate(pairwise(line)):
+            if cells[place] == cells[place + 1]:
+                yield worker, cells[place], first, second
+
+
 def stages_on(lists: ComputeLists) -> dict[int, int]:
     """Returns the worker of each stage, as stage -> worker; raises ScheduleError if a stage is on two workers."""
     found: dict[int, int] = {}
@@ -119,11 +129,10 @@ def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
 def _parse_row(worker: int, row: Sequence[str]) -> Iterator[tuple[int, Action]]:
     """Yields the actions of a row, each with the position of its cell."""
     for position, cell in enumerate(row):
-        for text in _parts(cell.strip()):
-            try:
-                yield position, parse_action(text)
-            except ScheduleError as error:
-                raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
+        try:
+            yield from ((position, action) for action in _actions_in(cell.strip()))
+        except ScheduleError as error:
+            raise ScheduleError(f"worker {worker}, position {position}: {error}") from error
 
 
 def _cells(row: Sequence[Action]) -> list[str]:
@@ -137,9 +146,12 @@ def _cells(row: Sequence[Action]) -> list[str]:
     return cells
 
 
-def _parts(cell: str) -> list[str]:
-    """Returns the texts of a cell's actions: none, one, or the two of a pair such as (2F0;1B3)OVERLAP_F_B."""
-    pair, end, op = cell.removeprefix("(").partition(")")
-    if cell.startswith("(") and end and op in OVERLAPS.values():
-        return pair.split(";")
-    return [cell] if cell else []
+def _actions_in(cell: str) -> list[Action]:
+    """Returns the actions of a cell: none, one, or the two of a pair such as (2F0;1B3)OVERLAP_F_B."""
+    texts, end, kind = cell.removeprefix("(").partition(")")
+    if not (cell.startswith("(") and end and kind in OVERLAPS.values()):
+        return [parse_action(cell)] if cell else []
+    pair = [parse_action(each) for each in texts.split(";")]
+    if len(pair) != 2 or OVERLAPS.get((pair[0].op, pair[1].op)) != kind:
+        raise ScheduleError(f"expected two actions with the ops of {kind}, in its order, found {cell}")
+    return pair
