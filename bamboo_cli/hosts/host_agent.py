@@ -146,5 +146,5 @@ def usual_address(etcd_host: str) -> str:
         with socket.socket(family, kind) as trial:
             trial.connect(place)  # which sends nothing
             return str(trial.getsockname()[0])
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name at all
         return "127.0.0.1"

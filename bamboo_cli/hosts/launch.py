@@ -18,6 +18,7 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.hosts.host_lease import USUAL_S
 from engine.core.launch.launch_plan import PLACES, USUAL_GRACE_S, LaunchPlan, problems_of_plan
+from engine.core.scalar import whole_number
 
 EPILOG = (
     "Examples:  bamboo launch slurm job.yaml --hosts 3 --etcd 10.0.0.1:2379 --trusted-network 10.0.0.0/8  |  "
@@ -57,11 +58,12 @@ def launch(
 
     They start one agent on each, and the loss of a host ends no other. Secrets are written into files, and not printed.
     """
-    names = () if hosts.isdecimal() or not hosts else tuple(each.strip() for each in hosts.split(","))
+    number = whole_number(hosts)
+    names = () if number is not None or not hosts else tuple(each.strip() for each in hosts.split(","))
     plan = LaunchPlan(
         name=name or job_file.stem.lower().replace("_", "-"),
         job_file=str(job_file),
-        num_hosts=int(hosts) if hosts.isdecimal() else len(names),
+        num_hosts=len(names) if number is None else number,
         etcd=etcd,
         workers=workers,
         trusted=trusted,

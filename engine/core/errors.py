@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Literal, TypeVar
 
 Value = TypeVar("Value")
@@ -42,7 +43,9 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
-_MOST_FOUND = 500  # characters of a value in a message
+MOST_PROBLEMS = 100  # that are told; behind these a reader of files stops
+_LONGEST_NAME, _MOST_NAMES = 100, 500  # that are compared for a hint: each pair takes microseconds
+_MOST_SHOWN = 500, 2000  # characters in a message: of a name or a value; of a hint, which may list all fields
 BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
 
 
@@ -92,14 +95,17 @@ class Problem:
             place += f":{self.line}:{self.column}"
         # A flag is the name of its field already.
         name = "" if place == "--" + self.field.replace("_", "-") else self.field
-        text = ": ".join(part for part in (place, name) if part)
+        text = ": ".join(part for part in (place, _short(name)) if part)
         text += f": expected {self.expected}"
         if self.found:
-            is_long = len(self.found) > _MOST_FOUND
-            text += f", found {self.found[:_MOST_FOUND]}{'...' if is_long else ''}"
+            text += f", found {_short(self.found)}"
         if self.hint:
-            text += f" ({self.hint})"
+            text += f" ({_short(self.hint, _MOST_SHOWN[1])})"
         return text
+
+
+def _short(text: str, most: int = _MOST_SHOWN[0]) -> str:
+    return f"{text[:most]}..." if len(text) > most else text
 
 
 # not-finite: the loss or the norm of the gradients; replicas-differ: replicas of a layer have other weights or buffers.
@@ -122,12 +128,17 @@ class BambooError(Exception):
 
 
 class UserError(BambooError):
-    """The user asked for something impossible; carries every problem found."""
+    """The user asked for something impossible; carries every problem found, or the first `MOST_PROBLEMS` of more."""
 
     exit_code = ExitCode.USAGE
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
+        if len(self.problems) > MOST_PROBLEMS:
+            rest = Problem(
+                "", f"at most {MOST_PROBLEMS} mistakes", "more", "mend the others first", self.problems[0].source
+            )
+            self.problems = (*self.problems[:MOST_PROBLEMS], rest)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
@@ -257,6 +268,8 @@ def required(value: Value | None, promise: str) -> Value:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ``did you mean 'x'?`` for the nearest known spelling of `word`, in any case, or an empty string."""
-    by_lower = {each.lower(): each for each in known}
+    if len(word) > _LONGEST_NAME:
+        return ""
+    by_lower = {each.lower(): each for each in islice(known, _MOST_NAMES)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Texts for readers: nouns in the singular or plural, and text from elsewhere for a terminal.
+"""Texts for readers: nouns in the singular or plural, patterns, and text from elsewhere for a terminal.
 
 Rule: no character of a text from elsewhere moves the cursor, changes colours, hides text or turns its direction.
 """
@@ -6,12 +6,26 @@ Rule: no character of a text from elsewhere moves the cursor, changes colours, h
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable
 
 _SEQUENCES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")  # CSI, OSC, other escapes
 _DOUBTFUL = re.compile(r"[^ -~\n\t]")
 _FIRST_SPACE, _ENDS = "\xa0", "\u2028\u2029"  # spaces of Unicode, but not its ends of lines and paragraphs
 TRUST_FLAG = "--trust-code"  # the user's word that files may name code
+
+
+def pattern_error(pattern: str) -> str:
+    """Returns why a text is no regular expression; empty if it is one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's advice for its later versions
+            re.compile(pattern)
+    except RecursionError:
+        return "its parentheses are too deep"
+    except (re.error, OverflowError) as error:
+        return str(error)
+    return ""
 
 
 def counted(number: float, noun: str, nouns: str = "") -> str:

@@ -1,8 +1,9 @@
 """Reads YAML as plain values with the place of each; refuses forms whose value would surprise their author.
 
 Rules: duplicate keys, keys that are not text, anchors, aliases, tags, merge keys, a second document and ambiguous
-scalars are problems. Size and depth are bounded. Values are built from the parser's events, so no constructor of PyYAML
-ever runs. A value with a problem is left out, so that it is reported once.
+scalars are problems. Size, depth and number of values are bounded, and reading stops behind `MOST_PROBLEMS` problems.
+Values are built from the parser's events, so no constructor of PyYAML ever runs. A value with a problem is left out, so
+that it is reported once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from engine.core.errors import Problem, UserError
+from engine.core.errors import MOST_PROBLEMS, Problem, UserError
 from engine.files.yaml_scalar import YamlScalar, plain_value, surprise
 
 YamlValue = YamlScalar | list["YamlValue"] | dict[str, "YamlValue"]
@@ -23,6 +24,7 @@ TextPlace = tuple[int, int]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
+MAX_VALUES = 10_000  # with the keys; PyYAML takes half a second for so many
 
 _BROKEN: Any = object()
 _INDENT = "indent this line as its neighbours: keys of one mapping, and items of one list, begin in one column"
@@ -105,7 +107,7 @@ def read_scalar(text: str, source: str, name: str) -> Document:
     return replace(document, value=None if problems else document.value, problems=tuple(problems))
 
 
-class _TooDeepError(Exception):
+class _EndOfReadingError(Exception):
     pass
 
 
@@ -117,12 +119,13 @@ class _Builder:
         self.places: dict[KeyPath, TextPlace] = {}
         self.key_places: dict[KeyPath, TextPlace] = {}
         self.problems: list[Problem] = []
+        self.num_values = 0
 
     def build(self, text: str) -> YamlValue:
         try:
             self.loader = yaml.SafeLoader(text)
             return self._document()
-        except _TooDeepError:
+        except _EndOfReadingError:
             pass
         except yaml.reader.ReaderError as error:
             before = text[: error.position]
@@ -155,8 +158,17 @@ class _Builder:
     def _refuse(self, path: KeyPath, event: Any, expected: str, found: str, hint: str) -> None:
         name = ".".join(str(part) for part in path)
         self.problems.append(Problem(name, expected, found, hint, self.source, *_place(event)))
+        if len(self.problems) > MOST_PROBLEMS:
+            raise _EndOfReadingError
+
+    def _count(self, event: Any) -> None:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            self._refuse((), event, f"at most {MAX_VALUES} keys and values", "more", "")
+            raise _EndOfReadingError
 
     def _node(self, path: KeyPath, event: Any) -> YamlValue:
+        self._count(event)
         self.places.setdefault(path, _place(event))
         if isinstance(event, yaml.AliasEvent):
             self._refuse(path, event, "no alias", f"'*{event.anchor}'", "write the value out")
@@ -166,7 +178,7 @@ class _Builder:
             return self._scalar(path, event)
         if len(path) >= MAX_DEPTH:
             self._refuse((), event, f"at most {MAX_DEPTH} levels", "a deeper one", "")
-            raise _TooDeepError
+            raise _EndOfReadingError
         if isinstance(event, yaml.SequenceStartEvent):
             return self._sequence(path)
         return self._mapping(path)
@@ -210,6 +222,7 @@ class _Builder:
         return mapping
 
     def _key(self, path: KeyPath, event: Any) -> str | None:
+        self._count(event)
         if not isinstance(event, yaml.ScalarEvent):
             self._refuse(path, event, "a text key", "an alias, a list or a mapping", "")
             self._node((*path, "?"), event)

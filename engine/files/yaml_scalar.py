@@ -23,7 +23,7 @@ _SURPRISES = (
     (re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"), "quote it: YAML 1.1 counts in sixties here"),
     (re.compile(r"[-+]?0[0-9]+"), "write it without the leading 0, or as 0o17 for octal, or quote it"),
     (re.compile(r"[-+]?(0b[01_]+|[0-9]+_[0-9_.]*)"), "write plain digits, or quote it"),
-    (re.compile(r"[-+]?[0-9.]{100,}"), "quote it: too long for a number"),
+    (re.compile(r"[-+]?[0-9.]{100,}|0o[0-7]{100,}|0x[0-9a-fA-F]{100,}"), "quote it: too long for a number"),
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.core.config.job import CODE_FIELDS, Job, code_in
 from engine.core.config.offered import Offered
-from engine.core.config.param_groups import param_groups as groups_of_text
+from engine.core.config.param_groups import group_problems
 from engine.core.config.torch_parts import OPTIMIZERS, SCHEDULES
 from engine.core.config.update_rules import OWN_OPTIMIZERS
 from engine.core.errors import BambooError, ExitCode, Problem, UserCodeError, UserError, nearest
@@ -41,9 +41,9 @@ def _optimizer_problems(job: Job) -> list[Problem]:
     if job.optimizer not in OWN_OPTIMIZERS:
         return []
     problems = argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
-    for group in groups_of_text(job.param_groups):
-        problems += argument_problems("param_groups", _OPTIMIZERS, job.optimizer, group.args)
-    return problems
+    return problems + group_problems(
+        job.param_groups, lambda args: argument_problems("param_groups", _OPTIMIZERS, job.optimizer, args)
+    )
 
 
 def _argument_names(job: Job) -> list[str]:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from engine.core.duration import DURATION, EPOCHS, parse_duration, parse_epochs
 from engine.core.ownership import Ownership, Slot
+from engine.core.scalar import whole_number
 
 Kept = TypeVar("Kept")
 KEEPING_FORM = "a number of steps such as 100, of epochs as 1epoch, a duration such as 10m, 'end', or 0 for none"
@@ -50,8 +51,8 @@ def keeping_of(text: str) -> Keeping | None:
     text = text.strip()
     if text == "end":
         return Keeping()
-    if text.isascii() and text.isdigit():
-        return Keeping(every_steps=int(text), last=int(text) > 0)
+    if (steps := whole_number(text)) is not None:
+        return Keeping(every_steps=steps, last=steps > 0)
     if parse_epochs(text):
         return Keeping(in_epochs=True)
     every_ns = parse_duration(text)

@@ -14,9 +14,10 @@ from engine.core.config.size import SIZE_FORM, parse_size
 from engine.core.config.update_rules import update_problems
 from engine.core.duration import DURATION_FORM, parse_duration
 from engine.core.errors import Problem, nearest
-from engine.core.scalar import MOST_FLOAT
+from engine.core.scalar import MOST_FLOAT, whole_number
 from engine.core.schedules.csv_text import is_text
 from engine.core.schedules.registry import SCHEDULES
+from engine.core.texts import pattern_error
 
 _AT_LEAST = {
     "stages": 1,
@@ -81,7 +82,7 @@ def check_job(job: Job) -> list[Problem]:
     problems += [*_check_blocks(job), *_check_elastic(job), *_check_standby(job), *_check_device(job)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
-    if job.split.isdecimal() and int(job.split) == 0:
+    if job.split.isdecimal() and not whole_number(job.split):
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
     if keeping_of(job.checkpoint_every) is None:
         problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
@@ -215,11 +216,8 @@ def _check_partition(job: Job) -> list[Problem]:
     if form in ("uniform", "parameters", "profile"):
         return []
     if form.startswith("type:"):
-        try:
-            re.compile(form[len("type:") :])
-        except re.error as error:
-            return [Problem("partition", "a regular expression after type:", repr(form), str(error))]
-        return []
+        wrong = pattern_error(form[len("type:") :])
+        return [Problem("partition", "a regular expression after type:", repr(form), wrong)] if wrong else []
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", form) or (job.stages == 1 and form == ""):
         fits = written(form, job.stages) or job.stages < 1
         return [] if fits else [Problem("partition", f"{job.stages - 1} rising layer numbers from 1", repr(form))]

@@ -8,11 +8,12 @@ the job's own arguments. ``lr`` is a factor of the rate that the schedule gives.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.core.errors import Problem
 from engine.core.scalar import MOST_FLOAT, Args, Scalar
+from engine.core.texts import pattern_error
 
 PARAM_GROUPS_FORM = "PATTERN: NAME=VALUE, NAME=VALUE; PATTERN: ..., such as 'bias|norm: weight_decay=0'"
 LR = "lr"
@@ -35,15 +36,22 @@ def param_groups(text: str) -> tuple[ParamGroup, ...]:
     return tuple(_group(part) for part in text.split(";") if part.strip())
 
 
+def group_problems(text: str, of_args: Callable[[Args], Iterable[Problem]]) -> list[Problem]:
+    """Returns the problem of a job's text, or those that `of_args` has with the arguments of its groups."""
+    try:
+        groups = param_groups(text)
+    except ValueError as error:
+        return [Problem("param_groups", PARAM_GROUPS_FORM, repr(text), str(error))]
+    return [problem for each in groups for problem in of_args(each.args)]
+
+
 def _group(part: str) -> ParamGroup:
     pattern, colon, rest = part.rpartition(":")
     pattern = pattern.strip()
     if not colon or not pattern:
         raise ValueError(f"{part.strip()!r} has no pattern before a colon")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    if wrong := pattern_error(pattern):
+        raise ValueError(f"{pattern!r} is no regular expression: {wrong}")
     args: Args = {}
     for each in _NEXT.split(rest):
         match = _NAMED.fullmatch(each)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from engine.core.errors import Problem, UserError
+from engine.core.scalar import whole_number
 from engine.core.texts import counted
 
 MOST_LAYERS = 8192  # their names travel in one message
@@ -138,7 +139,7 @@ def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:
 
 def written(form: str, num_stages: int) -> tuple[int, ...] | None:
     """Returns the first layer of each stage for a `form` such as 2,4,6; None if it does not rise or fit."""
-    starts = (0, *(int(part) for part in form.split(",") if part))
+    starts = (0, *(whole_number(part) or 0 for part in form.split(",") if part))
     rising = all(before < after for before, after in pairwise(starts))
     return starts if rising and len(starts) == num_stages else None
 

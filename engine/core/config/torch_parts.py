@@ -210,7 +210,7 @@ def plain_argument(value: Scalar) -> object:
 def listed(value: Scalar) -> tuple[float, ...]:
     """Returns the numbers of a valid list; whole ones stay whole."""
     texts = [each.strip() for each in str(value).split(",")]
-    return tuple(int(each) if re.fullmatch(r"[+-]?\d+", each) else float(each) for each in texts if each)
+    return tuple(int(each) if re.fullmatch(r"[+-]?\d{1,18}", each) else float(each) for each in texts if each)
 
 
 def as_list(values: Iterable[float]) -> str:

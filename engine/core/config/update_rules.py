@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from engine.core.config.job import FACTORY, Job
 from engine.core.config.lr_schedule import LR_SCHEDULES
-from engine.core.config.param_groups import PARAM_GROUPS_FORM, param_groups
+from engine.core.config.param_groups import group_problems
 from engine.core.config.torch_parts import (
     NO_OPTIMIZERS,
     NO_SCHEDULES,
@@ -36,14 +36,11 @@ def update_problems(job: Job) -> Iterator[Problem]:
         yield from argument_problems("lr_args", schedule.arguments, job.lr_args)
     elif job.lr_schedule in LR_SCHEDULES:
         yield from argument_problems("lr_args", {}, job.lr_args)
-    try:
-        groups = param_groups(job.param_groups)
-    except ValueError as error:
-        yield Problem("param_groups", PARAM_GROUPS_FORM, repr(job.param_groups), str(error))
-        return
-    if optimizer is not None:
-        for each in groups:
-            yield from argument_problems("param_groups", optimizer.arguments, each.args, all_of=False)
+    known = None if optimizer is None else optimizer.arguments
+    yield from group_problems(
+        job.param_groups,
+        lambda args: () if known is None else argument_problems("param_groups", known, args, all_of=False),
+    )
 
 
 def depends_on_steps(job: Job) -> bool:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
+from math import prod
 from typing import Any
 
 from engine.core.config.job import Job
-from engine.core.errors import Problem, UserError, nearest
+from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
 
 FieldPath = tuple[str | int, ...]
 Fields = Mapping[str, Any]
 
 SPREAD = "with"
+MOST_CELLS = 2000  # a check of so many takes seconds
+_MOST_VALUES = 100_000
 _STAGES = ("first", "middle", "last")
 
 
@@ -78,19 +81,34 @@ def cells(
     used: set[str] = set()
     by_name = {axis.name: axis for axis in axes}
     found: list[Cell] = []
+    num_values = 0
     for case in cases:
         names = dict.fromkeys(_placeholders(case.values, case.place, problems, by_name))
         used |= names.keys()
         own = [axis for axis in axes if axis.name in names]
-        problems += _wrong_labels(case, by_name, names)
+        problems += islice(_wrong_labels(case, by_name, names), MOST_PROBLEMS + 1)
+        if len(problems) > MOST_PROBLEMS:
+            raise UserError(problems)
         if not problems:
             labels = [case.only.get(axis.name, tuple(axis.values)) for axis in own]
+            num_cells = prod(map(len, labels))
+            num_values += num_cells * _size(case.values)
+            if num_cells + len(found) > MOST_CELLS or num_values > _MOST_VALUES:
+                hint = "give fewer labels in `only`, or make two matrices"
+                at_most = f"at most {MOST_CELLS} cells, with {_MOST_VALUES} values"
+                raise UserError([Problem(_dotted(case.place), at_most, f"{num_cells + len(found)} cells", hint)])
             found += [_cell(case, list(zip(own, each, strict=True)), num_slots) for each in product(*labels)]
     unused = [axis.name for axis in axes if axis.name not in used]
     problems += [Problem(f"axes.{name}", "an axis that a case uses", repr(f"${name}")) for name in unused]
     if problems:
         raise UserError(problems)
     return found
+
+
+def _size(value: Any) -> int:
+    """Returns the number of values in a value."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return 1 + sum(map(_size, inner))
 
 
 def _placeholders(value: Any, path: FieldPath, problems: list[Problem], axes: Mapping[str, Axis]) -> Iterator[str]:
@@ -105,6 +123,8 @@ def _placeholders(value: Any, path: FieldPath, problems: list[Problem], axes: Ma
         if value[1:] in axes:
             yield value[1:]
         else:
+            if len(problems) > MOST_PROBLEMS:
+                raise UserError(problems)
             hint = nearest(value[1:], axes) or f"there is {', '.join(axes) or 'none'}"
             problems.append(Problem(_dotted(path), "the name of an axis after $", repr(value), hint))
 
@@ -116,9 +136,10 @@ def _wrong_labels(case: MatrixCase, axes: Mapping[str, Axis], names: Mapping[str
             yield Problem(place, "an axis that the case uses", repr(name), nearest(name, names))
             continue
         known = axes[name].values
+        expected = f"one of {', '.join(known)}"
         for label in labels:
             if label not in known:
-                yield Problem(place, f"one of {', '.join(known)}", repr(label), nearest(label, known))
+                yield Problem(place, expected, repr(label), nearest(label, known))
 
 
 def _dotted(path: FieldPath) -> str:

@@ -11,6 +11,7 @@ from engine.core.checkpoints.keeping import keeps_any
 from engine.core.config.job import Job
 from engine.core.errors import Problem
 from engine.core.hosts.host_lease import LEAST_S, MOST_S, USUAL_S
+from engine.core.scalar import whole_number
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -36,12 +37,13 @@ class HostOptions:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the hosts, empty if only their number was given."""
-        return () if self.hosts.isdecimal() else tuple(each.strip() for each in self.hosts.split(","))
+        return () if whole_number(self.hosts) is not None else tuple(each.strip() for each in self.hosts.split(","))
 
     @property
     def number(self) -> int:
         """The number of hosts."""
-        return int(self.hosts) if self.hosts.isdecimal() else len(self.names)
+        number = whole_number(self.hosts)
+        return len(self.names) if number is None else number
 
     @property
     def transfers(self) -> str:

@@ -149,7 +149,8 @@ def _job(given: Iterable[Given]) -> Job:
 
 
 def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], Given]) -> Problem:
-    origin = given.get(tuple(problem.field.split(".", 1)))
+    path = tuple(problem.field.split(".", 1))
+    origin = given.get(path) or given.get(path[:1])  # an argument within a text, such as param_groups.lr
     if origin is None:
         return problem
     return replace(problem, source=origin.source, line=origin.line, column=origin.column)

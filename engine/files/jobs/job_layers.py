@@ -14,7 +14,7 @@ from typing import Any
 from engine.core.config.job import ARGS_FIELDS
 from engine.core.config.param_groups import PARAM_GROUPS_FORM, as_text
 from engine.core.config.torch_parts import as_list
-from engine.core.errors import MASK, Problem, UserError, has_credentials, is_secret, nearest
+from engine.core.errors import MASK, MOST_PROBLEMS, Problem, UserError, has_credentials, is_secret, nearest
 from engine.files.jobs.file_kind import kind_of, other_kind
 from engine.files.jobs.job_value import FIELD_TYPES, Given, check, holds_text, is_known, shown
 from engine.files.jobs.trust import TRUST_VARIABLE
@@ -22,6 +22,7 @@ from engine.files.strict_yaml import Document, read_scalar, read_yaml
 from engine.files.yaml_scalar import plain_value
 
 VERSION = 1
+_MOST_ARGUMENTS = 1000  # of a model or another part
 LISTED_ARGS = ("optimizer_args", "lr_args")  # their lists of numbers become text with commas
 PROJECT_FILE = "bamboo.yaml"  # the job of the current folder
 RESERVED_PREFIXES = ("BAMBOO_ETCD", TRUST_VARIABLE)  # of the variables that set no field of a job
@@ -79,6 +80,8 @@ def document_layer(document: Document, foreign: str = "") -> Layer:
     if isinstance(document.value, dict):
         for name, value in document.value.items():
             _add_from_file(layer, document, name, value, foreign)
+            if len(layer.problems) > MOST_PROBLEMS:
+                break
     elif document.value is not None:
         found = shown(document.value)
         layer.problems.append(Problem("", "a mapping of fields", found, "", document.source, *document.places[()]))
@@ -94,9 +97,11 @@ def _add_from_file(layer: Layer, document: Document, name: str, value: Any, fore
     if name == "version":
         if type(value) is not int or value != VERSION:
             layer.problems.append(given(name, value=value).problem(str(VERSION), shown(value)))
-    elif name in ARGS_FIELDS and isinstance(value, dict):
+    elif name in ARGS_FIELDS and isinstance(value, dict) and len(value) <= _MOST_ARGUMENTS:
         for key, each in value.items():
             layer.add(given(name, key, value=_as_listed(name, each)))
+    elif name in ARGS_FIELDS and isinstance(value, dict):
+        layer.problems.append(given(name, value=value).problem(f"at most {_MOST_ARGUMENTS} arguments", str(len(value))))
     else:
         _add_field(layer, given(name, value=value))
 

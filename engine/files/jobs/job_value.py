@@ -22,6 +22,7 @@ FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
 A_FIELD = "a field of the job"
 IN_EPOCHS = ("validate_every", "checkpoint_every")
 STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"
+_MOST_TEXT = 1 << 15  # the longest has the first layers of 4096 stages
 
 _EXPECTED: dict[Any, str] = {
     bool: "true or false",
@@ -76,10 +77,8 @@ def check(given: Given) -> Given | Problem:
     # pydantic takes 40 ms to import, and help texts and unreadable files do not need it.
     from pydantic import ValidationError
 
-    if not is_known(given.path):
-        if given.path[0] in ARGS_FIELDS:
-            return given.problem("an argument named with letters, digits and _", repr(given.path[1]))
-        return given.problem(A_FIELD, "", nearest(given.name, FIELD_TYPES))
+    if (problem := _name_or_length_problem(given)) is not None:
+        return problem
     kind: Any = Scalar if len(given.path) == 2 else FIELD_TYPES[given.name]
     if given.name == "checkpoint_every" and type(given.value) is int:  # a number of steps is one of its forms
         given = replace(given, value=str(given.value))
@@ -93,6 +92,16 @@ def check(given: Given) -> Given | Problem:
         if is_text and not isinstance(plain_value(given.value), int):
             return given.problem(STEPS_FORM, shown(given.value))
         return given.problem(expected, shown(given.value), _advice(given, kind))
+
+
+def _name_or_length_problem(given: Given) -> Problem | None:
+    if isinstance(given.value, str) and len(given.value) > _MOST_TEXT:
+        return given.problem(f"at most {_MOST_TEXT} characters", f"{len(given.value)} of them")
+    if is_known(given.path):
+        return None
+    if given.path[0] in ARGS_FIELDS:
+        return given.problem("an argument named with letters, digits and _", repr(given.path[1]))
+    return given.problem(A_FIELD, "", nearest(given.name, FIELD_TYPES))
 
 
 @functools.cache  # a matrix has thousands of values of few types

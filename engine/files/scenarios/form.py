@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.core.errors import Problem, UserError, nearest
+from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
 from engine.files.jobs.job_value import shown
 from engine.files.strict_yaml import Document, KeyPath
 
@@ -25,9 +25,11 @@ class Reading:
     problems: list[Problem] = field(default_factory=list)
 
     def refuse(self, path: KeyPath, expected: str, found: str = "", hint: str = "", *, key: bool = False) -> None:
-        """Adds a problem with the value at a path, or with its key."""
+        """Adds a problem with the value at a path, or with its key; raises UserError if there are too many to tell."""
         name = ".".join(str(part) for part in path)
         self.problems.append(Problem(name, expected, found, hint, self.document.source, *self.place(path, key=key)))
+        if len(self.problems) > MOST_PROBLEMS:
+            raise in_order(self.problems)
 
     def place(self, path: KeyPath, *, key: bool = False) -> tuple[int, int]:
         """Returns line and column of the value or key at a path; if it is absent, of the nearest value around it."""

@@ -127,7 +127,8 @@ def read_matrix(
         raise UserError([problem])
     if kind_of(document) == "scenario" and {("faults",), ("host_faults",)} & document.key_places.keys():
         return _of_one_scenario(path, load(document))
-    values = _MATRIX.check(reading, (), document.value)
+    unread = document.value is None and document.problems
+    values = BAD if unread else _MATRIX.check(reading, (), document.value)
     if values is BAD:
         raise in_order(reading.problems)
     axes = tuple(_axis(reading, name, each) for name, each in values.get("axes", {}).items())
@@ -166,8 +167,9 @@ def _axis(reading: Reading, name: str, value: Any) -> Axis:
         reading.refuse(path, "a list of values, or a mapping of label: fields", shown(value))
         return Axis(name, {})
     labels = [str(each) for each in value]
+    first = {label: number for number, label in reversed([*enumerate(labels)])}
     for number, label in enumerate(labels):
-        if label in labels[:number]:
+        if first[label] != number:
             reading.refuse((*path, number), "each value once", repr(label))
     places: dict[str, KeyPath] = {label: (*path, number) for number, label in enumerate(labels)}
     return Axis(name, dict(zip(labels, value, strict=True)), places)
