@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from importlib import import_module
@@ -236,6 +236,21 @@ def _refuse(error: BambooError) -> NoReturn:
 
 def _tell_programs(text: str, code: object, problems: Iterable[Problem] = ()) -> None:
     """Prints one object to stdout if the user gave --json."""
-    if "--json" in sys.argv:
+    if asks_for_json(sys.argv[1:]):
         refusal = {"run_dir": None, "outcome": "refused", "exit_code": code, "error": text.partition("\n")[0]}
         echo(json.dumps(refusal | {"problems": [asdict(each) for each in problems]}))
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Returns whether a command line has the flag ``--json``; as the value of an option it is none."""
+    if "--json" not in words or words[0] not in COMMANDS:
+        return "--json" in words
+    command, left = load(words[0]), iter(words[1:])
+    for word in left:
+        if word in ("--", "--json"):
+            return word == "--json"
+        if word in getattr(command, "commands", ()):
+            command = command.commands[word]
+        elif any(word in each.opts and not getattr(each, "is_flag", False) for each in command.params):
+            next(left, None)
+    return False

@@ -45,7 +45,7 @@ class ExitCode(IntEnum):
 
 MOST_PROBLEMS = 100  # that are told; behind these a reader of files stops
 _LONGEST_NAME, _MOST_NAMES = 100, 500  # that are compared for a hint: each pair takes microseconds
-_MOST_SHOWN = 500, 2000  # characters in a message: of a name or a value; of a hint, which may list all fields
+_MOST_SHOWN = 500, 2000  # characters in a message: of a name or a value; of a text that may list all fields
 BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
 
 
@@ -96,7 +96,7 @@ class Problem:
         # A flag is the name of its field already.
         name = "" if place == "--" + self.field.replace("_", "-") else self.field
         text = ": ".join(part for part in (place, _short(name)) if part)
-        text += f": expected {self.expected}"
+        text += f": expected {_short(self.expected, _MOST_SHOWN[1])}"
         if self.found:
             text += f", found {_short(self.found)}"
         if self.hint:

@@ -31,6 +31,7 @@ BASE: dict[str, tuple[str, ...]] = {
     "export": ("--output=out.pt",),
     "compare": ("latest", "latest"),
     "collect": ("latest",),
+    "list": ("models",),
 }
 LONG = "9" * 5000  # Python reads no number of so many digits
 DEEP = "(" * 3000

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.__main__ import main
-from bamboo_cli.app import COMMANDS, app, load
+from bamboo_cli.app import COMMANDS, app, asks_for_json, load
 from bamboo_cli.bench import _BENCHMARKS, _chosen
 from engine.bench.figures.rows import Cases
 
@@ -165,3 +165,22 @@ def test_every_benchmark_names_a_function_of_the_engine() -> None:
         module, _, cases = function.partition(".")
         source = (ROOT / "engine" / "bench" / f"{module}.py").read_text(encoding="utf-8")
         assert f"def {cases}(quick: bool) -> Cases:" in source
+
+
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        ("run --json", True),
+        ("run --name x --json", True),
+        ("run --name --json", False),
+        ("run --name=--json", False),
+        ("run -- --json", False),
+        ("schedule show --html --json", False),
+        ("schedule show --html x --json", True),
+        ("nonsense --json", True),
+        ("run --nonsense --json", True),
+        ("validate a b --json", True),
+    ],
+)
+def test_json_is_a_flag_and_no_value(line: str, asks: bool) -> None:
+    assert asks_for_json(line.split()) is asks

@@ -170,13 +170,14 @@ def text(about: str = "text", pattern: str = "") -> Atom:
     return Atom(about, read, {"type": "string", "minLength": 1, **({"pattern": f"^{pattern}$"} if pattern else {})})
 
 
-def whole(least: int = 0) -> Atom:
-    """Returns the form of a whole number that is at least `least`."""
+def whole(least: int = 0, most: int | None = None) -> Atom:
+    """Returns the form of a whole number that is at least `least`, and at most `most`."""
 
     def read(value: object) -> int | None:
-        return value if type(value) is int and value >= least else None
+        return value if type(value) is int and value >= least and (most is None or value <= most) else None
 
-    return Atom(f"a whole number >= {least}", read, {"type": "integer", "minimum": least})
+    schema = {"type": "integer", "minimum": least} | ({} if most is None else {"maximum": most})
+    return Atom(f"a whole number >= {least}{'' if most is None else f' and <= {most}'}", read, schema)
 
 
 def choice(*choices: str) -> Atom:

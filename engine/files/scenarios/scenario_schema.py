@@ -27,6 +27,7 @@ ACTIONS = tuple(op.value for op in Op if op is not Op.REDO_F)
 ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}"
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_MOST_DRAWN = 1000  # faults of one entry: each is drawn before the run
 _STEPS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) steps?")
 
 
@@ -70,7 +71,7 @@ AFTER = Mapped(
 EVERY = Mapped(
     {
         "mtbf": FormEntry(STEPS, "the mean number of steps between two faults", required=True),
-        "count": FormEntry(whole(1), "how many faults at most", required=True),
+        "count": FormEntry(whole(1, _MOST_DRAWN), "how many faults at most", required=True),
     }
 )
 TARGET = Mapped(
