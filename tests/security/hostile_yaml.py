@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from engine.core.config.job import ACTING
-from engine.files.jobs.job_value import ARGS_FIELDS, FIELD_TYPES
+from engine.core.config.job import ACTING, ARGS_FIELDS
+from engine.files.jobs.job_value import FIELD_TYPES
 from engine.files.scenarios.library import library, library_names
 
 HEAD = "version: 1\nname: x\nabout: z\n"
