@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.core.checkpoints.manifest import LayerHash, Manifest, Part
+from engine.core.checkpoints.part_file import header_bytes
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName
 
 
@@ -15,15 +16,40 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def bytes_of(step: int, layer: int, size: int = 200) -> bytes:
-    """Returns the made-up bytes of a layer after a step."""
+def weights_of(step: int, layer: int, size: int = 100) -> bytes:
+    """Returns the made-up weights of a layer after a step."""
     return hashlib.shake_256(f"{step} {layer}".encode()).digest(size)
+
+
+def bytes_of(step: int, layer: int) -> bytes:
+    """Returns the bytes of the part with these weights."""
+    return part_of(w=weights_of(step, layer))
+
+
+def part_of(**tensors: bytes) -> bytes:
+    """Returns the bytes of a part with tensors of these bytes, of weights if no other kind is named."""
+    entries, end = {}, 0
+    for name, data in tensors.items():
+        entries[name if "/" in name else f"weight/{name}"] = {
+            "dtype": "U8",
+            "shape": [len(data)],
+            "data_offsets": [end, end + len(data)],
+        }
+        end += len(data)
+    return header_bytes(entries) + b"".join(tensors.values())
+
+
+def state_hash(**tensors: bytes) -> str:
+    """Returns the hash of a layer with weights of these bytes, as the trajectory has it."""
+    heads = ((f"{name} torch.uint8 {[len(data)]}\n".encode(), data) for name, data in tensors.items())
+    return hashlib.sha256(b"".join(piece for each in heads for piece in each)).hexdigest()
 
 
 def made_manifest(step: int, parts: Iterable[Part], **changes: Any) -> Manifest:
     """Returns the manifest of made-up layers, one for each layer of the parts."""
     parts = tuple(parts)
-    layers = tuple(LayerHash(layer, sha256(f"{step} {layer}"), sha256("")) for layer in {part.layer for part in parts})
+    hashes = {part.layer: state_hash(w=weights_of(step, part.layer)) for part in parts}
+    layers = tuple(LayerHash(layer, state, sha256("")) for layer, state in hashes.items())
     values: dict[str, Any] = {
         "run": "20261123-120000-gpt-0a1b",
         "step": step,

@@ -19,19 +19,19 @@ from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bi
 from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
+from tests.files.made_checkpoints import part_of, sha256, state_hash
 
 FACTS = bit_facts(host_facts(Path.cwd()))
 OLD, NEW = "20261122-100000-a-0000", "20261123-100000-b-0000"
 
 
-def part_of(*names: str) -> bytes:
-    """The bytes of a safetensors file with empty tensors."""
-    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
-    return len(header).to_bytes(8, "little") + header
-
-
 def keep(
-    results: Path, run: str, steps: tuple[int, ...], job: Job | None = None, resumed: str = "", data: bytes = b"bytes"
+    results: Path,
+    run: str,
+    steps: tuple[int, ...],
+    job: Job | None = None,
+    resumed: str = "",
+    of_optimizer: tuple[str, ...] = (),
 ) -> Path:
     job = job or Job()
     place = results / run / "checkpoints"
@@ -42,8 +42,10 @@ def keep(
     (place.parent / "run.json").write_text(json.dumps(facts))
     folder = checkpoints_at(place)
     for step in steps:
-        part = folder.write_part(step, 0, [data])
-        layers = (LayerHash(0, "0" * 64, "1" * 64),)
+        names = ("w", *of_optimizer)
+        part = folder.write_part(step, 0, [part_of(**dict.fromkeys(names, b"bytes"))])
+        hashes = state_hash(**{name.partition("/")[2].replace("/", ".") or name: b"bytes" for name in names})
+        layers = (LayerHash(0, hashes, sha256("")),)
         manifest = Manifest(
             run=run,
             step=step,
@@ -146,7 +148,7 @@ def test_the_place_of_a_run_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_damaged_one_is_named_and_the_next_older_is_taken(tmp_path: Path) -> None:
     place = keep(tmp_path, OLD, (3, 5))
     (part,) = (place / "step-00000005").glob("layer-*")
-    part.write_bytes(b"bytez")
+    part.write_bytes(part.read_bytes()[:-1] + b"z")
     told: list[str] = []
     assert find_checkpoint(OLD, tmp_path, told.append).origin.step == 3
     assert len(told) == 1
@@ -182,7 +184,7 @@ def test_fields_that_decide_bits_are_refused_with_the_list(tmp_path: Path) -> No
 
 def test_the_state_of_another_optimizer_is_never_taken(tmp_path: Path) -> None:
     job = Job(optimizer="sgd", optimizer_args={"momentum": 0.9})
-    keep(tmp_path, OLD, (3,), job, data=part_of("weight/w", "optimizer/w/momentum_buffer"))
+    keep(tmp_path, OLD, (3,), job, of_optimizer=("optimizer/w/momentum_buffer",))
     found = find_checkpoint("latest", tmp_path, lambda line: None)
     for other_bits in (True, False):
         with pytest.raises(UserError) as error:
@@ -195,7 +197,7 @@ def test_the_state_of_another_optimizer_is_never_taken(tmp_path: Path) -> None:
 
 def test_state_that_lacks_a_tensor_is_never_taken(tmp_path: Path) -> None:
     job = Job(optimizer="rmsprop", optimizer_args={"momentum": 0.5})
-    keep(tmp_path, OLD, (3,), job, data=part_of("optimizer/w/square_avg", "optimizer/w/momentum_buffer"))
+    keep(tmp_path, OLD, (3,), job, of_optimizer=("optimizer/w/momentum_buffer", "optimizer/w/square_avg"))
     centered = replace(job, optimizer_args={"momentum": 0.9, "centered": True})
     assert refused_fields(tmp_path, centered, other_bits=True) == ["optimizer_args.centered"]
     found = find_checkpoint("latest", tmp_path, lambda line: None)
@@ -206,7 +208,7 @@ def test_state_that_lacks_a_tensor_is_never_taken(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_state_of_an_optimizer_fits_any(tmp_path: Path) -> None:
     job = Job(optimizer="sgd")
-    keep(tmp_path, OLD, (3,), job, data=part_of("weight/w", "buffer/0/b"))
+    keep(tmp_path, OLD, (3,), job)
     found = find_checkpoint("latest", tmp_path, lambda line: None)
     refuse_other_bits(found, replace(job, optimizer="adamw"), other_bits=True)
     with pytest.raises(UserError, match="--other-bits goes on all the same"):

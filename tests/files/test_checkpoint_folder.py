@@ -18,7 +18,7 @@ from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, Checkpo
 from engine.files.checkpoints.disk import OwnDisk
 from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.files.checkpoints.object_storage import ObjectStorage
-from tests.files.made_checkpoints import bytes_of, made_manifest, save
+from tests.files.made_checkpoints import made_manifest, part_of, save, weights_of
 
 Place = Callable[[], CheckpointFolder]
 PLACES = ("folder", "memory", "file")
@@ -39,7 +39,8 @@ def test_a_checkpoint_is_read_as_it_was_written(folder: CheckpointFolder) -> Non
     assert folder.names() == (name,)
     manifest = folder.verify(name)
     assert (manifest.step, manifest.loss, manifest.job["lr"]) == (7, 1 / 8, 0.002)
-    assert [folder.part(manifest, part) for part in manifest.parts] == [bytes_of(7, 0), bytes_of(7, 1)]
+    kept = [folder.layer(manifest, layer).tensors["weight/w"].pieces[0] for layer in range(2)]
+    assert kept == [weights_of(7, 0), weights_of(7, 1)]
 
 
 def test_parts_without_a_manifest_are_no_checkpoint(folder: CheckpointFolder) -> None:
@@ -169,15 +170,13 @@ def test_a_folder_of_a_step_that_cannot_be_read_is_named_and_hides_no_other(tmp_
 
 def test_an_alias_of_no_tensor_is_refused(tmp_path: Path) -> None:
     folder = checkpoints_at(tmp_path)
-    header = b'{"weight/w":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
-    data = len(header).to_bytes(8, "little") + header
-    good = folder.write_part(1, 0, [data], aliases=(("other", "weight/w"),))
-    manifest = made_manifest(1, [good])
-    assert folder.part(manifest, good) == data
+    good = folder.write_part(1, 0, [part_of(w=weights_of(1, 0))], aliases=(("other", "weight/w"),))
+    assert folder.layer(made_manifest(1, [good]), 0).tensors.keys() == {"weight/w"}
     with pytest.raises(DamagedCheckpointError, match="'other' is an alias of no tensor"):
-        folder.part(manifest, replace(good, aliases=(("other", "weight/v"),)))
-    with pytest.raises(DamagedCheckpointError, match="no header"):
-        folder.part(manifest, folder.write_part(1, 0, [b"no header"], aliases=(("other", "weight/w"),)))
+        folder.layer(made_manifest(1, [replace(good, aliases=(("other", "weight/v"),))]), 0)
+    none = folder.write_part(1, 0, [b"no header"], aliases=(("other", "weight/w"),))
+    with pytest.raises(DamagedCheckpointError, match="its header is too long"):
+        folder.layer(made_manifest(1, [none]), 0)
 
 
 def test_a_part_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from engine.files.checkpoints.checkpoint_folder import CheckpointFolder
 from engine.files.checkpoints.folder_storage import FolderStorage
 from engine.files.checkpoints.storage import Bytes, Written
 from tests.doubles.power_disk import PowerCut, PowerDisk, UnsyncedFiles, UnsyncedFolders
-from tests.files.made_checkpoints import bytes_of, save
+from tests.files.made_checkpoints import save, weights_of
 
 STEPS = range(3)
 KEEP = 1
@@ -58,8 +58,8 @@ def wrong_on(disk: PowerDisk, kept: int) -> Iterable[str]:
     if step not in (kept, kept + 1):
         yield f"the newest good one is of step {step}, and that of step {kept} was kept"
     if newest.manifest:
-        data = [folder.part(newest.manifest, part) for part in newest.manifest.parts]
-        if data != [bytes_of(step, layer) for layer in range(len(data))]:
+        kept = [folder.layer(newest.manifest, each.layer).tensors for each in newest.manifest.layers]
+        if [bytes(each["weight/w"].pieces[0]) for each in kept] != [weights_of(step, at) for at in range(len(kept))]:
             yield f"other bits at step {step}"
     yield from (f"refused: {each.reason}" for each in newest.refused)
     # The run goes on, on the same disk.

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +18,14 @@ from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.worker.outputs import Keep
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.runtime.checkpoint import snapshot, writer
-from engine.runtime.checkpoint.layer_file import LayerImage, from_bytes
+from engine.runtime.checkpoint.layer_file import LayerImage, tensors_of
 from engine.runtime.checkpoint.snapshot import state_of
 from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.state_hash import hash_tensors
 from tests.runtime.small_jobs import ALL_KINDS, NORMED, small_job
+from tests.runtime.test_layer_file import unhashed
 from tests.runtime.test_state_transfer import JOBS, SLOT, changed, trained
 
 ALONE = NORMED | {"redundancy": "none"}  # no worker can take over: its buffers are live
@@ -95,8 +95,8 @@ def written(replicas: Replicas, folder: Path, told: Told | None = None) -> tuple
 def read_back(folder: Path, told: Told, step: int = 7) -> dict[int, dict[str, tuple[Any, ...]]]:
     checkpoints = checkpoints_at(str(folder))
     parts: list[Part] = [each.part for each in told.messages if isinstance(each, KeptMessage) and each.step == step]
-    manifest: Any = SimpleNamespace(folder=f"step-{step:08d}")
-    return {part.layer: bits(from_bytes(checkpoints.part(manifest, part), part.strides).items()) for part in parts}
+    kept = {part.layer: (part, checkpoints._storage.read(f"step-{step:08d}/{part.file}", part.size)) for part in parts}
+    return {layer: bits(tensors_of(unhashed(data, part.strides)).items()) for layer, (part, data) in kept.items()}
 
 
 def check_kept(values: dict[str, Any], folder: Path) -> None:

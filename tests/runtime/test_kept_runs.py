@@ -57,9 +57,8 @@ def test_buffers_of_two_pipelines_are_kept_for_each(tmp_path: Path) -> None:
     folder = checkpoints_at(job.checkpoints)
     assert kept_steps(ending, folder) == [1]
     manifest = folder.manifest(folder.names()[0])
-    header = folder.part(manifest, manifest.parts[1])
-    assert b"buffer/0/norm.running_mean" in header
-    assert b"buffer/1/norm.running_mean" in header
+    kept = folder.layer(manifest, 1).tensors
+    assert {"buffer/0/norm.running_mean", "buffer/1/norm.running_mean"} < kept.keys()
 
 
 def test_a_run_that_keeps_nothing_writes_nothing(tmp_path: Path) -> None:

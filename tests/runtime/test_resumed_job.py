@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.checkpoints.ladder import Ladder
+from engine.core.checkpoints.manifest import DamagedCheckpointError
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
 from engine.core.config.job import Job
@@ -90,7 +91,8 @@ def test_a_checkpoint_that_a_worker_refuses_is_named_and_the_next_older_one_is_t
     first, *others = manifest.layers
     folder.remove_parts(name.step, [name.file])  # its manifest; the parts stay, and every byte of theirs is right
     forged = folder.publish(replace(manifest, layers=(replace(first, state="0" * 64), *others)))
-    folder.verify(forged)
+    with pytest.raises(DamagedCheckpointError, match="layer 0 have not the hashes of the trajectory"):
+        folder.verify(forged)
     origin = replace(origins[3], file=forged.file)
     told: list[str] = []
     restarts = Restarts(Ladder(1), "", "", told.append, origin)
@@ -98,8 +100,8 @@ def test_a_checkpoint_that_a_worker_refuses_is_named_and_the_next_older_one_is_t
     assert (ending.outcome, ending.error) == ("finished", None)
     (note,) = (each for each in ending.view.run_state.notes if "goes on" in each)
     assert note.endswith("training goes on from the checkpoint of step 2")
-    assert "step-00000003: layer 0" in note
-    assert "its tensors have not the hashes of the trajectory" in note
+    assert "step-00000003/layer-0000." in note
+    assert "the tensors of layer 0 have not the hashes of the trajectory" in note
     assert [each for each in told if "step-00000003: its tensors were refused" in each]
     assert first_difference(ending.view.run_state.rows, rows_after(2, whole)) is None
     named = run_in_threads(MLP, origin=origin, revive=replace(restarts, origin=replace(origin, is_named=True)).revive)

@@ -15,7 +15,9 @@ from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.messages import CommitMessage
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.runtime.agent.checkpoints import Checkpoints
-from tests.files.made_checkpoints import sha256
+from tests.files.made_checkpoints import bytes_of, sha256, state_hash, weights_of
+
+STATE = state_hash(w=weights_of(1, 0))
 
 
 def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> None:
@@ -27,7 +29,7 @@ def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> N
     folder = checkpoints_at(agent.place)
 
     def write(step: int) -> None:
-        agent.kept(KeptMessage(step, folder.write_part(step, 0, [b"x"]), 0, 0, 0))
+        agent.kept(KeptMessage(step, folder.write_part(step, 0, [bytes_of(1, 0)]), 0, 0, 0))
 
     for step in range(2):
         agent.await_parts(
@@ -39,7 +41,7 @@ def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> N
         else:
             write(step)
             write(step)  # twice: the first counts
-            agent.close_step(step, 0.5, [TrajectoryRow(step, 0, sha256("state"), sha256(""), 0.5)])
+            agent.close_step(step, 0.5, [TrajectoryRow(step, 0, STATE, sha256(""), 0.5)])
     agent.close()
     assert [type(each) for each in records] == [UnkeptRecord, KeptRecord]
     assert notes == ["step 0 is not kept as a checkpoint: the disk is full"]
@@ -61,11 +63,11 @@ def test_the_next_host_removes_no_part_that_the_one_before_has_published(tmp_pat
 
     first = coordinates([])
     folder = checkpoints_at(first.place, run=tmp_path.name)
-    parts = [folder.write_part(1, 0, [b"x"]), folder.write_part(1, 0, [b"x"])]
+    parts = [folder.write_part(1, 0, [bytes_of(1, 0)]), folder.write_part(1, 0, [bytes_of(1, 0)])]
     first.kept(KeptMessage(1, parts[0], 0, 0, 0))
-    first.close_step(1, 0.5, [TrajectoryRow(1, 0, sha256("state"), sha256(""), 0.5)])
+    first.close_step(1, 0.5, [TrajectoryRow(1, 0, STATE, sha256(""), 0.5)])
     first.close()
-    parts[1] = folder.write_part(1, 0, [b"x"])
+    parts[1] = folder.write_part(1, 0, [bytes_of(1, 0)])
     for losses in ([0.5], [0.5, 0.5]):
         following = coordinates(losses)
         for part in parts:

@@ -10,15 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
 
-from engine.core.errors import InvariantError, StorageError
+from engine.core.errors import InvariantError, StorageError, ensure
 from engine.core.message_codec import reader_of, strict_text
 
-FORMAT = 1
+FORMAT = 2
+MOST_BYTES = 16 << 20  # of a manifest: some 60,000 parts
+_MOST_OF_JOB = 1 << 16  # characters of the job
+_MOST_INNER = 1 << 20  # objects and lists, each of which takes some 200 bytes
+_MOST_PIPELINES = 1 << 12
 _STEP = re.compile(r"step-([0-9]{8,12})")
 _MANIFEST = re.compile(r"manifest-[0-9a-f]{16}\.json")
 _PART = re.compile(r"layer-([0-9]{4,8})(?:\.shard-([0-9]{1,6})-of-([0-9]{1,6}))?\.[0-9a-f]{16}\.safetensors")
@@ -94,6 +99,20 @@ class Manifest:
         """The size of its parts together."""
         return sum(part.size for part in self.parts)
 
+    @property
+    def pipelines(self) -> int:
+        """The number of pipelines of the job, each with buffers of its own."""
+        return int(self.job.get("pipelines", 1))
+
+    def parts_of(self, layer: int) -> tuple[Part, ...]:
+        """Returns the parts of a layer, in the order of its shards."""
+        first = bisect_left(self.parts, layer, key=_layer)
+        return self.parts[first : bisect_right(self.parts, layer, lo=first, key=_layer)]
+
+
+def _layer(part: Part) -> int:
+    return part.layer
+
 
 _, _READ = reader_of(Manifest)
 
@@ -155,7 +174,9 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     """
     for problem in _problems(manifest):
         raise InvariantError(f"no manifest: {problem}")
-    return _encoded(manifest)
+    data = _encoded(manifest)
+    ensure(_is_readable(data), "no manifest: no reader would take one as large")
+    return data
 
 
 def manifest_file(data: bytes) -> str:
@@ -176,6 +197,8 @@ def manifest_of(name: str, data: bytes) -> Manifest:
 
     if manifest_file(data) != file:
         refuse(f"its SHA-256 begins with {manifest_file(data)[9:25]}, not with the digits in its name")
+    if not _is_readable(data):
+        refuse(f"expected at most {MOST_BYTES} bytes, with at most {_MOST_INNER} objects and lists in them")
     try:
         plain = json.loads(data)
     except (ValueError, RecursionError):
@@ -196,6 +219,11 @@ def manifest_of(name: str, data: bytes) -> Manifest:
     return manifest
 
 
+def _is_readable(data: bytes) -> bool:
+    """Returns whether a text can be parsed in bounded memory."""
+    return len(data) <= MOST_BYTES and data.count(b"{") + data.count(b"[") <= _MOST_INNER
+
+
 def _encoded(manifest: Manifest) -> bytes:
     return (strict_text(manifest, sort_keys=True, default=_plain) + "\n").encode()
 
@@ -207,14 +235,19 @@ def _plain(value: Any) -> dict[str, Any]:
 def _problems(manifest: Manifest) -> Iterator[str]:
     """Yields for each wrong field its name, and the reason."""
     for name in ("step", "epoch"):
-        if not 0 <= getattr(manifest, name) < _MOST:
-            yield f"the field {name!r}: expected at least 0 and less than 2**63, found {getattr(manifest, name)}"
+        if not 0 <= (value := getattr(manifest, name)) < _MOST:
+            yield f"the field {name!r}: expected at least 0 and less than 2**63, found {str(value)[:80]}"
     if _STEP.fullmatch(manifest.folder) is None:
-        yield f"the field 'step': {manifest.step} is too large"
+        yield "the field 'step': it is too large"
     if not manifest.layers or [each.layer for each in manifest.layers] != list(range(len(manifest.layers))):
         yield "the field 'layers': expected each layer once, in order"
     if missing := {"model", "steps"} - manifest.job.keys():
         yield f"the field 'job': expected the fields of a job, found none for {min(missing)!r}"
+    if len(json.dumps(manifest.job)) > _MOST_OF_JOB:
+        yield f"the field 'job': expected at most {_MOST_OF_JOB} characters"
+    pipelines = manifest.job.get("pipelines", 1)
+    if type(pipelines) is not int or not 0 < pipelines <= _MOST_PIPELINES:
+        yield f"the field 'job': expected 1 to {_MOST_PIPELINES} pipelines, found {str(pipelines)[:80]}"
     if len(manifest.names) != len(manifest.layers):
         yield f"the field 'names': expected one for each of {len(manifest.layers)} layers, found {len(manifest.names)}"
     hashes = [text for each in manifest.layers for text in (each.state, each.buffers)]

@@ -7,29 +7,12 @@ are not persistent, nor those of other pipelines than the first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
-from engine.core.checkpoints.manifest import Manifest, Part
+from engine.core.checkpoints.manifest import Manifest
 
 PIECE = "from "  # begins the name of a layer that is a piece of an ordinary module; no submodule has such a name
-_LENGTH = 8  # bytes of a safetensors file, in front of its header
 _OF_MODEL = ("weight/", "buffer/0/")  # beginnings of names in a part
-
-
-def tensor_names(part: bytes) -> list[str]:
-    """Returns the names of the tensors in the bytes of a part, which are those that were written."""
-    end = _LENGTH + int.from_bytes(part[:_LENGTH], "little")
-    return list(json.loads(part[_LENGTH:end]))
-
-
-def unknown_alias(part: Part, data: bytes) -> str:
-    """Returns which alias of a part is that of no tensor in its bytes, in words; empty if there is none."""
-    try:
-        known = tensor_names(data) if part.aliases else []
-    except (ValueError, TypeError, RecursionError):
-        return "it has aliases, and no header"
-    return next((f"{alias!r:.80} is an alias of no tensor" for alias, name in part.aliases if name not in known), "")
 
 
 def prefixes(names: Sequence[str]) -> tuple[str, ...]:
@@ -41,7 +24,7 @@ def prefixes(names: Sequence[str]) -> tuple[str, ...]:
 
 def plain_names(manifest: Manifest, layer: int, stored: Iterable[str]) -> dict[str, str]:
     """Returns for each plain name of a layer the name of its tensor in the parts, which have the `stored` names."""
-    first = next(part for part in manifest.parts if part.layer == layer)
+    first = manifest.parts_of(layer)[0]
     prefix = prefixes(manifest.names)[layer]
     found = {
         f"{prefix}{name.removeprefix(beginning)}": name

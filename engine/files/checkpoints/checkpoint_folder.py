@@ -7,7 +7,6 @@ older one is tried. Several runs may write into one place: each counts and remov
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from engine.core.checkpoints.keeping import may_go
 from engine.core.checkpoints.manifest import (
+    MOST_BYTES,
     DamagedCheckpointError,
     Manifest,
     Part,
@@ -33,15 +33,13 @@ from engine.core.checkpoints.manifest import (
     step_of,
     writer_of,
 )
-from engine.core.checkpoints.plain_names import unknown_alias
+from engine.core.checkpoints.part_file import StoredLayer, layer_in
 from engine.core.errors import StorageError
 from engine.files.checkpoints.disk import Disk, OwnDisk
 from engine.files.checkpoints.faulty_disk import DiskTroubles, FaultyDisk
 from engine.files.checkpoints.folder_storage import FolderStorage
 from engine.files.checkpoints.place_text import folder_at
-from engine.files.checkpoints.storage import Bytes, Storage
-
-_MOST_MANIFEST_BYTES = 64 << 20
+from engine.files.checkpoints.storage import Bytes, Storage, refuse_too_large
 
 
 class CheckpointName(NamedTuple):
@@ -128,28 +126,21 @@ class CheckpointFolder:
 
     def manifest(self, name: CheckpointName) -> Manifest:
         """Returns the manifest of a checkpoint; raises DamagedCheckpointError if it is not what was written."""
-        return manifest_of(str(name), self._storage.read(str(name), _MOST_MANIFEST_BYTES))
+        return manifest_of(str(name), self._storage.read(str(name), MOST_BYTES))
 
-    def part(self, manifest: Manifest, part: Part) -> bytes:
-        """Returns the bytes of a part; raises DamagedCheckpointError if they are not those that were written.
+    def layer(self, manifest: Manifest, layer: int) -> StoredLayer:
+        """Returns the tensors of a layer; each reader of checkpoints gets them here.
 
-        A caller parses these bytes, and does not read the file again.
+        Raises:
+            StorageError: a part cannot be read, is not the one that was written, or has other weights than the run had.
         """
-        name = f"{manifest.folder}/{part.file}"
-        data = self._storage.read(name, part.size)
-        if len(data) != part.size:
-            raise DamagedCheckpointError(f"{name}: expected {part.size} bytes, found {len(data)}")
-        if (found := hashlib.sha256(data).hexdigest()) != part.sha256:
-            raise DamagedCheckpointError(f"{name}: expected the SHA-256 {part.sha256[:16]}..., found {found[:16]}...")
-        if unknown := unknown_alias(part, data):
-            raise DamagedCheckpointError(f"{name}: {unknown}")
-        return data
+        return layer_in(manifest, layer, ((part, self._bytes_of(manifest, part)) for part in manifest.parts_of(layer)))
 
     def verify(self, name: CheckpointName) -> Manifest:
-        """Returns the manifest of a checkpoint if every byte is right; else raises DamagedCheckpointError."""
+        """Returns the manifest of a checkpoint if every byte and every layer is right; else raises StorageError."""
         manifest = self.manifest(name)
-        for part in manifest.parts:
-            self.part(manifest, part)
+        for each in manifest.layers:
+            self.layer(manifest, each.layer)
         return manifest
 
     def newest_good(
@@ -236,6 +227,11 @@ class CheckpointFolder:
             folder, _, file = name.rpartition("/")
             self._remove_all(folder, [file])
         return gone
+
+    def _bytes_of(self, manifest: Manifest, part: Part) -> bytes:
+        name = f"{manifest.folder}/{part.file}"
+        refuse_too_large(name, part.size)
+        return self._storage.read(name, part.size)
 
     def _is_good(self, name: CheckpointName) -> bool:
         try:

@@ -22,6 +22,12 @@ from engine.files.checkpoints.storage import Bytes
 
 _PAGE = 4096  # bytes; a write past the cache has whole ones
 _LARGE = 1 << 16  # bytes: a smaller write would cost more past the cache
+_BLOCK = 512  # bytes, in which the system counts what a file has on the disk; some file systems count nothing
+_DENSE, _MOST_HOLES = (
+    64 << 20,
+    16,
+)  # bytes: a larger file has a sixteenth of them on the disk, also on one that compresses
+_PIECE = 64 << 20  # bytes of one read, which has to find as much memory
 _MOST_PARTS = 4096  # of a path, with those of its links: a circle of links has no end
 
 
@@ -118,12 +124,18 @@ class OwnDisk:
     def read(self, name: str, most: int) -> bytes:
         """Reads, as `Disk` says."""
         with open(self.open(name), "rb", buffering=0) as opened:
-            if (size := _refuse_others(opened.fileno()).st_size) > most:
+            facts = _refuse_others(opened.fileno())
+            if (size := facts.st_size) > most:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and should have at most {most}")
+            if size > _DENSE and 0 < (there := facts.st_blocks * _BLOCK) < size // _MOST_HOLES:
+                raise OSError(errno.EFBIG, f"of its {size} bytes only {there} are on the disk: the rest are holes")
             data = bytearray()
-            while more := opened.read(size + 1 - len(data)):  # a larger number would take as much memory
-                data += more
-            return bytes(data)
+            try:
+                while more := opened.read(min(size + 1 - len(data), _PIECE)):
+                    data += more
+                return bytes(data)
+            except MemoryError as error:
+                raise OSError(errno.ENOMEM, f"there is no memory for its {size} bytes") from error
 
     def open(self, name: str) -> int:
         """Returns a descriptor that reads a regular file of this user; raises OSError."""

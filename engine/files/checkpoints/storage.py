@@ -7,9 +7,12 @@ bytes of one open file: a caller hashes these bytes, and then parses the same. E
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+from engine.core.errors import StorageError
 
 Bytes = bytes | bytearray | memoryview
 
@@ -46,3 +49,10 @@ class Storage(Protocol):
 
     def sync_folder(self, folder: str) -> None:
         """Waits until removals in a folder are on disk."""
+
+
+def refuse_too_large(name: str, size: int) -> None:
+    """Raises StorageError for a size in bytes that this machine's memory cannot have."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise StorageError(f"{name}: it should have {size} bytes, and this machine has memory for {memory}")

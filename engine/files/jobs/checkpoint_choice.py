@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.checkpoints.manifest import Manifest
-from engine.core.checkpoints.plain_names import tensor_names
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.bit_fields import OF_TENSORS, BitDifference, bit_differences
 from engine.core.config.job import Job
@@ -154,8 +153,8 @@ def _has_optimizer_state(found: Found) -> bool:
     folder = checkpoints_at(found.origin.place)
     return any(
         name.startswith("optimizer/")
-        for part in found.manifest.parts
-        for name in tensor_names(folder.part(found.manifest, part))
+        for each in found.manifest.layers
+        for name in folder.layer(found.manifest, each.layer).tensors
     )
 
 

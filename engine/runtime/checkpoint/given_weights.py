@@ -1,7 +1,8 @@
 """The weights with which a job begins: a file or a folder of the user's, read by name, each worker its own layers only.
 
 Rules: names and shapes must be those of the model's state_dict, all of them and no other; every mismatch is told. No
-file can run code: safetensors, or `torch.load(weights_only=True)`. The files are mapped into memory.
+file can run code: safetensors, or `torch.load(weights_only=True)`. The files are mapped into memory; those of a
+checkpoint are read as each reader of checkpoints does it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.core.checkpoints.manifest import is_manifest, step_of
 from engine.core.checkpoints.plain_names import prefixes
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
+from engine.files.checkpoints.checkpoint_folder import CheckpointName, checkpoints_at
 from engine.models.layers import Model
-from engine.runtime.checkpoint.export import INDEX
+from engine.runtime.checkpoint.export import INDEX, weights_of
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.build_layer import build_layer
@@ -38,7 +41,9 @@ class GivenWeights:
         self._places: dict[str, str] = {}  # by name of the tensor: the path of that file
         self._tensors: Mapping[str, Tensor] = {}
         try:
-            if os.path.isdir(path):
+            if manifests := _manifests_in(path):
+                self._tensors = _of_checkpoint(path, manifests)
+            elif os.path.isdir(path):
                 for file, names in _files_in(Path(path)).items():
                     self._open(file, names)
             elif path.endswith(".safetensors"):
@@ -166,6 +171,19 @@ def _files_in(folder: Path) -> dict[str, list[str] | None]:
             raise _wrong(str(folder), "an index that names files of its folder", repr(file))
         by_file.setdefault(str(folder / file), []).append(name)
     return {**by_file}
+
+
+def _manifests_in(path: str) -> list[str]:
+    """Returns the manifests in the folder of one step of checkpoints; none for any other path."""
+    return [each for each in os.listdir(path) if is_manifest(each)] if os.path.isdir(path) else []
+
+
+def _of_checkpoint(path: str, manifests: list[str]) -> Mapping[str, Tensor]:
+    whole = Path(path).absolute()
+    if len(manifests) > 1 or (step := step_of(whole.name)) is None:
+        raise _wrong(path, "the folder of one checkpoint", ", ".join(manifests)[:300])
+    folder = checkpoints_at(whole.parent)
+    return weights_of(folder, folder.manifest(CheckpointName(step, manifests[0])))
 
 
 def _torch_file(path: str) -> Mapping[str, Tensor]:

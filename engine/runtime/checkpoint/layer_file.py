@@ -1,13 +1,12 @@
 """A part of a checkpoint: the tensors of one layer, or of one shard of it, as the bytes of a safetensors file.
 
 Rules: a tensor in a file is contiguous. The strides of any other tensor are kept beside the file, because strides can
-decide bits. The header is written here, so that the bytes of the tensors are not copied once more. The package
-safetensors reads it.
+decide bits. The header is written here, so that the bytes of the tensors are not copied once more; it has the tensors
+in the order in which they are given, which is that of their hashes. The package safetensors reads it.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from itertools import accumulate
@@ -16,30 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.core.checkpoints.manifest import Strides
+from engine.core.checkpoints.part_file import DTYPES, StoredLayer, StoredTensor, header_bytes
 from engine.core.errors import StorageError
 from engine.runtime.stage.buffers import overwrite
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
-_ALIGNED = 8  # bytes: the header ends at a multiple, as the format asks for
+_NAMES = {getattr(torch, dtype): name for name, (dtype, _) in DTYPES.items()}
 _PAGE = 4096  # bytes: memory that begins at a multiple goes to the disk without another copy
 
 
@@ -51,16 +31,17 @@ class LayerImage:
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]):
+        given = list(tensors)
         # The widest elements first, then by name: each tensor is aligned in the file, as safetensors would do it.
-        named = sorted(tensors, key=lambda each: (-each[1].itemsize, each[0]))
+        named = sorted(given, key=lambda each: (-each[1].itemsize, each[0]))
         ends = [0, *accumulate(tensor.numel() * tensor.itemsize for _, tensor in named)]
-        entries = {
-            name: {"dtype": _name_of(name, tensor), "shape": list(tensor.shape), "data_offsets": ends[at : at + 2]}
-            for at, (name, tensor) in enumerate(named)
-        }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNED)
-        header = len(text).to_bytes(8, "little") + text
+        places = {name: ends[at : at + 2] for at, (name, _) in enumerate(named)}
+        header = header_bytes(
+            {
+                name: {"dtype": _name_of(name, tensor), "shape": list(tensor.shape), "data_offsets": places[name]}
+                for name, tensor in given
+            }
+        )
         memory = _page_aligned(len(header) + ends[-1])
         self.data = memory.numpy().data
         """The bytes of the file."""
@@ -95,16 +76,18 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
-def from_bytes(data: bytes, strides: Strides) -> dict[str, Tensor]:
-    """Returns the tensors of a file by name, each with its strides; raises StorageError for any other bytes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
+def tensors_of(layer: StoredLayer) -> dict[str, Tensor]:
+    """Returns the tensors of a layer by name, each with its strides; raises StorageError for impossible ones."""
+    found = {name: _tensor_of(each) for name, each in layer.tensors.items()}
     try:
-        found: dict[str, Tensor] = load(data)
-        return found | {name: laid_out(found[name], stride) for name, stride in strides}
-    except (SafetensorError, AssertionError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise StorageError(f"this is no file of a layer: {error!r:.300}") from error
+        return found | {name: laid_out(found[name], stride) for name, stride in layer.strides.items()}
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise StorageError(f"no tensor can have the strides of the layer: {error!r:.300}") from error
+
+
+def _tensor_of(stored: StoredTensor) -> Tensor:
+    memory, dtype = bytearray().join(stored.pieces), getattr(torch, stored.dtype)
+    return (torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)).view(stored.shape)
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

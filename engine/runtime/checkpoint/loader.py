@@ -1,28 +1,26 @@
 """Fills the replicas of a worker from a checkpoint: the layers of its slots, shadows too, so that no heal follows.
 
-Rules: the bytes of a part are hashed, and the same bytes are parsed. The tensors are hashed again, per layer, and must
-have the hashes of the trajectory. Weights must have the strides of the model, because strides can decide bits. Shards
-are put together first; a worker with `fsdp` then takes its own.
+Rules: `CheckpointFolder.layer` reads each layer, and refuses one without the hashes of the trajectory. Weights must
+have the strides of the model, because strides can decide bits. A worker with `fsdp` takes its own shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.core.checkpoints.manifest import DamagedCheckpointError, Manifest
+from engine.core.checkpoints.part_file import parameter_of
 from engine.core.checkpoints.resumption import Resumption
-from engine.core.checks.audit import joined_buffers
 from engine.core.errors import Problem, StorageError, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
-from engine.runtime.checkpoint.layer_file import from_bytes
+from engine.runtime.checkpoint.layer_file import tensors_of
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
-from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tensor_shards import as_shard_of
 
 _Named = Mapping[str, Tensor]
@@ -62,7 +60,7 @@ def _load(replicas: Replicas, folder: CheckpointFolder, manifest: Manifest) -> N
         for index, layer in stage.layers.items():
             if index not in read:
                 read[index] = read_layer(folder, manifest, index)
-                _verify(stage, index, read[index], manifest)
+                _refuse_misfits(stage, index, read[index], manifest)
             _fill(stage, index, read[index])
             for pipeline, found in enumerate(buffers):
                 copies = (read[index][_buffer(pipeline, name)].clone() for name, _ in layer.named_buffers())
@@ -73,39 +71,21 @@ def _load(replicas: Replicas, folder: CheckpointFolder, manifest: Manifest) -> N
 
 
 def read_layer(folder: CheckpointFolder, manifest: Manifest, layer: int) -> _Named:
-    """Returns the tensors of one layer by their names in its files; shards are put together.
-
-    Raises:
-        StorageError: a file cannot be read, or is not the one that was written.
-    """
-    shards = []
-    for part in (each for each in manifest.parts if each.layer == layer):
-        data = folder.part(manifest, part)
-        try:
-            shards.append(from_bytes(data, part.strides))
-        except StorageError as error:
-            raise DamagedCheckpointError(f"{manifest.folder}/{part.file}: {error}") from error
-    return _put_together(shards)
-
-
-def _put_together(shards: Sequence[_Named]) -> _Named:
-    """Returns the tensors of a layer: parts of one tensor are joined; one that each shard has whole is taken once."""
-    together: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for shard in shards for name in shard):
-        found = [shard[name] for shard in shards if name in shard]
-        is_cut = len(found) > 1 and found[0].dim() > 0 and not name.startswith("buffer/")
-        together[name] = torch.cat(found) if is_cut else found[0]
-    return together
+    """Returns the tensors of one layer by their names in its files; raises StorageError for a damaged file."""
+    stored = folder.layer(manifest, layer)
+    try:
+        return tensors_of(stored)
+    except StorageError as error:
+        raise DamagedCheckpointError(f"{manifest.folder}/{manifest.parts_of(layer)[0].file}: {error}") from error
 
 
 def _buffer(pipeline: int, name: str) -> str:
     return f"buffer/{pipeline}/{name}"
 
 
-def _verify(stage: Stage, index: int, read: _Named, manifest: Manifest) -> None:
-    """Raises DamagedCheckpointError unless the tensors are those of this layer, with the hashes of the trajectory."""
+def _refuse_misfits(stage: Stage, index: int, read: _Named, manifest: Manifest) -> None:
+    """Raises DamagedCheckpointError unless the tensors are those that this layer has."""
     layer, pipelines = stage.layers[index], range(stage.job.pipelines)
-    of_layer = [each for each in manifest.layers if each.layer == index]
 
     def misfit(why: str) -> NoReturn:
         raise _MisfitError(f"{manifest.folder}: {stage.where(index)}: {why}")
@@ -120,40 +100,17 @@ def _verify(stage: Stage, index: int, read: _Named, manifest: Manifest) -> None:
         if is_whole and name in weights and read[name].stride() != tensor.stride():
             misfit(f"expected {name} with strides {tensor.stride()}, found {read[name].stride()}")
     others = read.keys() - expected.keys()
-    if unknown := sorted(name for name in others if _parameter_of(name) not in stage.optimizers[index].state):
+    if unknown := sorted(name for name in others if parameter_of(name) not in stage.optimizers[index].state):
         misfit(f"no such tensor: {unknown[0]}")
-    state = hash_tensors(_state_in_order(layer, stage.optimizers[index].state, read))
-    buffers = joined_buffers([hash_tensors(_named(each, read)) for each in of_buffers])
-    if [(each.state, each.buffers) for each in of_layer] != [(state, buffers)]:
-        why = "its tensors have not the hashes of the trajectory"
-        raise DamagedCheckpointError(f"{manifest.folder}: {stage.where(index)}: {why}")
 
 
 def _found(read: _Named, name: str) -> str:
     return f"shape {list(read[name].shape)} and {read[name].dtype}" if name in read else "none"
 
 
-def _parameter_of(name: str) -> str:
-    """Returns the name of the parameter whose optimizer state a tensor is; empty for another tensor."""
-    return name.removeprefix("optimizer/").rpartition("/")[0] if name.startswith("optimizer/") else ""
-
-
-def _state_in_order(layer: nn.Module, of_optimizer: Iterable[str], read: _Named) -> Iterator[tuple[str, Tensor]]:
-    """Yields weights and optimizer state as `LayerOptimizer.state_tensors` does, whose hash is in the trajectory."""
-    for name, _ in layer.named_parameters():
-        yield name, read[f"weight/{name}"]
-    for name in of_optimizer:
-        for key, tensor in sorted(_optimizer_state(name, read)):
-            yield f"{name}.{key}", tensor
-
-
 def _optimizer_state(parameter: str, read: _Named) -> list[tuple[str, Tensor]]:
     beginning = f"optimizer/{parameter}/"
-    return [(name.removeprefix(beginning), tensor) for name, tensor in read.items() if _parameter_of(name) == parameter]
-
-
-def _named(of_buffers: Mapping[str, Tensor], read: _Named) -> Iterator[tuple[str, Tensor]]:
-    return ((name.split("/", 2)[2], read[name]) for name in of_buffers)
+    return [(name.removeprefix(beginning), tensor) for name, tensor in read.items() if parameter_of(name) == parameter]
 
 
 def _fill(stage: Stage, index: int, read: _Named) -> None:
