@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="bamboo-tests-")  # the notes of runs are no user's
 
 import hypothesis
+
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A deadline would make the verdict depend on how busy the machine is, dice on luck: the same tree has the same verdict.
 # Another search: --hypothesis-profile=search.

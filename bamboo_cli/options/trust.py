@@ -16,8 +16,8 @@ TrustCode = Annotated[
     typer.Option(
         "--trust-code",
         envvar="BAMBOO_TRUST_CODE",
-        help="Let a scenario, a matrix, a job file that one of them names, and a bamboo.yaml that lies here name code "
-        "(package.module:attribute) and the folder of results.",
+        help="Let a scenario, a matrix, a job file that one of them names, a checkpoint, and a bamboo.yaml that lies "
+        "here name code (package.module:attribute) and folders to write to.",
     ),
 ]
 

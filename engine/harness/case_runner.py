@@ -53,6 +53,7 @@ def run_case(
 
     Raises BambooError if the run could not be started.
     """
+    from engine.files.jobs import trust
     from engine.files.jobs.checkpoint_place import refuse_unwritable, with_whole_place
     from engine.files.jobs.given_weights import hash_as_given
     from engine.harness.dead_runs import delete_dead_stores
@@ -66,6 +67,7 @@ def run_case(
         raise UserError(problems)
     init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
     case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
+    trust.note(case.scenario.job)
     known = seat.folder if seat else None
     if known is not None:
         with holding() as interrupts, interrupts.forcing(partial(note_forced_end, known)):

@@ -99,6 +99,24 @@ def test_a_checkpoint_of_another_run_than_the_newest_is_told(tmp_path: Path) -> 
     assert len(told) == 2, told
 
 
+def test_latest_never_goes_on_with_another_job(tmp_path: Path) -> None:
+    """A restart script trained another model: the newest run had kept nothing, and an older one was taken."""
+    keep(tmp_path, "20261120-100000-d-0000", (1,), Job(seed=7))
+    keep(tmp_path, OLD, (3, 5), Job(model="mlp"))
+    keep(tmp_path, NEW, ())
+    for text in ("latest", "latest@3"):
+        with pytest.raises(NothingMatchedError) as error:
+            find_checkpoint(text, tmp_path, lambda line: None)
+        assert f"the newest run {NEW} has none, nor has another run of its job" in str(error.value)
+    assert f"name a run: {OLD} (model mlp, step 3)" in str(error.value)
+    find_checkpoint(OLD, tmp_path, lambda line: None)
+    keep(tmp_path, "20261121-100000-c-0000", (2,), Job(stages=2, schedule="gpipe", logger="csv"))
+    assert find_checkpoint("latest", tmp_path, lambda line: None).origin.step == 2
+    (tmp_path / NEW / "run.json").write_text("{")  # its job is not known
+    with pytest.raises(NothingMatchedError, match="20261121-100000-c-0000"):
+        find_checkpoint("latest", tmp_path, lambda line: None)
+
+
 def test_a_resumed_run_without_one_stands_for_the_run_before(tmp_path: Path) -> None:
     keep(tmp_path, OLD, (3,))
     keep(tmp_path, NEW, (), resumed=OLD)

@@ -58,8 +58,8 @@ def wrong_on(disk: PowerDisk, kept: int) -> Iterable[str]:
     if step not in (kept, kept + 1):
         yield f"the newest good one is of step {step}, and that of step {kept} was kept"
     if newest.manifest:
-        kept = [folder.layer(newest.manifest, each.layer).tensors for each in newest.manifest.layers]
-        if [bytes(each["weight/w"].pieces[0]) for each in kept] != [weights_of(step, at) for at in range(len(kept))]:
+        found = [folder.layer(newest.manifest, each.layer).tensors for each in newest.manifest.layers]
+        if [bytes(each["weight/w"].pieces[0]) for each in found] != [weights_of(step, at) for at in range(len(found))]:
             yield f"other bits at step {step}"
     yield from (f"refused: {each.reason}" for each in newest.refused)
     # The run goes on, on the same disk.

@@ -147,6 +147,13 @@ def bit_differences(
     return different + different_facts(compared_facts(facts, job), compared_facts(now, job))
 
 
+def is_same_job(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Returns whether two kept jobs decide the same bits; no job is that of a record that cannot be read."""
+    names = [name for name in asdict(Job()) if name not in NEUTRAL]
+    kept = [[each.get(name, _BEFORE.get(name)) for name in names] for each in (one, other)]
+    return bool(one and other) and kept[0] == kept[1]
+
+
 def _plain(value: object) -> object:
     """Returns a value as JSON would give it back."""
     return list(value) if isinstance(value, tuple) else value

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from engine.core.checkpoints.manifest import Manifest
 from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.bit_fields import OF_TENSORS, BitDifference, bit_differences
+from engine.core.config.bit_fields import OF_TENSORS, BitDifference, bit_differences, is_same_job
 from engine.core.config.job import Job
 from engine.core.errors import (
     BambooError,
@@ -24,17 +24,20 @@ from engine.core.errors import (
     StorageError,
     UserError,
 )
-from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
+from engine.core.texts import trust_words
+from engine.files.checkpoints.checkpoint_folder import CheckpointName, NewestGood, checkpoints_at
 from engine.files.host_facts import fixed_instruction_set, host_facts
-from engine.files.jobs.checkpoint_place import ResumedRun, checkpoint_places, places_of
+from engine.files.jobs.checkpoint_place import CheckpointPlace, ResumedRun, checkpoint_places, places_of
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import DataFile, data_files
 from engine.files.jobs.resolved_job import secret_arguments
+from engine.files.jobs.trust import needs_word
 from engine.files.run_folder import RunFolder
 
 # Arguments of torch.optim with which a parameter has one more tensor of state; sgd takes its first gradient for it.
 _STATE_ARGS = ("amsgrad", "centered", "momentum")
 _BEGINS_ANEW = ("sgd",)
+_MOST_NAMED = 5  # runs of other jobs, in a message
 
 
 class Found(NamedTuple):
@@ -64,22 +67,28 @@ class Found(NamedTuple):
 def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> Found:
     """Returns the checkpoint that ``latest``, a run, a folder or a URL of checkpoints stands for, ``@STEP`` behind it.
 
-    `say` gets a line about each newer one that is refused, and about a newest run of which none is good.
+    Where the newest run has no good one, ``latest`` is that of an older run of the same job. `say` gets a line about
+    each newer one that is refused, and about a newest run of which none is good.
 
     Raises:
-        NothingMatchedError: there is no such run, or it has no checkpoint.
+        NothingMatchedError: there is no such run, or it has no checkpoint; runs of other jobs are named.
         StorageError: there are checkpoints, and none is good.
     """
-    num_refused, step, newest = 0, None, ""
+    num_refused, step = 0, None
+    newest: CheckpointPlace | None = None
+    others: dict[str, str] = {}
     for place in checkpoint_places(text, results):
-        step, newest = place.step, newest or place.asked
+        step, newest = place.step, newest or place
+        if place.asked != newest.asked and not is_same_job(newest.job, place.job):
+            others |= _named(place) if len(others) < _MOST_NAMED else {}
+            continue
         good = place.folder.newest_good(place.run, step)
         num_refused += tell_refused(good, place.folder.place, say)
         if good.name is not None and good.manifest is not None:
             file, manifest = good.name.file, good.manifest
-            if place.asked != newest:
+            if place.asked != newest.asked:
                 of = "" if step is None else f" of step {step}"
-                say(f"the newest run {newest} has no good checkpoint{of}; this is one of run {manifest.run}")
+                say(f"the newest run {newest.asked} has no good checkpoint{of}; this is one of run {manifest.run}")
             origin = Resumption(
                 good.name.step, place.folder.place, file, manifest.run, is_named=step is not None, init=manifest.init
             )
@@ -90,7 +99,19 @@ def find_checkpoint(text: str, results: Path, say: Callable[[str], object]) -> F
         raise StorageError(
             f"no checkpoint{at} of {text!r} is good: {num_refused} {'was' if num_refused == 1 else 'were'} refused"
         )
+    if others and newest is not None:
+        why = f"the newest run {newest.asked} has none, nor has another run of its job"
+        raise NothingMatchedError(f"no checkpoint{at} in {text!r}: {why}; name a run: {', '.join(others.values())}")
     raise NothingMatchedError(f"no checkpoint{at} in {text!r}")
+
+
+def _named(place: CheckpointPlace) -> dict[str, str]:
+    """Returns a run of another job with its newest checkpoint, in words, by the name of the run, if it has one."""
+    names: tuple[CheckpointName, ...] = ()
+    with contextlib.suppress(StorageError):
+        names = place.names()
+    model = f"model {str(place.job.get('model'))[:80]}"
+    return {place.asked: f"{place.asked} ({model}, step {names[-1].step})"} if names else {}
 
 
 def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> int:
@@ -190,5 +211,6 @@ def resume_command(run: Path, job: Job) -> str:
     if not has_one:
         return ""
     words = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]
+    words += trust_words(needs_word(job))
     words += ["--isa", isa] if (isa := fixed_instruction_set()) else []
     return shlex.join(["bamboo", "run", "--resume", str(run), *words])

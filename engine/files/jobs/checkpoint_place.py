@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,8 @@ class CheckpointPlace:
     """Checkpoints: all in a folder or at a URL, or those of one run; of one step, or of all.
 
     `run` is the name of the run whose checkpoints count, empty for all. A `heir` began after one of them, and its job
-    goes on from there. `asked` is the folder's name of the run that stands for them, empty without one.
+    goes on from there. `asked` is the folder's name of the run that stands for them, and `job` its job; both are empty
+    without one.
     """
 
     folder: CheckpointFolder
@@ -45,6 +46,7 @@ class CheckpointPlace:
     step: int | None = None
     heir: ResumedRun | None = None
     asked: str = ""
+    job: Mapping[str, Any] = field(default_factory=dict)
 
     def names(self) -> tuple[CheckpointName, ...]:
         """Returns the names of the checkpoints, by step, also of those whose manifests cannot be read."""
@@ -136,18 +138,17 @@ def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPla
     facts = _facts_of(run)
     asked = run.path.name
     job, name = facts.get("job", {}), str(facts.get("run") or asked)
+    of_run = {"step": step, "asked": asked, "job": job}
     if named := job.get("checkpoints"):
-        yield CheckpointPlace(
-            checkpoints_at(named if is_url(named) else Path(named).absolute()), name, step, asked=asked
-        )
+        yield CheckpointPlace(checkpoints_at(named if is_url(named) else Path(named).absolute()), name, **of_run)
     else:
-        yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), name, step, asked=asked)
+        yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), name, **of_run)
     if isinstance(before := facts.get("resumed"), dict):
         begun = int(before["step"]) if before.get("is_named") else None
         if begun is None or step is None or step <= begun:  # what the other run did later is not this run's
             heir = ResumedRun(job, facts["host"], bool(before.get("other_bits")), str(run.run_json))
             place, of = checkpoints_at(str(before["place"])), str(before["run"])
-            yield CheckpointPlace(place, of, begun if step is None else step, heir, asked)
+            yield CheckpointPlace(place, of, begun if step is None else step, heir, asked, job)
 
 
 def _facts_of(run: RunFolder) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from engine.files.jobs.job_value import A_FIELD, FIELD_TYPES, Given
 from engine.files.jobs.model_defaults import with_model_defaults
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
-from engine.files.jobs.trust import LYING_THERE, foreign_values
+from engine.files.jobs.trust import KEPT, LYING_THERE, foreign_values, without_noted
 from engine.files.strict_yaml import Document
 
 
@@ -61,7 +61,9 @@ def resolve_job(
     layers = [file_layer(job_file)] if job_file else []
     given = [set_layer(settings), flag_layer(flags or {}), *([last] if last is not None else [])]
     if kept is not None:
-        return merge([document_layer(kept), *layers, *given], offered)
+        of_checkpoint = document_layer(kept, KEPT)
+        of_checkpoint.given = without_noted(of_checkpoint.given)
+        return merge([of_checkpoint, *layers, *given], offered)
     if record := next((each.record for each in layers), None):
         resolved = merge([*layers, *given], offered)
         init = init_of(record) if resolved.origins.get("init", "").startswith(f"{record.source}:") else ""

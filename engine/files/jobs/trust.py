@@ -2,15 +2,26 @@
 
 Rules: code (``module:attribute``) and the folder of results count from the command line, from ``BAMBOO_*``, from the
 user's own file, and from a job file or the record of a run that the command line names. Any other file is foreign: a
-scenario, a matrix, the job file that one of them names, and a ``bamboo.yaml`` that lies in the current folder. From a
-foreign file these values count with ``--trust-code`` only.
+scenario, a matrix, the job file that one of them names, a ``bamboo.yaml`` that lies in the current folder, and a
+checkpoint. From a foreign file these values count with ``--trust-code`` only.
+
+A user's own checkpoint is told from another one by what its job names, because any file can be unpacked from elsewhere:
+each run notes its code and its folders, with the current folder, in a file of the user's. What a run had here before,
+it has again, without a word.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import stat
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
-from engine.core.config.job import CODE_FIELDS, PLACES, Job, code_in
+from engine.core.config.job import ACTING, CODE_FIELDS, PLACES, Job, code_in
 from engine.core.errors import Problem
 from engine.core.texts import TRUST_FLAG
 from engine.files.jobs.job_value import Given
@@ -19,6 +30,9 @@ TRUST_VARIABLE = "BAMBOO_TRUST_CODE"
 # The advice about a value of a foreign file (`Given.foreign`).
 FOREIGN = f"if you trust this file, give {TRUST_FLAG}"
 LYING_THERE = f"if you trust this file, give {TRUST_FLAG}, or name the file on the command line"
+
+KEPT = f"if you trust this checkpoint, give {TRUST_FLAG}, or name the value yourself, as with --set"
+_MOST_BYTES = 4 << 20  # of the notes
 
 
 def foreign_values(given: Iterable[Given]) -> tuple[Problem, ...]:
@@ -36,3 +50,53 @@ def _refused(given: Given) -> Problem | None:
         only = f"no folder but {usual!r}" if usual else "no folder"
         return given.problem(f"{only} from this file", repr(given.value), why)
     return None
+
+
+def note(job: Job) -> None:
+    """Notes the code and the folders of a job that is run in the current folder, where a note can be written."""
+    lines = {_line(each) for each in _acting(job) if _refused(each)} - _noted()
+    if not lines:
+        return
+    with suppress(OSError, RuntimeError):  # of a home that nobody has, or may write
+        path = _notes()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "a", encoding="ascii") as file:
+            file.write("".join(f"{each}\n" for each in sorted(lines)))
+
+
+def without_noted(given: Iterable[Given]) -> list[Given]:
+    """Returns the values of a foreign file; those that a run had in this folder are foreign no more."""
+    noted = _noted()
+    return [replace(each, foreign="") if _line(each) in noted else each for each in given]
+
+
+def needs_word(job: Job) -> bool:
+    """Returns whether a checkpoint with this job is resumed in this folder with the user's word only."""
+    noted = _noted()
+    return any(_refused(each) and _line(each) not in noted for each in _acting(job))
+
+
+def _acting(job: Job) -> list[Given]:
+    return [Given((name,), getattr(job, name), "", "", foreign=KEPT) for name in ACTING]
+
+
+def _line(given: Given) -> str:
+    text = json.dumps([os.path.realpath("."), given.name, given.value])
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _notes() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "bamboo", "trusted-code")
+
+
+def _noted() -> frozenset[str]:
+    """Returns the lines of the notes, which count if only this user can have written them."""
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):
+        fd = os.open(_notes(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, encoding="ascii") as file:
+            facts = os.fstat(fd)
+            is_own = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+            return frozenset(file.read(_MOST_BYTES).split() if is_own else ())
+    return frozenset()
