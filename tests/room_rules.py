@@ -52,7 +52,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.hosts": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.core.history"},
     "engine.core.launch": _GROUND | {"engine.core.hosts"},
     "engine.core.merging": _GROUND | {"engine.core.config", "engine.core.history"},
-    "engine.core.checks": _PLANS | {"engine.core.faults", "engine.core.history", "engine.core.merging"},
+    "engine.core.checks": _PLANS
+    | {"engine.core.checkpoints", "engine.core.faults", "engine.core.history", "engine.core.merging"},
     "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
     "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},

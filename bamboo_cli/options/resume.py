@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,13 +47,12 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
         BambooError: the text is empty, there is no good checkpoint, or the job would give other bits.
     """
     from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits
-    from engine.files.strict_yaml import read_text
 
     if not text:  # as of a variable that is not set
         raise UserError([Problem("--resume", "latest, a run, or a folder or URL of checkpoints", "''")])
     folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
     found = find_checkpoint(text, folder, lambda line: echo(line, err=True))
-    resolved = resolve(kept=read_text(json.dumps(dict(found.job)), found.source))
+    resolved = resolve(kept=found.document)
     refuse_other_bits(found, resolved.job, other_bits)
     echo(found.words, err=True)
     return replace(resolved, origin=replace(found.origin, other_bits=other_bits or found.origin.other_bits))

@@ -19,6 +19,7 @@ from engine.core.checkpoints.plain_names import prefixes
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.files.jobs.given_weights import hash_as_given
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
 from engine.runtime.checkpoint.export import INDEX, export
@@ -196,7 +197,14 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
     for name, kind in (("m.pt", "RuntimeError"), ("pickled.pt", "UnpicklingError")):
         (problem,) = refusal(tmp_path / name)
         assert problem.expected == "weights that torch.load(weights_only=True) reads"
-        assert problem.found.endswith(f"{name}': {kind}")  # without torch's advice to load the file as code
+        assert problem.found.endswith(f"{name}': none ({kind})")  # without torch's advice to load the file as code
+    (tmp_path / "mine.py").write_text("import torch\n")
+    for name in ("mine.py", "m.pt", "m.safetensors"):
+        with pytest.raises(
+            UserError, match=r"init: expected weights: FILE\.safetensors, a state_dict .* begins as no file"
+        ):
+            hash_as_given(str(tmp_path / name), "")  # before a run begins; the class of torch's error was told after it
+    assert hash_as_given(str(tmp_path / "nested.pt"), "")
     torch.save({"0.weight": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
     assert refusal(tmp_path / "sparse.pt")[0].expected == "dense tensors"
     (tmp_path / "folder").mkdir()

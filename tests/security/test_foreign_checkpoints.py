@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,8 @@ def test_a_run_folder_that_was_unpacked_here_names_no_code_either(words: str) ->
 @pytest.mark.parametrize("name", ["results", "checkpoints"])
 def test_a_checkpoint_does_not_choose_where_to_write(name: str, tmp_path: Path, opened: list[Job]) -> None:
     """Before, folders elsewhere were made and written."""
-    keep(Path("elsewhere"), RUN, (3,), replace(Job(model="mlp"), **{name: str(tmp_path / "victim")}))
+    named: dict[str, Any] = {name: str(tmp_path / "victim")}
+    keep(Path("elsewhere"), RUN, (3,), Job(model="mlp", **named))
     code, (problem,), _ = call(RESUME)
     assert (code, problem.field) == (2, name) and "bamboo would write to that folder" in problem.hint
     assert not opened and not (tmp_path / "victim").exists()
@@ -105,8 +107,9 @@ def test_notes_that_another_could_write_count_for_nothing(tmp_path: Path) -> Non
     assert trust.needs_word(CALLED)
     notes.rename(tmp_path / "elsewhere")
     notes.symlink_to(tmp_path / "elsewhere")
-    trust.note(CALLED)
     assert trust.needs_word(CALLED)
+    trust.note(CALLED)  # in the place of the link, and not through it
+    assert not trust.needs_word(CALLED) and (tmp_path / "elsewhere").stat().st_size == size
     notes.unlink()
     notes.mkdir()
     trust.note(CALLED)

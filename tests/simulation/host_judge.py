@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from engine.core.checks.audit import joined_buffers
+from engine.core.checkpoints.part_file import joined_buffers
 from engine.core.coordinator.inputs import CoordinatorInput
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.history.record import StampedRecord

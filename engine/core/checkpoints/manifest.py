@@ -21,7 +21,7 @@ from engine.core.message_codec import reader_of, strict_text
 
 FORMAT = 2
 MOST_BYTES = 16 << 20  # of a manifest: some 60,000 parts
-_MOST_OF_JOB = 1 << 16  # characters of the job
+_MOST_VALUES = 1 << 10  # fields and arguments of the job
 _MOST_INNER = 1 << 20  # objects and lists, each of which takes some 200 bytes
 _MOST_PIPELINES = 1 << 12
 _STEP = re.compile(r"step-([0-9]{8,12})")
@@ -175,7 +175,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     for problem in _problems(manifest):
         raise InvariantError(f"no manifest: {problem}")
     data = _encoded(manifest)
-    ensure(_is_readable(data), "no manifest: no reader would take one as large")
+    ensure(can_be_parsed(data), "no manifest: no reader would take one as large")
     return data
 
 
@@ -197,7 +197,7 @@ def manifest_of(name: str, data: bytes) -> Manifest:
 
     if manifest_file(data) != file:
         refuse(f"its SHA-256 begins with {manifest_file(data)[9:25]}, not with the digits in its name")
-    if not _is_readable(data):
+    if not can_be_parsed(data):
         refuse(f"expected at most {MOST_BYTES} bytes, with at most {_MOST_INNER} objects and lists in them")
     try:
         plain = json.loads(data)
@@ -219,9 +219,9 @@ def manifest_of(name: str, data: bytes) -> Manifest:
     return manifest
 
 
-def _is_readable(data: bytes) -> bool:
-    """Returns whether a text can be parsed in bounded memory."""
-    return len(data) <= MOST_BYTES and data.count(b"{") + data.count(b"[") <= _MOST_INNER
+def can_be_parsed(data: bytes, most: int = MOST_BYTES) -> bool:
+    """Returns whether a text of JSON can be parsed in bounded memory."""
+    return len(data) <= most and data.count(b"{") + data.count(b"[") <= _MOST_INNER
 
 
 def _encoded(manifest: Manifest) -> bytes:
@@ -243,8 +243,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield "the field 'layers': expected each layer once, in order"
     if missing := {"model", "steps"} - manifest.job.keys():
         yield f"the field 'job': expected the fields of a job, found none for {min(missing)!r}"
-    if len(json.dumps(manifest.job)) > _MOST_OF_JOB:
-        yield f"the field 'job': expected at most {_MOST_OF_JOB} characters"
+    if sum(len(each) if isinstance(each, (dict, list)) else 1 for each in manifest.job.values()) > _MOST_VALUES:
+        yield f"the field 'job': expected at most {_MOST_VALUES} values"
     pipelines = manifest.job.get("pipelines", 1)
     if type(pipelines) is not int or not 0 < pipelines <= _MOST_PIPELINES:
         yield f"the field 'job': expected 1 to {_MOST_PIPELINES} pipelines, found {str(pipelines)[:80]}"

@@ -6,11 +6,11 @@ pipeline have the same buffers too. A worker that reports a layer twice must rep
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from engine.core.checkpoints.part_file import joined_buffers
 from engine.core.checks.trajectory import NO_MARKS, TensorMarks, TrajectoryRow
 from engine.core.errors import ReplicasDifferError
 
@@ -84,8 +84,3 @@ def _compare(step: int, part: str, one: _Report, other: _Report) -> None:
         raise ReplicasDifferError(
             f"step {step}: {part}{tensor} differs between {one[1]} and {other[1]}: {one[0][:12]} and {other[0][:12]}"
         )
-
-
-def joined_buffers(hashes: list[str]) -> str:
-    """Returns one hash for the buffers of all pipelines, in pipeline order; they differ because their data differ."""
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()

@@ -24,7 +24,7 @@ from engine.core.errors import (
     StorageError,
     UserError,
 )
-from engine.core.texts import trust_words
+from engine.core.texts import counted, trust_words
 from engine.files.checkpoints.checkpoint_folder import CheckpointName, NewestGood, checkpoints_at
 from engine.files.host_facts import fixed_instruction_set, host_facts
 from engine.files.jobs.checkpoint_place import CheckpointPlace, ResumedRun, checkpoint_places, places_of
@@ -33,11 +33,13 @@ from engine.files.jobs.data_files import DataFile, data_files
 from engine.files.jobs.resolved_job import secret_arguments
 from engine.files.jobs.trust import needs_word
 from engine.files.run_folder import RunFolder
+from engine.files.strict_yaml import Document, KeyPath
 
 # Arguments of torch.optim with which a parameter has one more tensor of state; sgd takes its first gradient for it.
 _STATE_ARGS = ("amsgrad", "centered", "momentum")
 _BEGINS_ANEW = ("sgd",)
 _MOST_NAMED = 5  # runs of other jobs, in a message
+_MOST_TOLD = 10  # refused checkpoints of one place
 
 
 class Found(NamedTuple):
@@ -56,6 +58,14 @@ class Found(NamedTuple):
     def source(self) -> str:
         """The file with that job."""
         return self.heir.file if self.heir else f"{self.origin.place}/{self.manifest.folder}/{self.origin.file}"
+
+    @property
+    def document(self) -> Document:
+        """The job as a document; its text has one line."""
+        paths: list[KeyPath] = [(), *((name,) for name in self.job)]
+        paths += ((name, key) for name, value in self.job.items() if isinstance(value, dict) for key in value)
+        places = dict.fromkeys(paths, (1, 1))
+        return Document(self.source, dict(self.job), places, places)
 
     @property
     def words(self) -> str:
@@ -116,8 +126,10 @@ def _named(place: CheckpointPlace) -> dict[str, str]:
 
 def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> int:
     """Says which checkpoints were refused, and why; returns their number."""
-    for each in good.refused:
+    for each in good.refused[:_MOST_TOLD]:
         say(f"a checkpoint in {place} is refused: {each.reason}")
+    if more := len(good.refused[_MOST_TOLD:]):
+        say(f"{counted(more, 'more checkpoint')} in {place} {'is' if more == 1 else 'are'} refused")
     return len(good.refused)
 
 

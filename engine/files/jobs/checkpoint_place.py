@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.checkpoints.keeping import keeps_any
+from engine.core.checkpoints.manifest import can_be_parsed
 from engine.core.config.job import Job
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.files.atomic_write import open_to_read
@@ -20,7 +21,8 @@ from engine.files.checkpoints.place_text import folder_at, is_half_url, is_url
 from engine.files.run_folder import LATEST, RunFolder, find_run, run_names
 
 _STEP = re.compile(r"(.*)@([0-9]{1,12})", re.DOTALL)
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
+_MOST_BYTES = 16 << 20  # of run.json
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError)
 
 
 class ResumedRun(NamedTuple):
@@ -143,18 +145,33 @@ def places_of(run: RunFolder, step: int | None = None) -> Iterator[CheckpointPla
         yield CheckpointPlace(checkpoints_at(named if is_url(named) else Path(named).absolute()), name, **of_run)
     else:
         yield CheckpointPlace(checkpoints_at(run.checkpoints.absolute(), run.path.absolute()), name, **of_run)
-    if isinstance(before := facts.get("resumed"), dict):
-        begun = int(before["step"]) if before.get("is_named") else None
+    if before := facts.get("resumed"):
+        begun = before["step"] if before.get("is_named") else None
         if begun is None or step is None or step <= begun:  # what the other run did later is not this run's
             heir = ResumedRun(job, facts["host"], bool(before.get("other_bits")), str(run.run_json))
-            place, of = checkpoints_at(str(before["place"])), str(before["run"])
-            yield CheckpointPlace(place, of, begun if step is None else step, heir, asked, job)
+            yield CheckpointPlace(
+                checkpoints_at(before["place"]), before["run"], begun if step is None else step, heir, asked, job
+            )
 
 
 def _facts_of(run: RunFolder) -> dict[str, Any]:
     try:
         with open(open_to_read(run.run_json), "rb") as file:
-            facts: dict[str, Any] = json.load(file)
-        return {**facts, "job": dict(facts["job"]), "host": dict(facts["host"])}
+            data = file.read(_MOST_BYTES + 1)
+        if not can_be_parsed(data, _MOST_BYTES):
+            return {}
+        facts: dict[str, Any] = json.loads(data)
+        job, before = dict(facts["job"]), facts.get("resumed")
+        if before is not None:
+            before = {**before, "place": _path(before["place"]), "run": str(before["run"]), "step": int(before["step"])}
+        checkpoints = _path(job.get("checkpoints", ""))
+        return {**facts, "job": job | {"checkpoints": checkpoints}, "host": dict(facts["host"]), "resumed": before}
     except _UNREADABLE:
         return {}
+
+
+def _path(text: str) -> str:
+    """Returns the text of a path; raises ValueError for one that the system cannot have."""
+    if b"\0" in os.fsencode(text):
+        raise ValueError("a path has no NUL")
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,12 +30,26 @@ def weights_hash(path: str) -> str:
 
 
 def hash_as_given(path: str, before: str) -> str:
-    """Returns the hash of given weights; raises UserError if it is not that of the run `before`, if there was one."""
+    """Returns the hash of given weights; raises UserError if it is not that of the run `before`, if there was one.
+
+    A file that is none of weights is refused before a run begins.
+    """
+    if os.path.isfile(path) and not _may_be_weights(path):
+        expected = "weights: FILE.safetensors, a state_dict that torch.save wrote, or a folder of safetensors files"
+        raise UserError([Problem("init", expected, repr(path), "it begins as no file of weights does")])
     found = weights_hash(path)
     if before and before != found:
         hint = "put the weights of that run back, or name others: --init FILE"
         raise UserError([Problem("init", f"SHA-256 {before} as in that run", f"{found} of {path!r}", hint)])
     return found
+
+
+def _may_be_weights(path: str) -> bool:
+    """Returns whether a file begins as one of torch or safetensors does; torch names a class of its own error only."""
+    with storage_errors("read", Path(path)), open(path, "rb") as file:
+        begin = file.read(9)
+    is_safetensors = path.endswith(".safetensors")
+    return begin[8:] == b"{" if is_safetensors else begin.startswith((b"PK\x03\x04", b"\x80"))
 
 
 def with_weights_hash(job: Job) -> Job:

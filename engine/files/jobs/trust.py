@@ -15,15 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from engine.core.config.job import ACTING, CODE_FIELDS, PLACES, Job, code_in
-from engine.core.errors import Problem
+from engine.core.errors import Problem, StorageError
 from engine.core.texts import TRUST_FLAG
+from engine.files.atomic_write import open_to_read, write_atomically
 from engine.files.jobs.job_value import Given
 
 TRUST_VARIABLE = "BAMBOO_TRUST_CODE"
@@ -54,15 +54,13 @@ def _refused(given: Given) -> Problem | None:
 
 def note(job: Job) -> None:
     """Notes the code and the folders of a job that is run in the current folder, where a note can be written."""
-    lines = {_line(each) for each in _acting(job) if _refused(each)} - _noted()
-    if not lines:
+    noted = _noted()
+    if (lines := noted | {_line(each) for each in _acting(job) if _refused(each)}) == noted:
         return
-    with suppress(OSError, RuntimeError):  # of a home that nobody has, or may write
+    with suppress(OSError, RuntimeError, StorageError):  # of a home that nobody has, or may write
         path = _notes()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "a", encoding="ascii") as file:
-            file.write("".join(f"{each}\n" for each in sorted(lines)))
+        write_atomically(path, "".join(f"{each}\n" for each in sorted(lines)))
 
 
 def without_noted(given: Iterable[Given]) -> list[Given]:
@@ -93,10 +91,8 @@ def _notes() -> Path:
 
 def _noted() -> frozenset[str]:
     """Returns the lines of the notes, which count if only this user can have written them."""
-    with suppress(OSError, RuntimeError, UnicodeDecodeError):
-        fd = os.open(_notes(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, encoding="ascii") as file:
-            facts = os.fstat(fd)
-            is_own = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
-            return frozenset(file.read(_MOST_BYTES).split() if is_own else ())
+    with suppress(OSError, RuntimeError, UnicodeDecodeError), open(open_to_read(_notes()), encoding="ascii") as file:
+        facts = os.fstat(file.fileno())
+        is_own = facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+        return frozenset(file.read(_MOST_BYTES).split() if is_own else ())
     return frozenset()

@@ -194,7 +194,9 @@ def _torch_file(path: str) -> Mapping[str, Tensor]:
     except OSError:
         raise
     except Exception as error:  # its advice is to load the file as code
-        raise _wrong(path, "weights that torch.load(weights_only=True) reads", type(error).__name__) from error
+        raise _wrong(
+            path, "weights that torch.load(weights_only=True) reads", f"none ({type(error).__name__})"
+        ) from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise _wrong(path, "a state_dict: tensors by name", type(found).__name__)
     for name, tensor in found.items():
