@@ -248,6 +248,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     pipelines = manifest.job.get("pipelines", 1)
     if type(pipelines) is not int or not 0 < pipelines <= _MOST_PIPELINES:
         yield f"the field 'job': expected 1 to {_MOST_PIPELINES} pipelines, found {str(pipelines)[:80]}"
+    if not 0 < len(manifest.run) < 256:
+        yield "the field 'run': expected the name of a run"
     if len(manifest.names) != len(manifest.layers):
         yield f"the field 'names': expected one for each of {len(manifest.layers)} layers, found {len(manifest.names)}"
     hashes = [text for each in manifest.layers for text in (each.state, each.buffers)]

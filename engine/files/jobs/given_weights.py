@@ -34,13 +34,13 @@ def hash_as_given(path: str, before: str) -> str:
 
     A file that is none of weights is refused before a run begins.
     """
-    if os.path.isfile(path) and not _may_be_weights(path):
-        expected = "weights: FILE.safetensors, a state_dict that torch.save wrote, or a folder of safetensors files"
-        raise UserError([Problem("init", expected, repr(path), "it begins as no file of weights does")])
     found = weights_hash(path)
     if before and before != found:
         hint = "put the weights of that run back, or name others: --init FILE"
         raise UserError([Problem("init", f"SHA-256 {before} as in that run", f"{found} of {path!r}", hint)])
+    if os.path.isfile(path) and not _may_be_weights(path):
+        expected = "weights: FILE.safetensors, a state_dict that torch.save wrote, or a folder of safetensors files"
+        raise UserError([Problem("init", expected, repr(path), "it begins as no file of weights does")])
     return found
 
 
