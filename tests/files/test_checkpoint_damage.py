@@ -138,10 +138,13 @@ def forged(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
     yield "expected strides", parts(strides=[["weight/w", [1 << 80]]])
     yield "'epoch'", text(epoch=1 << 80)
     yield "'format'", text(format=3)
-    yield "'run': expected the name of a run", text(run="")
-    yield "expected 1 to 4096 pipelines, found 1000000", text(job=whole["job"] | {"pipelines": 10**15})
-    yield "at most 1024 values", text(job=whole["job"] | {"model_args": {f"k{number}": 0 for number in range(1025)}})
-    yield "with at most 1048576 objects", b"[" + b"[]," * (1 << 20) + b"[]]"
+    many = {f"k{number}": 0 for number in range(1025)}
+    yield from (
+        ("'run': expected the name of a run", text(run="")),
+        ("expected 1 to 4096 pipelines, found 1000000", text(job=whole["job"] | {"pipelines": 10**15})),
+        ("at most 1024 values", text(job=whole["job"] | {"model_args": many})),
+        ("with at most 1048576 objects", b"[" + b"[]," * (1 << 20) + b"[]]"),
+    )
     yield "'format'", text(format="1")
     yield "'step'", text(step=-1)
     yield "'step'", text(step=10**13)
