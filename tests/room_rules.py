@@ -93,6 +93,8 @@ ROOMS: dict[str, frozenset[str]] = {
         "engine.runtime.stage",
         "engine.runtime.transport",
     },
+    "engine.runtime.keeping": _HOST
+    | {"engine.core.checkpoints", "engine.core.config", "engine.files.checkpoints", "engine.files.jobs"},
     "engine.runtime.checkpoint": _GROUND
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}
     | {"engine.files", "engine.files.checkpoints"}
@@ -117,6 +119,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.agent", "engine.core.config", "engine.core.coordinator", "engine.core.membership"}
     | {"engine.core.checkpoints", "engine.core.store", "engine.files.checkpoints", "engine.files.jobs"}
     | {"engine.core.faults", "engine.core.checks", "engine.core.recovery", "engine.runtime.store"}
+    | {"engine.runtime.keeping"}
     | {"engine.core.elastic", "engine.runtime.faults", "engine.runtime.coordinator"},
     "engine.runtime.hosts": _HOST
     | {"engine.core.config", "engine.core.hosts", "engine.core.membership", "engine.core.merging", "engine.core.store"}
@@ -166,7 +169,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.samples", "engine.files.scenarios"}
     | {"engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.files.jobs", "engine.runtime.agent"}
-    | {"engine.observers", "engine.runtime.checkpoint"},
+    | {"engine.observers", "engine.runtime.checkpoint", "engine.runtime.keeping"},
     "engine.observers": _GROUND
     | {"engine.core.checks", "engine.core.config", "engine.core.history", "engine.files", "engine.runtime.process"},
     "engine.api": _GROUND

@@ -87,12 +87,11 @@ def _run_in(
     seat: Seat | None,
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
-    from engine.files.checkpoints.claims import claimed
     from engine.files.events_file import add_records
     from engine.harness.state_lost import Restarts
-    from engine.runtime.agent.checkpoints import place_of
     from engine.runtime.agent.taken_run import HandedOverError
     from engine.runtime.doctor.leak_check import LeakCheck
+    from engine.runtime.keeping.keeper import place_of
 
     if case.file is not None:
         write_atomically(folder.path / "scenario.yaml", whole_text(case.file))
@@ -106,12 +105,11 @@ def _run_in(
     place, run = place_of(job, str(home)), home.name
     restarts = Restarts(Ladder(job.restarts), place, run, screen.say, case.origin)
     options |= {"origin": case.origin, "revive": restarts.revive} | ({"seat": seat} if seat else {})
-    with claimed(place if job.checkpoints else "", run, folder.path.name):
-        try:
-            ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
-        except HandedOverError:
-            add_records(folder.events, EndedRecord(outcome="left", exit_code=0))
-            raise
+    try:
+        ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
+    except HandedOverError:
+        add_records(folder.events, EndedRecord(outcome="left", exit_code=0))
+        raise
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.core.checkpoints.ladder import Ladder, next_rung
-from engine.core.checkpoints.manifest import Manifest
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.recovery_log import RecoveryLog
 from engine.core.config.job import Job
@@ -28,7 +27,6 @@ from engine.core.history.record import Record
 from engine.core.history.run_records import CommitRecord, EpochRecord
 from engine.core.ownership import Slot
 from engine.core.texts import counted, spans
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.jobs.checkpoint_choice import tell_refused
 
 if TYPE_CHECKING:
@@ -173,7 +171,7 @@ class Restarts:
         has_older = self.origin is not None and not self.origin.is_named
         if cause.exit_code != ExitCode.STATE_LOST and not (could_not_load and has_older):
             return None
-        good = self._newest_good(before=self.origin.step if could_not_load and self.origin else None)
+        good = self._newest_good(agent, before=self.origin.step if could_not_load and self.origin else None)
         self.ladder, code = next_rung(self.ladder, None if good is None else good.step, time.monotonic_ns())
         stop = ""
         if code == ExitCode.STOPPED_RESUMABLE:
@@ -190,18 +188,17 @@ class Restarts:
         agent.run_state.note(f"{why}; training goes on from the checkpoint of step {good.step}")
         return good
 
-    def _newest_good(self, before: int | None) -> Resumption | None:
+    def _newest_good(self, agent: Agent, before: int | None) -> Resumption | None:
         for place, run, step in ((self.place, self.run, None), *self._of_origin()):
             if not place:
                 continue
             try:
-                good = checkpoints_at(place).newest_good(run, step, refuses=lambda each: _too_new(each, before))
+                good, init = agent.checkpoints.newest_good(place, run, step, before)
             except BambooError as error:
                 self.say(f"no checkpoint can be read: {error}")
                 continue
             tell_refused(good, place, self.say)
             if good.name is not None:
-                init = "" if good.manifest is None else good.manifest.init
                 found = Resumption(good.name.step, place, good.name.file, run, is_named=step is not None, init=init)
                 return replace(found, other_bits=self.origin is not None and self.origin.other_bits)
         return None
@@ -209,8 +206,3 @@ class Restarts:
     def _of_origin(self) -> Iterator[tuple[str, str, int | None]]:
         if self.origin is not None:
             yield self.origin.place, self.origin.run, self.origin.step if self.origin.is_named else None
-
-
-def _too_new(manifest: Manifest, before: int | None) -> str:
-    is_new = before is not None and manifest.step >= before
-    return f"{manifest.folder}: its tensors were refused" if is_new else ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,9 +15,11 @@ from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
 from engine.core.config.job_wants import fresh_ownership
 from engine.core.errors import ExitCode, WorkerFailedError
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
 from engine.harness import state_lost
 from engine.harness.state_lost import LostState, Restarts, fewest_holders, state_lost_lines
+from engine.runtime.agent.checkpoints import Checkpoints
+from engine.runtime.keeping.keeper import Keeper, start_thread
 from tests.core.made_records import records_of
 from tests.files.made_checkpoints import save
 
@@ -213,8 +215,13 @@ def losing_agent(code: ExitCode, changed: tuple[str, ...] = ()) -> Any:
     run_state = SimpleNamespace(going_at_ns=0, note=lambda text: None)
     agent = SimpleNamespace(cause=WorkerFailedError("why", code), interrupted=None, run_state=run_state)
     agent.node = SimpleNamespace(state=SimpleNamespace(reason="lost"))
-    agent.checkpoints = SimpleNamespace(changed_code=lambda: list(changed))
+    agent.checkpoints = SimpleNamespace(changed_code=lambda: list(changed), newest_good=newest_good)
     return agent
+
+
+def newest_good(*of: Any) -> tuple[NewestGood, str]:
+    with Keeper(start_thread, LAZY, "") as keeper:
+        return Checkpoints(keeper, cast(Any, SimpleNamespace(losses=[])), cast(Any, None)).newest_good(*of)
 
 
 def test_code_that_changed_meanwhile_stops_the_run(tmp_path: Path) -> None:

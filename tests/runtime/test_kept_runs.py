@@ -17,6 +17,7 @@ from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpo
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending
+from engine.runtime.keeping.keeper import Keeper, start_thread
 from tests.kills import parse_kills
 from tests.runtime.small_jobs import NORMED as WITH_BUFFERS
 from tests.runtime.thread_runs import run_in_threads
@@ -82,10 +83,11 @@ def test_a_part_without_a_manifest_is_removed_at_the_end(tmp_path: Path) -> None
     part = checkpoints_at(place).write_part(1, 0, [b"of a worker that died"])
     job, records = Job(**SMALL, steps=2), list[Any]()
     recorder: Any = SimpleNamespace(write=records.append)
-    checkpoints = Checkpoints(job, str(tmp_path), RunState(job), recorder)
     known = first_state(job, fresh_ownership(job), 0).membership._replace(committed=1)
-    checkpoints.await_parts(CommitMessage(1, 1.0, "end", keep=True), known)
-    checkpoints.kept(KeptMessage(1, part, 0, 0, 0))
-    checkpoints.close()
+    with Keeper(start_thread, job, str(tmp_path)) as keeper:
+        checkpoints = Checkpoints(keeper, RunState(job), recorder)
+        checkpoints.await_parts(CommitMessage(1, 1.0, "end", keep=True), known)
+        checkpoints.kept(KeptMessage(1, part, 0, 0, 0))
+        checkpoints.close()
     assert [(type(each), each.step) for each in records] == [(UnkeptRecord, 1)]
     assert not list(Path(place).rglob("*.safetensors"))

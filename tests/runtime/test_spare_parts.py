@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,17 +16,24 @@ from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.messages import CommitMessage
 from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.runtime.agent.checkpoints import Checkpoints
+from engine.runtime.keeping.keeper import Keeper, start_thread
 from tests.files.made_checkpoints import bytes_of, sha256, state_hash, weights_of
 
 STATE = state_hash(w=weights_of(1, 0))
 
 
-def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> None:
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    with Keeper(start_thread, Job(checkpoint_every="1"), str(tmp_path)) as keeper:
+        yield keeper
+
+
+def test_parts_of_a_checkpoint_that_is_given_up_are_removed(keeper: Keeper) -> None:
     notes: list[str] = []
     records: list[Any] = []
     state = SimpleNamespace(note=notes.append, layers=["first"], on_rows=None, losses=[], committed=-1)
     recorder = SimpleNamespace(write=records.append)
-    agent = Checkpoints(Job(checkpoint_every="1"), str(tmp_path), cast(Any, state), cast(Any, recorder))
+    agent = Checkpoints(keeper, cast(Any, state), cast(Any, recorder))
     folder = checkpoints_at(agent.place)
 
     def write(step: int) -> None:
@@ -50,14 +58,14 @@ def test_parts_of_a_checkpoint_that_is_given_up_are_removed(tmp_path: Path) -> N
     assert len(folder.verify(folder.names()[0]).parts) == 1
 
 
-def test_the_next_host_removes_no_part_that_the_one_before_has_published(tmp_path: Path) -> None:
+def test_the_next_host_removes_no_part_that_the_one_before_has_published(tmp_path: Path, keeper: Keeper) -> None:
     """Nobody has heard of it; the run then ends before the hashes of that step are complete."""
     told, known = CommitMessage(1, 1.0, "step", keep=True), cast(Any, SimpleNamespace(committed=1, epoch=1))
     silent = cast(Any, SimpleNamespace(write=lambda record: None))
 
     def coordinates(losses: list[float]) -> Checkpoints:
         state = SimpleNamespace(note=str, layers=["first"], on_rows=None, losses=losses, committed=len(losses) - 1)
-        agent = Checkpoints(Job(checkpoint_every="1"), str(tmp_path), cast(Any, state), silent)
+        agent = Checkpoints(keeper, cast(Any, state), silent)
         agent.await_parts(told, known)
         return agent
 
@@ -82,7 +90,9 @@ def test_code_that_changes_while_workers_run_is_told(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text("width = 1")
     state = cast(Any, SimpleNamespace(losses=[], committed=-1))
-    agent = Checkpoints(Job(model="net:make"), "run", state, state)
-    assert agent.changed_code() == []
-    (tmp_path / "net.py").write_text("width = 2")
-    assert agent.changed_code() == ["net.py"]
+    with Keeper(start_thread, Job(model="net:make"), "run") as keeper:
+        agent = Checkpoints(keeper, state, state)
+        assert agent.changed_code() == []
+        (tmp_path / "net.py").write_text("width = 2")
+        assert agent.changed_code() == ["net.py"]
+        agent.close()

@@ -174,9 +174,20 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     """
     for problem in _problems(manifest):
         raise InvariantError(f"no manifest: {problem}")
-    data = _encoded(manifest)
+    data = draft(manifest).encode()
     ensure(can_be_parsed(data), "no manifest: no reader would take one as large")
     return data
+
+
+def draft(manifest: Manifest) -> str:
+    """Returns the text of a manifest, which may not be whole yet."""
+    return strict_text(manifest, sort_keys=True, default=_plain) + "\n"
+
+
+def draft_of(text: str) -> Manifest:
+    """Returns the manifest of which bamboo made this text."""
+    manifest: Manifest = _READ(json.loads(text))
+    return manifest
 
 
 def manifest_file(data: bytes) -> str:
@@ -212,7 +223,7 @@ def manifest_of(name: str, data: bytes) -> Manifest:
         refuse(str(error))
     for problem in _problems(manifest):
         refuse(problem)
-    if _encoded(manifest) != data:
+    if draft(manifest).encode() != data:
         refuse("expected the canonical text of its values")
     if folder.rpartition("/")[2] != manifest.folder:
         refuse(f"it is a manifest of step {manifest.step}, which belongs into {manifest.folder}")
@@ -222,10 +233,6 @@ def manifest_of(name: str, data: bytes) -> Manifest:
 def can_be_parsed(data: bytes, most: int = MOST_BYTES) -> bool:
     """Returns whether a text of JSON can be parsed in bounded memory."""
     return len(data) <= most and data.count(b"{") + data.count(b"[") <= _MOST_INNER
-
-
-def _encoded(manifest: Manifest) -> bytes:
-    return (strict_text(manifest, sort_keys=True, default=_plain) + "\n").encode()
 
 
 def _plain(value: Any) -> dict[str, Any]:

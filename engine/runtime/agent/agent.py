@@ -44,6 +44,7 @@ from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights
 from engine.runtime.coordinator.node import Node
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.keeping.keeper import NO_KEEPER, Keeper
 
 _LEAVE_GRACE_NS = 2_000_000_000  # from the permission to leave to the end of all workers
 _STEP_OF_ALL_S = 10.0  # for the open step of a run whose hosts all have a notice
@@ -66,7 +67,7 @@ class Agent(EndsOfRun):
         grace_s: float = 120.0,
         faults: Sequence[Fault] = (),
         revive: Callable[[Agent], Resumption | None] = lambda agent: None,
-        folder: str = "",  # of the run; without it no checkpoint is kept
+        keeper: Keeper = NO_KEEPER,
         begins: Resumption | None = None,
         results: RunState | None = None,
         on_joiners: Callable[[Agent], None] = lambda agent: None,
@@ -81,11 +82,10 @@ class Agent(EndsOfRun):
         run_state = results or RunState(job, after) if before is None else before.run_state.again(after)
         super().__init__(members, recorder, run_state, own_host)
         self.node, self.tick, self._board, self._on_joiners = node, tick, board, on_joiners
-        self._revive = revive
         self.newcomers = Newcomers(members, lambda: node.state)
-        self.grace_ns = round(grace_s * 1e9)
+        self._revive, self.grace_ns = revive, round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
-        self.checkpoints = Checkpoints(job, folder, self.run_state, recorder, begins)
+        self.checkpoints = Checkpoints(keeper, self.run_state, recorder, begins)
         self._own_parts = OwnParts(self.run_state, recorder, self.injector, self.checkpoints)
         if before is not None:
             self.injector.go_on(before.injector)

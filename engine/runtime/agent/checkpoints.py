@@ -1,8 +1,8 @@
 """The agent's part in checkpoints: it gathers the parts, writes the manifests, and removes old checkpoints.
 
-Rules: manifests are written by a thread, so that no worker waits for a disk. Its results are recorded by the agent's
-main thread. Without the disk training goes on: the user is told, and the checkpoint before stays. Parts that no
-manifest names are removed, also those of killed runs: a disk that is full would else stay full.
+Rules: the keeper works on the disk, and a thread waits for it, so that no worker and no signal does. Its results are
+recorded by the agent's main thread. Without the disk training goes on: the user is told, and the checkpoint before
+stays. Parts that no manifest names are removed, also those of killed runs: a disk that is full would else stay full.
 """
 
 from __future__ import annotations
@@ -10,48 +10,27 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.checkpoints import gathering
 from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
-from engine.core.checkpoints.keeping import keeps_any
-from engine.core.checkpoints.manifest import LayerHash, Manifest, owner_of
+from engine.core.checkpoints.manifest import LayerHash, Manifest, draft
 from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.bit_fields import bit_facts
-from engine.core.config.job import Job
-from engine.core.errors import StorageError
+from engine.core.errors import BambooError, StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
-from engine.files.checkpoints.claims import sweep
-from engine.files.checkpoints.place_text import is_url
-from engine.files.host_facts import host_facts
-from engine.files.jobs.code_files import code_files
-from engine.files.jobs.data_files import data_files
-from engine.files.jobs.given_weights import weights_hash
-from engine.files.run_folder import CHECKPOINTS_FOLDER
+from engine.files.checkpoints.checkpoint_folder import CheckpointName, NewestGood, RefusedCheckpoint
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.keeping.keeper import Keeper
 
 _END_S = 30.0  # that the end of a run waits for the last manifest
-
-
-def place_of(job: Job, run: str) -> str:
-    """Returns the folder or the URL of the checkpoints of a job that runs in the folder `run`; empty if it keeps none.
-
-    A path is absolute. Without a folder of the run there are none.
-    """
-    if not run or not keeps_any(job.checkpoint_every):
-        return ""
-    if is_url(job.checkpoints):
-        return job.checkpoints
-    return str(Path(job.checkpoints or Path(run, CHECKPOINTS_FOLDER)).absolute())
+_READ_S = 600.0  # for every byte of the newest good checkpoint
 
 
 @dataclass(slots=True)
@@ -74,20 +53,16 @@ class _Spare(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of the job that runs in the folder `run`; without one there are none.
+    """The checkpoints of a run, at the place of its `keeper`; none without a place.
 
-    `origin` is the checkpoint that the workers begin with. Raises UserError for a URL that cannot be used, and
-    StorageError for given weights that cannot be read.
+    `origin` is the checkpoint that the workers begin with.
     """
 
-    def __init__(self, job: Job, run: str, run_state: RunState, recorder: Recorder, origin: Resumption | None = None):
-        self.place = place_of(job, run)
-        self._job = job
-        self._run = Path(run).absolute().name
-        self._folder = checkpoints_at(self.place, run=self._run)
+    def __init__(self, keeper: Keeper, run_state: RunState, recorder: Recorder, origin: Resumption | None = None):
+        self.place, self._keeper = keeper.place, keeper
         # As they are when the workers begin: a user may edit them while training goes on.
-        self._init = origin.init if origin else weights_hash(job.init if self.place else "")
-        self._code = code_files(job) if self.place else ()
+        self._seen: tuple[Any, Any] = (origin.init if origin else None, None)
+        self._begun_by = 0  # the number of the keeper that knows them
         # Another coordinator may have published those of a run that is taken over, and nobody has heard of it.
         self._not_own = run_state.committed + 1 if run_state.losses else -1
         self._run_state = run_state
@@ -98,12 +73,24 @@ class Checkpoints:
         self._under_way: dict[int, _UnderWay] = {}
         self._orders: queue.SimpleQueue[tuple[Whole, _UnderWay] | _Spare | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[KeptRecord | UnkeptRecord | str] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._publish_all, name="checkpoints", daemon=True)
+        if self.place:
+            keeper.begin()
+            self._thread.start()
 
     def changed_code(self) -> list[str]:
         """Returns the names of the code files of the job that are not as they were when the workers began."""
-        now = code_files(self._job) if self.place else ()
-        return sorted({name for name, _, _ in set(self._code) ^ set(now)})
+        return list(self._ask("changed code", limit_s=_END_S)) if self.place else []
+
+    def newest_good(self, place: str, run: str, step: int | None, before: int | None) -> tuple[NewestGood, str]:
+        """Returns the newest good checkpoint of a run older than `before`, and the hash of its given weights.
+
+        Raises StorageError if its place does not answer.
+        """
+        self._keeper.begin()
+        good, init, refused = self._keeper.ask("newest good", place, run, step, before, limit_s=_READ_S)
+        reasons = tuple(RefusedCheckpoint(CheckpointName(*name), reason) for name, reason in refused)
+        return NewestGood(CheckpointName(*good) if good else None, None, reasons), init
 
     def await_parts(self, told: ToWorker, known: State) -> None:
         """Awaits the parts of a checkpoint, if a message to the workers orders one of the last commit."""
@@ -139,15 +126,16 @@ class Checkpoints:
     def close(self) -> None:
         """Gives up the checkpoints that are not whole, and waits for the manifests of the others, at most `_END_S`.
 
-        Then removes the parts of this run without a manifest.
+        Then the parts of this run without a manifest are removed. A keeper whose disk does not answer is given up.
         """
         self._go_on(gathering.give_up_all(self._gathering))
-        if self._thread is not None:
+        if self.place:
             self._orders.put(None)
             self._thread.join(_END_S)
-        if self._gathering.begun >= 0:
-            with contextlib.suppress(StorageError):  # then they stay
-                self._folder.remove_orphans(lambda owner: owner == owner_of(self._run))
+            if self._thread.is_alive():
+                if name := self._keeper.give_up(_END_S):
+                    self._run_state.note(f"{name}, which writes the manifests, does not end by SIGKILL: left behind")
+                self._thread.join(_END_S)  # nobody keeps it waiting any more
         self.record()
 
     def record(self) -> None:
@@ -179,16 +167,13 @@ class Checkpoints:
         self.record()
 
     def _order(self, order: tuple[Whole, _UnderWay] | _Spare) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._publish_all, name="checkpoints", daemon=True)
-            self._thread.start()
+        with contextlib.suppress(BambooError):  # then the thread tells that there is none
+            self._keeper.begin()
         self._orders.put(order)
 
     def _publish_all(self) -> None:
-        fixed: Mapping[str, Any] = {}
-        with contextlib.suppress(StorageError):  # then the parts of killed runs stay
-            if self._job.checkpoints:
-                sweep(self.place)
+        with contextlib.suppress(StorageError):  # then each order tells of it
+            self._begin()
         while (order := self._orders.get()) is not None:
             if isinstance(order, _Spare):
                 self._remove(order)
@@ -196,42 +181,46 @@ class Checkpoints:
             whole, under_way = order
             named = {part.file for part in whole.parts}
             try:
-                fixed = fixed or self._fixed()
-                self._results.put(self._published(fixed, whole, under_way))
+                self._results.put(self._published(whole, under_way))
             except Exception as error:  # training goes on
                 self._results.put(UnkeptRecord(step=whole.step, why=str(error) or repr(error)))
                 self._remove(_Spare(whole.step, under_way.files))
                 continue
             self._remove(_Spare(whole.step, [file for file in under_way.files if file not in named]))
             try:
-                self._folder.prune(self._job.keep, self._run)
+                self._ask("prune")
             except StorageError as error:
                 self._results.put(f"old checkpoints stay: {error}")
+        with contextlib.suppress(StorageError):  # then `bamboo clean` finds the parts
+            self._ask("end", self._gathering.begun >= 0)
+
+    def _begin(self, limit_s: float | None = None) -> None:
+        if self._begun_by != (number := self._keeper.number):
+            self._seen = self._keeper.ask("begin", *self._seen, limit_s=limit_s)
+            self._begun_by = number
+
+    def _ask(self, name: str, *given: Any, limit_s: float | None = None) -> Any:
+        self._begin(limit_s)
+        return self._keeper.ask(name, *given, limit_s=limit_s)
 
     def _remove(self, spare: _Spare) -> None:
         if spare.step <= self._not_own:
             return  # at the end of the run, those without a manifest go
         with contextlib.suppress(StorageError):  # `bamboo clean` finds them
-            self._folder.remove_parts(*spare)
+            self._ask("remove parts", *spare)
 
-    def _fixed(self) -> dict[str, Any]:
-        """Returns the parts of a manifest that are the same in all of a run; it reads the files of the data once."""
-        files = {"data_files": data_files(self._job), "code_files": self._code}
-        return {"facts": bit_facts(host_facts(Path.cwd())), "init": self._init, **files}
-
-    def _published(self, fixed: Mapping[str, Any], whole: Whole, under_way: _UnderWay) -> KeptRecord:
+    def _published(self, whole: Whole, under_way: _UnderWay) -> KeptRecord:
         manifest = Manifest(
-            run=self._run,
+            run=self._keeper.run,
             step=whole.step,
             epoch=under_way.epoch,
             loss=under_way.loss,
-            job=asdict(self._job.masked),
+            job=asdict(self._keeper.job.masked),
+            facts={},
             layers=whole.hashes,
             parts=whole.parts,
             names=tuple(self._run_state.layers),
-            **fixed,
         )
-        name = self._folder.publish(manifest)
+        file, size = self._ask("publish", draft(manifest))
         times = {each: getattr(under_way, each) for each in ("copy_ns", "write_ns", "sync_ns")}
-        size = manifest.num_bytes
-        return KeptRecord(step=whole.step, manifest=name.file, bytes=size, parts=len(whole.parts), **times)
+        return KeptRecord(step=whole.step, manifest=file, bytes=size, parts=len(whole.parts), **times)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.core.errors import BambooError
+from engine.core.errors import BambooError, StorageError
+from engine.core.history.process_records import TrainingEndedRecord
 from engine.core.membership.state import Sighting
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.ipc.progress_board import Progress, ProgressBoard
-from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.ipc.recorder import Recorder, now_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +76,13 @@ def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | Non
         inside_s,
         member.doing,
     )
+
+
+def ended(recorder: Recorder, ending: Ending) -> Ending:
+    """Records the end of training; returns it, or the end of a run whose events cannot be written any more."""
+    try:
+        recorder.write(TrainingEndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+    except StorageError as error:
+        if ending.error is None:
+            return replace(ending, outcome="failed", exit_code=int(error.exit_code), error=error)
+    return ending

@@ -39,7 +39,7 @@ from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
 from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending, RunView, worker_view
+from engine.runtime.agent.run_view import Ending, RunView, ended, worker_view
 from engine.runtime.agent.start_up import Crew, Launch, recording
 from engine.runtime.agent.taken_run import NO_SEAT, HandedOverError, Seat, TakenRun
 from engine.runtime.agent.worker_handles import give_slots, start_coordinator
@@ -47,6 +47,7 @@ from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.store_joining import join_store
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.keeping.keeper import keeper_for
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
 from engine.runtime.requests.join_requests import Hands, JoinRequests
@@ -99,11 +100,12 @@ def run_session(
                 ranks = ranks or ownership.workers()
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, folder, faults)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
-                made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, folder=folder)
+                keeper = stack.enter_context(keeper_for(server, job, folder, events.parent.name))
+                made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, keeper=keeper)
                 made = partial(made, revive=revive, own_host=server.host)
                 look = partial(_Look, job, watch, requests, asked_for(stack, notices))
                 agent, board = _trained(launch, made, look, partial(_supervise, server, interrupts), origin, seat.taken)
-                return _ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
+                return ended(recorder, _ending(agent, _view(agent, board), started_at_ns))
         except RunInterruptedError as error:
             return _broken_off(recorder, job, error, started_at_ns)
 
@@ -136,7 +138,7 @@ def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, starte
     """Records and returns the end of a run that a signal has broken off before its agent was there."""
     recorder.write(InterruptRecord(signal=error.number.name))
     view = RunView(RunState(job), ())
-    return _ended(recorder, Ending("interrupted", error.exit_code, None, view, started_at_ns, now_ns()))
+    return ended(recorder, Ending("interrupted", error.exit_code, None, view, started_at_ns, now_ns()))
 
 
 def _trained(
@@ -212,16 +214,6 @@ def _supervise(server: ForkServer, interrupts: Interrupts, agent: Agent) -> None
         raise
     except StorageError as error:
         agent.cause = StorageError(f"{error}; {agent.run_state.progress()}")
-
-
-def _ended(recorder: Recorder, ending: Ending) -> Ending:
-    """Records the end of training; returns it, or the end of a run whose events cannot be written any more."""
-    try:
-        recorder.write(TrainingEndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
-    except StorageError as error:
-        if ending.error is None:
-            return replace(ending, outcome="failed", exit_code=int(error.exit_code), error=error)
-    return ending
 
 
 def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Signals) -> None:

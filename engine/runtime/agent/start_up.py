@@ -21,7 +21,6 @@ from engine.core.history.step_files import FOLDER, span_of
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.files.accelerators import accelerators, lacks
-from engine.runtime.agent.checkpoints import place_of
 from engine.runtime.agent.taken_run import TakenRun
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
 from engine.runtime.ipc.link import Link
@@ -29,6 +28,7 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
 from engine.runtime.ipc.thinning import Thinning
+from engine.runtime.keeping.keeper import place_of
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.network_namespace import new_network
 

@@ -34,6 +34,7 @@ from engine.runtime.process.prctl import adopt, die_with_parent, name_process
 # Roles of a child: role -> (module, function). The function gets the child's descriptors.
 ROLES = {
     "worker": ("engine.runtime.worker.worker", "main"),
+    "keeper": ("engine.runtime.keeping.disk_work", "main"),
     "coordinator": ("engine.runtime.coordinator.coordinator_process", "main"),
     "bench-pipeline": ("engine.bench.pipeline", "main"),
     "bench-relay": ("engine.bench.peers.relay_worker", "main"),
