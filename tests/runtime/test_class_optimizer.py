@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 
 from engine.core.config.job import Job
 from engine.core.config.torch_parts import OPTIMIZERS, given_arguments
-from engine.core.errors import UserError
+from engine.core.errors import ReplicasDifferError, UserError
 from engine.core.scalar import Args
 from engine.runtime.optimizers.class_optimizer import OptimizerClass
 from engine.runtime.stage.optimizer import LayerOptimizer, trainable
 from engine.runtime.stage.optimizer_trial import OptimizerTrial
+from tests.runtime import user_optimizers
 from tests.runtime.test_optimizer import Layer, bits, give_gradients, step
 
 USER = "tests.runtime.user_optimizers"
@@ -124,6 +126,16 @@ def test_one_of_each_kind_is_refused_with_the_reason(name: str, told: str) -> No
     assert problem.field == "optimizer"
     assert f"{USER}:{name}" in str(problem)
     assert told in str(problem)
+
+
+def test_a_bit_that_flips_once_is_not_told_as_a_mistake_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_optimizers, "_FLIPS", [])
+    with pytest.raises(ReplicasDifferError) as differing:
+        trial("Flipping")
+    found = r"layer 0: after step \d the weight \S+ differs between an owner and a shadow: \w{16} and \w{16}"
+    assert re.match(
+        rf"optimizer '.*:Flipping': {found}; a second trial gives both the same bits. Either", str(differing.value)
+    )
 
 
 def test_with_shards_it_must_work_element_by_element() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.models.layers import FunctionLayer
 
 _CALLS = [0]
+_FLIPS: list[int] = []
 
 
 def overflowing() -> nn.Sequential:
@@ -111,6 +112,14 @@ class InModule(_Bad):
     def factor(self, p: Tensor) -> float:
         _CALLS[0] += 1
         return 1.0 + _CALLS[0]
+
+
+class Flipping(_Bad):
+    """A bit flips in one update of the process."""
+
+    def factor(self, p: Tensor) -> float:
+        _FLIPS.append(len(_FLIPS))
+        return 1.0 + (len(_FLIPS) == 3)
 
 
 class Drawing(_Bad):

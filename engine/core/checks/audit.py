@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from engine.core.checkpoints.part_file import joined_buffers
+from engine.core.checks.purity import EITHER
 from engine.core.checks.trajectory import NO_MARKS, TensorMarks, TrajectoryRow
 from engine.core.errors import ReplicasDifferError
 
@@ -82,5 +83,6 @@ def _compare(step: int, part: str, one: _Report, other: _Report) -> None:
         pairs = zip(one[2], other[2], strict=False)
         tensor = next((f", tensor {mine[0]}," for mine, its in pairs if list(mine) != list(its)), "")
         raise ReplicasDifferError(
-            f"step {step}: {part}{tensor} differs between {one[1]} and {other[1]}: {one[0][:12]} and {other[0][:12]}"
+            f"step {step}: {part}{tensor} differs between {one[1]} and {other[1]}: {one[0][:12]} and {other[0][:12]}. "
+            f"{EITHER}, or bamboo has a bug"
         )

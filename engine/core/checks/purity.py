@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from engine.core.checks.loaded_data import SEE, another
-from engine.core.errors import Problem, UserError
+from engine.core.errors import Problem, ReplicasDifferError, UserError
 
 DigestByName = Mapping[str, str]  # name of a value, such as "output of microbatch 0" -> digest of its bits
 
 INPUT = "input"  # the layer's input; if it differs, an earlier layer or the data is the cause
 DATA = "data"  # the source of data, in place of a layer's name
+EITHER = "Either may be the wrong one: a bit may have flipped in a memory or a processor"
+ONCE = "a difference that the next start does not show may be a flipped bit of this machine"
 OPTIMIZER = "optimizer "  # before the name of the optimizer, in place of a layer's name
 
 
@@ -23,7 +25,7 @@ def impure_layer(name: str, found: str) -> Problem:
     """Returns the problem of a layer; `found` says which value differs."""
     hint = (
         "no replica has what made the difference, so a failover would change the bits: keep state in buffers that "
-        f"forwards alone change, draw from torch's default generator, {SEE}"
+        f"forwards alone change, draw from torch's default generator, {SEE}; {ONCE}"
     )
     return Problem("model", "layers that make the same bits again", f"{name}: {found}", hint)
 
@@ -33,9 +35,17 @@ def impure_optimizer(name: str, found: str) -> Problem:
     hint = (
         "no replica has what made the difference, so a failover would change the bits: keep all state in "
         "`self.state` by parameter, as tensors and numbers; draw no random numbers; look at one parameter alone; "
-        "--no-check-pure leaves out this check"
+        f"--no-check-pure leaves out this check; {ONCE}"
     )
     return Problem("optimizer", "an optimizer that makes the same bits again", f"{name!r}: {found}", hint)
+
+
+def once_only(found: str) -> ReplicasDifferError:
+    """Returns the error of replicas that differ in one trial, and have the same bits in the next one."""
+    return ReplicasDifferError(
+        f"{found}; a second trial gives both the same bits. {EITHER}; an optimizer that keeps something outside of "
+        "`self.state` when it is first used would show the same"
+    )
 
 
 @dataclass(slots=True)

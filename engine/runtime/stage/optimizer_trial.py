@@ -10,12 +10,13 @@ and gradients are random numbers drawn from a key, so that each worker that hold
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from engine.core.checks.purity import impure_optimizer
+from engine.core.checks.purity import impure_optimizer, once_only
 from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.core.scalar import Args
@@ -29,6 +30,14 @@ _STEPS = 5
 _RATES = (1.0, 1.0, 0.5, 0.25, 0.25)  # of the peak
 _SIZE = 0.1  # of gradients beside weights
 _MARK_DIGITS = 16
+
+
+class _UnequalError(Exception):
+    """Replicas in a trial are not equal; `found` says where."""
+
+    def __init__(self, found: str):
+        super().__init__(found)
+        self.found = found
 
 
 class _Replica:
@@ -53,7 +62,21 @@ class OptimizerTrial:
         self._own = OptimizerClass(job)
 
     def run(self, index: int, layer: nn.Module, optimizer: LayerOptimizer) -> str:
-        """Returns a mark of the results on the parameters of a layer; raises UserError if one differs."""
+        """Returns a mark of the results on the parameters of a layer.
+
+        Raises:
+            UserError: a result differs, and in a second trial too.
+            ReplicasDifferError: a result differs in the first trial only, so the optimizer may not be the cause.
+        """
+        try:
+            return self._tried(index, layer, optimizer)
+        except _UnequalError as unequal:
+            with contextlib.suppress(_UnequalError):
+                self._tried(index, layer, optimizer)
+                raise once_only(f"optimizer {self._job.optimizer!r}: {unequal.found}") from None
+            raise UserError([impure_optimizer(self._job.optimizer, unequal.found)]) from None
+
+    def _tried(self, index: int, layer: nn.Module, optimizer: LayerOptimizer) -> str:
         groups = {name: each.args for name, each in optimizer.groups.items()}
         shapes = [(name, each.shape, each.dtype) for name, each in layer.named_parameters() if each.requires_grad]
         if not shapes:
@@ -78,13 +101,13 @@ class OptimizerTrial:
                 name: {key: each.clone() for key, each in state.items()} for name, state in shadow.state.items()
             }
             self._step_alone(shadow, gradients, groups, step)
-            self._compare(owner, shadow, f"after step {step}", instance, before)
+            self._compare(owner, shadow, f"layer {index}: after step {step}", instance, before)
             for part, replica in zip(self._parts(gradients) if shards else (), shards, strict=True):
                 self._step_alone(replica, part, groups, step)
         if shards:
             self._compare_shards(owner, shards)
         if changed := _changed(instance, before):
-            raise self._impure(f"a step changes its attribute {changed!r}")
+            raise _UnequalError(f"a step changes its attribute {changed!r}")
         return hash_tensors(owner.tensors())[:_MARK_DIGITS]
 
     def _step(self, instance: ClassOptimizer, replica: _Replica, gradients: Mapping[str, Tensor], step: int) -> None:
@@ -117,9 +140,10 @@ class OptimizerTrial:
         for name in dict.fromkeys((*mine, *theirs)):
             if name in mine and name in theirs and _same(mine[name], theirs[name]):
                 continue
+            held = " and ".join(_held(each.get(name)) for each in (mine, theirs))
             changed = _changed(instance, before)
             also = f"; a step changes its attribute {changed!r}" if changed else ""
-            raise self._impure(f"{when} the {name} differs between an owner and a shadow{also}")
+            raise _UnequalError(f"{when} the {name} differs between an owner and a shadow: {held}{also}")
 
     def _compare_shards(self, owner: _Replica, shards: Iterable[_Replica]) -> None:
         for name, weight in owner.weights.items():
@@ -130,8 +154,9 @@ class OptimizerTrial:
                 expected = "an optimizer that works element by element, with fsdp"
                 raise UserError([Problem("optimizer", expected, f"{self._job.optimizer!r}: {found}", hint)])
 
-    def _impure(self, found: str) -> UserError:
-        return UserError([impure_optimizer(self._job.optimizer, found)])
+
+def _held(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else hash_tensors([("", tensor)])[:_MARK_DIGITS]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
