@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.core.errors import EnvironmentLacksError, InvariantError
+from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, InvariantError
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
 from engine.runtime.store.etcd_kv import EtcdKV
 from engine.runtime.store.etcd_settings import EtcdSettings
@@ -145,6 +146,31 @@ def test_its_last_words_are_its_own_and_no_trace_of_a_stack(tmp_path: Path, log:
     server = EmbeddedEtcd(tmp_path)
     server.log.write_text(log)
     assert server._last_words() == words
+
+
+@pytest.mark.parametrize(
+    ("number", "limit", "told"),
+    [
+        (resource.RLIMIT_NOFILE, 96, "`ulimit -n` allows 96 open files, and should allow at least 256"),
+        (resource.RLIMIT_AS, 4 << 30, "`ulimit -v` allows 4194304 KiB of memory, and should allow at least 16777216"),
+        (resource.RLIMIT_FSIZE, 1 << 20, "`ulimit -f` allows 1024 KiB in a file, and should allow at least 131072"),
+    ],
+)
+def test_a_low_limit_is_told_as_the_cause(tmp_path: Path, number: int, limit: int, told: str) -> None:
+    """It was told as an etcd that does not answer."""
+    before = resource.getrlimit(number)
+    resource.setrlimit(number, (limit, before[1]))
+    try:
+        with pytest.raises(EnvironmentLacksError) as lacking, EmbeddedEtcd(tmp_path).naming_cause():
+            raise CoordinatorUnavailableError("no etcd is asked at unix:client:0: no such file or directory")
+    finally:
+        resource.setrlimit(number, before)
+    assert str(lacking.value) == f"the store of a run cannot work within the limits here: {told}"
+
+
+def test_without_a_low_limit_the_error_stays(tmp_path: Path) -> None:
+    with pytest.raises(CoordinatorUnavailableError, match="^slow$"), EmbeddedEtcd(tmp_path).naming_cause():
+        raise CoordinatorUnavailableError("slow")
 
 
 def test_a_restart_has_the_same_socket_and_the_same_data(tmp_path: Path) -> None:

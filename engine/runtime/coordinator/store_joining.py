@@ -36,7 +36,7 @@ def join_store(
     # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
     if private is not None:
         stack.callback(private.stop)
-        stack.enter_context(private.naming_full_disk())
+        stack.enter_context(private.naming_cause())
         private.start()
     from engine.runtime.store.etcd_kv import EtcdKV
 

@@ -12,6 +12,7 @@ import errno
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,13 @@ from engine.runtime.store.etcd_settings import SOCKET, EtcdSettings, private_set
 
 START_TIMEOUT_S = 10.0
 _NO_SPACE = os.strerror(errno.ENOSPC).lower()
+# Option of `ulimit` -> number of the limit, the least that etcd works with, unit in bytes and in words. etcd reserves
+# the addresses of 10 GiB, and its first file has 64 MiB.
+_LIMITS = {
+    "-n": (resource.RLIMIT_NOFILE, 256, 1, "open files"),
+    "-v": (resource.RLIMIT_AS, 16 << 30, 1024, "KiB of memory"),
+    "-f": (resource.RLIMIT_FSIZE, 128 << 20, 1024, "KiB in a file"),
+}
 _STOP_GRACE_S = 2.0
 _POLL_S = 0.002
 _REMOVER = str(Path(__file__).parents[1] / "process" / "remove_behind.py")
@@ -119,14 +127,16 @@ class EmbeddedEtcd:
         return private_settings(self._data.parent)
 
     @contextlib.contextmanager
-    def naming_full_disk(self) -> Iterator[None]:
-        """Turns the error of an etcd that does not start or answer into a StorageError if its disk is full."""
+    def naming_cause(self) -> Iterator[None]:
+        """Names a full disk, or low limits of this process, as the cause of an etcd that does not start or answer."""
         try:
             yield
         except (CoordinatorUnavailableError, EnvironmentLacksError) as error:
             if self.log.exists() and _NO_SPACE in self.log.read_text(errors="replace").lower():
                 need = "the store of a run needs 64 MiB until its end"
                 raise StorageError(f"cannot write {str(self._data)!r}: {_NO_SPACE}: {need}") from error
+            if low := low_limits({name: resource.getrlimit(number)[0] for name, (number, *_) in _LIMITS.items()}):
+                raise EnvironmentLacksError(f"the store of a run cannot work within the limits here: {low}") from error
             raise
 
     def stop(self) -> None:
@@ -154,6 +164,16 @@ class EmbeddedEtcd:
                 said = json.loads(line)
                 return ": ".join(said[name] for name in ("msg", "error") if name in said)
         return lines[-1]
+
+
+def low_limits(limits: Mapping[str, int]) -> str:
+    """Returns in words the limits, by their options of `ulimit`, that are lower than a private etcd needs."""
+    told = (
+        f"`ulimit {name}` allows {limit // unit} {noun}, and should allow at least {least // unit}"
+        for name, (_, least, unit, noun) in _LIMITS.items()
+        if 0 <= (limit := limits[name]) < least
+    )
+    return "; ".join(told)
 
 
 def find_etcd() -> str:
