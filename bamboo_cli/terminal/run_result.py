@@ -58,7 +58,8 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
             error = UserError(with_origins(error.problems, resolved))
         for line in str(error).splitlines():
             echo(f"bamboo: {line}", err=True)
-    resume = "" if summary["outcome"] == "finished" else resume_command(Path(summary["run_dir"]), resolved.job)
+    goes_on = result.may_go_on(resolved.job.steps)
+    resume = resume_command(Path(summary["run_dir"]), resolved.job) if goes_on else ""
     if summary["exit_code"] in (ExitCode.STATE_LOST, ExitCode.STOPPED_RESUMABLE):
         from engine.harness.state_lost import state_lost_lines
 

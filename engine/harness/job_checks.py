@@ -16,6 +16,7 @@ from engine.core.errors import BambooError, ExitCode, Problem, UserCodeError, Us
 from engine.core.scalar import Scalar
 from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.code_files import module_spec, top_level
+from engine.files.jobs.code_names import missing_name
 from engine.models.arguments import argument_problems, builtin_arguments
 from engine.models.model_registry import (
     argument_names,
@@ -66,18 +67,19 @@ def optimizer_arguments(name: str) -> dict[str, Scalar | None]:
 
 
 def missing_modules(job: Job) -> list[Problem]:
-    """Returns the problems with the modules of a user's code that no file has; imports none of them.
+    """Returns the problems with the modules of a user's code that no file has, and with names that their files lack.
 
-    Only the top-level name is looked for: a package decides while it is imported where its modules are.
+    None is imported. Only the top-level module is looked for: a package decides while it is imported where others are.
     """
-    return [
-        Problem(
-            field, "a module that Python finds", repr(name), _nearest_module(module) or "in this folder or PYTHONPATH"
-        )
-        for field in CODE_FIELDS
-        for name in code_in(getattr(job, field))
-        if not _is_found(module := top_level(name))
-    ]
+    named = [(field, name) for field in CODE_FIELDS for name in code_in(getattr(job, field))]
+    return [problem for each in named if (problem := _unfound(*each)) is not None]
+
+
+def _unfound(field: str, name: str) -> Problem | None:
+    if not _is_found(module := top_level(name)):
+        hint = _nearest_module(module) or "in this folder or PYTHONPATH"
+        return Problem(field, "a module that Python finds", repr(name), hint)
+    return missing_name(field, name)
 
 
 def samples_of(job: Job) -> int:

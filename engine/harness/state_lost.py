@@ -139,8 +139,9 @@ def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int, re
     `resume` is the command that goes on from a checkpoint, if there is one.
     """
     lost = lost_state_of(job, records)
-    kept = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
-    told = [*(f"died   {how}" for how in lost.gone.values()), f"kept   {kept}", f"why    {lost.why()}"]
+    done = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
+    done += ", and none was kept" if num_committed and not resume else ""
+    told = [*(f"died   {how}" for how in lost.gone.values()), f"done   {done}", f"why    {lost.why()}"]
     if lost.hangs_everywhere:
         return [*told, "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"]
     if resume:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from engine.core.exclusion import in_words
 from engine.core.history.process_records import ExitRecord
 from engine.core.history.record import StampedRecord, kind_of
 from engine.core.history.record_lines import RECORDS
@@ -29,9 +30,9 @@ def history_table(history: RunHistory) -> pd.DataFrame:
 
 
 def verdict_text(epoch: EpochRecord) -> str:
-    """Returns the workers that an epoch excludes, and the reason of the epoch."""
-    out = ", ".join(f"worker {each.worker} {each.why}" for each in epoch.verdict)
-    return f"{out} ({epoch.reason})" if out and epoch.reason not in out else out or epoch.reason
+    """Returns the workers that an epoch excludes, and the reason of the epoch; reports have their last actions."""
+    out = "; ".join(f"worker {each.worker} {each.how}" for each in epoch.verdict)
+    return f"{out} ({epoch.reason})" if out and epoch.reason not in in_words(epoch.verdict) else out or epoch.reason
 
 
 _TELLING: dict[str, Callable[[Any], str]] = {

@@ -25,7 +25,6 @@ from engine.core.checks.recovery_log import recoveries
 from engine.core.checks.recovery_times import PHASES, Recovery
 from engine.core.checks.stall import Stall
 from engine.core.config.job import Job
-from engine.core.exclusion import in_words
 from engine.core.history.process_records import ExitRecord, RestartRecord
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import FaultRecord, MovedRecord, NoticeRecord, UnconfirmedRecord
@@ -118,7 +117,7 @@ def _row(
         "stall_most_ms": _since(recovery.stall.most_ns, 0) if recovery.stall else None,
     }
     who = ", ".join(str(each.worker) for each in recovery.verdict)
-    verdict = in_words(recovery.verdict) or "no worker was lost"
+    verdict = "; ".join(recovery.told) or "no worker was lost"
     faults = f"{', '.join(recovery.faults)}: " if recovery.faults else ""
     return {
         "what": faults + verdict,

@@ -66,7 +66,7 @@ def test_one_line_says_what_to_do(tmp_path: Path, command: str, line: str) -> No
 
 def test_validate_finds_modules_and_imports_none(tmp_path: Path) -> None:
     """A model without a module was valid; a generator of a schedule was called."""
-    (tmp_path / "mine.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')\ndef small(): ...\ndef lists(): ...\n")
     (tmp_path / "job.yaml").write_text("model: mine:small\nstages: 2\nschedule: mine:lists\n")
     (tmp_path / "s.yaml").write_text(HEAD + "job: job.yaml\n" + FAULTS)
     (tmp_path / "m.yaml").write_text(HEAD + "job: job.yaml\ncases:\n  - name: a\n    " + FAULTS)

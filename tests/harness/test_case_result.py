@@ -155,6 +155,18 @@ def test_the_records_of_a_case_end_with_what_the_command_ends_with() -> None:
     assert replace(result_of(same(9, 8)), is_scenario=True).ended == EndedRecord(outcome="passed", exit_code=0)
 
 
+@pytest.mark.parametrize(
+    ("steps", "difference", "goes_on"), [(9, None, False), (9, DIFFERENCE, False), (12, None, True)]
+)
+def test_only_a_run_with_steps_left_and_right_weights_goes_on(
+    steps: int, difference: Difference | None, goes_on: bool
+) -> None:
+    """After a finished run with wrong weights `--resume` was the next step that the user was told."""
+    found = replace(result_of(same(9, 8, difference)), summary={**SUMMARY, "steps": 9})
+    assert found.may_go_on(steps) == goes_on
+    assert not replace(result_of(same(9, 8, DIFFERENCE)), summary={**SUMMARY, "steps": 9}).may_go_on(12)
+
+
 def test_a_scenario_that_expects_a_failure_passes_with_it() -> None:
     found = result_of(expect=Expect(outcome="state-lost"))
     lost = replace(found.seen, exit_code=80, error="the state of stage 1 is lost")

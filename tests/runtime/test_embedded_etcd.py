@@ -169,7 +169,7 @@ def test_a_low_limit_is_told_as_the_cause(tmp_path: Path, number: int, limit: in
 
 
 def test_without_a_low_limit_the_error_stays(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorUnavailableError, match="^slow$"), EmbeddedEtcd(tmp_path).naming_cause():
+    with pytest.raises(CoordinatorUnavailableError, match=r"^slow$"), EmbeddedEtcd(tmp_path).naming_cause():
         raise CoordinatorUnavailableError("slow")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -76,3 +77,13 @@ def test_the_agent_names_the_part_of_the_start_until_the_worker_has_joined(monke
     assert member.account == f"worker 0 (pid 12), which {member.doing}, wrote worker-0.log"
     assert not own.take(member, ReadyMessage())
     assert (member.doing, member.account) == ("", "worker 0 (pid 12) wrote worker-0.log")
+
+
+def test_an_empty_log_is_not_named(tmp_path: Path) -> None:
+    """After SIGKILL the user was sent to a file without a byte."""
+    child, none, log = cast(Any, SimpleNamespace(pid=12)), cast(Any, None), tmp_path / "worker-0.log"
+    member = WorkerHandle(0, ((0, 0),), child, none, log)
+    log.touch()
+    assert member.account == "worker 0 (pid 12) wrote nothing"
+    log.write_text("a warning")
+    assert member.account == f"worker 0 (pid 12) wrote {log}"

@@ -103,6 +103,12 @@ class Recovery:
         }
         return ", ".join(sorted(found)) or "nothing was lost"
 
+    @property
+    def told(self) -> list[str]:
+        """A sentence about each worker that is out, beside its last action; its last heartbeat only without one."""
+        known = self.last_actions
+        return [f"worker {each.worker} {each.why if known[each.worker] is None else each.how}" for each in self.verdict]
+
     def __str__(self) -> str:
         planned = self.planned and all(each.cause is Cause.LEFT for each in self.verdict)
         parts = [f"worker {each.worker} {self._how(each)}" for each in self.verdict if not planned]
@@ -140,7 +146,7 @@ class Recovery:
             "epoch": self.epoch,
             "step": self.step,
             "culprits": [each.worker for each in self.verdict],
-            "verdict": [f"worker {each.worker} {each.why}" for each in self.verdict],
+            "verdict": self.told,
             "reason": self.reason,
             "last_actions": {worker: at and f"{at[1]} of step {at[0]}" for worker, at in self.last_actions.items()},
             "heirs": [{"slot": list(slot), "from": old, "heir": new} for slot, old, new in self.heirs],

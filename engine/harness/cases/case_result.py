@@ -62,6 +62,12 @@ class CaseResult:
             text = f"the case is invalid, nothing was proved: {text}"
         return BambooError(text, self.exit_code)
 
+    def may_go_on(self, steps: int) -> bool:
+        """Returns whether some of the `steps` are left to train, and no comparison has found the weights wrong."""
+        twin = self.seen.twin
+        is_wrong = isinstance(twin, ComparisonRecord) and twin.difference is not None
+        return self.summary["steps"] < steps and not is_wrong
+
     def recovery_lines(self) -> list[str]:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
         if isinstance(self.run_error, UserCodeError):

@@ -53,7 +53,8 @@ class WorkerHandle:
     @property
     def account(self) -> str:
         """The log of a worker that is out, and the part of the start that it was in, in words."""
-        return f"{self.name}{self.doing and f', which {self.doing},'} wrote {self.log}"
+        is_empty = self.log.exists() and not self.log.stat().st_size  # on another host it may not be here
+        return f"{self.name}{self.doing and f', which {self.doing},'} wrote {'nothing' if is_empty else self.log}"
 
     def release(self) -> None:
         """Closes the descriptors of a worker, and kills it if it has not ended."""
