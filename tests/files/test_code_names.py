@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_way_to_give_a_name_counts() -> None:
-    assert names_in(MINE) == {*NAMES}
+    assert names_in(MINE) == frozenset(NAMES)
 
 
 @pytest.mark.parametrize(
