@@ -21,7 +21,7 @@ from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpo
 from engine.runtime.agent import checkpoints
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.keeping.keeper import Keeper, StartKeeper, start_thread
+from engine.runtime.keeping.keeper import Keeper, StartKeeper, keeper_for, start_program, start_thread
 from engine.runtime.process.fork_client import Child
 from tests.files.made_checkpoints import sha256
 
@@ -119,6 +119,15 @@ def test_another_keeper_goes_on_for_one_that_was_killed(tmp_path: Path, standing
     assert [type(each) for each in run.records if each.step == 1] == [KeptRecord]
     assert run.keeper.number == 2
     assert run.folder.verify(run.folder.names()[-1]).step == 1
+
+
+def test_a_keeper_can_be_a_program_of_its_own_as_beside_several_hosts(tmp_path: Path) -> None:
+    assert keeper_for(cast(Any, SimpleNamespace(host="h1", pid=1)), Job(), "", "")._start is start_program
+    run = Run(tmp_path, start_program)
+    with run.keeper:
+        run.keep(0)
+        run.checkpoints.close()
+    assert [type(each) for each in run.records] == [KeptRecord]
 
 
 def test_a_claim_that_a_killed_keeper_has_left_keeps_nobody_out(tmp_path: Path) -> None:

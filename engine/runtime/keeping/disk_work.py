@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine.files.host_facts import host_facts
 from engine.files.jobs.code_files import code_files
 from engine.files.jobs.data_files import data_files
 from engine.files.jobs.given_weights import weights_hash
+from engine.runtime.process.prctl import name_process
 
 
 @dataclass(slots=True)
@@ -116,3 +118,7 @@ WORK: Mapping[str, Callable[..., Any]] = {
     "newest good": _newest_good,
     "end": _end,
 }
+
+if __name__ == "__main__":
+    name_process("bamboo-keeper")
+    sys.exit(main(int(sys.argv[1])))

@@ -11,6 +11,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,8 +26,10 @@ from engine.core.errors import StorageError
 from engine.files.checkpoints.place_text import is_url
 from engine.files.run_folder import CHECKPOINTS_FOLDER
 from engine.runtime.keeping import disk_work
+from engine.runtime.process import subprocesses
 from engine.runtime.process.fork_client import Child, ForkServer
 
+_NAME = "bamboo-keeper"
 _LEAVE_S = 0.3  # from the end of its work to the end of the process
 _GONE_S = 1.0  # the same, from SIGKILL
 StartKeeper = Callable[[int], Child | None]
@@ -129,8 +133,21 @@ class Keeper:
 
 def keeper_for(server: ForkServer, job: Job, folder: str, heir: str) -> Keeper:
     """Returns the keeper of a run whose processes a server starts; a run in one process has a thread instead."""
-    is_thread = server.pid == os.getpid()
-    return Keeper(start_thread if is_thread else partial(fork_keeper, server), job, folder, heir)
+    start: StartKeeper = partial(fork_keeper, server)
+    if server.host:  # the one that coordinates several hosts starts workers only, on each of them through its agent
+        start = start_program
+    elif server.pid == os.getpid():
+        start = start_thread
+    return Keeper(start, job, folder, heir)
+
+
+def start_program(fd: int) -> Child:
+    """Starts a keeper as a program of its own, which ends with this process."""
+    command = subprocesses.module("engine.runtime.process.exec_with_parent", str(os.getpid()), sys.executable)
+    command += subprocesses.module(disk_work.__name__, str(fd))[1:]
+    program = subprocesses.start(command, fd=fd, log=subprocess.DEVNULL)
+    program.returncode = 0  # the child reaps it
+    return Child(_NAME, program.pid, os.pidfd_open(program.pid))
 
 
 def start_thread(fd: int) -> None:
@@ -145,7 +162,7 @@ def fork_keeper(server: ForkServer, fd: int) -> Child:
     """Starts a keeper as a process, which the launcher can give up."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     try:
-        return server.fork("keeper", "bamboo-keeper", quiet, [fd])
+        return server.fork("keeper", _NAME, quiet, [fd])
     finally:
         os.close(quiet)
 
