@@ -269,11 +269,11 @@ def test_nothing_is_decided_while_the_run_ends() -> None:
 def test_a_silent_worker_is_put_out_killed_and_named_with_its_heir() -> None:
     state = training()
     beats = [heard(worker, messages.HeartbeatMessage(1, 0, 1, False), 5 * S) for worker in (0, 1)]
-    state, _ = given(state, Passed(2 * S), Passed(4 * S), *beats)
-    state, outputs = given(state, Passed(6 * S, {2: Place(0, "2F1")}))
+    state, _ = given(state, *map(Passed, range(S // 4, 5 * S, S // 4)), *beats, Passed(5 * S))
+    state, outputs = given(state, Passed(5 * S + S // 4, {2: Place(0, "2F1")}))
     assert Kill(2) in outputs
     (note,) = [each.text for each in outputs if isinstance(each, Note)]
-    assert note.startswith("worker 2 has been silent for 6.0 s in 2F1 of step 0 and is put out; worker 1 takes over")
+    assert note.startswith("worker 2 has been silent for 5.2 s in 2F1 of step 0 and is put out; worker 1 takes over")
 
 
 def leaving(grace_s: int = 120) -> CoordinatorState:

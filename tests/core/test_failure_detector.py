@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded
-from engine.core.membership.events import Heard, Tick
+from engine.core.membership.events import ExitSeen, Heard, TakenOver, Tick
 from engine.core.membership.evidence import HostWord, Loading, Sight
 from engine.core.membership.failure_detector import last_seen, unresponsive
-from engine.core.membership.state import Options, Phase, State
+from engine.core.membership.state import Options, Phase, State, resume, to_json
 from engine.core.message_codec import encode
 from engine.core.messages import HeartbeatMessage
 from engine.core.process_messages import PingMessage
-from tests.core.membership_cases import S, beats, committed, forming, is_done, running, told
+from tests.core.membership_cases import JOINED, S, beats, committed, forming, is_done, running, told
 
 
 def numbers(verdict: Verdict) -> set[int]:
@@ -23,9 +23,9 @@ def numbers(verdict: Verdict) -> set[int]:
 
 
 def beating(state: State, until_s: int, *still: tuple[int, HeartbeatMessage]) -> State:
-    """Returns a job after ticks and heartbeats every second: `still` repeat themselves, the others wait."""
+    """Returns a job after ticks and heartbeats four times a second: `still` repeat themselves, the others wait."""
     stuck = dict(still)
-    for now_ns in range(state.ticked_ns + S, until_s * S + 1, S):
+    for now_ns in range(state.ticked_ns + S // 4, until_s * S + 1, S // 4):
         for worker in state.members:
             beat = stuck.get(worker, HeartbeatMessage(state.epoch, 0, 3, inside=False))
             state = told(state, Heard(now_ns, worker, beat))
@@ -40,11 +40,11 @@ def test_a_waiting_worker_is_never_suspected() -> None:
 
 def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
     inside = (1, HeartbeatMessage(1, 0, 4, inside=True))
-    assert beating(running(), 31, inside).epoch == 1
-    state = beating(running(), 32, inside)
-    why = "hangs for 31.0 s (limit 30.0 s), in its 4th action of step 0"
-    assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False), S),)
-    assert state.verdict[0].how == "hangs for 31.0 s (limit 30.0 s)"
+    assert beating(running(), 30, inside).epoch == 1
+    state = beating(running(), 31, inside)
+    why = "hangs for 30.2 s (limit 30.0 s), in its 4th action of step 0"
+    assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False), S // 4),)
+    assert state.verdict[0].how == "hangs for 30.2 s (limit 30.0 s)"
 
 
 class Looks:
@@ -113,8 +113,8 @@ def test_a_worker_that_loads_data_is_never_out_and_no_standstill(seen: dict[str,
 
 def test_the_verdict_names_the_gpu_whose_kernel_does_not_end() -> None:
     gpu = "GPU 1 (NVIDIA H100)"
-    state = beating(running(), 32, (1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
-    how = f"hangs in a kernel of {gpu} for 31.0 s (limit 30.0 s)"
+    state = beating(running(), 31, (1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
+    how = f"hangs in a kernel of {gpu} for 30.2 s (limit 30.0 s)"
     assert (state.verdict[0].how, state.verdict[0].why) == (how, f"{how}, in its 4th action of step 0")
     looks = Looks()
     looks.state = told(looks.state, Heard(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
@@ -186,17 +186,17 @@ def test_when_every_step_is_committed_nobody_waits_as_long_as_for_a_step() -> No
     assert unresponsive(state, 59 * S) == ()
     assert numbers(unresponsive(committed(state), 6 * S)) == {0, 1, 2}
     inside = told(state, *(beats(20, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)))
-    for now_s in range(1, 41):
-        all_beat = [beats(now_s * S, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)]
-        inside = told(inside, *all_beat, Tick(now_s * S))
+    for now_ns in range(S // 4, 40 * S + 1, S // 4):
+        all_beat = [beats(now_ns, worker, 1, 0, 9, inside=worker == 1) for worker in range(3)]
+        inside = told(inside, *all_beat, Tick(now_ns))
     assert unresponsive(inside, 40 * S) == ()
     assert numbers(unresponsive(committed(inside), 40 * S)) == {1}
 
 
 def test_nobody_is_silent_for_ever_before_it_says_a_word() -> None:
-    state = told(forming(), *(Tick(now_s * S) for now_s in range(1, 60)))
+    state = told(forming(), *(Tick(now_ns) for now_ns in range(0, 60 * S, S // 4)))
     assert state.phase is Phase.FORMING
-    assert told(state, Tick(61 * S)).phase is Phase.HALTED
+    assert told(state, Tick(60 * S)).phase is Phase.HALTED
 
 
 def test_whoever_is_done_moves_nothing() -> None:
@@ -270,7 +270,50 @@ def test_the_silence_of_a_worker_on_another_host_is_what_its_agent_has_seen() ->
 def test_one_tick_takes_the_heartbeats_of_all_workers_of_other_hosts() -> None:
     beat = HeartbeatMessage(1, 0, 4, inside=True)
     given = {worker: HostWord(S // 10, encode(beat).decode()) for worker in range(3)} | {7: HostWord(0)}
-    state = told(running(), Tick(S, words=given))
+    state = told(running(), *(Tick(now_ns) for now_ns in range(S // 4, S, S // 4)), Tick(S, words=given))
     assert {worker: seen.at for worker, seen in state.sightings.items()} == dict.fromkeys(range(3), (1, 0, 4, False))
     assert {seen.heard_ns for seen in state.sightings.values()} == {S - S // 10}
     assert told(running(), Tick(S, words={1: HostWord(0, encode(PingMessage()).decode())})).epoch == 1
+
+
+@pytest.mark.parametrize("stop_ms", [100, 400, 700, 1000, 1500, 2400, 5000, 60_000])
+def test_a_pause_of_all_processes_puts_nobody_out(stop_ms: int) -> None:
+    """Half a second before it, worker 1 came into an action in which it does not run; it runs again soon after it."""
+    looks = Looks()
+    looks.until(S // 2)
+    looks.now_ns += stop_ms * S // 1000
+    looks.until(looks.now_ns + S // 4)
+    looks.until(looks.now_ns + 4 * S, runs=True)
+    assert (looks.state.epoch, looks.state.verdict) == (1, ())
+
+
+def test_a_look_that_is_always_late_still_finds_a_hang() -> None:
+    looks = Looks()
+    for _ in range(20):
+        looks.now_ns += S // 2
+        looks.until(looks.now_ns + S // 4)
+    assert numbers(looks.state.verdict) == {1}
+
+
+def test_what_a_coordinator_is_told_again_counts_from_its_take_over() -> None:
+    """The joins, and the input whose answer was missing, have the times at which the one before heard them."""
+    begun_ns = 100 * S
+    state = told(resume(to_json(running()), begun_ns), TakenOver(begun_ns), *JOINED, Tick(40 * S, {}))
+    assert {seen.heard_ns for seen in state.sightings.values()} == {begun_ns}
+    assert beating(state, 103).epoch == 2
+    state = told(resume(to_json(running()), begun_ns), TakenOver(begun_ns), ExitSeen(40 * S, 2, -9))
+    assert numbers(beating(state, 109).verdict) == {2}, "the others have ten seconds for their inventories"
+
+
+def test_a_report_of_quiet_counts_as_long_as_it_was_watched() -> None:
+    """After a pause of all processes, each has been quiet for as long as it lasted."""
+    state = told(running(), Tick(S // 4), Tick(20 * S))
+    for worker in range(3):
+        counts = tuple((peer, 7, 8, 6) for peer in range(3) if peer != worker)
+        state = told(state, Heard(20 * S + 1, worker, HeartbeatMessage(1, 0, 3, False, 20 * S, counts)))
+    assert told(state, Tick(20 * S + S // 4)).epoch == 1
+
+
+def test_the_age_of_a_word_of_another_host_counts_as_far_as_it_was_watched() -> None:
+    state = told(running(), Tick(S // 4), Tick(20 * S))
+    assert told(state, Tick(20 * S + S // 4, words=words(20 * S, 20 * S, 20 * S))).epoch == 1

@@ -479,6 +479,7 @@ def test_orders_are_repeated_when_nothing_moves() -> None:
     repeat_ns = state.options.repeat_ns
     assert heard(state, Tick(repeat_ns)) == ()
     late = 2 + repeat_ns
+    state = told(state, Tick(2))
     assert heard(state, Tick(late)) == pending_effects(state)
     assert heard(state, Tick(late), Tick(late + 1)) == ()
     assert heard(state, Tick(late), Tick(late + repeat_ns)) == pending_effects(state)

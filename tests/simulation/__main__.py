@@ -2,8 +2,9 @@
 
 ``--replay CASE`` prints what happens in a case. ``--soak N`` tries N schedules: every single kill of every shape, every
 pair of kills of some, then random ones; ``--random N`` random ones only, ``--churn N`` those of churn, and
-``--hosts N`` those of several hosts that are lost, from ``--first`` on. ``--inside N`` tries schedules until N had a
-hand-over inside a step. The first case that fails is shrunk and printed as the command that replays it.
+``--hosts N`` those of several hosts that are lost, ``--sleeps N`` those of coordinators that stop, from ``--first`` on.
+``--inside N`` tries schedules until N had a hand-over inside a step. The first case that fails is shrunk and printed as
+the command that replays it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.simulation.judge import INSIDE
 from tests.simulation.run import run
 from tests.simulation.schedules import PAIRED, grid_cases, inside_case, pair_cases, random_case, single_kills
 from tests.simulation.shrink import shrunk
+from tests.simulation.sleeping import sleep_case
 
 _BETWEEN_LINES_S = 10.0
 
@@ -36,6 +38,7 @@ def main() -> int:
     what.add_argument("--churn", type=int, metavar="N")
     what.add_argument("--inside", type=int, metavar="N")
     what.add_argument("--hosts", type=int, metavar="N")
+    what.add_argument("--sleeps", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
     given = parser.parse_args()
     if given.replay is not None:
@@ -51,6 +54,8 @@ def main() -> int:
         return soak(map(inside_case, count(given.first)), enough=given.inside)
     if given.hosts is not None:
         return soak(islice(map(host_case, count(given.first)), given.hosts))
+    if given.sleeps is not None:
+        return soak(islice(map(sleep_case, count(given.first)), given.sleeps))
     randoms = map(random_case, count(given.first))
     cases = randoms if given.random is not None else chain(enumerated(), randoms)
     return soak(islice(cases, given.random or given.soak))

@@ -76,6 +76,20 @@ class HostLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """The stop of a coordinator at the `at`-th of its moments, for `length` microseconds.
+
+    `kind`: its agent stops with it, all processes do, or it alone does. One that stops alone is killed after ten
+    seconds, and after another fifteen if the one that waits has stopped too, which `is_double` says.
+    """
+
+    at: int
+    length: int
+    kind: str = "agent"
+    is_double: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One job and its faults. With `spread` 0 all delays are usual; above 0 they are drawn from the seed.
 
@@ -105,6 +119,7 @@ class Case:
     joining: int = 0  # the last of them, which join without a failure
     hosts: int = 0  # each with an agent of its own, of which another one coordinates when one is lost; 0 for one host
     losses: tuple[HostLoss, ...] = ()
+    sleeps: tuple[Sleep, ...] = ()  # of coordinators; actions are slow then, and the clock ticks all the time
 
     @property
     def num_workers(self) -> int:
@@ -127,6 +142,7 @@ def from_text(text: str) -> Case:
     fields: dict[str, Any] = json.loads(text)
     fields["faults"] = tuple(Fault(**each) for each in fields.get("faults", ()))
     fields["losses"] = tuple(HostLoss(**each) for each in fields.get("losses", ()))
+    fields["sleeps"] = tuple(Sleep(**each) for each in fields.get("sleeps", ()))
     fields["deaths"] = tuple(fields.get("deaths", ()))
     fields["ties"] = tuple(tuple(group) for group in fields.get("ties", ()))
     return Case(**fields)

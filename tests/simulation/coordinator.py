@@ -7,6 +7,7 @@ agent has seen every end of a worker, and tells the next coordinator of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,16 @@ class Coordinator:
         self.state = self.kept = state
         self.alive = True
         self.is_writing = False
-        self.waiting: list[tuple[type, tuple[Any, ...]]] = []
+        self.waiting: list[tuple[Callable[..., CoordinatorInput], tuple[Any, ...]]] = []
 
-    def take(self, kind: type, *words: Any) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether it takes no input now."""
+        return self.is_writing
+
+    def take(self, kind: Callable[..., CoordinatorInput], *words: Any) -> None:
         """Takes an input, as soon as the last decision is written."""
-        if self.is_writing:
+        if self.is_busy:
             self.waiting.append((kind, words))
         elif self.alive:
             self._decide(kind(self.world.now, *words))
@@ -115,7 +121,10 @@ class Coordinator:
         if self.world.reach():
             self._carry_out(found)
         self.is_writing = False
-        while self.alive and self.waiting and not self.is_writing:
+        self._take_next()
+
+    def _take_next(self) -> None:
+        while self.alive and self.waiting and not self.is_busy:
             kind, words = self.waiting.pop(0)
             self.take(kind, *words)
 

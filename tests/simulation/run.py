@@ -11,6 +11,7 @@ from engine.core.membership.state import Phase
 from tests.simulation.beginning import begun
 from tests.simulation.case import Case, Fault, Violation
 from tests.simulation.host_world import HostWorld
+from tests.simulation.sleeping import SleepWorld
 from tests.simulation.world import World
 
 
@@ -31,12 +32,16 @@ class History:
 
 def run(case: Case, tell: Callable[[str], None] | None = None) -> History:
     """Returns the history of a case."""
-    return _history(HostWorld(case, tell) if case.hosts else World(case, tell))
+    return _history(_world_of(case)(case, tell))
 
 
 def run_on(case: Case) -> History:
     """Returns the same history sooner: cases of one shape share their start."""
-    return _history(HostWorld(case) if case.hosts else begun(case))
+    return _history(_world_of(case)(case) if case.hosts or case.sleeps else begun(case))
+
+
+def _world_of(case: Case) -> type[World]:
+    return HostWorld if case.hosts else SleepWorld if case.sleeps else World
 
 
 def _history(world: World) -> History:

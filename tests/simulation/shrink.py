@@ -37,6 +37,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, faults=faults[:place] + faults[place + 1 :])
     yield from _fewer_deaths(case)
     yield from _fewer_losses(case)
+    yield from _fewer_sleeps(case)
     if case.pipelines > 1:
         yield replace(case, pipelines=case.pipelines - 1)
     of_worker = case.stages_per_worker * case.blocks
@@ -74,6 +75,19 @@ def _fewer_losses(case: Case) -> Iterator[Case]:
         for less in (replace(loss, at=loss.at - 1), replace(loss, which=0), replace(loss, kind="agent")):
             if less != loss and less.at:
                 yield replace(case, losses=(*case.losses[:place], less, *case.losses[place + 1 :]))
+
+
+def _fewer_sleeps(case: Case) -> Iterator[Case]:
+    for place, sleep in enumerate(case.sleeps):
+        if len(case.sleeps) > 1:
+            yield replace(case, sleeps=case.sleeps[:place] + case.sleeps[place + 1 :])
+        for less in (
+            replace(sleep, at=sleep.at // 2),
+            replace(sleep, at=sleep.at - 1),
+            replace(sleep, is_double=False),
+        ):
+            if less != sleep and less.at:
+                yield replace(case, sleeps=(*case.sleeps[:place], less, *case.sleeps[place + 1 :]))
 
 
 def _earlier(fault: Fault) -> Iterator[Fault]:

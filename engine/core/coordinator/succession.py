@@ -11,10 +11,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from engine.core.coordinator.inputs import CoordinatorInput, Ended
 from engine.core.coordinator.state import FACTS, STATE
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.membership import state as membership_state
+from engine.core.membership.events import Heard, Notice
+from engine.core.messages import ReadyMessage, WaitingMessage
 
+_SAID_ONCE = (ReadyMessage, WaitingMessage)
 _KILLED = -9  # the code of a process whose end nothing saw
 
 
@@ -26,6 +30,11 @@ class TakenProcess(NamedTuple):
     number: int
     pid: int
     ended: tuple[int, ...] = ()
+
+
+def is_told_again(given: CoordinatorInput) -> bool:
+    """Whether a coordinator that takes over must be told an input again: each end, join and notice comes once only."""
+    return isinstance(given, Ended | Notice) or (isinstance(given, Heard) and isinstance(given.message, _SAID_ONCE))
 
 
 def begins_again(texts: Mapping[str, str], *, has_results: bool) -> bool:

@@ -1,7 +1,8 @@
 """The evidence on a worker from outside: the kernel's accounts of its process, and its line of the board.
 
 Rules: evidence needs no answer of the worker, so it also tells of a process in which one thread holds Python's lock. A
-worker loads data in its main thread, or ahead in another one; neither is a reason to put it out.
+worker loads data in its main thread, or ahead in another one; neither is a reason to put it out. Time in which nobody
+looked is no evidence: whoever looks at workers leaves it out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 _STOPPED = ("T", "t")
+_LATE_NS = 500_000_000  # looks come four times a second
+_SLEPT_NS = 1_000_000_000
 _LEAST_PART = 5  # a fifth of a core: threads that only wait for Python's lock look for it 200 times a second
 
 
@@ -63,6 +66,17 @@ class Evidence(NamedTuple):
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process."""
         return self.sight.state in _STOPPED
+
+
+def unwatched_ns(looked_ns: int, now_ns: int) -> int:
+    """Returns by how much all times before a look move on, `now_ns` at most, because nobody watched since the last one.
+
+    A late look counts for as long as a usual one. After a longer gap the looker slept: all deadlines begin again.
+    """
+    gap_ns = now_ns - looked_ns
+    if gap_ns > _SLEPT_NS:
+        return now_ns
+    return gap_ns - _LATE_NS // 2 if gap_ns > _LATE_NS else 0
 
 
 def after(was: Evidence | None, sight: Sight, now_ns: int) -> Evidence:

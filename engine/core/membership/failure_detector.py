@@ -7,9 +7,10 @@
     silent, and it runs (a thread holds Python's lock)                    out after five times that
     it loads data                                                         never out, unless it is stopped
 
-Rules: a waiting worker never hangs, because one stopped worker makes all others wait. A coordinator that was suspended
-itself judges no worker. A worker from whose host nothing comes is not judged either: the loss of a host is one verdict.
-The silence of a worker on another host is what its agent there has seen: between two signs it does not grow.
+Rules: a waiting worker never hangs, because one stopped worker makes all others wait. A coordinator judges by what it
+has watched itself: time in which it slept, and all before it took over, counts against nobody. A worker from whose host
+nothing comes is not judged either: the loss of a host is one verdict. The silence of a worker on another host is what
+its agent there has seen: between two signs it does not grow.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Collection, Mapping
 
 from engine.core.exclusion import Cause, Position, Verdict, excluded
 from engine.core.membership.broken_edges import Edge
-from engine.core.membership.evidence import HostWord, Loading, Sight, after
+from engine.core.membership.evidence import HostWord, Loading, Sight, after, unwatched_ns
 from engine.core.membership.standstill import Counts, Report, dark_edges, deadline_ns
 from engine.core.membership.state import Options, Sighting, State
 from engine.core.message_codec import decode
@@ -35,7 +36,8 @@ def alive(state: State, worker: int, now_ns: int) -> State:
 
 def heard(state: State, now_ns: int, worker: int, beat: HeartbeatMessage) -> State:
     """Returns the state after a heartbeat; a late one only proves that the worker is alive."""
-    report = Report(beat.epoch, beat.quiet_ns, tuple(Counts(*each) for each in beat.counts)) if beat.counts else None
+    quiet_ns = min(beat.quiet_ns, now_ns - state.watched_ns)
+    report = Report(beat.epoch, quiet_ns, tuple(Counts(*each) for each in beat.counts)) if beat.counts else None
     was = state.sightings.get(worker) or Sighting(now_ns, now_ns)
     at = (beat.epoch, beat.step, beat.index, not beat.inside)
     seen = was._replace(heard_ns=now_ns, report=report, device=beat.device if at == was.at else "")
@@ -59,7 +61,7 @@ def told(state: State, words: Mapping[int, HostWord], now_ns: int) -> State:
         if isinstance(beat, HeartbeatMessage):
             state = heard(state, now_ns, worker, beat)
         if (seen := state.sightings.get(worker)) is not None:
-            spoke = seen._replace(heard_ns=now_ns - word.age_ns)
+            spoke = seen._replace(heard_ns=max(now_ns - word.age_ns, state.watched_ns))
             state = state._replace(sightings={**state.sightings, worker: spoke})
     return state
 
@@ -149,20 +151,30 @@ def dark(state: State, now_ns: int) -> tuple[Edge, ...]:
 
 
 def ticked(state: State, now_ns: int, unseen: Collection[int] = ()) -> State:
-    """Returns the state after a tick; after a long gap, in which the coordinator slept, all deadlines start again.
+    """Returns the state after a tick; all times are later by the time that the coordinator has not watched.
 
-    So do those of `unseen` workers, for which the others may wait.
+    The deadlines of `unseen` workers, for which the others may wait, start again.
     """
-    has_slept = now_ns - state.ticked_ns > state.options.silence_ns // 2
+    late_ns = unwatched_ns(state.ticked_ns, now_ns)
+    state = _later(state, late_ns, now_ns) if late_ns else state
     again = {
-        worker: seen.begun_again(now_ns)._replace(report=None if worker in unseen else seen.report)
+        worker: seen.begun_again(now_ns)._replace(report=None)
         for worker, seen in state.sightings.items()
-        if has_slept or worker in unseen
+        if worker in unseen
     }
-    if not (has_slept or any(worker in again for worker in state.members)):
-        return state._replace(ticked_ns=now_ns)
-    sightings = {**state.sightings, **again}
-    return state._replace(moved_ns=now_ns, looked_ns=now_ns, ticked_ns=now_ns, sightings=sightings)
+    if any(worker in again for worker in state.members):
+        state = state._replace(moved_ns=now_ns, looked_ns=now_ns)
+    return state._replace(ticked_ns=now_ns, sightings={**state.sightings, **again} if again else state.sightings)
+
+
+def _later(state: State, by_ns: int, now_ns: int) -> State:
+    """Returns the state with all times of deadlines later, and `now_ns` at most; a report of quiet begins again."""
+    return state._replace(
+        moved_ns=min(now_ns, state.moved_ns + by_ns),
+        looked_ns=min(now_ns, state.looked_ns + by_ns),
+        watched_ns=min(now_ns, state.watched_ns + by_ns),
+        sightings={worker: seen.later(by_ns, now_ns)._replace(report=None) for worker, seen in state.sightings.items()},
+    )
 
 
 def last_seen(state: State, worker: int) -> Position | None:

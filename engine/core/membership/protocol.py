@@ -4,10 +4,13 @@ Rules: the rule for an event is `TABLE[phase, type of event]`, for a worker's me
 rule changes only the state. The effects are the new `pending_effects` of the state; if the job makes no progress, all
 orders are repeated. Messages of a worker that is out, and answers from another epoch, are ignored. The coordinator
 writes the new state by compare-and-swap before it carries out an effect; a coordinator that has been replaced fails at
-this write and does nothing.
+this write and does nothing. An event from before the coordinator watched is one that it is told again, after the end of
+another: it counts as of the beginning of its watch.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from engine.core.errors import Impossible, InvariantError
 from engine.core.membership.effects import Effect, Fence, pending_effects
@@ -122,6 +125,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
 
     Raises InvariantError if the event is impossible in this phase.
     """
+    if event.now_ns < state.watched_ns:
+        event = replace(event, now_ns=state.watched_ns)
     about: Event | Message = event
     if isinstance(event, Heard):
         about = event.message

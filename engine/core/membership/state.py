@@ -101,10 +101,18 @@ class Sighting(NamedTuple):
         """The thread of the worker that loads data, as far as an agent has seen."""
         return self.evidence.sight.loading if self.evidence else Loading.NONE
 
+    def later(self, by_ns: int, now_ns: int) -> Sighting:
+        """Returns the sighting with all times later by those that nobody watched, and `now_ns` at most."""
+        seen = self.evidence
+        if seen is not None:
+            ran_ns, worked_ns = min(now_ns, seen.ran_ns + by_ns), min(now_ns, seen.worked_ns + by_ns)
+            seen = seen._replace(ran_ns=ran_ns, worked_ns=worked_ns)
+        heard_ns, since_ns = min(now_ns, self.heard_ns + by_ns), min(now_ns, self.since_ns + by_ns)
+        return self._replace(heard_ns=heard_ns, since_ns=since_ns, evidence=seen)
+
     def begun_again(self, now_ns: int) -> Sighting:
         """Returns the sighting with all deadlines begun again."""
-        evidence = self.evidence and self.evidence._replace(ran_ns=now_ns, worked_ns=now_ns)
-        return self._replace(heard_ns=now_ns, since_ns=now_ns, evidence=evidence)
+        return self.later(now_ns, now_ns)
 
     def ages_s(self, now_ns: int) -> tuple[float, float]:
         """Returns the seconds since the last message, and those inside the present action; 0 if the worker waits."""
@@ -153,6 +161,7 @@ class State(NamedTuple):
     repeated_ns: int = 0  # when the orders were last repeated
     looked_ns: int = 0  # when the look began
     ticked_ns: int = 0
+    watched_ns: int = 0  # since when it watches without a break: nothing before that counts against a worker
     committed_ns: int = 0
     steps_ns: tuple[int, ...] = ()  # the durations of the last steps
     sightings: Mapping[int, Sighting] = {}
@@ -213,7 +222,7 @@ class State(NamedTuple):
         return self[:_NUM_DECIDED]
 
 
-_CLOCK = ("moved_ns", "repeated_ns", "looked_ns", "ticked_ns", "committed_ns", "steps_ns", "sightings")
+_CLOCK = ("moved_ns", "repeated_ns", "looked_ns", "ticked_ns", "watched_ns", "committed_ns", "steps_ns", "sightings")
 _NUM_DECIDED = len(State._fields) - len(_CLOCK)
 
 

@@ -24,6 +24,7 @@ from engine.core.coordinator import inputs
 from engine.core.coordinator.inputs import CoordinatorInput
 from engine.core.coordinator.outputs import CoordinatorOutput, Note, Write
 from engine.core.coordinator.state import ROLE, CoordinatorState, resume
+from engine.core.coordinator.succession import is_told_again
 from engine.core.coordinator.wire import (
     BeginCoordinatorMessage,
     DecidedMessage,
@@ -36,9 +37,8 @@ from engine.core.coordinator.wire import (
 from engine.core.errors import BambooError, CoordinatorUnavailableError, DivergedError, ExitCode, ensure
 from engine.core.history.process_records import CoordinatorEndedRecord, CoordinatorRecord
 from engine.core.membership import state as membership_state
-from engine.core.membership.events import Heard, Notice, Restarted
+from engine.core.membership.events import Notice, Restarted
 from engine.core.message_codec import Message, Plain
-from engine.core.messages import ReadyMessage, WaitingMessage
 from engine.core.store.kv import KV, Delete, Txn, equal
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
@@ -121,7 +121,7 @@ class StandbyCoordinator:
                 if attempt:
                     found += self._take_over()
                 found += self._ask(*parts_of(given))
-                self._keep(given)
+                self._known += [given] * is_told_again(given)
                 if self.waiting is None and isinstance(given, inputs.Passed):
                     self.waiting = self._started()  # not in a take-over, which it would delay
                 return tuple(found)
@@ -184,11 +184,6 @@ class StandbyCoordinator:
             told = self._ask(*parts_of(known))
             found += [each for each in told if not (isinstance(known, Notice) and _is_told(each))]
         return found
-
-    def _keep(self, given: CoordinatorInput) -> None:
-        is_join = isinstance(given, Heard) and isinstance(given.message, ReadyMessage | WaitingMessage)
-        if is_join or isinstance(given, inputs.Ended | Notice):
-            self._known.append(given)
 
 
 def _is_told(output: CoordinatorOutput) -> bool:
