@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ from engine.core.messages import PartitionMessage, WelcomeMessage
 from engine.files.jobs.checkpoint_place import places_of
 from engine.files.run_folder import CHECKPOINTS_FOLDER, RunFolder
 from engine.harness.cases.case import Case, write_facts
-from engine.harness.hosts.taking_over import home_of, taught
+from engine.harness.hosts.taking_over import home_of, taught, wait_for_words
 
 OWN = Path("/h2/results/mlp-h2-2")
 
@@ -58,3 +59,16 @@ def test_the_folder_of_the_next_host_leads_to_all_checkpoints_of_the_run(tmp_pat
     write_facts(folder, Case("mlp", Scenario("mlp", "", job, ()), begun_as="mlp-1"))
     (place,) = places_of(folder)
     assert (place.run, place.asked) == ("mlp-1", "mlp-h2-2")
+
+
+def test_a_host_may_come_late_if_the_one_that_waits_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All time is over at the first look; the words that came meanwhile are taken after it."""
+    came, late, never = (threading.Event() for _ in range(3))
+    came.set()
+    now_s = iter(range(0, 10**6, 100))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now_s)))
+    monkeypatch.setattr(late, "wait", lambda patience_s: late.set() or late.is_set())
+    hosts = [SimpleNamespace(has_said=each) for each in (came, late, never)]
+    monkeypatch.setattr(never, "wait", lambda patience_s: False)
+    wait_for_words(cast(Any, hosts))
+    assert [each.is_set() for each in (came, late, never)] == [True, True, False]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.hosts.host_messages import SignalHostMessage, SignsHostMessage, WorkerSign, read_frame
+from engine.runtime.hosts import own_process, own_signs
 from engine.runtime.hosts.away_child import UNKNOWN, AwayChild
 from engine.runtime.hosts.own_process import OwnProcess
 from engine.runtime.hosts.own_signs import OwnSigns
@@ -125,3 +126,22 @@ def test_all_workers_of_a_host_are_told_in_one_message(own: OwnProcess, board: P
     first = read_frame(next(end.bundles(connection))[0])[0]
     assert isinstance(first, SignsHostMessage)
     assert len(first.signs) == 3
+
+
+def test_time_in_which_its_host_stood_still_is_no_silence_of_a_worker(
+    own: OwnProcess, board: ProgressBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stood_ns = [0]
+    for module in (own_signs, own_process):
+        monkeypatch.setattr(module, "now_ns", lambda: time.monotonic_ns() + stood_ns[0])
+    end, signs = StreamEnd(), OwnSigns(board, lambda: [own])
+    try:
+        time.sleep(0.3)  # it has looked once
+        stood_ns[0] = 20_000_000_000
+        signs.follow(end)
+        until_s = time.monotonic() + 10
+        while end.num_waiting < 2 and time.monotonic() < until_s:
+            time.sleep(0.01)
+    finally:
+        signs.close()
+    assert all(each.age_ns < 5_000_000_000 for each in signs_in(end))

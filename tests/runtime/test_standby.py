@@ -10,12 +10,14 @@ import pytest
 from engine.core.config.job import Job
 from engine.core.coordinator.inputs import CoordinatorInput, Ended, Resumed, Stopping
 from engine.core.coordinator.state import first_state
-from engine.core.coordinator.wire import StepMessage
+from engine.core.coordinator.wire import StepMessage, TakeOverMessage
 from engine.core.membership.events import Heard, LeaseExpired, Restarted
 from engine.core.message_codec import Message
 from engine.core.messages import ReadyMessage
 from engine.core.ownership import Grid, fresh
-from engine.runtime.coordinator.standby import CoordinatorGoneError, StandbyCoordinator
+from engine.runtime.coordinator import standby
+from engine.runtime.coordinator.standby import CoordinatorGoneError, StandbyCoordinator, _Process
+from engine.runtime.ipc.link import Link
 
 JOINS = tuple(Heard(1, worker, ReadyMessage(), "node-0") for worker in range(2))
 LIFE: tuple[CoordinatorInput, ...] = (*JOINS, Ended(2, 1, -9), Stopping(3), Ended(4, 0, -9))
@@ -44,14 +46,35 @@ class Dying(StandbyCoordinator):
 @pytest.mark.parametrize("beginning", [Restarted(5), Resumed(5, 3, (0, 1), ((), ()))], ids=["restarted", "resumed"])
 def test_another_coordinator_hears_of_a_new_beginning_only(beginning: CoordinatorInput) -> None:
     name = type(beginning).__name__
-    standby = Dying(last=name)
+    waits = Dying(last=name)
     for given in (*LIFE, beginning, JOINS[0]):
-        standby.handle(given)
-    assert standby.asked == ["TakeOverMessage", name, "Heard"]
+        waits.handle(given)
+    assert waits.asked == ["TakeOverMessage", name, "Heard"]
 
 
 def test_another_coordinator_hears_of_joins_and_ends() -> None:
-    standby = Dying(last="LeaseExpired")
+    waits = Dying(last="LeaseExpired")
     for given in (*LIFE[:3], LeaseExpired(5, "node-1")):
-        standby.handle(given)
-    assert standby.asked == ["TakeOverMessage", "Heard", "Heard", "Ended", "LeaseExpired"]
+        waits.handle(given)
+    assert waits.asked == ["TakeOverMessage", "Heard", "Heard", "Ended", "LeaseExpired"]
+
+
+def test_time_in_which_the_agent_stood_still_is_no_silence_of_its_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = Link.pair(blocking=True)
+    process, looks = _Process(MagicMock(), near, "first"), list[float]()
+
+    def select(*given: Any) -> Any:
+        """Each look ends when the whole patience is over by the clock."""
+        looks.append(given[-1])
+        monkeypatch.setattr("time.monotonic", lambda: 1e9 * len(looks))
+        return ([near] if len(looks) == 3 else [], [], [])
+
+    monkeypatch.setattr(standby.select, "select", select)
+    far.send(TakeOverMessage(True))
+    assert process.receive(10.0, lambda: None) == TakeOverMessage(True)
+    looks.clear()
+    with pytest.raises(CoordinatorGoneError):
+        process.receive(2.0, lambda: None)
+    assert len(looks) == 2
+    near.close()
+    far.close()

@@ -101,6 +101,17 @@ def test_a_worker_that_comes_after_a_take_over_is_told_what_the_others_were_told
     assert cast(Told, newcomer.link).sent[1:] == [CUT]
 
 
+def test_a_newcomer_is_not_late_because_the_agent_stood_still() -> None:
+    second = 1_000_000_000
+    loading = SimpleNamespace(worker=7, state="starting")
+    newcomers = Newcomers(cast(Any, {7: loading}), lambda: cast(Any, SimpleNamespace(members=(), out={})))
+    assert not newcomers.late(0, 60 * second)
+    assert not newcomers.late(3600 * second, 60 * second)
+    looks = [newcomers.late(3600 * second + at * second // 4, 60 * second) for at in range(1, 300)]
+    assert sum(map(len, looks)) == 1
+    assert looks[240] and not any(looks[:240])
+
+
 def test_a_host_tells_the_next_one_what_its_workers_were_told(tmp_path: Path) -> None:
     board = ProgressBoard.create(1)
     server = SimpleNamespace(host="b")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,6 +35,7 @@ from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child
 
 _COME_S = SILENT_NS / 1e9  # from the election until a host has to have come
+_LOOK_S = 0.05
 _END_S = 1.0  # from the outcome until the thread has ended that serves the workers of this host
 
 
@@ -61,9 +61,9 @@ def take_over(
         if not each.known.lease_id or name == before.name:
             servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
     with stream(), _served(workers):
-        until_s = time.monotonic() + _COME_S
+        wait_for_words(away.values())
         for name, each in away.items():
-            if not each.has_said.wait(max(0.0, until_s - time.monotonic())):
+            if not each.has_said.is_set():
                 servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
         try:
             taken = _taken(at, before, away, servers, workers, folder.path)
@@ -71,6 +71,13 @@ def take_over(
             tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
             raise
         return coordinate(at.run, servers, at.registry, Seat(at.lease, folder, taken), at.give_back)
+
+
+def wait_for_words(away: Collection[AwayServer], patience_s: float = _COME_S) -> None:
+    """Waits until each host has said all. Looks are counted: while this process stood still, it heard no host."""
+    looks = round(patience_s / _LOOK_S)
+    while looks and (missing := [each for each in away if not each.has_said.is_set()]):
+        looks -= not missing[0].has_said.wait(_LOOK_S)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,15 @@
 
 Rules: a newcomer learns the cut of the model and the borders as each worker does, also if it comes later. It is asked
 for a sign of life seldom, because nothing waits for it. It hears of the end of the run, and of nothing else. One that
-loads for longer than a member may is given up; the time counts from its start, or from the last that it has learnt.
+loads for longer than a member may is given up; the time counts from its start, or from the last that it has learnt,
+without that in which this process stood still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from engine.core.membership.evidence import unwatched_ns
 from engine.core.membership.state import State
 from engine.core.message_codec import ToWorker
 from engine.core.messages import BorderMessage, PartitionMessage
@@ -26,6 +28,7 @@ class Newcomers:
         self._place: list[ToWorker] = []
         self._pinged_ns = 0
         self._since_ns: dict[int, int] = {}  # since when each loads
+        self._looked_ns = 0
         self._late: set[int] = set()
 
     def __contains__(self, worker: int) -> bool:
@@ -64,6 +67,8 @@ class Newcomers:
 
     def late(self, now_ns: int, limit_ns: int) -> list[WorkerHandle]:
         """Returns those that have loaded code and data for longer than `limit_ns`, each once."""
+        late_ns, self._looked_ns = unwatched_ns(self._looked_ns, now_ns), now_ns
+        self._since_ns = {worker: min(now_ns, since_ns + late_ns) for worker, since_ns in self._since_ns.items()}
         loading = [each for each in self._all() if each.state == "starting" and each.worker not in self._late]
         late = [each for each in loading if now_ns - self._since_ns.setdefault(each.worker, now_ns) > limit_ns]
         self._late.update(each.worker for each in late)

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -73,10 +72,13 @@ class _Process(NamedTuple):
     name: str
 
     def receive(self, patience_s: float, while_waiting: Callable[[], None]) -> Message:
-        """Returns the next message; calls `while_waiting` each second. Raises CoordinatorGoneError."""
-        until_s = time.monotonic() + patience_s
+        """Returns the next message; calls `while_waiting` each second. Raises CoordinatorGoneError.
+
+        Seconds are counted as looks: while this process stood still, it has not watched the other.
+        """
         while not select.select([self.link], [], [], min(_LOOK_EVERY_S, patience_s))[0]:
-            if time.monotonic() >= until_s:
+            patience_s -= _LOOK_EVERY_S
+            if patience_s <= 0:
                 raise CoordinatorGoneError
             while_waiting()
         message = self.link.receive()

@@ -74,6 +74,7 @@ class HostServers(ForkServer):
             now_ns = time.monotonic_ns()
             has_slept, looked_ns = now_ns - looked_ns > _SLEPT_NS, now_ns
             if has_slept:  # this host stood still, and may not coordinate any more: it judges no host by that time
+                began_ns = now_ns
                 for each in self._away.values():
                     each.peer.heard_ns, each.peer.ended_ns = now_ns, each.peer.ended_ns and now_ns
             is_due = now_ns - ticked_ns >= _TICK_S * 1e9

@@ -1,7 +1,8 @@
 """Signs of life of the workers of this host, for the host that coordinates: four times a second, in one message.
 
 Rule: a sign tells how many signals the worker had got when its process was looked at, so that no older look can confirm
-a fault. After a signal that stops a worker a sign goes at once.
+a fault. After a signal that stops a worker a sign goes at once. Time in which this host stood still is no silence of
+its workers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.core.hosts.host_messages import SignsHostMessage, frame
+from engine.core.membership.evidence import unwatched_ns
 from engine.core.message_codec import encode
 from engine.core.process_messages import PingMessage
 from engine.runtime.hosts.own_process import OwnProcess
@@ -47,8 +49,12 @@ class OwnSigns:
         self._is_over.set()
 
     def _tell_all(self) -> None:
+        looked_ns = now_ns()
         while not self._is_over.wait(_TICK_S):
             living, end = [each for each in self._all_of() if not each.has_ended], self._end
+            late_ns, looked_ns = unwatched_ns(looked_ns, at_ns := now_ns()), at_ns
+            for each in living:
+                each.heard_ns = min(at_ns, each.heard_ns + late_ns)
             if end is None:
                 continue
             for begin in range(0, max(1, len(living)), _TOGETHER):
