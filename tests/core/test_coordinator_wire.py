@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.config.job import Job
 from engine.core.coordinator import inputs, outputs
 from engine.core.coordinator.inputs import CoordinatorInput, Place
 from engine.core.coordinator.outputs import CoordinatorOutput
-from engine.core.coordinator.wire import StepMessage, parts_of, read_step
+from engine.core.coordinator.state import first_state
+from engine.core.coordinator.wire import DecidedMessage, StepMessage, decided, parts_of, read_step, sightings_of
 from engine.core.history.process_records import CutShortRecord
 from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted
-from engine.core.membership.evidence import HostWord, Loading, Sight
-from engine.core.message_codec import Message, decode, encode
+from engine.core.membership.evidence import Evidence, HostWord, Loading, Sight
+from engine.core.membership.standstill import Counts, Report
+from engine.core.membership.state import Sighting
+from engine.core.message_codec import MAX_BYTES, Message, decode, encode
 from engine.core.messages import FailedMessage
+from engine.core.ownership import Grid, fresh
 from engine.core.process_messages import ByeMessage
 from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage
 
@@ -64,3 +69,26 @@ def test_an_input_comes_back(given: CoordinatorInput) -> None:
 def test_an_output_comes_back(output: CoordinatorOutput) -> None:
     first, rest = travelled(list(parts_of(output)))
     assert read_step(first, iter(rest)) == output
+
+
+def test_an_answer_to_256_quiet_workers_fits_a_packet() -> None:
+    """Each reports its counts with all others; the agent needs them not."""
+    workers = range(256)
+    counts = {each: tuple(Counts(peer, 10**6, 10**6, 10**6) for peer in workers if peer != each) for each in workers}
+    looked = Evidence(Sight(1, 2, 3, True, 10**9, 10**9, Loading.NONE, "S", 10**12, 10**12), 10**15, 10**15, 10**12)
+    sightings = {
+        each: Sighting(10**15, 10**15, (1, 2, 10**6, False), 10**9, 10**9, looked, Report(1, 10**9, counts[each]))
+        for each in workers
+    }
+    state = first_state(Job(stages=256), fresh(Grid(256, 4)), 0)
+    waiting = state.membership._replace(sightings=sightings, nodes={each: f"host-{each}" for each in workers})
+    answer = decode(encode(decided(state._replace(membership=waiting))))
+    assert isinstance(answer, DecidedMessage)
+    assert len(encode(answer)) < MAX_BYTES / 2
+    told = sightings_of(answer)
+    assert {each: (seen.ages_s(10**15 + 10**9), seen.at) for each, seen in told.items()} == {
+        each: (seen.ages_s(10**15 + 10**9), seen.at) for each, seen in sightings.items()
+    }
+    assert all(seen.loading is Loading.NONE and seen.known_slowest_ns == 0 for seen in told.values())
+    looks = inputs.Passed(10**15, {each: Place(3, "0F1") for each in workers}, dict.fromkeys(workers, looked.sight))
+    assert all(len(encode(part)) < MAX_BYTES / 2 for part in parts_of(looks))

@@ -107,3 +107,13 @@ def test_no_sign_raises_another_error(place: list[int], times: list[int | str], 
     sign = SIGN._replace(place=tuple(place), times=tuple(times), heartbeat=text)
     with contextlib.suppress(InvariantError):
         read_from_host(encode(host_messages.SignsHostMessage(1, 2, (tuple(sign),))))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 40, 256])
+def test_signs_of_many_workers_that_all_tell_their_counts_fit_their_frames(num_workers: int) -> None:
+    counts = tuple((peer, 10**6, 10**6, 10**6) for peer in range(num_workers))
+    heartbeat = encode(HeartbeatMessage(1, 5, 7, False, 10**9, counts)).decode()
+    signs = [SIGN._replace(process=process, heartbeat=heartbeat) for process in range(num_workers)]
+    headers = [read_frame(each)[0] for each in host_messages.sign_frames(4, 5, signs)]
+    assert headers and all(isinstance(each, host_messages.SignsHostMessage) for each in headers)
+    assert [each[0] for header in headers for each in header.signs] == [*range(num_workers)]  # type: ignore[attr-defined]

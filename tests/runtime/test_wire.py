@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from engine.core.hosts.host_messages import (
     WordsHostMessage,
     frame,
 )
+from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_codec import Message, encode
 from engine.core.process_messages import KeyMessage, PingMessage
 from engine.runtime.hosts.run_certificate import NAME, RunCertificate, new_certificate
@@ -172,3 +174,27 @@ def test_bytes_of_a_port_scan_change_nothing(bed: Bed) -> None:
     client.end.send(WORDS)
     assert bed.came.get(timeout=10)[0] == WordsHostMessage(1)
     client.close()
+
+
+def test_all_hosts_of_the_largest_run_have_a_stream_and_one_of_them_comes_again(made: RunCertificate) -> None:
+    """Over one connection, which is enough: each stream holds a thread of the server."""
+    server = WireServer(HERE, made)
+    peers = {f"b{number}": HostPeer("1f", lambda header, packet: None) for number in range(MOST_HOSTS)}
+    for name, peer in peers.items():
+        server.admit(name, peer)
+    own, is_over = made.certificate.encode(), threading.Event()
+    credentials = grpc.ssl_channel_credentials(own, made.key.encode(), own)
+
+    def spoken(name: str) -> Iterator[bytes]:
+        yield frame(HelloHostMessage(name, "1f", 0))
+        is_over.wait()
+
+    place, options = f"{HERE}:{server.port}", [("grpc.ssl_target_name_override", NAME)]
+    with grpc.secure_channel(place, credentials, options) as channel:
+        method: Any = channel.stream_stream("/bamboo.Hosts/Join")
+        calls = [method(spoken(name), timeout=30) for name in peers]
+        assert all(next(each) for each in calls)
+        peers["b0"].heard_ns = 0
+        assert next(method(spoken("b0"), timeout=10))
+        is_over.set()
+    server.close()

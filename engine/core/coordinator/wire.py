@@ -114,17 +114,20 @@ def _sight(values: list[Any]) -> Sight:
 
 
 def decided(state: CoordinatorState) -> DecidedMessage:
-    """Returns the state for the agent: who is in, who owns which slot, and when each worker was heard."""
+    """Returns the state for the agent: who is in, who owns which slot, and when each worker was heard, and where.
+
+    It comes with each answer, so it grows with the number of workers, and not with that of their pairs.
+    """
     known = state.membership
     bare = known._replace(inventories={}, copies={}, digests={})
     facts = documents(state._replace(membership=bare))[FACTS]
-    sightings = {str(worker): tuple(seen[:-1]) for worker, seen in known.sightings.items()}
+    sightings = {str(worker): (seen.heard_ns, seen.since_ns, seen.at) for worker, seen in known.sightings.items()}
     return DecidedMessage({STATE: membership_to_json(bare), FACTS: facts}, sightings, "", 0)
 
 
 def sightings_of(told: DecidedMessage) -> dict[int, Sighting]:
-    """Returns when each worker was heard."""
+    """Returns when each worker was heard, and where it was then."""
     return {
-        int(worker): Sighting(heard_ns, since_ns, tuple(at), *slowest)
-        for worker, (heard_ns, since_ns, at, *slowest) in told.sightings.items()
+        int(worker): Sighting(heard_ns, since_ns, tuple(at))
+        for worker, (heard_ns, since_ns, at) in told.sightings.items()
     }

@@ -27,6 +27,7 @@ another form, ends the stream.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.core.errors import InvariantError
@@ -34,6 +35,7 @@ from engine.core.message_codec import CUT, MAX_BYTES, Message, decode, encode, m
 
 MOST_BYTES = MAX_BYTES + 1_000  # of a frame: a control message and its header
 _BREAK = b"\n"
+_SIGNS, _SIGN_BYTES = 32, MAX_BYTES // 2  # in one frame; of their heartbeats
 
 
 class FromOtherHost(Message):
@@ -212,6 +214,17 @@ class WorkerSign(NamedTuple):
     times: tuple[str | int, ...] = ()  # empty if there are none
     num_signals: int = 0  # that this coordinator has sent to it, and that it had got before its state was read
     age_ns: int = 0  # since its last word
+
+
+def sign_frames(received: int, sent_ns: int, signs: Sequence[WorkerSign]) -> Iterator[bytes]:
+    """Yields the frames with signs of life, one without any too: a heartbeat is longer the more workers there are."""
+    first, num_bytes = 0, 0
+    for place, each in enumerate(signs):
+        num_bytes += len(each.heartbeat)
+        if place - first >= _SIGNS or (num_bytes > _SIGN_BYTES and place > first):
+            yield frame(SignsHostMessage(received, sent_ns, tuple(map(tuple, signs[first:place]))))
+            first, num_bytes = place, len(each.heartbeat)
+    yield frame(SignsHostMessage(received, sent_ns, tuple(map(tuple, signs[first:]))))
 
 
 def frame(header: Message, packet: bytes = b"") -> bytes:

@@ -80,7 +80,9 @@ def _of_run(given: HostOptions) -> list[Problem]:
 def _of_hosts(given: HostOptions) -> list[Problem]:
     found = []
     names = given.names
-    if not names and not 1 <= given.number <= MOST_HOSTS:
+    if names and given.number > MOST_HOSTS:
+        found.append(Problem("--hosts", f"at most {MOST_HOSTS} names", f"{given.number} of them"))
+    elif not 1 <= given.number <= MOST_HOSTS:
         found.append(Problem("--hosts", f"1 to {MOST_HOSTS}, or names with commas between", given.hosts))
     if wrong := [each for each in names if not NAME.fullmatch(each)]:
         found.append(Problem("--hosts", "names of letters, digits and . _ -", ", ".join(map(repr, wrong))))

@@ -73,14 +73,12 @@ class _Process:
         self._kv.get(ROLE)  # connects
         while (message := self._link.receive()) is not None:
             try:
-                found = self._answer(message)
-            except BambooError as error:
+                for output in self._answer(message):
+                    for part in parts_of(output):
+                        self._link.send(part)
+                self._link.send(decided(required(self._coordinator, "a coordinator answers").state))
+            except BambooError as error:  # also one about an output, which then none of this answer is
                 self._link.send(DecidedMessage({}, {}, str(error), int(error.exit_code)))
-                continue
-            for output in found:
-                for part in parts_of(output):
-                    self._link.send(part)
-            self._link.send(decided(required(self._coordinator, "a coordinator answers").state))
 
     def _answer(self, message: Message) -> tuple[CoordinatorOutput, ...]:
         if isinstance(message, TakeOverMessage):

@@ -1,4 +1,4 @@
-"""Signs of life of the workers of this host, for the host that coordinates: four times a second, in one message.
+"""Signs of life of the workers of this host, for the host that coordinates: four times a second, in few messages.
 
 Rule: a sign tells how many signals the worker had got when its process was looked at, so that no older look can confirm
 a fault. After a signal that stops a worker a sign goes at once. Time in which this host stood still is no silence of
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from engine.core.hosts.host_messages import SignsHostMessage, frame
+from engine.core.hosts.host_messages import sign_frames
 from engine.core.membership.evidence import unwatched_ns
 from engine.core.message_codec import encode
 from engine.core.process_messages import PingMessage
@@ -24,7 +24,6 @@ from engine.runtime.ipc.recorder import now_ns
 
 _TICK_S = 0.25
 _STOPS_S = 0.02  # until a worker stands still after a signal; a later sign tells it too
-_TOGETHER = 32  # signs in one message
 _STOPPED = ("T", None)  # None: it has ended
 _PING = encode(PingMessage())
 
@@ -57,8 +56,7 @@ class OwnSigns:
                 each.heard_ns = min(at_ns, each.heard_ns + late_ns)
             if end is None:
                 continue
-            for begin in range(0, max(1, len(living)), _TOGETHER):
-                self._send(end, living[begin : begin + _TOGETHER])
+            self._send(end, living)
             for each in living:
                 with contextlib.suppress(OSError):  # it was released meanwhile
                     each.link.send_packet(_PING)
@@ -79,5 +77,5 @@ class OwnSigns:
             self.tell(of)
 
     def _send(self, end: StreamEnd, of: Sequence[OwnProcess]) -> None:
-        signs = tuple(tuple(each.sign(self._board)) for each in of)
-        end.send(frame(SignsHostMessage(end.received, now_ns(), signs)))  # type: ignore[arg-type]
+        for each in sign_frames(end.received, now_ns(), [process.sign(self._board) for process in of]):
+            end.send(each)

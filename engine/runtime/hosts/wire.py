@@ -25,6 +25,7 @@ from engine.core.hosts.host_messages import (
     TickHostMessage,
     frame,
 )
+from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_codec import Message
 from engine.runtime.hosts.run_certificate import NAME, RunCertificate
 from engine.runtime.hosts.stream_end import StreamEnd
@@ -41,6 +42,7 @@ _OPTIONS = (
 _HANDSHAKE_MS = 5000
 _GREET_S = 5.0  # for the first frame of a stream
 _HEARD_NS = 500_000_000  # two signs of life: who was heard since then has its stream still
+_STREAMS = 3  # of a host, each of which holds a thread: the present one, one that is about to end, and a new one
 _MOST_TOLD = 50  # refusals in a run, so that no log is filled
 _CONNECT_S = 1.0
 _AGAIN_S = 0.02  # from the end of a connection to the next attempt
@@ -118,7 +120,7 @@ class WireServer:
         """`say` is called for each stream that is refused."""
         self._peers: dict[str, HostPeer] = {}
         self._say, self._num_told, self._telling = say, 0, threading.Lock()
-        self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="hosts")
+        self._pool = ThreadPoolExecutor(max_workers=_STREAMS * MOST_HOSTS, thread_name_prefix="hosts")
         options = (*_OPTIONS, ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS))
         self._server = grpc.server(self._pool, options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._join)
