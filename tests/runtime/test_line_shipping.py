@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from engine.core.history.step_files import entry
-from engine.core.hosts.host_messages import TickHostMessage, frame, read_frame
+from engine.core.hosts.host_messages import KeptHostMessage, TickHostMessage, frame, read_frame
 from engine.core.hosts.registered_host import RegisteredHost
+from engine.runtime.hosts import shipper
 from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.line_exchange import CoordinatorLines, ServedLines
 from engine.runtime.hosts.stream_end import StreamEnd
@@ -93,8 +94,8 @@ def files(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths if path.exists()}
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20.0
+def until(is_so: Callable[[], bool], patience_s: float = 20.0) -> None:
+    until_s = time.monotonic() + patience_s
     while not is_so():
         assert time.monotonic() < until_s
         time.sleep(0.01)
@@ -202,6 +203,65 @@ def test_a_file_of_steps_that_a_host_leaves_out_goes_from_its_copy_too(tmp_path:
     b.write(11)
     until(lambda: files(kept) == files(b.run))
     assert len(files(kept)) == 5
+    stream.close()
+    lines.close()
+
+
+def test_an_answer_that_comes_at_once_finds_the_shipper_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host that makes the shipper is held up when its thread has begun; the other end is quick."""
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            time.sleep(0.3)
+
+    monkeypatch.setattr(shipper.threading, "Thread", Slow)
+    b = Records(tmp_path / "b")
+    stream = Stream("b", ServedLines("b", b.run), "a")
+    lines = CoordinatorLines("a", {"b": stream.away})
+    lines.begin(tmp_path / "a")
+    b.write(0)
+    stream.begin()
+    b.write(1)
+    until(lambda: files(tmp_path / "a" / "hosts" / "b") == files(b.run), 5.0)
+    a = Records(tmp_path / "a")
+    a.write(0)
+    lines.look()
+    a.write(1)
+    until(lambda: files(b.run / "hosts" / "a") == files(a.run), 5.0)
+    stream.close()
+    lines.close()
+
+
+def test_an_answer_over_the_stream_before_counts_for_nothing(tmp_path: Path) -> None:
+    """It is being taken when the host begins to follow another one, which has nothing of these records."""
+    b, is_taken, goes_on = Records(tmp_path / "b"), threading.Event(), threading.Event()
+    for number in range(0, 100, 5):
+        for _ in range(10):
+            b.write(number)
+    served, before = ServedLines("b", b.run), StreamEnd()
+    served.follow("a", before)
+    sizes = tuple(("b", name, len(data)) for name, data in files(b.run).items())
+
+    def deliver() -> None:
+        is_taken.set()
+        goes_on.wait(0.5)
+        served.take(KeptHostMessage(sizes, is_last=False), b"")
+
+    connection = before.connect()
+    taking = threading.Thread(target=before.take, args=(connection, deliver))
+    taking.start()
+    assert is_taken.wait(20.0)
+    before.close()  # host a is lost
+    stream = Stream("b", served, "c")
+    lines = CoordinatorLines("c", {"b": stream.away})
+    lines.begin(tmp_path / "c")
+    stream.begin()
+    goes_on.set()
+    taking.join()
+    until(lambda: files(tmp_path / "c" / "hosts" / "b") == files(b.run), 5.0)
     stream.close()
     lines.close()
 

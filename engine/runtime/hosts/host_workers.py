@@ -104,6 +104,7 @@ class HostWorkers:
 
         That host knows the first decisions, `known` of them. If it `is_own`, it records what its workers say itself.
         """
+        self.lines.leave()
         while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
             header, packet = self._orders.get()
             if isinstance(header, HeardHostMessage):

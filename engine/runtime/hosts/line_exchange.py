@@ -3,7 +3,8 @@
     a host that serves      its own, and the copies that it keeps of hosts that do not coordinate
     the one that coordinates   its own, and the copies of lost hosts, to the first other host that lives
 
-Rule: so the records of each host are on two hosts, as long as there are two, and the host that goes on has all of them.
+Rules: so the records of each host are on two hosts, as long as there are two, and the host that goes on has all of
+them. An answer is about the stream over which it comes: it counts for no shipper of the next one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,18 @@ class ServedLines:
 
     def follow(self, chief: str, end: StreamEnd) -> None:
         """Ships to host `chief` from now on; nothing if that is this host."""
-        self.close_shipper()
+        self.leave()
         self._chief, self._end = chief, end
         if chief != self._own:
             self._shipper = Shipper(self._own, self._run, end, lambda name: name != chief)
+            self._shipper.begin()
+
+    def leave(self) -> None:
+        """Ships nothing more over the present stream; returns when no frame of it is being taken, or will be."""
+        self.close_shipper()
+        if self._end is not None:
+            self._end.close()
+            self._end.settle()
 
     def take(self, header: Message, packet: bytes) -> bool:
         """Takes a frame with parts, or an answer; returns whether it is one."""
@@ -93,6 +102,7 @@ class CoordinatorLines:
         self._to = next((each for each in self._away.values() if self._can_keep(each)), None)
         if self._to is not None:
             self._to.shipper = Shipper(self._own, self._run, self._to.peer.end, self._is_lost)
+            self._to.shipper.begin()
 
     def _can_keep(self, away: AwayServer) -> bool:
         return away.host != self._own and away.has_said.is_set() and not away.peer.is_lost and not away.has_left

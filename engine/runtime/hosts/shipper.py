@@ -3,6 +3,7 @@
 Rules: the files are the memory, so nothing waits here but one frame, and no order of the coordinator waits for it: a
 frame goes when nothing else does, and the next one when the other end has kept it. A new stream begins with a new
 shipper, which asks anew how much is kept. A part that fills its frame is followed at once, others five times a second.
+Nothing is shipped before `begin`: who takes the answers must know the shipper first, or it would wait for ever.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ class Shipper:
         self._whole: set[tuple[str, str]] = set()  # files that do not grow any more, and are kept whole
         self._is_waiting = self._has_more = self._is_ending = False
         self._wakes, self._has_finished, self._is_over = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Ships from now on, in a thread."""
+        threading.Thread(target=self._run, name="shipper", daemon=True).start()
 
     def kept(self, answer: KeptHostMessage) -> None:
         """Takes the answer of the other end."""
         for node, file, size in answer.sizes:
             self._kept[node, file] = size
             if not size:  # the host has left it out
-                del self._kept[node, file]
+                self._kept.pop((node, file), None)
         self._is_waiting = False
         if answer.is_last:
             self._has_finished.set()
@@ -109,7 +112,7 @@ class Shipper:
         own = [file for node, file in [*self._kept] if node == self._own and file != EVENTS] if there else []
         gone = [file for file in own if file.rpartition("/")[2] not in there][:_MOST_LEFT_OUT]
         for file in gone:
-            del self._kept[self._own, file]
+            self._kept.pop((self._own, file), None)
             self._whole.discard((self._own, file))
         return [(ShippedPart(self._own, file, 0, 0), b"") for file in gone]
 
@@ -131,9 +134,9 @@ class Shipper:
         newest = {each.worker: each.first for each in kinds}
         for each in kinds:
             key = node, f"{FOLDER}/{each}"
-            if each.first < newest[each.worker] and key in self._kept and key not in self._whole:
+            if each.first < newest[each.worker] and (size := self._kept.get(key)) and key not in self._whole:
                 with contextlib.suppress(OSError):
-                    if (folder / key[1]).stat().st_size <= self._kept[key]:
+                    if (folder / key[1]).stat().st_size <= size:
                         self._whole.add(key)
         return [f"{FOLDER}/{each}" for each in kinds]
 

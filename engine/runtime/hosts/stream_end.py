@@ -103,6 +103,11 @@ class StreamEnd:
             deliver()
             return True
 
+    def settle(self) -> None:
+        """Waits for a frame that is being taken; of an end that was closed before, none is taken afterwards."""
+        with self._taking:
+            pass
+
     def bundles(self, connection: int) -> Iterator[list[bytes]]:
         """Yields the frames of a connection, as many at a time as are due and fit a bundle.
 
