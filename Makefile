@@ -22,12 +22,14 @@ TIMED := tests/e2e/test_etcd_faults.py
 
 # The byte code of our own modules is kept, whatever the environment says: the hundreds of programs that tests start
 # would else compile the same modules, each a third of a second long.
-# Tests know the bits of the CPU, so they see no GPU.
+# Tests know the bits of the CPU, so they see no GPU. A failure of the first part does not keep the second from running.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(TEST_STAMP)
-	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal $(TIMED:%=--ignore=%)
-	.venv/bin/python -m pytest --numprocesses 2 $(TIMED)
+	@status=0; set -x; \
+	.venv/bin/python -m pytest --numprocesses 3 --dist worksteal $(TIMED:%=--ignore=%) || status=$$?; \
+	.venv/bin/python -m pytest --numprocesses 2 $(TIMED) || status=$$?; \
+	exit $$status
 
 # On a machine with a GPU, in .venv with a CUDA build of torch; it writes a page into docs/hardware. Skipped elsewhere, with the reason.
 test-gpu: $(TEST_STAMP)

@@ -16,7 +16,7 @@ echo "venv $*" >> calls
 rm -rf .venv && mkdir -p .venv/bin
 cat > .venv/bin/python <<'END'
 #!/bin/sh
-case "$3" in install) echo "install $*" >> calls; test ! -e broken;; *) echo tests >> calls;; esac
+case "$3" in install) echo "install $*" >> calls; test ! -e broken;; *) echo tests >> calls; test ! -e red || { rm red; false; };; esac
 END
 printf '#!/bin/sh\\necho "demo $*" >> calls\\n' > .venv/bin/bamboo
 chmod +x .venv/bin/python .venv/bin/bamboo
@@ -40,13 +40,18 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
-def make(tree: Path, target: str) -> list[str]:
-    """Runs one target and returns what was called for it; make's own variables of a surrounding make stay out."""
+def made(tree: Path, target: str) -> tuple[int, list[str]]:
+    """Runs one target; returns the exit code and what was called. Variables of a surrounding make stay out."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     (tree / "calls").unlink(missing_ok=True)
     command = ["make", target, "PYTHON=./python"]
-    subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=60, check=False)
-    return (tree / "calls").read_text().splitlines()
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=60, check=False)
+    return done.returncode, (tree / "calls").read_text().splitlines()
+
+
+def make(tree: Path, target: str) -> list[str]:
+    """Runs one target and returns what was called for it."""
+    return made(tree, target)[1]
 
 
 def test_the_second_time_nothing_is_installed(tree: Path) -> None:
@@ -59,6 +64,13 @@ def test_tests_add_to_what_the_demo_has_installed(tree: Path) -> None:
     assert make(tree, "test") == [TEST, *TESTS]
     assert make(tree, "demo") == ["demo run"]
     assert make(tree, "test") == TESTS
+
+
+def test_a_failure_is_told_and_does_not_keep_the_tests_that_look_at_the_clock_from_running(tree: Path) -> None:
+    assert made(tree, "test") == (0, [VENV, TEST, *TESTS])
+    (tree / "red").touch()  # it goes with the first failure
+    assert made(tree, "test") == (2, TESTS)
+    assert made(tree, "test") == (0, TESTS)
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])

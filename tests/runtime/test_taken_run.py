@@ -126,9 +126,14 @@ def test_a_host_tells_the_next_one_what_its_workers_were_told(tmp_path: Path) ->
         workers.deliver(WordsHostMessage(1), packet)
     workers._obey()
     assert heard == packets
+    workers.deliver(WordsHostMessage(1), packets[0])  # it is lost with that host
+    workers.leave()
+    workers.deliver(WordsHostMessage(1), packets[1])  # the next one is quick
     workers.follow("c", end := StreamEnd())
     frames = [read_frame(each) for each in end._unheard]
     assert [packet for header, packet in frames if isinstance(header, TaughtHostMessage)] == packets
+    workers._obey()
+    assert heard == [*packets, packets[1]]
     workers._processes.clear()
     workers.close()
     board.close()

@@ -106,6 +106,7 @@ def _stand(at: OwnHost, before: Elected, workers: HostWorkers) -> tuple[Elected,
 def _stream(at: OwnHost, elected: Elected, workers: HostWorkers) -> Iterator[WireClient]:
     """Opens the stream of this host to the one that coordinates; its end holds nothing up."""
     own = at.registry.own
+    workers.leave()
     wire = WireClient(own.name, own.incarnation, elected.place, elected.made, workers.deliver, workers.wake)
     workers.follow(elected.name, wire.end, elected.heard, is_own=elected.incarnation == own.incarnation)
     try:

@@ -99,11 +99,8 @@ class HostWorkers:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
         self._signs = OwnSigns(board, lambda: [*self._processes.values()])
 
-    def follow(self, chief: str, end: StreamEnd, known: int = 0, *, is_own: bool = False) -> None:
-        """Serves host `chief` from now on, over a new stream, of which `end` is this host's end.
-
-        That host knows the first decisions, `known` of them. If it `is_own`, it records what its workers say itself.
-        """
+    def leave(self) -> None:
+        """Serves no host from now on; the next one's stream may begin before `follow`, so what comes then is kept."""
         self.lines.leave()
         while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
             header, packet = self._orders.get()
@@ -111,6 +108,12 @@ class HostWorkers:
                 self._hear(header.number, packet.decode())
             elif isinstance(header, OutcomeHostMessage):
                 self.outcome = HostOutcome(header.code, header.words)
+
+    def follow(self, chief: str, end: StreamEnd, known: int = 0, *, is_own: bool = False) -> None:
+        """Serves host `chief` from now on, over a new stream, of which `end` is this host's end.
+
+        That host knows the first decisions, `known` of them. If it `is_own`, it records what its workers say itself.
+        """
         self._chief, self._is_own = chief, is_own
         self._offset, self._bounds = OffsetWatch(), None
         living = [*self._processes.values()]
