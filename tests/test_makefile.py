@@ -16,7 +16,10 @@ echo "venv $*" >> calls
 rm -rf .venv && mkdir -p .venv/bin
 cat > .venv/bin/python <<'END'
 #!/bin/sh
-case "$3" in install) echo "install $*" >> calls; test ! -e broken;; *) echo tests >> calls; test ! -e red || { rm red; false; };; esac
+case "$3" in
+    install) echo "install $*" >> calls; test ! -e broken;;
+    *) echo tests >> calls; test ! -e red || { rm red; false; };;
+esac
 END
 printf '#!/bin/sh\\necho "demo $*" >> calls\\n' > .venv/bin/bamboo
 chmod +x .venv/bin/python .venv/bin/bamboo
