@@ -67,7 +67,12 @@ def test_a_host_may_come_late_if_the_one_that_waits_stood_still(monkeypatch: pyt
     came.set()
     now_s = iter(range(0, 10**6, 100))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now_s)))
-    monkeypatch.setattr(late, "wait", lambda patience_s: late.set() or late.is_set())
+
+    def comes(patience_s: float) -> bool:
+        late.set()
+        return True
+
+    monkeypatch.setattr(late, "wait", comes)
     hosts = [SimpleNamespace(has_said=each) for each in (came, late, never)]
     monkeypatch.setattr(never, "wait", lambda patience_s: False)
     wait_for_words(cast(Any, hosts))

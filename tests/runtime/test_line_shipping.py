@@ -14,7 +14,6 @@ import pytest
 from engine.core.history.step_files import entry
 from engine.core.hosts.host_messages import KeptHostMessage, TickHostMessage, frame, read_frame
 from engine.core.hosts.registered_host import RegisteredHost
-from engine.runtime.hosts import shipper
 from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.line_exchange import CoordinatorLines, ServedLines
 from engine.runtime.hosts.stream_end import StreamEnd
@@ -217,7 +216,7 @@ def test_an_answer_that_comes_at_once_finds_the_shipper_that_waits_for_it(
             super().start()
             time.sleep(0.3)
 
-    monkeypatch.setattr(shipper.threading, "Thread", Slow)
+    monkeypatch.setattr("threading.Thread", Slow)
     b = Records(tmp_path / "b")
     stream = Stream("b", ServedLines("b", b.run), "a")
     lines = CoordinatorLines("a", {"b": stream.away})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,9 +21,9 @@ from engine.core.membership.events import Heard, Notice
 from engine.core.membership.state import Options, begin
 from engine.core.messages import HeartbeatMessage, ReadyMessage
 from engine.core.store.kv import KV, Lease
-from engine.runtime.coordinator import node as node_module
 from engine.runtime.coordinator.node import Node
-from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS
+from engine.runtime.coordinator.store_joining import join_store
+from engine.runtime.store.election import LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS
 from engine.runtime.store.etcd_calls import DEADLINE_S
 from tests.runtime.kv_backends import Backend
 
@@ -36,9 +39,9 @@ def first_state(num_stages: int) -> CoordinatorState:
     return begin_coordinator(Job(model="mlp", stages=num_stages), first, 0)
 
 
-def start(client: KV, num_stages: int = 3) -> Node:
+def start(client: KV, num_stages: int = 3, ttl_s: int = LEASE_TTL_S) -> Node:
     """Returns a node with its workers enrolled."""
-    node = Node(client, first_state(num_stages), 0)
+    node = Node(client, first_state(num_stages), 0, ttl_s=ttl_s)
     for worker in range(num_stages):
         node.enrol(worker, 1000 + worker, ((0, worker),))
     return node
@@ -54,14 +57,15 @@ def members_of(client: KV) -> dict[str, Any]:
     return {item.key: json.loads(item.value) for item in client.read_prefix("members/").items}
 
 
-@pytest.fixture(name="brief")
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes leases of one second."""
-    monkeypatch.setattr(node_module, "LEASE_TTL_S", 1)
-
-
 def test_a_lease_outlasts_an_outage_that_a_call_outlasts() -> None:
     assert LEASE_TTL_S > DEADLINE_S + RENEW_EVERY_NS / S
+
+
+def test_a_pause_of_the_whole_machine_costs_no_lease_in_a_private_store(tmp_path: Path) -> None:
+    """Its etcd is paused too, and finds all that time gone when it goes on; a pause of a night is no reason to end."""
+    with contextlib.ExitStack() as stack:
+        node = join_store(stack, None, "r", tmp_path, first_state(3), MagicMock())
+        assert node._lease.ttl_s == PRIVATE_TTL_S > 12 * 3600
 
 
 def test_workers_are_written_down_with_their_slots_now_and_before(backend: Backend) -> None:
@@ -109,11 +113,10 @@ def test_a_second_coordinator_is_turned_away(backend: Backend) -> None:
         Node(backend.client(), first_state(3), 0)
 
 
-@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("act", ["renew", "report", "handle"])
 def test_whoever_has_lost_its_lease_is_out_and_touches_nothing(backend: Backend, act: str) -> None:
     client, reader = backend.client(), backend.client()
-    node = start(client)
+    node = start(client, ttl_s=1)
     (held,) = reader.read_prefix("coordinator").items
     backend.outlast(Lease(held.lease_id, 1))
     backend.outlast(node._lease)

@@ -15,7 +15,6 @@ from engine.core.membership.events import Heard, LeaseExpired, Restarted
 from engine.core.message_codec import Message
 from engine.core.messages import ReadyMessage
 from engine.core.ownership import Grid, fresh
-from engine.runtime.coordinator import standby
 from engine.runtime.coordinator.standby import CoordinatorGoneError, StandbyCoordinator, _Process
 from engine.runtime.ipc.link import Link
 
@@ -69,7 +68,7 @@ def test_time_in_which_the_agent_stood_still_is_no_silence_of_its_coordinator(mo
         monkeypatch.setattr("time.monotonic", lambda: 1e9 * len(looks))
         return ([near] if len(looks) == 3 else [], [], [])
 
-    monkeypatch.setattr(standby.select, "select", select)
+    monkeypatch.setattr("select.select", select)
     far.send(TakeOverMessage(True))
     assert process.receive(10.0, lambda: None) == TakeOverMessage(True)
     looks.clear()

@@ -28,7 +28,7 @@ another form, ends the stream.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.errors import InvariantError
 from engine.core.message_codec import CUT, MAX_BYTES, Message, decode, encode, message
@@ -222,9 +222,13 @@ def sign_frames(received: int, sent_ns: int, signs: Sequence[WorkerSign]) -> Ite
     for place, each in enumerate(signs):
         num_bytes += len(each.heartbeat)
         if place - first >= _SIGNS or (num_bytes > _SIGN_BYTES and place > first):
-            yield frame(SignsHostMessage(received, sent_ns, tuple(map(tuple, signs[first:place]))))
+            yield frame(SignsHostMessage(received, sent_ns, _plain(signs[first:place])))
             first, num_bytes = place, len(each.heartbeat)
-    yield frame(SignsHostMessage(received, sent_ns, tuple(map(tuple, signs[first:]))))
+    yield frame(SignsHostMessage(received, sent_ns, _plain(signs[first:])))
+
+
+def _plain(signs: Sequence[WorkerSign]) -> Any:
+    return tuple(tuple(each) for each in signs)
 
 
 def frame(header: Message, packet: bytes = b"") -> bytes:

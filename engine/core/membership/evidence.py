@@ -1,8 +1,8 @@
 """The evidence on a worker from outside: the kernel's accounts of its process, and its line of the board.
 
 Rules: evidence needs no answer of the worker, so it also tells of a process in which one thread holds Python's lock. A
-worker loads data in its main thread, or ahead in another one; neither is a reason to put it out. Time in which nobody
-looked is no evidence: whoever looks at workers leaves it out.
+worker loads data in its main thread, or ahead in another one; neither is a reason to put it out. Time without
+looks is no evidence: each process that looks at workers leaves it out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Evidence(NamedTuple):
 
 
 def unwatched_ns(looked_ns: int, now_ns: int) -> int:
-    """Returns by how much all times before a look move on, `now_ns` at most, because nobody watched since the last one.
+    """Returns by how many nanoseconds all times before a look move on, as the one before is long ago.
 
     A late look counts for as long as a usual one. After a longer gap the looker slept: all deadlines begin again.
     """

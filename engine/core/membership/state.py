@@ -102,7 +102,7 @@ class Sighting(NamedTuple):
         return self.evidence.sight.loading if self.evidence else Loading.NONE
 
     def later(self, by_ns: int, now_ns: int) -> Sighting:
-        """Returns the sighting with all times later by those that nobody watched, and `now_ns` at most."""
+        """Returns the sighting with all times later by the time without a watch, and `now_ns` at most."""
         seen = self.evidence
         if seen is not None:
             ran_ns, worked_ns = min(now_ns, seen.ran_ns + by_ns), min(now_ns, seen.worked_ns + by_ns)
@@ -161,7 +161,7 @@ class State(NamedTuple):
     repeated_ns: int = 0  # when the orders were last repeated
     looked_ns: int = 0  # when the look began
     ticked_ns: int = 0
-    watched_ns: int = 0  # since when it watches without a break: nothing before that counts against a worker
+    watched_ns: int = 0  # since when it watches without a break: no time before that counts against a worker
     committed_ns: int = 0
     steps_ns: tuple[int, ...] = ()  # the durations of the last steps
     sightings: Mapping[int, Sighting] = {}

@@ -32,7 +32,7 @@ from engine.runtime.coordinator.coordinator import Coordinator
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.store.election import LEASE_TTL_S, RENEW_EVERY_NS, Election
+from engine.runtime.store.election import LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS, Election
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings, Secret, private_settings
 
 _POLL_S = 0.002
@@ -64,7 +64,8 @@ class _Process:
     def __init__(self, link: Link, told: BeginCoordinatorMessage, kv: KV):
         self._link, self._kv = link, kv
         self._job, self._membership = Job(**told.job), told.membership
-        self._election = Election(kv, ROLE, told.name.encode(), LEASE_TTL_S)
+        ttl_s = PRIVATE_TTL_S if "private" in told.store else LEASE_TTL_S
+        self._election = Election(kv, ROLE, told.name.encode(), ttl_s)
         self._coordinator: Coordinator | None = None
         self._renewed_ns = now_ns()
 

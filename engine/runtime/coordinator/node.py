@@ -39,14 +39,15 @@ class Node:
         now_ns: int,
         standby: StandbyCoordinator | None = None,
         kept: Lease | None = None,
+        ttl_s: int = LEASE_TTL_S,
     ):
         self.name = socket.gethostname()
         self._kv = kv
         self._is_out = False
         self._kept = kept
-        self._lease = kept or kv.grant(LEASE_TTL_S)
+        self._lease = kept or kv.grant(ttl_s)
         candidate = f"{self.name}:{os.getpid()}" + (f":{kept.lease_id:x}" if kept else "")
-        self._election = Election(kv, ROLE, candidate.encode(), LEASE_TTL_S, kept)
+        self._election = Election(kv, ROLE, candidate.encode(), ttl_s, kept)
         if standby is None and not self._election.poll():
             raise CoordinatorUnavailableError("another coordinator holds this run")
         self._is_candidate = standby is None  # else a process of its own is

@@ -13,6 +13,7 @@ from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.standby import StandbyCoordinator, Start, plain_settings
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.interrupts import RunInterruptedError
+from engine.runtime.store.election import LEASE_TTL_S, PRIVATE_TTL_S
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
 from engine.runtime.store.store_keeper import StoreKeeper
@@ -52,7 +53,7 @@ def join_store(
         store = plain_settings(settings, None if private is None else logs)
         standby = StandbyCoordinator(start, store, run_id, kv, first, recorder)
         stack.callback(standby.close)
-    node = Node(kv, first, now_ns(), standby, kept)
+    node = Node(kv, first, now_ns(), standby, kept, LEASE_TTL_S if private is None else PRIVATE_TTL_S)
     if standby is not None:
         standby.while_waiting = lambda: node.renew(now_ns())
     if private is None:

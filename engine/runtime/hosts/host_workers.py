@@ -100,7 +100,7 @@ class HostWorkers:
         self._signs = OwnSigns(board, lambda: [*self._processes.values()])
 
     def leave(self) -> None:
-        """Serves no host from now on; the next one's stream may begin before `follow`, so what comes then is kept."""
+        """Serves no host from now on; the next one's stream may begin before `follow`, so its orders are kept."""
         self.lines.leave()
         while not self._orders.empty():  # orders of the host before count for nothing, its decisions count
             header, packet = self._orders.get()

@@ -3,7 +3,7 @@
 Rules: the files are the memory, so nothing waits here but one frame, and no order of the coordinator waits for it: a
 frame goes when nothing else does, and the next one when the other end has kept it. A new stream begins with a new
 shipper, which asks anew how much is kept. A part that fills its frame is followed at once, others five times a second.
-Nothing is shipped before `begin`: who takes the answers must know the shipper first, or it would wait for ever.
+Nothing is shipped before `begin`: an answer that comes before its shipper can be found is lost, and awaited for ever.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from engine.core.errors import LeaseLostError, required
 from engine.core.store.kv import KV, Condition, Delete, Lease, Put, Txn, absent, equal
 
 LEASE_TTL_S = 15  # of a host and of a role
+PRIVATE_TTL_S = 86_400  # the same in a private etcd, which ends with its only host: a paused machine loses no role
 RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
 
 
