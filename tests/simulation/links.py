@@ -144,7 +144,7 @@ class Links:
                 if which in (word, "both"):
                     self.faults.strike(way, LinkFault(kind, until, length // _LATER))
         self.until = max(self.until, self.world.now + length)
-        self.world.tick_after(TICK)
+        self.world.tick_after(TICK // 2)
 
     # The truth, for the judge
 
