@@ -6,7 +6,6 @@ Rule: no character of a text from elsewhere moves the cursor, changes colours, h
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Collection, Iterable
 
 _SEQUENCES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")  # CSI, OSC, other escapes
@@ -18,12 +17,10 @@ TRUST_FLAG = "--trust-code"  # the user's word that files may name code
 def pattern_error(pattern: str) -> str:
     """Returns why a text is no regular expression; empty if it is one."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's advice for its later versions
-            re.compile(pattern)
+        re.compile(pattern)
     except RecursionError:
         return "its parentheses are too deep"
-    except (re.error, OverflowError) as error:
+    except (re.error, OverflowError, FutureWarning) as error:  # the last where warnings are errors
         return str(error)
     return ""
 

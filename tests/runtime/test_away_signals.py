@@ -140,7 +140,7 @@ def test_time_in_which_its_host_stood_still_is_no_silence_of_a_worker(
         stood_ns[0] = 20_000_000_000
         signs.follow(end)
         until_s = time.monotonic() + 10
-        while end.num_waiting < 2 and time.monotonic() < until_s:
+        while len(end._unheard) < 2 and time.monotonic() < until_s:
             time.sleep(0.01)
     finally:
         signs.close()
