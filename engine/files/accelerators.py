@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.core.config.job import DeviceKind, Job
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
+from engine.files.nccl_settings import nccl_lack, nccl_of_wheel
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -25,13 +26,14 @@ class Accelerators:
     """What a launcher can know of the GPUs of its host.
 
     `num_gpus` are those that processes may see, `names` their models as the driver tells them, `torch_cuda` the CUDA
-    version that torch was built with: empty for a build without CUDA.
+    version that torch was built with: empty for a build without CUDA. `nccl` is the version of NCCL, if a wheel has it.
     """
 
     num_gpus: int = 0
     names: tuple[str, ...] = ()
     driver: str = ""
     torch_cuda: str = ""
+    nccl: tuple[int, ...] = ()
 
 
 def accelerators(
@@ -45,7 +47,7 @@ def accelerators(
     num_gpus = len(files) if visible is None else min(len(files), len([each for each in visible.split(",") if each]))
     told = (_first(r"Model:\s*(.+)", each / "information") for each in sorted(driver.glob("gpus/*")))
     version = _first(r"Kernel Module(?: for \S+)?\s+(\S+)", driver / "version")
-    return Accelerators(num_gpus, tuple(name for name in told if name), version, torch_cuda())
+    return Accelerators(num_gpus, tuple(name for name in told if name), version, torch_cuda(), nccl_of_wheel())
 
 
 def torch_cuda() -> str:
@@ -116,6 +118,8 @@ def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None, num
             problems.append(f"backend nccl sends between GPUs, and {on_cpu}; use --backend gloo")
         if job.retain == "cpu":
             problems.append(f"retain cpu takes values from a GPU to the host, and {on_cpu}; use --retain device")
+    elif job.backend == "nccl" and (lack := nccl_lack(found.nccl)):
+        problems.append(f"{lack}: install a build of torch with it, or use --backend gloo")
     if problems:
         raise EnvironmentLacksError("\n".join(problems))
 

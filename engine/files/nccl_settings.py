@@ -1,8 +1,9 @@
-"""The environment variables that a worker sets before its first communicator of NCCL; NCCL and torch read them once."""
+"""What a worker needs of NCCL: its least version, and the variables that it and torch read once, before its first use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 _SETTINGS: Final = {
@@ -12,7 +13,8 @@ _SETTINGS: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-LEAST_NCCL: Final = (2, 29, 0)  # the oldest version with all fields of the configuration that is given to it
+LEAST_NCCL: Final = (2, 28, 7)  # the first with ncclCommRevoke
+_WHEELS: Final = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # torch of the Python package index brings one of them
 HOST_ID: Final = "NCCL_HOSTID"  # NCCL refuses two ranks on one GPU of one host
 
 
@@ -20,3 +22,19 @@ def nccl_settings(worker: int | str, *, shares: bool, environment: Mapping[str, 
     """Returns the variables of a worker; what the user's environment has stays, but for the id of the host."""
     found = {name: environment.get(name, value) for name, value in _SETTINGS.items()}
     return found | ({HOST_ID: f"bamboo-worker-{worker}"} if shares else {})
+
+
+def nccl_lack(found: Sequence[int]) -> str:
+    """Returns why this version of NCCL is of no use, or an empty string; so for no version, which is not known."""
+    told, least = (".".join(map(str, each)) for each in (found, LEAST_NCCL))
+    return f"NCCL {told} was found, and {least} or newer is needed" if found and tuple(found) < LEAST_NCCL else ""
+
+
+def nccl_of_wheel() -> tuple[int, ...]:
+    """Returns the version of NCCL that is installed beside torch, without loading it; empty for another build."""
+    for name in _WHEELS:
+        try:
+            return tuple(int(each) for each in version(name).split(".")[:3])
+        except (PackageNotFoundError, ValueError):
+            continue
+    return ()

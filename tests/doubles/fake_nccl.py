@@ -3,10 +3,12 @@
 - No tags: the n-th receive of a rank from another takes the n-th send of that one to it, whatever both mean.
 - Each rank has one queue, and its head waits for the other end: an order that NCCL could not do stands still here.
 - A tensor is read and written when both ends have come, not when the call is made.
-- A peer that dies gives no error. An abort is local; it ends receives too, whose memory then holds garbage.
+- A peer that dies gives no error. To revoke is local; it ends receives too, whose memory then holds garbage.
 - A call of a worker that `stands` names does not return.
-- One thread of a worker calls. A communicator joins beside one other, and is connected when that one is aborted. A call
-  that breaks this is noted in `wrongs`. A worker that ends should have aborted all; those left are in `left_behind`.
+- One thread of a worker calls. A communicator joins beside one other, and is connected when that one is revoked. One
+  that was at work is revoked before it is aborted, and not aborted while a member of the present group has not revoked
+  its own, or anybody else where `nobody_dies`. A call that breaks this is noted in `wrongs`. A worker that ends should
+  have aborted all; those left are in `left_behind`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from engine.runtime.transport.loopback import Groups, LoopbackBackend
 from engine.runtime.transport.tensor_spec import bytes_of
 from engine.runtime.worker.backends import tell_end
 
-_Call = Literal["begin", "connect", "abort"]
+_Call = Literal["begin", "connect", "revoke", "abort"]
 _GARBAGE = 0xA5
 _TIMEOUT_S = 30.0
 
@@ -47,7 +49,8 @@ class FakeNccl:
         self.groups: dict[bytes, _FakeGroup] = {}
         self.wrongs: list[str] = []
         self.num_sent = 0
-        self.num_aborted = 0
+        self.num_revoked = self.num_aborted = 0
+        self.nobody_dies = False
         self.num_aside = 0  # communicators that began to join while another one was at work
         self.left_behind: set[int] = set()  # workers that did not abort a communicator before their end
         self.ended: list[str] = []  # the reasons of workers that ended themselves
@@ -113,7 +116,7 @@ class _FakeGroup:
     def __init__(self, size: int):
         self.queues: list[deque[_Work]] = [deque() for _ in range(size)]
         self.of_device: dict[int, SideQueue] = {}
-        self.connecting: set[int] = set()
+        self.connecting: dict[int, int] = {}  # rank -> worker
         self.left: set[int] = set()
         self.begun_s = time.monotonic()
 
@@ -187,21 +190,36 @@ class FakeCommunicator:
         self._owner.is_called()
         return ""
 
-    def abort(self) -> None:
+    def revoke(self) -> None:
         """Ends all work here; the other ranks do not notice."""
         self._owner.is_called()
         nccl = self._owner.nccl
-        self._owner.comes_to("abort")
+        self._owner.comes_to("revoke")
         with nccl.lock:
             self._group.left.add(self._rank)
-            nccl.num_aborted += 1
+            nccl.num_revoked += 1
             for work in self._group.queues[self._rank]:
                 for tensor in () if work.is_send else work.tensors:
                     _bytes(tensor).fill_(_GARBAGE)
                 work.ends()
-            self._owner.unfinished.discard(self._group)
             if self._owner.at_work is self._group:
                 self._owner.at_work = None
+
+    def abort(self) -> None:
+        """Gives its memory free, in which other ranks may be at work."""
+        owner, group = self._owner, self._group
+        owner.is_called()
+        owner.comes_to("abort")
+        with owner.nccl.lock:
+            owner.nccl.num_aborted += 1
+            owner.unfinished.discard(group)
+            at_work = {worker for rank, worker in group.connecting.items() if rank not in group.left}
+            if owner.at_work is not None and not owner.nccl.nobody_dies:
+                at_work &= {owner.worker, *owner.at_work.connecting.values()}
+            elif not owner.nccl.nobody_dies:
+                at_work &= {owner.worker}
+            if at_work:
+                owner.nccl.wrongs.append(f"worker {owner.worker} aborts under the work of {sorted(at_work)}")
 
 
 class FakeOpening(FakeCommunicator):
@@ -225,7 +243,7 @@ class FakeOpening(FakeCommunicator):
             owner.nccl.wrongs.append(f"worker {owner.worker} has two communicators at work")
         until_s = time.monotonic() + owner.nccl.open_s
         with owner.nccl.lock:
-            group.connecting.add(self._rank)
+            group.connecting[self._rank] = owner.worker
             owner.nccl.lock.notify_all()
             while len(group.connecting) < len(group.queues):
                 if is_given_up() or time.monotonic() > until_s:
@@ -274,7 +292,7 @@ class FakeCommunicators:
             if self.worker not in nccl.absent:
                 group.of_device[rank] = queue
             nccl.num_aside += self.at_work is not None
-        if others := self.unfinished - {self.at_work}:
+        if others := {each for each in self.unfinished if not each.connecting} - {self.at_work}:
             nccl.wrongs.append(f"worker {self.worker} has not aborted {len(others)} communicators of no use")
         self.unfinished.add(group)
         return FakeOpening(self, group, rank)

@@ -34,7 +34,7 @@ from tests.runtime.thread_runs import run_in_threads
 
 ROWS = ("before", "in", "after", "init", "abort", "kernel")
 WAITS = ("RECV_F", "RECV_B", "REDUCE_GRAD", "LOG", "HEAL", "COMMIT")
-IN_NCCL = {"init": ("connect", 3), "abort": ("abort", 2)}  # the call of a worker that lives through two deaths
+IN_NCCL = {"init": ("connect", 3), "abort": ("revoke", 2)}  # the call of a worker that lives through two deaths
 OF_DIAGONAL = set(zip(ROWS, WAITS, strict=True))
 CELLS = [
     pytest.param(row, waits, id=f"{row}/{waits}", marks=[] if (row, waits) in OF_DIAGONAL else pytest.mark.soak)

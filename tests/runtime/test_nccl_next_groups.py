@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.errors import InvariantError
 from engine.core.process_messages import NextGroupMessage
-from engine.runtime.nccl import nccl_transport
+from engine.runtime.nccl import issue_queue, nccl_transport
 from engine.runtime.nccl.nccl_transport import NcclTransport
 from engine.runtime.transport import group_formation
 from engine.runtime.transport.group_formation import NextGroups
@@ -77,6 +77,38 @@ def test_a_group_forms_while_the_present_one_works_and_is_entered(pair: Pair, co
     assert (nccl.num_aside, nccl.num_aborted) == (2, 0)
     exchange(*coming.enter(1, pair))
     assert nccl.num_aborted == 2, "those of the group before"
+
+
+def test_a_group_that_is_left_is_revoked_and_aborted_when_each_member_has_revoked_its_own(
+    pair: Pair, coming: Next, nccl: FakeNccl
+) -> None:
+    """An abort gives memory free, into which the GPU of a member that has not heard may still write."""
+    nccl.nobody_dies = True
+    coming.form(1)
+    assert coming.formed() == ["", ""]
+    for num, each in enumerate(pair, 1):
+        each.abandon()
+        until_s = time.monotonic() + 10
+        while nccl.num_revoked < num and time.monotonic() < until_s:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert (nccl.num_revoked, nccl.num_aborted) == (num, 0)
+    exchange(*coming.enter(1, pair))
+    assert nccl.num_aborted == 2
+
+
+def test_planted_abort_at_once_is_found(
+    pair: Pair, coming: Next, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl.nobody_dies = True
+    with monkeypatch.context() as patch:
+        patch.setattr(issue_queue.IssueQueue, "revoke", lambda left: setattr(left, "_revoked", left._communicator))
+        pair[0].abandon()
+        until_s = time.monotonic() + 10
+        while not nccl.num_aborted and time.monotonic() < until_s:
+            time.sleep(0.001)
+    assert nccl.wrongs == ["worker 4 aborts under the work of [4, 7]"]
+    nccl.wrongs.clear()
 
 
 def test_a_rank_that_does_not_come_stops_no_message_of_the_present_group(

@@ -5,7 +5,9 @@ queue of the device: the work of one communicator is done in the order in which 
 a rank takes the n-th send to it. A RuntimeError is a suspicion: a peer that was killed may give no error at all.
 
 The ranks of a communicator may join while another one of the worker is at work: that gives no work to a queue. It is
-connected, which does, when the other one has been aborted: two at work may wait for each other's place on the device.
+connected, which does, when the other one has been revoked: two at work may wait for each other's place on the device.
+An abort gives memory free in which a rank that has not heard may be at work. So a communicator that has been at work is
+revoked first, and aborted when each rank that is left has revoked its own.
 """
 
 from __future__ import annotations
@@ -39,8 +41,11 @@ class Communicator(Protocol):
     def failure(self) -> str:
         """Returns the words of an error since; empty without one. Never waits."""
 
+    def revoke(self) -> None:
+        """Ends all work, without the other ranks, and keeps the memory. It may hang."""
+
     def abort(self) -> None:
-        """Ends all work and the communicator, without the other ranks. It may hang."""
+        """Ends the communicator, without the other ranks, and gives its memory free. It may hang."""
 
 
 class Opening(Protocol):
@@ -54,6 +59,9 @@ class Opening(Protocol):
 
         Raises RuntimeError if that fails, or when `is_given_up`; every later call of the communicator does so, too.
         """
+
+    def revoke(self) -> None:
+        """Ends the work of a `connect` that has failed, as that of a communicator. It may hang."""
 
     def abort(self) -> None:
         """Ends it, whether ranks are missing or not. It may hang."""

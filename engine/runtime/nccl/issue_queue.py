@@ -56,12 +56,25 @@ class _Landing(NamedTuple):
 
 
 class IssueQueue:
-    """The messages of one group; `ranks` has the rank of each member in it."""
+    """The messages of one group; `ranks` has the rank of each member in it.
 
-    def __init__(self, end: GroupEnd, thread: NcclThread, queue_of_device: SideQueue, ranks: Mapping[int, int]):
+    `connected` is called when each member has sent its first byte, before the first message.
+    """
+
+    def __init__(
+        self,
+        end: GroupEnd,
+        thread: NcclThread,
+        queue_of_device: SideQueue,
+        ranks: Mapping[int, int],
+        connected: Callable[[], None],
+    ):
         self._end, self._thread, self._queue, self._ranks = end, thread, queue_of_device, ranks
+        self._connected = connected
+        self._has_worked = False
         self._opening: Opening | None = None
         self._communicator: Communicator | None = None
+        self._revoked: Opening | Communicator | None = None
         self._ahead: deque[tuple[Issued, Header | None]] = deque()
         self._ready: dict[_Address, Ready] = {}
         self._sent: deque[tuple[int, Ready]] = deque()  # each with its number
@@ -104,18 +117,25 @@ class IssueQueue:
         self._is_entered = True
         self._open()
 
-    def abort(self) -> None:
-        """Aborts the communicator, if there is one, whether it is connected or not."""
-        at_hand = self._communicator or self._opening
-        self._communicator = self._opening = None
+    def revoke(self) -> bool:
+        """Ends the work of the communicator; returns whether there was any, which others may not have left yet."""
         self._thread.unwatch(self._look)
-        if at_hand is not None:
-            at_hand.abort()
+        at_hand = self._communicator or self._opening
+        if has_worked := at_hand is not None and self._has_worked:
+            at_hand.revoke()
+        self._communicator, self._opening, self._revoked = None, None, at_hand
         self._landings.put(None)
         self.has_joined.set()
         self.has_opened.set()
         self._ahead.clear()
         self._ready.clear()
+        return has_worked
+
+    def abort(self) -> None:
+        """Ends the communicator, if there is one, behind `revoke`."""
+        if self._revoked is not None:
+            self._revoked.abort()
+        self._revoked = None
         self._sent.clear()
         self._received = {}  # not before: NCCL may have written into them
 
@@ -128,7 +148,9 @@ class IssueQueue:
             self.has_joined.set()
             if not self._is_entered:
                 return
+            self._has_worked = True
             self._communicator = self._opening.connect(lambda: self.has_left)
+            self._connected()
             threading.Thread(target=self._land, name="landing", daemon=True).start()
             self.has_opened.set()
         self._go_on()

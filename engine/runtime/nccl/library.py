@@ -1,4 +1,6 @@
-"""The functions of NCCL's library that bamboo calls, as C has them: `nccl.h` of version 2.29, read by later ones too.
+"""The functions of NCCL's library that bamboo calls, as C has them: `nccl.h` of version 2.29.
+
+Older and later libraries read as much of the configuration as both sides know.
 
 Why not torch's ProcessGroupNCCL: it joins a group in a call that cannot be broken off, has a watchdog and a monitor of
 its own, which end the process, and its store must be one of torch's. Each function here returns at once, because all
@@ -12,10 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from engine.files.nccl_settings import LEAST_NCCL
+from engine.core.errors import EnvironmentLacksError
+from engine.files.nccl_settings import nccl_lack
 
 LIBRARY: Final = "libnccl.so.2"  # torch has loaded it; a process has one NCCL
 _SUCCESS, _IN_PROGRESS = 0, 7
+_REVOKE_DEFAULT = 0
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
@@ -30,7 +34,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t of version 2.29; a later library reads as many fields as `size` says."""
+    """ncclConfig_t of version 2.29; a library reads as many fields as `size` says and itself has."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -66,13 +70,16 @@ def non_blocking() -> Config:
 
 
 class NcclLibrary:
-    """The functions of NCCL; each raises RuntimeError for an error of NCCL's."""
+    """The functions of NCCL; each raises RuntimeError for an error of NCCL's.
+
+    Raises EnvironmentLacksError where there is no library, or one that is too old.
+    """
 
     def __init__(self, path: str = LIBRARY):
         try:
             self._c: Any = ctypes.CDLL(path)
         except OSError as error:
-            raise RuntimeError(f"NCCL cannot be loaded: {error}") from None
+            raise EnvironmentLacksError(f"NCCL cannot be loaded: {error}; use --backend gloo") from None
         self._c.ncclGetErrorString.restype = ctypes.c_char_p
         self._c.ncclGetLastError.restype = ctypes.c_char_p
         self._c.ncclGetLastError.argtypes = (ctypes.c_void_p,)
@@ -82,12 +89,12 @@ class NcclLibrary:
         for name in ("ncclSend", "ncclRecv"):
             pointer, number = ctypes.c_void_p, ctypes.c_int
             getattr(self._c, name).argtypes = (pointer, ctypes.c_size_t, number, number, pointer, pointer)
-        self._c.ncclCommAbort.argtypes = (ctypes.c_void_p,)
-        self._c.ncclCommGetAsyncError.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
         self.version = self._version()
-        if self.version < LEAST_NCCL:
-            found, least = (".".join(map(str, each)) for each in (self.version, LEAST_NCCL))
-            raise RuntimeError(f"NCCL {found} was found, and {least} or newer is needed")
+        if lack := nccl_lack(self.version):
+            raise EnvironmentLacksError(f"{lack}; use --backend gloo")
+        self._c.ncclCommAbort.argtypes = (ctypes.c_void_p,)
+        self._c.ncclCommRevoke.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._c.ncclCommGetAsyncError.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
     def _version(self) -> tuple[int, int, int]:
         found = ctypes.c_int()
@@ -147,6 +154,13 @@ class NcclLibrary:
         """Gives them."""
         self._checked(self._c.ncclGroupEnd())
 
+    def revoke(self, communicator: ctypes.c_void_p) -> None:
+        """Ends all work of a communicator, which keeps its memory; waits until none of it is under way."""
+        found = ctypes.c_int(self._c.ncclCommRevoke(communicator, _REVOKE_DEFAULT))
+        while found.value == _IN_PROGRESS:  # any error is of the time before, or met by the abort again
+            time.sleep(_LOOK_EVERY_S)
+            self._c.ncclCommGetAsyncError(communicator, ctypes.byref(found))
+
     def abort(self, communicator: ctypes.c_void_p) -> None:
-        """Ends a communicator and all of its work."""
+        """Ends a communicator and all of its work, and gives its memory free."""
         self._checked(self._c.ncclCommAbort(communicator))

@@ -14,6 +14,7 @@ from typing import Protocol
 from engine.core.errors import TransferFailedError
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.nccl.communicator import Communicators
+from engine.runtime.nccl.issue_queue import IssueQueue
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.nccl.nccl_transport import LastResort, NcclTransport
 from engine.runtime.transport.group_end import GroupEnd
@@ -77,6 +78,7 @@ class NcclBackend:
         self.open_collectives = inner.open_collectives
         self._inner, self._communicators, self._worker, self._meet = inner, communicators, worker, meet
         self._queue, self._thread, self._last_resort, self._is_audited = queue, thread, last_resort, is_audited
+        self._left: list[IssueQueue] = []
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> NcclJoining:
         """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
@@ -88,7 +90,8 @@ class NcclBackend:
         """Returns the transport of a group whose members have met, and which has no communicator yet."""
         size = len(end.num_sent)
         begin = partial(self._communicators.begin, group_id, rank, size, self._queue)
-        return NcclTransport(end, self._thread, self._queue, begin, self._last_resort, is_audited=self._is_audited)
+        given = (end, self._thread, self._queue, begin, self._last_resort, self._left)
+        return NcclTransport(*given, is_audited=self._is_audited)
 
     def new_id(self) -> bytes:
         """Returns the id of a new communicator, which the thread of NCCL makes."""

@@ -79,8 +79,12 @@ class NcclCommunicator:
             return str(error)
         return ""
 
+    def revoke(self) -> None:
+        """Ends all work."""
+        self._library.revoke(self._own)
+
     def abort(self) -> None:
-        """Ends all work and the communicator."""
+        """Ends the communicator."""
         self._library.abort(self._own)
 
 
@@ -105,29 +109,26 @@ class NcclOpening:
         found.exchange(self._rank, self._size)
         return found
 
+    def revoke(self) -> None:
+        """Ends its work."""
+        self._library.revoke(self._own)
+
     def abort(self) -> None:
         """Ends it."""
         self._library.abort(self._own)
 
 
 class NcclCommunicators:
-    """The communicators of one worker; NCCL is loaded for the first one."""
+    """The communicators of one worker."""
 
-    def __init__(self, load: Callable[[], NcclLibrary] = NcclLibrary):
-        self._load = load
-        self._library: NcclLibrary | None = None
-
-    @property
-    def _loaded(self) -> NcclLibrary:
-        if self._library is None:
-            self._library = self._load()
-        return self._library
+    def __init__(self, library: NcclLibrary):
+        self._library = library
 
     def new_id(self) -> bytes:
         """Returns the id of a new group."""
-        return self._loaded.new_id()
+        return self._library.new_id()
 
     def begin(self, group_id: bytes, rank: int, size: int, queue: SideQueue) -> NcclOpening:
         """Begins to join a group."""
-        own = self._loaded.begin_join(group_id, rank, size)
-        return NcclOpening(self._loaded, own, rank, size, queue)
+        own = self._library.begin_join(group_id, rank, size)
+        return NcclOpening(self._library, own, rank, size, queue)

@@ -4,9 +4,10 @@
     all others          the transport `inner`, which knows tags: sums, logs, streams, heals, validation passes, barriers
 
 Rules: a message that is no transfer of the present program is a mistake, and never reaches NCCL. A group that is formed
-in advance joins its ranks meanwhile, and connects them when it is entered. Leaving a group is an abort of its
-communicator, never a destruction, which would wait for the others. If the abort has not returned in time, the worker
-ends itself, and is one more verdict.
+in advance joins its ranks meanwhile, and connects them when it is entered. Leaving a group revokes its communicator: its
+work ends. The abort, which gives memory free, comes when each member of a later group has sent its first byte there: so
+each has revoked its own by then. It comes before the first message, for it may wait for the whole device. Nothing is
+destroyed, which would wait for others. If a call has not returned in time, the worker ends itself: one more verdict.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey, ProgramPurpose
 from engine.runtime.transport.transport import Channel, Traffic
 
-ABORT_S = 10.0  # for the abort of a communicator
+ABORT_S = 10.0  # to revoke a communicator, and to abort it
 ENDS_ITSELF = "NCCL did not abort the communicator of a group in time"
 _WITHOUT_TAGS = frozenset({ProgramPurpose.ACTIVATION, ProgramPurpose.GRADIENT})
 
@@ -128,9 +129,19 @@ class LastResort(NamedTuple):
     end_worker: Callable[[str], None]
     abort_s: float = ABORT_S
 
+    def begin(self) -> threading.Timer:
+        """Returns the timer of a call that begins."""
+        timer = threading.Timer(self.abort_s, self.end_worker, (ENDS_ITSELF,))
+        timer.daemon = True
+        timer.start()
+        return timer
+
 
 class NcclTransport:
-    """The messages of one group, of which `inner` is the end over the host; `begin` begins to join its communicator."""
+    """The messages of one group, of which `inner` is the end over the host; `begin` begins to join its communicator.
+
+    `left` are the groups of this worker that are revoked and not aborted; the thread of NCCL changes it.
+    """
 
     def __init__(
         self,
@@ -139,11 +150,14 @@ class NcclTransport:
         queue: SideQueue,
         begin: Callable[[], Opening],
         last_resort: LastResort,
+        left: list[IssueQueue],
         *,
         is_audited: bool,
     ):
         self._inner, self._thread, self._begin, self._last_resort = inner, thread, begin, last_resort
-        self._issues = IssueQueue(inner, thread, queue, {each: rank for rank, each in enumerate(inner.num_sent)})
+        self._left = left
+        ranks = {each: rank for rank, each in enumerate(inner.num_sent)}
+        self._issues = IssueQueue(inner, thread, queue, ranks, self._abort_left)
         self._between = _BetweenGpus(inner, self._issues, is_audited)
         self.in_order: Channel[ProgramKey] = _SplitChannel(self._between, inner.in_order)
         self.aside: Channel[AsideKey] = inner.aside
@@ -202,21 +216,28 @@ class NcclTransport:
         self._issues.release_sent()
 
     def abandon(self) -> None:
-        """Leaves the group at once; the thread of NCCL aborts the communicator, within the time that it has."""
+        """Leaves the group at once; the thread of NCCL revokes the communicator, within the time that it has."""
         with self._one_leaves:
             if self._issues.has_left:
                 return
             self._issues.has_left = True
         self._inner.abandon()
-        timer = threading.Timer(self._last_resort.abort_s, self._last_resort.end_worker, (ENDS_ITSELF,))
-        timer.daemon = True
-        timer.start()
-        self._thread.give(partial(self._abort, timer.cancel))
+        self._thread.give(partial(self._leave, self._last_resort.begin()))
 
-    def _abort(self, then: Callable[[], None]) -> None:
-        self._issues.abort()
-        then()
+    def _leave(self, timer: threading.Timer) -> None:
+        if self._issues.revoke():
+            self._left.append(self._issues)
+        else:
+            self._issues.abort()
+        timer.cancel()
+
+    def _abort_left(self) -> None:
+        while self._left:
+            timer = self._last_resort.begin()
+            self._left.pop().abort()
+            timer.cancel()
 
     def close(self) -> None:
         """Leaves the group, in which no message is under way."""
         self.abandon()
+        self._thread.give(self._abort_left)

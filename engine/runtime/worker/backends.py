@@ -16,6 +16,7 @@ from engine.runtime.device.device import HOST, Device
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.nccl.library import NcclLibrary
 from engine.runtime.nccl.nccl_backend import NcclBackend
 from engine.runtime.nccl.nccl_communicator import NcclCommunicators
 from engine.runtime.nccl.nccl_thread import NcclThread
@@ -37,7 +38,7 @@ def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | Non
         os.environ[name] = value  # NCCL reads them once, when it is loaded
     return NcclBackend(
         over_host,
-        NcclCommunicators(),
+        NcclCommunicators(NcclLibrary()),  # with an error before this worker joins, where there is none
         welcome.worker,
         partial(Rendezvous, control),
         SideQueue(device),
