@@ -24,6 +24,7 @@ from engine.core.errors import WorkerFailedError, ensure
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
 from engine.files.events_file import read_history
+from engine.runtime.process import subprocesses
 
 _LAUNCH_GOAL = 1 / 3
 _AUDIT_GOAL = 1.02
@@ -125,7 +126,7 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun
         WorkerFailedError: the process failed; its stderr is in the message.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BAMBOO_")}
-    environment |= {"PYTHONPATH": str(_ROOT), "XDG_CONFIG_HOME": str(folder), **variables}
+    environment |= {"PYTHONPATH": subprocesses.python_path(), "XDG_CONFIG_HOME": str(folder), **variables}
     command = [sys.executable, *arguments]
     started_ns = time.monotonic_ns()
     with subprocess.Popen(

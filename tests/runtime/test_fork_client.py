@@ -18,6 +18,7 @@ import pytest
 from engine.core.errors import EnvironmentLacksError, ExitCode
 from engine.core.process_messages import StopMessage
 from engine.runtime.ipc.link import Link
+from engine.runtime.process import subprocesses
 from engine.runtime.process.fork_client import Child, ForkServer
 from tests.runtime.peers import ROOT, PeerServer
 
@@ -262,3 +263,23 @@ def test_a_server_that_cannot_start_is_a_lack_of_the_environment(
     ):
         server.fork("worker", "worker", log.fileno())
     assert str(lacking.value) == "the fork server ended at start with code 1"
+
+
+def test_a_module_that_the_server_misses_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "torch.py").write_text("import planted_lack")
+    with (
+        ForkServer({"PYTHONPATH": str(tmp_path)}) as server,
+        open(tmp_path / "log", "w") as log,
+        pytest.raises(EnvironmentLacksError, match="no process can be started: No module named 'planted_lack'"),
+    ):
+        server.fork("worker", "worker", log.fileno())
+
+
+def test_children_of_a_tree_that_is_not_installed_find_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are started with `-P`, which leaves out the present folder, where `python -m bamboo_cli` found them."""
+    root = str(ROOT)
+    monkeypatch.setattr(sys, "path", [root, *(each for each in sys.path if each not in ("", root))])
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    assert subprocesses.inherited()["PYTHONPATH"] == f"{root}:/of/the/user"
+    monkeypatch.setenv("PYTHONPATH", f"/of/the/user:{root}")
+    assert subprocesses.python_path() == f"/of/the/user:{root}"

@@ -27,6 +27,7 @@ from engine.files.growing_events import GrowingEvents
 from engine.files.run_folder import run_names
 from engine.harness.bed.bed_etcd import BedEtcd
 from engine.harness.bed.host_bed import NETWORK, BedHost
+from engine.runtime.process import subprocesses
 
 _ROOT = Path(__file__).parents[3]
 _LONGEST_S = 120.0  # for a condition
@@ -62,7 +63,7 @@ class BedRun:
 
     @property
     def _variables(self) -> Mapping[str, str]:
-        own = {"PYTHONPATH": str(_ROOT), "XDG_CONFIG_HOME": str(self._folder)}
+        own = {"PYTHONPATH": subprocesses.python_path(), "XDG_CONFIG_HOME": str(self._folder)}
         return own | ({} if self._etcd is None else self._etcd.variables)
 
     def _line(self, host: BedHost) -> list[str]:

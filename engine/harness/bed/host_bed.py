@@ -163,7 +163,7 @@ class HostBed:
     def _begin(self) -> int:
         command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [str(shutil.which("unshare")), *own_namespaces(), sys.executable, "-I", "-S", "-c", _INIT, "bridge"]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+        environment = {**os.environ, "PYTHONPATH": subprocesses.python_path()}
         self._outer = _piped(command, environment)
         return _ready(self._outer)
 

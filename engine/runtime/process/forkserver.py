@@ -122,8 +122,13 @@ def main() -> None:
     os.close(spare)
     launcher = Link.from_fd(int(sys.argv[1]))
     gc.disable()  # modules stay, and a search for garbage among them takes 0.1 s of the launch
-    for module in PRELOAD:
-        importlib.import_module(module)
+    try:
+        for module in PRELOAD:
+            importlib.import_module(module)
+    except ImportError as error:
+        launcher.receive_with_fds(), launcher.receive_with_fds()  # what is left unread takes the answer away
+        launcher.send(UnforkedMessage(str(error)))
+        raise
     gc.freeze()
     gc.enable()
     name_process("bamboo-fork")

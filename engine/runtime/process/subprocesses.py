@@ -18,15 +18,24 @@ from engine.core.errors import BambooError
 from engine.runtime.process.interrupts import ctrl_c_held
 
 _GRACE_S = 1.0  # from an answer to the end of the program that gives it
+_ROOT = str(Path(__file__).parents[3])
 _OF_LAUNCHER = "BAMBOO_ETCD"  # the variables that begin so name the launcher's store, its user and the password
 
 
 def inherited() -> dict[str, str]:
     """Returns the environment of a child: that of this process, without the password of the store and what is with it.
 
-    Every process of a user can read it in /proc, and no child of the launcher asks the store.
+    Every process of a user can read it in /proc, and no child of the launcher asks the store. In a tree that is not
+    installed it leads to bamboo's modules, which `-P` would not find.
     """
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHER)}
+    found = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHER)}
+    return found if _ROOT in sys.path[1:] else found | {"PYTHONPATH": python_path()}
+
+
+def python_path() -> str:
+    """Returns PYTHONPATH with the folder of bamboo's modules in front of what the environment has."""
+    there = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    return os.pathsep.join(there if _ROOT in there else [_ROOT, *there])
 
 
 def module(name: str, *arguments: str) -> list[str]:

@@ -89,7 +89,7 @@ class EmbeddedEtcd:
         self._reap()
         # etcd refuses to start if a variable contradicts a flag.
         environment = {name: value for name, value in subprocesses.inherited().items() if not name.startswith("ETCD_")}
-        environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+        environment["PYTHONPATH"] = subprocesses.python_path()
         command = [sys.executable, "-S", "-P", "-m", "engine.runtime.process.exec_with_parent", str(os.getpid())]
         command += [find_etcd(), *_FLAGS, f"--initial-cluster-token={self._token}", "--data-dir=member"]
         command += self._flags
