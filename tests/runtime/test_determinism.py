@@ -164,6 +164,14 @@ def test_all_is_set_before_cuda_starts_and_before_the_model_is_built(monkeypatch
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+def test_the_users_code_may_read_what_older_names_tell() -> None:
+    """Both raised behind the newer names of the same settings."""
+    set_up(ON_GPUS)
+    assert torch.backends.cudnn.allow_tf32 is False
+    with torch.backends.cudnn.flags(enabled=False):
+        pass
+
+
 LEAN = """
 import sys, torch
 from engine.core.checks.determinism import settings_of

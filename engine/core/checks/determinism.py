@@ -49,6 +49,12 @@ _ON_GPUS = (
     Setting("torch.backends.cudnn.benchmark", False, "the fastest kernel is another one each time"),
     Setting("torch.backends.cudnn.deterministic", True, "cuDNN has kernels with atomic sums"),
     Setting(
+        "torch.backends.cudnn.allow_tf32",
+        False,
+        "the older name of the next ones, first: torch then allows to read it, and torch.backends.cudnn.flags(...)",
+        may_change=True,
+    ),
+    Setting(
         "torch.backends.cuda.matmul.fp32_precision", "ieee", "no TF32, whatever the version's default", "", None, True
     ),
     Setting("torch.backends.cudnn.conv.fp32_precision", "ieee", "no TF32, which is the default here", "", None, True),
