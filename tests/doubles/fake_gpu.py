@@ -322,13 +322,17 @@ def fake_gpu(num_gpus: int = 1, *, counts_memory: bool = False) -> Iterator[Fake
             run(thread)
 
     def opened(place: torch.device) -> None:
+        gpu.streams.enter()
+
+    def name_of(place: torch.device) -> str:
         gpu.opened_in.add(threading.current_thread().name)
+        return "the double of a GPU"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "run", run_with_modes)
         patch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         patch.setattr(torch.cuda, "set_device", opened)
-        patch.setattr(torch.cuda, "get_device_name", lambda place: "the double of a GPU")
+        patch.setattr(torch.cuda, "get_device_name", name_of)
         gpu.streams.patch(patch)
         gpu.memory.patch(patch)
         patch.setattr(torch, "autocast", partial(_autocast, torch.autocast))

@@ -59,11 +59,18 @@ class FakeStreams:
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
         """Makes a stream the present one of this thread."""
+        if not getattr(self._local, "has_entered", threading.current_thread() is threading.main_thread()):
+            name = threading.current_thread().name
+            raise StreamRaceError(f"thread {name!r} begins a block of a stream, and its device is GPU 0")
         before, self._local.stream = self.present, stream.number
         try:
             yield
         finally:
             self._local.stream = before
+
+    def enter(self) -> None:
+        """Sets the device of this thread."""
+        self._local.has_entered = True
 
     def new_stream(self) -> int:
         """Returns the number of a new stream."""

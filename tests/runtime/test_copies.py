@@ -202,6 +202,22 @@ def test_a_copy_that_cannot_be_given_on_is_told(gpu: FakeGpu) -> None:
     assert given_on(on, made(1)) == [2]
 
 
+def test_a_thread_that_takes_in_a_message_sets_its_device_first(gpu: FakeGpu) -> None:
+    """Each thread begins with GPU 0, and the end of a stream's block sets the device before: a context on GPU 0."""
+    on, failed = StreamCopies(PLACE), list[BaseException]()
+
+    def take_in() -> None:
+        try:
+            on.landed((torch.tensor([1.0], device="cpu"),))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=take_in)
+    thread.start()
+    thread.join()
+    assert failed == []
+
+
 def test_on_the_host_nothing_waits_and_nothing_is_copied() -> None:
     tensors = (torch.ones(3, device="cpu"),)
     found: list[Any] = []

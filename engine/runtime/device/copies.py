@@ -128,13 +128,16 @@ class StreamCopies(Copies):
         self._place = place
         self._sending, self._receiving = torch.cuda.Stream(place), torch.cuda.Stream(place)
         self._leaving, self._open = _Queue(), _Open()
-        given = (self._leaving, self._open, left)
+        given = (place, self._leaving, self._open, left)
         thread = threading.Thread(target=_give_on, args=given, name="copies to the host", daemon=True)
         thread.start()
         weakref.finalize(self, self._leaving.put, None)
 
     def landed(self, tensors: Leaving) -> Arriving:
         """Begins to bring tensors to the device; any thread may call it."""
+        torch.cuda.set_device(
+            self._place
+        )  # of this thread: a stream's block, at its end, would begin a context on GPU 0
         if isinstance(tensors, ToHost):
             self._receiving.wait_event(tensors.ready)
             tensors = tensors.tensors
@@ -232,8 +235,9 @@ class _Open:
             self.num += more
 
 
-def _give_on(leaving: _Queue, is_open: _Open, left: Callable[[], None]) -> None:
+def _give_on(place: torch.device, leaving: _Queue, is_open: _Open, left: Callable[[], None]) -> None:
     """Gives on each copy when it is complete; the thread holds no copies of a worker that has ended."""
+    torch.cuda.set_device(place)
     while (item := leaving.get()) is not None:
         tensors, give_on, failed = item
         try:

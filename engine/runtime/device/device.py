@@ -68,6 +68,11 @@ class Device:
         """Returns the block in which the layers run in a narrower dtype."""
         return torch.autocast(self.place.type, dtype=dtype, enabled=enabled)
 
+    def enter(self) -> None:
+        """Makes the device that of this thread: each begins with GPU 0, and some calls would begin a context there."""
+        if not self.is_host:
+            torch.cuda.set_device(self.place)
+
     def wait(self) -> None:
         """Waits until all computing that was given to the device is done, so that a time can be read."""
         with self.waiting():
@@ -103,6 +108,7 @@ class Device:
         if self.computing is None:
             return self.name if self.faults.hangs else ""
         try:
+            self.enter()
             return "" if self.computing.query() else self.name
         except RuntimeError:  # the main thread meets it, too
             return ""
