@@ -1,4 +1,4 @@
-"""What a worker needs of NCCL: its least version, and the variables that it and torch read once, before its first use."""
+"""What a worker needs of NCCL: its least version, and the variables that NCCL and torch read once, before their use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 _SETTINGS: Final = {
-    "NCCL_RUNTIME_CONNECT": "0",  # connections for collectives are made with the group, too
+    "NCCL_RUNTIME_CONNECT": "1",  # no connections for collectives, which bamboo never calls
+    "NCCL_NVLS_ENABLE": "0",  # nor their memory for multicast
     "NCCL_SOCKET_IFNAME": "lo",  # the workers of a run are on one host, and strangers need not see their ports
     # Groups of torch's own, in the user's code: their watchdog and their monitor must not end a worker.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -20,6 +20,7 @@ class FakeMemory:
     """The bytes of all workers; the caller of `allocated` holds the lock of the double."""
 
     def __init__(self) -> None:
+        self.free, self.num_emptied = 80 << 30, 0
         self._alive: dict[str, dict[int, tuple[StorageWeakRef, int]]] = {}
         self._now: Counter[str] = Counter()
         self._most: Counter[str] = Counter()
@@ -46,6 +47,10 @@ class FakeMemory:
         """Returns the most bytes in whole segments."""
         return -(-self.most() // SEGMENT) * SEGMENT
 
+    def empty(self) -> None:
+        """Counts a call that gives memory back."""
+        self.num_emptied += 1
+
     def reset(self, place: torch.device | None = None) -> None:
         """Begins to look for the most bytes anew."""
         worker = threading.current_thread().name
@@ -57,3 +62,5 @@ class FakeMemory:
         patch.setattr(torch.cuda, "max_memory_allocated", self.most)
         patch.setattr(torch.cuda, "max_memory_reserved", self.reserved)
         patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        patch.setattr(torch.cuda, "mem_get_info", lambda place: (self.free, 80 << 30))
+        patch.setattr(torch.cuda, "empty_cache", self.empty)

@@ -328,5 +328,5 @@ def test_an_older_nccl_is_refused_by_its_version(
 def test_each_worker_on_a_shared_gpu_has_a_host_of_its_own() -> None:
     own = nccl_settings(3, shares=True, environment={"NCCL_SOCKET_IFNAME": "eth0", "NCCL_HOSTID": "all"})
     assert own["NCCL_HOSTID"] == "bamboo-worker-3"
-    assert (own["NCCL_SOCKET_IFNAME"], own["NCCL_RUNTIME_CONNECT"]) == ("eth0", "0")
+    assert (own["NCCL_SOCKET_IFNAME"], own["NCCL_RUNTIME_CONNECT"], own["NCCL_NVLS_ENABLE"]) == ("eth0", "1", "0")
     assert "NCCL_HOSTID" not in nccl_settings(3, shares=False, environment={})

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from engine.runtime.device.device import Device
 
+_LEAST_FREE = 1 << 29  # bytes
+
 
 class QueueMoment:
     """A moment in the work that was given to a device; `of` is its event, None on the host."""
@@ -54,8 +56,12 @@ class SideQueue:
 
     def enter(self) -> None:
         """Makes the device that of this thread."""
-        if not self.device.is_host:
-            torch.cuda.set_device(self.device.place)
+        self.device.enter()
+
+    def leave_room(self) -> None:
+        """Gives memory of the device back that torch keeps free, if little is left for other libraries."""
+        if not self.device.is_host and torch.cuda.mem_get_info(self.device.place)[0] < _LEAST_FREE:
+            torch.cuda.empty_cache()
 
     def behind(self, moment: QueueMoment) -> None:
         """Has the coming work of this queue wait for a moment of another one."""

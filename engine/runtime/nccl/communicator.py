@@ -39,7 +39,7 @@ class Communicator(Protocol):
         """Returns the end of all work that was given so far."""
 
     def failure(self) -> str:
-        """Returns the words of an error since; empty without one. Never waits."""
+        """Returns the words of an error since; empty without one. Never waits. Raises that of the own device."""
 
     def revoke(self) -> None:
         """Ends all work, without the other ranks, and keeps the memory. It may hang."""

@@ -109,6 +109,7 @@ class IssueQueue:
         if not self.has_left:
             with self._as_opening():
                 self._queue.enter()
+                self._queue.leave_room()  # NCCL takes memory that torch may keep free for itself
                 self._opening = begin()
                 self._thread.watch(self._look)
 
@@ -239,8 +240,11 @@ class IssueQueue:
     def _look(self) -> bool:
         """Looks at the ranks that join, and then for failures; returns whether they are still joining."""
         self._open()
-        if self._communicator is not None and not self.has_left and (failure := self._communicator.failure()):
-            self._fails(TransferFailedError(f"transfers between GPUs failed: {failure}"))
+        try:
+            if self._communicator is not None and not self.has_left and (failure := self._communicator.failure()):
+                self._fails(TransferFailedError(f"transfers between GPUs failed: {failure}"))
+        except RuntimeError as error:
+            self._breaks("transfers between GPUs failed", error)
         return not self.has_joined.is_set()
 
     def _breaks(self, what: str, error: RuntimeError, peer: int | None = None) -> None:

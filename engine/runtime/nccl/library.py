@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from engine.core.errors import EnvironmentLacksError
 from engine.files.nccl_settings import nccl_lack
 
@@ -25,6 +27,8 @@ _UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 _OF_CONFIG = 22907  # the header that was read
 _LOOK_EVERY_S = 0.0005
+_LOOKS_FIRST_S = 0.00005  # without a sleep: giving work to a stream takes about as long
+_OF_CUDA = 1  # ncclUnhandledCudaError
 
 
 class UniqueId(ctypes.Structure):
@@ -106,7 +110,7 @@ class NcclLibrary:
         if result not in (_SUCCESS, _IN_PROGRESS):
             words = self._c.ncclGetErrorString(result) or b"unknown error"
             last = self._c.ncclGetLastError(communicator) or b""
-            raise RuntimeError(": ".join(each.decode(errors="replace") for each in (words, last) if each))
+            raise _kind(result, last)(": ".join(each.decode(errors="replace") for each in (words, last) if each))
 
     def new_id(self) -> bytes:
         """Returns the id of a new group; this process keeps the place where its ranks meet."""
@@ -131,12 +135,14 @@ class NcclLibrary:
 
     def settled(self, communicator: ctypes.c_void_p, deadline_s: float, is_given_up: Callable[[], bool]) -> None:
         """Waits until the last call has come to its end; raises RuntimeError at a deadline, or when it is given up."""
+        sleeps_from_s = time.monotonic() + _LOOKS_FIRST_S
         while not self.progress(communicator):
             if is_given_up():
                 raise RuntimeError("it was given up")
             if time.monotonic() > deadline_s:
                 raise RuntimeError("it did not come to its end in time")
-            time.sleep(_LOOK_EVERY_S)
+            if time.monotonic() > sleeps_from_s:
+                time.sleep(_LOOK_EVERY_S)
 
     def send(self, communicator: ctypes.c_void_p, at: int, num_bytes: int, rank: int, stream: int) -> None:
         """Gives the bytes of a send to a stream."""
@@ -164,3 +170,10 @@ class NcclLibrary:
     def abort(self, communicator: ctypes.c_void_p) -> None:
         """Ends a communicator and all of its work, and gives its memory free."""
         self._checked(self._c.ncclCommAbort(communicator))
+
+
+def _kind(result: int, last: bytes) -> type[RuntimeError]:
+    """Returns the exception of an error: this worker's GPU has failed, or its memory is full, or it is a suspicion."""
+    if result != _OF_CUDA:
+        return RuntimeError
+    return torch.OutOfMemoryError if b"out of memory" in last else torch.AcceleratorError

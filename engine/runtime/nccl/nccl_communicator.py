@@ -1,8 +1,8 @@
 """Communicators of NCCL itself, on one stream of the worker's GPU. None of this has run on a GPU yet.
 
 Rules: a tensor of any dtype is sent as bytes, so no number is changed. Each message is a group of its own, also of one
-tensor: its operations begin together. NCCL_RUNTIME_CONNECT=0 is about collectives: a pair is connected at its first
-message. So `connect` is one byte from each rank to each other.
+tensor: its operations begin together. A pair is connected at its first message, in the call that gives it: so
+`connect` is one byte from each rank to each other, with the patience of a join.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.models.layers import Tensors
+from engine.runtime.device.device_errors import device_trouble
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
 from engine.runtime.nccl.library import NcclLibrary
 
@@ -29,13 +30,13 @@ class NcclCommunicator:
         self._library, self._own, self._queue, self._is_given_up = library, own, queue, is_given_up
 
     @contextmanager
-    def _as_one(self) -> Iterator[None]:
+    def _as_one(self, patience_s: float = _GIVE_S) -> Iterator[None]:
         self._library.begin_group()
         try:
             yield
         finally:
             self._library.end_group()
-        self._library.settled(self._own, time.monotonic() + _GIVE_S, self._is_given_up)
+        self._library.settled(self._own, time.monotonic() + patience_s, self._is_given_up)
 
     def send(self, tensors: Tensors, rank: int) -> None:
         """Gives tensors to a rank, as one."""
@@ -54,7 +55,7 @@ class NcclCommunicator:
     def exchange(self, rank: int, size: int) -> None:
         """Sends each other rank a byte, and waits until all have come."""
         bytes_of = self._queue.room((2 * size,), torch.uint8)
-        with self._as_one():
+        with self._as_one(_OPEN_S):
             for other in range(size):
                 if other != rank:
                     at = bytes_of.data_ptr() + 2 * other
@@ -72,10 +73,12 @@ class NcclCommunicator:
         return self._queue.moment()
 
     def failure(self) -> str:
-        """Returns the words of an error since; empty without one."""
+        """Returns the words of an error since; empty without one. Raises that of the own device."""
         try:
             self._library.progress(self._own)
         except RuntimeError as error:
+            if device_trouble(error):
+                raise
             return str(error)
         return ""
 

@@ -4,10 +4,11 @@
     all others          the transport `inner`, which knows tags: sums, logs, streams, heals, validation passes, barriers
 
 Rules: a message that is no transfer of the present program is a mistake, and never reaches NCCL. A group that is formed
-in advance joins its ranks meanwhile, and connects them when it is entered. Leaving a group revokes its communicator: its
-work ends. The abort, which gives memory free, comes when each member of a later group has sent its first byte there: so
-each has revoked its own by then. It comes before the first message, for it may wait for the whole device. Nothing is
-destroyed, which would wait for others. If a call has not returned in time, the worker ends itself: one more verdict.
+in advance joins its ranks meanwhile, and connects them when it is entered. Leaving a group revokes its communicator:
+its work ends. The abort, which gives memory free, comes when each member of a later group has sent its first byte
+there: by then each has revoked its own. It comes before the first message, for it may wait for the whole device.
+Nothing is destroyed, which would wait for others. If a call does not return in time, the worker ends itself, and is one
+more verdict.
 """
 
 from __future__ import annotations
