@@ -1,7 +1,8 @@
 """The GPUs of this host and the build of torch, read without starting CUDA; and the device that a job takes there.
 
 Rules: the launcher and the fork server never start CUDA: a context takes memory on the device, and does not survive a
-fork. So the facts come from device files, from the driver's files in /proc, and from the text of torch's own version.
+fork. So the facts come from device files, from the driver's files in /proc, and from the text of torch's own version;
+without those files, from NVIDIA's management library, which starts no CUDA.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from engine.core.config.job import DeviceKind, Job
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
 from engine.files.nccl_settings import nccl_lack, nccl_of_wheel
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+from engine.files.nvml import models_in_time, visible_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,12 @@ def accelerators(
     files = [each for each in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
     if not files:
         return Accelerators()
-    visible = environment.get(_VISIBLE)
-    num_gpus = len(files) if visible is None else min(len(files), len([each for each in visible.split(",") if each]))
+    num_gpus = len(visible_gpus(environment, len(files)))
     told = (_first(r"Model:\s*(.+)", each / "information") for each in sorted(driver.glob("gpus/*")))
-    version = _first(r"Kernel Module(?: for \S+)?\s+(\S+)", driver / "version")
-    return Accelerators(num_gpus, tuple(name for name in told if name), version, torch_cuda(), nccl_of_wheel())
+    names, version = tuple(filter(None, told)), _first(r"Kernel Module(?: for \S+)?\s+(\S+)", driver / "version")
+    if not names:  # a sandbox may hide the driver's files
+        names, version = models_in_time()
+    return Accelerators(num_gpus, names, version, torch_cuda(), nccl_of_wheel())
 
 
 def torch_cuda() -> str:

@@ -1,21 +1,28 @@
 """The load of the GPUs of a host, from NVIDIA's management library; a host without it tells none.
 
 Rules: the library starts no CUDA. A call may stand still behind a driver that does, so a thread of its own calls, and
-whoever asks gets what it has found so far.
+whoever asks gets what it has found so far. A GPU has the number that it has for workers: the library counts all of the
+host by their bus, and so does CUDA in a worker (`CUDA_DEVICE_ORDER`), among those that are visible.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 LIBRARY = "libnvidia-ml.so.1"
+ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SAMPLES = 10  # of a second each, in one figure
+_PATIENCE_S = 2.0
+_TEXT_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
 
 
 class GpuLoad(NamedTuple):
@@ -50,13 +57,32 @@ class Nvml:
         if code:
             raise OSError(f"NVML: error {code}")
 
-    def sample(self) -> list[GpuLoad]:
-        """Returns the present load of each GPU that tells it."""
+    def _handles(self) -> list[ctypes.c_void_p]:
+        """Returns the handles of the GPUs that workers see, in their order."""
         count, found = ctypes.c_uint(), []
         self._done(self._c.nvmlDeviceGetCount_v2(ctypes.byref(count)))
-        for number in range(count.value):
-            handle, rates, memory = ctypes.c_void_p(), _Rates(), _Memory()
-            self._done(self._c.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)))
+        for name in visible_gpus(os.environ, count.value):
+            found.append(handle := ctypes.c_void_p())
+            if name.isdecimal():
+                self._done(self._c.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle)))
+            else:
+                self._done(self._c.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)))
+        return found
+
+    def models(self) -> tuple[tuple[str, ...], str]:
+        """Returns the models of the GPUs, and the version of the driver."""
+        text, names = ctypes.create_string_buffer(_TEXT_BYTES), []
+        for handle in self._handles():
+            self._done(self._c.nvmlDeviceGetName(handle, text, _TEXT_BYTES))
+            names.append(text.value.decode(errors="replace"))
+        self._done(self._c.nvmlSystemGetDriverVersion(text, _TEXT_BYTES))
+        return tuple(names), text.value.decode(errors="replace")
+
+    def sample(self) -> list[GpuLoad]:
+        """Returns the present load of each GPU that tells it."""
+        found = []
+        for number, handle in enumerate(self._handles()):
+            rates, memory = _Rates(), _Memory()
             if self._c.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)):
                 continue  # a part of a GPU has no figure
             self._c.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
@@ -102,6 +128,36 @@ def together(loads: list[GpuLoad]) -> GpuLoad:
     num = sum(each.samples for each in loads)
     busy = sum(each.busy * each.samples for each in loads) / num
     return GpuLoad(loads[0].gpu, num, busy, max(each.used for each in loads))
+
+
+def visible_gpus(environment: Mapping[str, str], num_gpus: int) -> tuple[str, ...]:
+    """Returns the GPUs of a host that processes may use, each by its number or its own name.
+
+    As CUDA reads its variable: up to the first entry that is none of them, such as -1.
+    """
+    listed = environment.get(_VISIBLE)
+    if listed is None:
+        return tuple(map(str, range(num_gpus)))
+    names = (each.strip() for each in listed.split(","))
+    return tuple(takewhile(lambda name: _is_gpu(name, num_gpus), names))[:num_gpus]
+
+
+def _is_gpu(name: str, num_gpus: int) -> bool:
+    return int(name) < num_gpus if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
+
+
+def models_in_time(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[tuple[str, ...], str]:
+    """Returns the models of the GPUs and the version of the driver; nothing if the library does not tell it soon."""
+    found: queue.SimpleQueue[tuple[tuple[str, ...], str]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            found.put(Nvml(load).models())
+
+    thread = threading.Thread(target=ask, name="gpu models", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    return ((), "") if found.empty() else found.get()
 
 
 def lacks_nvml() -> str:

@@ -23,7 +23,7 @@ from engine.files.accelerators import (
 )
 
 NONE = Accelerators()
-ONE = Accelerators(1, ("NVIDIA H100 80GB HBM3",), "570.86.15", "13.0")
+ONE = Accelerators(1, ("NVIDIA H100 80GB HBM3",), "570.86.15", "13.0", (2, 28, 9))
 FOUR = replace(ONE, num_gpus=4)
 
 
@@ -49,6 +49,11 @@ def host(folder: Path, num_gpus: int) -> tuple[Path, Path]:
         (2, {"CUDA_VISIBLE_DEVICES": "1"}, 1),
         (2, {"CUDA_VISIBLE_DEVICES": ""}, 0),
         (2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 2),
+        (2, {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        (2, {"CUDA_VISIBLE_DEVICES": "1, -1, 0"}, 1),
+        (2, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+        (2, {"CUDA_VISIBLE_DEVICES": "7"}, 0),
+        (2, {"CUDA_VISIBLE_DEVICES": "GPU-3f2a,1"}, 2),
     ],
 )
 def test_the_files_of_a_host_tell_its_gpus(
@@ -59,6 +64,16 @@ def test_the_files_of_a_host_tell_its_gpus(
     if num_gpus:
         assert found.names == ("NVIDIA H100 80GB HBM3",) * num_gpus
         assert found.driver == "570.86.15"
+
+
+def test_models_are_asked_of_the_library_where_the_drivers_files_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page was named `no-gpu`, and a resume could not compare models."""
+    monkeypatch.setattr("engine.files.accelerators.models_in_time", lambda: (("NVIDIA H200",), "580.1"))
+    dev, _ = host(tmp_path, 1)
+    found = accelerators(dev, tmp_path / "hidden", {})
+    assert (found.num_gpus, found.names, found.driver) == (1, ("NVIDIA H200",), "580.1")
 
 
 def test_the_build_of_torch_is_read_without_importing_it() -> None:
@@ -112,6 +127,11 @@ def test_auto_takes_gpus_where_each_worker_gets_one(job: Job, found: Accelerator
             r"(?s)^device cuda .*\(no GPU\); use --backend gloo\nretain cpu .*\(no GPU\); use --retain device$",
         ),
         (Job(device="cuda", standby=1), FOUR, "4 GPUs for 5 workers"),
+        (
+            Job(device="cuda", backend="nccl"),
+            replace(FOUR, nccl=(2, 27, 5)),
+            "^NCCL 2.27.5 was found, and 2.28.7 or newer is needed: .*, or use --backend gloo$",
+        ),
         (Job(device="cuda", backend="nccl"), ONE, "1 GPU for 4 workers; use --device cpu, or --share-gpu for a test"),
     ],
 )

@@ -11,7 +11,8 @@ import pytest
 
 from engine.core.history.memory_records import LoadRecord
 from engine.core.history.run_history import history_of
-from engine.files.nvml import GpuLoad, GpuLook, Nvml, together
+from engine.files import nvml
+from engine.files.nvml import GpuLoad, GpuLook, Nvml, models_in_time, together
 from engine.report.workers import loads_in_words
 
 
@@ -33,6 +34,18 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex_v2(self, number: int, handle: Any) -> int:
         handle._obj.value = number + 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
+        handle._obj.value = {b"GPU-first": 1}[name]
+        return 0
+
+    def nvmlDeviceGetName(self, handle: ctypes.c_void_p, text: Any, size: int) -> int:
+        text.value = f"NVIDIA H{handle.value}00".encode()
+        return 0
+
+    def nvmlSystemGetDriverVersion(self, text: Any, size: int) -> int:
+        text.value = b"580.65.06"
         return 0
 
     def nvmlDeviceGetUtilizationRates(self, handle: ctypes.c_void_p, rates: Any) -> int:
@@ -74,9 +87,23 @@ def test_without_the_library_or_a_driver_nothing_is_told() -> None:
         assert look.found() == []
 
 
-def test_nobody_waits_for_a_driver_that_stands() -> None:
+@pytest.mark.parametrize(("visible", "handles"), [("1,0", [2, 1]), ("GPU-first", [1]), ("1", [2]), ("-1", [])])
+def test_a_gpu_has_the_number_that_it_has_for_workers(
+    monkeypatch: pytest.MonkeyPatch, visible: str, handles: list[int]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    library = FakeNvml()
+    assert [load.gpu for load in Nvml(lambda name: library).sample()] == [
+        at for at, handle in enumerate(handles) if handle == 1
+    ]
+    assert models_in_time(lambda name: library) == (tuple(f"NVIDIA H{each}00" for each in handles), "580.65.06")
+
+
+def test_nobody_waits_for_a_driver_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml()
     library.stands.clear()
+    monkeypatch.setattr(nvml, "_PATIENCE_S", 0.01)
+    assert models_in_time(lambda name: library) == ((), "")
     look = GpuLook(lambda name: library, every_s=0.001)
     assert look.found() == []
     look.end()
