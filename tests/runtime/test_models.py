@@ -18,6 +18,7 @@ from engine.models.losses import metrics_of
 from engine.models.model_loader import build_model
 from engine.models.model_registry import MODELS
 from engine.models.networks import timed
+from engine.models.networks.conv_stacks import AveragePool
 from engine.models.sources.open_data import open_data
 
 IMAGENET = DataFacts(task="classify", num_classes=1000, channels=3, height=224, width=224)
@@ -285,3 +286,15 @@ def test_wrong_arguments_are_refused(job: Job, field: str, words: str) -> None:
     (problem,) = caught.value.problems
     assert problem.field == field
     assert words in str(problem)
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (7, 7), (3, 14), (8, 20)])
+@pytest.mark.parametrize("area", [6, 7])
+def test_the_pool_of_conv_stacks_is_that_of_torch_in_a_deterministic_form(sides: tuple[int, int], area: int) -> None:
+    """The backward of `nn.AdaptiveAvgPool2d` is refused on GPUs, and so alexnet and vgg19 were."""
+    torch.manual_seed(0)
+    maps = torch.randn(2, 3, *sides, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(2, 3, area, area, dtype=torch.float64)
+    found, expected = AveragePool(area)(maps), nn.AdaptiveAvgPool2d(area)(maps)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, maps, gradient) for each in (found, expected)))

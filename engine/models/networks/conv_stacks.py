@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from engine.models.data import DataFacts
 from engine.models.layers import LayerSpec, Model
@@ -46,11 +47,34 @@ class Conv(nn.Sequential):
         super().__init__(*before, conv, nn.ReLU(), *after)
 
 
+class AveragePool(nn.Module):
+    """Averages feature maps over `area` x `area` windows, which may overlap: the sums of `nn.AdaptiveAvgPool2d`.
+
+    That one's backward has no deterministic form on GPUs; these are two products, one for each side.
+    """
+
+    def __init__(self, area: int):
+        super().__init__()
+        self.area = area
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Returns maps of area x area."""
+        height, width = maps.shape[-2:]
+        return self._windows(maps, height) @ maps @ self._windows(maps, width).T
+
+    def _windows(self, maps: Tensor, side: int) -> Tensor:
+        """Returns the share of each place of a side in each window."""
+        window = torch.arange(self.area, device=maps.device)[:, None]
+        place = torch.arange(side, device=maps.device)
+        is_in = (place >= window * side // self.area) & (place * self.area < (window + 1) * side)
+        return is_in.to(maps.dtype) / is_in.sum(1, keepdim=True)
+
+
 class Linear(nn.Sequential):
     """Dropout, a linear map and, except in the last, a ReLU; `area` > 0 first pools feature maps to area x area."""
 
     def __init__(self, num_inputs: int, num_outputs: int, dropout: float, is_last: bool, area: int):
-        parts: list[nn.Module] = [nn.AdaptiveAvgPool2d(area), nn.Flatten()] if area else []
+        parts: list[nn.Module] = [AveragePool(area), nn.Flatten()] if area else []
         parts += [nn.Dropout(dropout), nn.Linear(num_inputs, num_outputs)]
         super().__init__(*parts, *([] if is_last else [nn.ReLU()]))
 
