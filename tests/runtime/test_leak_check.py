@@ -13,16 +13,17 @@ import pytest
 
 from engine.runtime.doctor import leak_check as leftovers
 from engine.runtime.doctor.leak_check import LeakCheck, mark_processes
+from engine.runtime.ipc import shared_memory
 
 NO_SERVER = -1
-OF_THE_HOST = leftovers._SHARED_MEMORY
+OF_THE_HOST = shared_memory.SHARED_MEMORY
 
 
 @pytest.fixture(name="memory", autouse=True)
 def _memory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has a check that waits shortly and looks at shared memory of its own: other tests share that of the host."""
     folder = tmp_path_factory.mktemp("shm")
-    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", folder)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", folder)
     monkeypatch.setattr(leftovers, "_GONE_WITHIN_S", 0.05)
     monkeypatch.setenv("_BAMBOO_CASE", "")  # put back afterwards
     mark_processes()
@@ -70,6 +71,17 @@ def test_shared_memory_is_found_once_nobody_holds_it(tmp_path: Path, memory: Pat
         assert left(traces, tmp_path) == []
     assert left(traces, tmp_path) == ["shared memory piece"]
     assert Path("/dev/shm") == OF_THE_HOST
+
+
+def test_pieces_of_nccl_that_nobody_holds_are_removed_behind_a_run(memory: Path) -> None:
+    """Only the last of two that connect removes one, and it may have been killed."""
+    (memory / "nccl-before").touch()
+    with shared_memory.swept_of_nccl():
+        (memory / "nccl-new").touch()
+        (memory / "other").touch()
+        held = (memory / "nccl-held").open("w")
+    assert sorted(each.name for each in memory.iterdir()) == ["nccl-before", "nccl-held", "other"]
+    held.close()
 
 
 def test_files_of_the_store_are_found(tmp_path: Path) -> None:

@@ -23,12 +23,7 @@ from engine.core.elastic.slow_workers import slow_workers
 from engine.core.errors import ExitCode, StorageError
 from engine.core.faults.fault import Fault
 from engine.core.history.memory_records import LoadRecord
-from engine.core.history.process_records import (
-    HostRecord,
-    InterruptRecord,
-    ResumedRecord,
-    TrainingEndedRecord,
-)
+from engine.core.history.process_records import HostRecord, InterruptRecord, ResumedRecord, TrainingEndedRecord
 from engine.core.membership.events import Restarted, TakenOver
 from engine.core.ownership import Ownership
 from engine.files.accelerators import refuse_what_this_host_lacks
@@ -47,6 +42,7 @@ from engine.runtime.coordinator.node import Node
 from engine.runtime.coordinator.store_joining import join_store
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.ipc.shared_memory import swept_of_nccl
 from engine.runtime.keeping.keeper import keeper_for
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
@@ -92,6 +88,7 @@ def run_session(
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 (interrupts.let_wait if seat.taken else interrupts.check)()
+                stack.enter_context(swept_of_nccl() if job.backend == "nccl" else contextlib.nullcontext())
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting(preloads(job)))
                 start = partial(start_coordinator, server, logs) if standby_coordinator else None

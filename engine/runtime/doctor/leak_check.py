@@ -6,7 +6,6 @@ Shared memory does not name its creator: a new piece that no process has open co
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -15,13 +14,12 @@ from pathlib import Path
 
 import psutil
 
+from engine.runtime.ipc.shared_memory import held, shared_memory
 from engine.runtime.store.etcd_settings import EtcdSettings
 
 _VARIABLE = "_BAMBOO_CASE"  # BAMBOO_* are fields of a job
 _GONE_WITHIN_S = 2.0
 _POLL_S = 0.01
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only read
-_PROC = Path("/proc")
 
 
 class LeakCheck:
@@ -32,7 +30,7 @@ class LeakCheck:
 
     def __init__(self) -> None:
         self._mark = os.environ[_VARIABLE]
-        self._shared_memory = _shared_memory()
+        self._shared_memory = shared_memory()
         self._ports = _own_ports()
 
     def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
@@ -51,8 +49,8 @@ class LeakCheck:
     def _found(self, logs: Path, server: int) -> list[str]:
         found = [f"process {pid} ({name})" for pid, name in self._processes(server)]
         found += [f"this process listens on port {port}" for port in sorted(_own_ports() - self._ports)]
-        new = _shared_memory() - self._shared_memory
-        found += [f"shared memory {name}" for name in sorted(new - _held(new))]
+        new = shared_memory() - self._shared_memory
+        found += [f"shared memory {name}" for name in sorted(new - held(new))]
         return found + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
 
     def _processes(self, server: int) -> Iterator[tuple[int, str]]:
@@ -69,30 +67,6 @@ def mark_processes() -> None:
 def _own_ports() -> set[int]:
     connections = psutil.Process().net_connections("inet")
     return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
-
-
-def _shared_memory() -> set[str]:
-    try:
-        return {each.name for each in _SHARED_MEMORY.iterdir() if each.stat().st_uid == os.geteuid()}
-    except OSError:
-        return set()
-
-
-def _held(names: set[str]) -> set[str]:
-    """Returns those names in shared memory that a process has open or mapped."""
-    held: set[str] = set()
-    for entry in _PROC.iterdir() if names else ():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit():
-                known = [(entry / "maps").read_text(), *_open_files(entry)]
-                held |= {name for name in names if any(f"{_SHARED_MEMORY}/{name}" in each for each in known)}
-    return held
-
-
-def _open_files(process: Path) -> Iterator[str]:
-    for each in (process / "fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
-            yield os.readlink(each)
 
 
 def _keys(run_id: str, etcd: EtcdSettings) -> list[str]:
