@@ -24,6 +24,7 @@ from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.checkpoints.faulty_disk import DiskTroubles
 from engine.runtime.checkpoint.layer_file import LayerImage
 from engine.runtime.checkpoint.snapshot import LayerState, state_of
+from engine.runtime.device.device import Device
 from engine.runtime.ipc.control import Control
 from engine.runtime.replica.replicas import Replicas
 
@@ -67,7 +68,8 @@ class CheckpointWriter:
         states = [state for share in order.shares for state in state_of(share, stages)]
         self._open(1)
         before, self._last = self._last, _Ends(threading.Event(), threading.Event())
-        what = (order.step, states, before.written, self._last)
+        devices = [stages[share.slot].device for share in order.shares]
+        what = (devices, order.step, states, before.written, self._last)
         threading.Thread(target=self._write, args=what, name="checkpoint", daemon=True).start()
 
     def join_copy(self) -> None:
@@ -86,9 +88,13 @@ class CheckpointWriter:
         finally:
             alarm.cancel()
 
-    def _write(self, step: int, states: list[LayerState], before: threading.Event, ends: _Ends) -> None:
+    def _write(
+        self, devices: Iterable[Device], step: int, states: list[LayerState], before: threading.Event, ends: _Ends
+    ) -> None:
         """Copies one checkpoint, and writes it behind the older one (`before`), which a newer one would replace."""
         try:
+            for each in devices:
+                each.enter()
             with self._given_room():
                 copied, copy_ns = self._copy(states, ends)
                 before.wait()
