@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from datetime import date
+from pathlib import Path
 
+from tests.gpu.conftest import WrittenFigures
 from tests.gpu.hardware_page import Figure, figure_of, page
 
 
@@ -37,3 +39,13 @@ def test_a_row_of_a_benchmark_says_its_figures_its_goal_and_its_verdict() -> Non
     assert figure_of(row | {"goal": None}).found == "1.02 beside 1 in 9 rounds: 1.02"
     name, text = page(date(2026, 11, 23), {"gpus": "A"}, [figure_of(row)], "make bench-gpu")
     assert name == "2026-11-23-a-bench.md" and "Written by `make bench-gpu`." in text
+
+
+def test_the_page_is_written_with_each_figure(tmp_path: Path) -> None:
+    """A session that is killed at its limit kept nothing: the page was written at its end."""
+    figures = WrittenFigures(tmp_path)
+    figures.append(Figure("gpt, twice", "trajectory 0003 both times", 12.34))
+    (name,) = tmp_path.iterdir()
+    assert "| gpt, twice |" in name.read_text()
+    figures.append(Figure("one kill", "the same", 5.0))
+    assert [each for each in ("gpt, twice", "one kill") if f"| {each} |" not in name.read_text()] == []
