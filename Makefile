@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-sim soak-churn soak-inside soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-sim soak-churn soak-inside soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -38,6 +38,12 @@ test-gpu: $(TEST_STAMP)
 # The same for speed: beside plain PyTorch and torch's pipeline, and the cost of shadows, audit and determinism; ten minutes at most.
 bench-gpu: $(TEST_STAMP)
 	.venv/bin/python -m pytest -m gpu tests/gpu/test_gpu_bench.py
+
+# Four versions of NCCL, a gigabyte, for tests of their symbols, layout and texts (tests/runtime/test_real_nccl.py).
+nccl-wheels: $(TEST_STAMP)
+	for each in cu12==2.27.5 cu13==2.28.9 cu13==2.29.7 cu13==2.32.3; do \
+		.venv/bin/python -m pip download --quiet --no-deps --only-binary=:all: --dest .venv/nccl-wheels nvidia-nccl-$$each || exit; done
+	.venv/bin/python -m pytest -m soak tests/runtime/test_real_nccl.py
 
 check: $(TEST_STAMP)
 	.venv/bin/ruff format --check .
