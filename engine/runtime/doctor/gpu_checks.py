@@ -24,7 +24,8 @@ class GpuVerdict(NamedTuple):
 def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
     """Judges the GPUs by the facts of torch's probe (`version`, `num_gpus`, `nccl`) and of the host's files.
 
-    `nccl` is the version of NCCL, empty for none; `nvml`, which may be added, says why there is no load of GPUs.
+    `nccl` is the version of NCCL, empty for none, `reconfigures` torch's own ways to form a group of it anew; `nvml`,
+    which may be added, says why there is no load of GPUs.
     """
     usable, cuda = int(torch["num_gpus"]), host.torch_cuda
     if not usable and not host.num_gpus:
@@ -46,7 +47,9 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
         return GpuVerdict("warn", f"{found}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory")
     each = "a worker each with --device cuda, or several with --share-gpu for a test"
     no_load = f"; no load of GPUs in reports: {torch['nvml']}" if torch.get("nvml") else ""
-    return GpuVerdict("ok", f"{found}, NCCL {nccl}; {each}{no_load}")
+    ways = " and ".join(torch.get("reconfigures", ()))
+    watched = f"; {ways} could form groups anew (not used yet)" if ways else ""
+    return GpuVerdict("ok", f"{found}, NCCL {nccl}; {each}{watched}{no_load}")
 
 
 def _unusable(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:

@@ -6,6 +6,7 @@ imports no module of bamboo, so that it works even if those cannot be loaded.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -74,6 +75,12 @@ def tls_error(environment: Mapping[str, str]) -> str:
     return found if status == 0 else f"its process has ended with {os.waitstatus_to_exitcode(status)}"
 
 
+def reconfigurable() -> list[str]:
+    """Returns the ways in which this machine's torch could form a group of NCCL anew: none is taken yet."""
+    nccl2 = hasattr(distributed.ProcessGroup, "reconfigure") and "nccl2" in distributed.Backend.backend_list
+    return ["nccl2"] * nccl2 + ["torchcomms"] * (importlib.util.find_spec("torchcomms") is not None)
+
+
 def facts(environment: Mapping[str, str]) -> dict[str, object]:
     """Returns the facts for the host checks; `gloo_error` is empty if two ranks could exchange a tensor.
 
@@ -95,6 +102,7 @@ def facts(environment: Mapping[str, str]) -> dict[str, object]:
         "tls_error": without_tls,
         "num_gpus": torch.cuda.device_count(),
         "nccl": list(torch.cuda.nccl.version()) if distributed.is_nccl_available() else [],
+        "reconfigures": reconfigurable(),
         "machine": platform.machine(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "blas": "MKL" if torch.backends.mkl.is_available() else "no MKL",
