@@ -70,3 +70,23 @@ def test_a_plan_that_fails_fails_its_job(tmp_path: Path) -> None:
     (tmp_path / "bamboo").write_text("#!/bin/sh\nexit 2\n")
     (tmp_path / "bamboo").chmod(0o755)
     assert run_step(PLAN[0]["run"], tmp_path, tmp_path) == (2, "")
+
+
+VERSIONS = yaml.safe_load((Path(__file__).parents[1] / ".github/workflows/versions.yml").read_text())["jobs"]["test"]
+
+
+def test_the_oldest_and_the_newest_versions_run_each_week(tmp_path: Path) -> None:
+    """The first row has the bounds of pyproject.toml, and each row leaves the pins that fit to all versions."""
+    root = Path(__file__).parents[1]
+    bounds = (root / "pyproject.toml").read_text()
+    rows = VERSIONS["strategy"]["matrix"]["include"]
+    for bound in (f'requires-python = ">={rows[0]["python"]}"', f'"torch>={rows[0]["torch"].removesuffix(".*")}"'):
+        assert bound in bounds
+    (pins,) = [each["run"] for each in VERSIONS["steps"] if "constraints.txt" in each.get("run", "")]
+    before = (root / "constraints.txt").read_text()
+    for row in rows:
+        (tmp_path / "constraints.txt").write_text(before)
+        run_step(pins, tmp_path, Path(sys.executable).parent, TORCH=row["torch"])
+        now = (tmp_path / "constraints.txt").read_text().splitlines()
+        assert [each for each in now if each.startswith("torch==")] == [f"torch=={row['torch']}"] * bool(row["torch"])
+        assert len(before.splitlines()) - len(now) == 1 + (not row["torch"])
