@@ -26,7 +26,7 @@ def nccl_settings(worker: int | str, *, shares: bool, environment: Mapping[str, 
 
 
 def nccl_lack(found: Sequence[int]) -> str:
-    """Returns why this version of NCCL is of no use, or an empty string; so for no version, which is not known."""
+    """Returns why this version of NCCL is of no use, or an empty string; so for no version at all."""
     told, least = (".".join(map(str, each)) for each in (found, LEAST_NCCL))
     return f"NCCL {told} was found, and {least} or newer is needed" if found and tuple(found) < LEAST_NCCL else ""
 

@@ -18,7 +18,6 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 LIBRARY = "libnvidia-ml.so.1"
-ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SAMPLES = 10  # of a second each, in one figure
 _PATIENCE_S = 2.0

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
-from engine.files.nvml import ORDER
 from engine.runtime.device.action_clock import ActionClock, GpuClock, TellTimes
 from engine.runtime.device.copies import HOST_COPIES, NO_WATCH, Copies, Leaving, StreamCopies, Watch
 from engine.runtime.device.device_faults import DeviceFaults, DoubledCopies
@@ -140,7 +139,7 @@ def open_device(
     faults = faults or DeviceFaults()
     if kind != "cuda":  # a job in memory that no file resolved has `auto`
         return Device(HOST.place, True, DoubledCopies(faults), watch, faults)
-    os.environ.setdefault(*ORDER)
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the numbers that `engine/files/nvml.py` tells
     place = torch.device("cuda", ordinal(local_rank, torch.cuda.device_count(), shares=shares))
     torch.cuda.set_device(place)
     name = f"GPU {place.index} ({torch.cuda.get_device_name(place)})"

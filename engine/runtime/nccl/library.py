@@ -1,6 +1,6 @@
 """The functions of NCCL's library that bamboo calls, as C has them: `nccl.h` of version 2.29.
 
-Older and later libraries read as much of the configuration as both sides know.
+Older and later libraries read those fields of the configuration that both sides have.
 
 Why not torch's ProcessGroupNCCL: it joins a group in a call that cannot be broken off, has a watchdog and a monitor of
 its own, which end the process, and its store must be one of torch's. Each function here returns at once, because all
