@@ -26,7 +26,7 @@ DOCUMENTS = {
 MOST_LINES = {
     "README.md": 120,
     "CHANGELOG.md": 1000,
-    "docs/decisions.md": 400,
+    "docs/decisions.md": 450,
     "docs/places.md": 170,
     "docs/reports.md": 160,
 }  # the others: 150
