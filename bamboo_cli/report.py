@@ -59,6 +59,7 @@ Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder tha
 DEFAULT_RESULTS = Path("results")
 _LONG_BYTES = 8_000_000  # of events: reading more takes longer than a second
 # Exit code of a condition -> its word; the first of these codes that occurs is the exit code of all conditions.
+_WORST = (ExitCode.OK, ExitCode.NOTHING_MATCHED, ExitCode.EXPECTATION_FAILED)
 _SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "ok"}
 
 
@@ -95,18 +96,19 @@ def report(
             "it, or if the run itself failed; with 5 if there is nothing to measure; repeatable.",
         ),
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the checkpoints too; exit with 1 if not all is whole.")
+    ] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Report a run: tables, a page that opens without a network, a trace. Reads only its events."""
-    form = _form(form, as_json)
+    """Report a run: tables, a page that opens without a network, a trace. Verifies its evidence each time."""
+    form = _form(form, as_json, output)
     folders = [find(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):
         raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])
-    if form is Format.PARQUET and output is None:
-        raise UserError([Problem("--format parquet", "--output FILE")])
     is_whole = table is Table.ACTIONS or trace is not None
     loaded = [load_run(folder, every_action=is_whole) for folder in folders]
-    code = _check(loaded, fail_if or ())
+    code = max(_verified(folders, loaded, verify), _check(loaded, fail_if or ()), key=_WORST.index)
     _say(loaded, form, has_checks=table is Table.CHECKS)
     _write_table(loaded, table, form, output)
     if page is not None or is_opened or form is Format.TERMINAL:
@@ -120,9 +122,11 @@ def report(
         raise typer.Exit(code)
 
 
-def _form(form: Format | None, as_json: bool) -> Format:
+def _form(form: Format | None, as_json: bool, output: Path | None) -> Format:
     if as_json and form not in (None, Format.JSON):
         raise UserError([Problem("--json", "no other --format beside it", f"--format {form}")])
+    if form is Format.PARQUET and output is None:
+        raise UserError([Problem("--format parquet", "--output FILE")])
     return Format.JSON if as_json else form or Format.TERMINAL
 
 
@@ -142,6 +146,7 @@ def find(results: Path, run: str | None) -> RunFolder:
 def load_run(folder: RunFolder, *, every_action: bool = False) -> RunTables:
     """Returns the tables of a run, of a long run with a part of its actions; prints a note before a long read."""
     from engine.files.events_file import read_history
+    from engine.files.evidence.proving import proof_of
     from engine.files.step_reader import StepReader
     from engine.harness.dead_runs import launcher_runs
     from engine.report.actions import MOST_ACTIONS
@@ -152,7 +157,7 @@ def load_run(folder: RunFolder, *, every_action: bool = False) -> RunTables:
         echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
     history = read_history(folder.events)
     goes_on = history.training_ended is None and launcher_runs(history, folder.path)
-    found = load(history, folder.path.name, None if every_action else MOST_ACTIONS)
+    found = load(history, folder.path.name, None if every_action else MOST_ACTIONS, proof_of(folder, history))
     return replace(found, goes_on=goes_on, gaps=(*found.gaps, *_not_merged(folder)))
 
 
@@ -251,3 +256,33 @@ def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
         echo(f"{_SAID[code]}: {text}", err=True)
     codes = {ExitCode.OK, *(code for code, _ in judged)}
     return next(code for code in _SAID if code in codes)
+
+
+def _verified(folders: Sequence[RunFolder], runs: Sequence[RunTables], reads_checkpoints: bool) -> ExitCode:
+    """Prints each flaw of the evidence of runs, and of the checkpoints in their folders, if these are read.
+
+    Returns the exit code. The place that a job names for checkpoints is not read: a run may be from elsewhere.
+    """
+    found = ExitCode.OK
+    for folder, run in zip(folders, runs, strict=True):
+        flaws = [str(each) for each in run.judgement.proof.flaws]
+        if reads_checkpoints:
+            flaws += [run.judgement.proof.missing] * bool(run.judgement.proof.missing)
+            flaws += _damaged_checkpoints(folder)
+        for each in flaws:
+            echo(f"{run.name}: {each}", err=True)
+        found = ExitCode.EXPECTATION_FAILED if flaws else found
+    return found
+
+
+def _damaged_checkpoints(folder: RunFolder) -> list[str]:
+    from engine.core.errors import StorageError
+    from engine.files.jobs.checkpoint_place import checkpoints_at
+
+    place, problems = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []
+    for name in place.names():
+        try:
+            place.verify(name)
+        except StorageError as error:
+            problems.append(str(error))
+    return problems

@@ -54,7 +54,11 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.merging": _GROUND | {"engine.core.config", "engine.core.history"},
     "engine.core.checks": _PLANS
     | {"engine.core.checkpoints", "engine.core.faults", "engine.core.history", "engine.core.merging"},
-    "engine.files": _GROUND | {"engine.core.checks", "engine.core.config", "engine.core.history"},
+    "engine.core.evidence": _GROUND | {"engine.core.checks", "engine.core.history"},
+    "engine.files": _GROUND
+    | {"engine.core.checks", "engine.core.config", "engine.core.evidence", "engine.core.history"},
+    "engine.files.evidence": _GROUND
+    | {"engine.core.checks", "engine.core.evidence", "engine.core.history", "engine.files"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
     "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},
     "engine.files.merging": _GROUND | {"engine.core.history", "engine.core.merging", "engine.files"},
@@ -66,13 +70,15 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.models.datasets": _GROUND | {"engine.models"},
     "engine.models.sources": _GROUND | {"engine.core.config", "engine.core.samples", "engine.models"},
     "engine.report": _PLANS
-    | {"engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.core.samples"},
+    | {"engine.core.analysis", "engine.core.checks", "engine.core.evidence", "engine.core.history"}
+    | {"engine.core.samples"},
     "engine.report.pages": _PLANS
     | {"engine", "engine.core.analysis", "engine.core.checks", "engine.core.history", "engine.core.samples"}
     | {"engine.report"},
     "engine.runtime": frozenset(),
     "engine.runtime.ipc": _GROUND
-    | {"engine.core.recovery", "engine.core.history", "engine.core.membership", "engine.core.worker", "engine.files"},
+    | {"engine.core.recovery", "engine.core.history", "engine.core.membership", "engine.core.worker", "engine.files"}
+    | {"engine.files.evidence"},
     "engine.runtime.process": _GROUND | {"engine.files", "engine.runtime.ipc"},
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.hosts", "engine.runtime.store"},
@@ -154,7 +160,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.harness.bed": _HOST | {"engine.runtime.doctor", "engine.runtime.store"},
     "engine.harness.breaking": _HOST
     | {"engine.core.checks", "engine.core.config", "engine.core.faults", "engine.core.merging"}
-    | {"engine.files.merging", "engine.files.scenarios"}
+    | {"engine.files.evidence", "engine.files.merging", "engine.files.scenarios"}
     | {"engine.harness", "engine.harness.bed", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.doctor"},
     "engine.harness.hosts": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.hosts", "engine.files.jobs", "engine.models"}
@@ -166,7 +172,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.runtime.requests"}
     | {"engine.harness.cases"}
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.models", "engine.files"}
-    | {"engine.core.samples", "engine.files.scenarios"}
+    | {"engine.core.samples", "engine.files.evidence", "engine.files.scenarios"}
     | {"engine.runtime.store", "engine.runtime.doctor", "engine.runtime.faults"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.files.jobs", "engine.runtime.agent"}
     | {"engine.observers", "engine.runtime.checkpoint", "engine.runtime.keeping"},
@@ -176,6 +182,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.config", "engine.core.faults", "engine.core.history", "engine.core.membership", "engine.files"}
     | {
         "engine.files.checkpoints",
+        "engine.files.evidence",
         "engine.files.jobs",
         "engine.files.scenarios",
         "engine.harness",

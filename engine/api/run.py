@@ -126,13 +126,16 @@ class TrainingRun:
     def table(self, name: str) -> pd.DataFrame:
         """Returns a table of the run: the same as `bamboo report --table NAME`; raises UserError for another name."""
         from engine.files.events_file import read_history
+        from engine.files.evidence.proving import proof_of
         from engine.report.actions import MOST_ACTIONS
         from engine.report.load import TABLES, load
 
         if name not in TABLES:
             raise UserError([Problem("table", f"one of {', '.join(TABLES)}", repr(name), nearest(name, TABLES))])
         is_whole = name == "actions"
-        return load(read_history(self._files.events), self.name, None if is_whole else MOST_ACTIONS).table(name)
+        history = read_history(self._files.events)
+        proof = proof_of(self._files, history)
+        return load(history, self.name, None if is_whole else MOST_ACTIONS, proof).table(name)
 
     def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """Returns the state_dict in the newest checkpoint of the run, or in that of a step.

@@ -1,37 +1,42 @@
-"""Reads events.jsonl, the record of a run from which every result is computed, and adds records to it.
+"""Reads events.jsonl, the record of a run from which every result is computed.
 
 Rule: a torn line, which is half of a line that a crash or a full disk left, costs itself only. The reader yields
-`UnreadLine` in its place. A file whose first line is not the job's is of another version, or no file of events.
+`UnreadLine` in its place. A file whose first line is not the job's is of another version, or no file of events. What
+lies in it may be from elsewhere, so the length of lines and the number of unread ones have bounds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from engine.core.errors import InvariantError, StorageError
+from engine.core.evidence.chain import unlinked
 from engine.core.history.heard_decisions import HeardDecisions
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record import AGENT, Record, StampedRecord, UnreadLine
+from engine.core.history.record import Record, UnreadLine
 from engine.core.history.record_lines import (
     TornLineError,
     commit_fields,
     decoded,
-    encoded,
     refuse_other_version,
     whole_end,
 )
 from engine.core.history.retention import marked_steps
 from engine.core.history.run_history import RunHistory, history_of
 from engine.core.history.step_files import span_of
-from engine.files.atomic_write import open_to_append, open_to_read, storage_errors
+from engine.files.atomic_write import open_to_read
+from engine.files.run_folder import refuse_size
 from engine.files.step_reader import StepReader
 
 _CHUNK_BYTES = 8_000_000
+_MOST_LINE_BYTES = 1 << 20
+_MOST_LONG_BYTES = 1 << 26  # of the losses of a twin of millions of steps, and of the seal of thousands of files
+_LONG = (b'{"event":"twin",', b'{"event":"seal",', b'{"event":"scenario",')
+_MOST_UNREAD = 1_000
 _HEARD_COMMIT = '"line":"{\\"event\\":\\"commit\\",'
 
 
@@ -44,6 +49,7 @@ def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
     history, files, heard = RunHistory(), StepReader(path.parent), HeardDecisions()
     for begin, data in whole_lines(path, 0):
         _add_lines(history, data, path, begin, heard)
+    refuse_impossible(history, path)
     marked, span = marked_steps(history.records_of_recoveries), span_of(history.job)
     near = {step - step % span for step in marked}
     actions = files.actions([each for each in files.ranges() if every_action or each in near], _pids(history))
@@ -77,19 +83,41 @@ def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
     """Yields the whole lines of a file from byte `start` on, some megabytes at once, each part with its first byte.
 
     Raises:
-        StorageError: the file cannot be read.
+        StorageError: the file cannot be read, or has a line that is longer than any record.
     """
     rest = b""
     try:
         with open(open_to_read(path), "rb") as file:  # a pipe or a device has no end
+            refuse_size(path, os.fstat(file.fileno()))
             file.seek(start)
             while data := file.read(_CHUNK_BYTES):
                 data = rest + data
                 end = data.rfind(b"\n") + 1
                 yield start, data[:end]
                 start, rest = start + end, data[end:]
+                _refuse_long(path, data[:end], rest)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
+
+
+def refuse_impossible(history: RunHistory, path: Path) -> None:
+    """Raises StorageError if the records tell of more steps or slots than their job has: tables have a row for each."""
+    job = history.job
+    if history.commits and (last := max(history.commits.steps)) >= job.steps:
+        raise StorageError(f"{path}: step {last} is committed, and the job has {job.steps} steps")
+    if (most := max((len(each.owners) for each in history.epochs), default=0)) > job.pipelines * job.slots:
+        raise StorageError(f"{path}: an epoch has {most} owners, and the job {job.pipelines * job.slots} slots")
+
+
+def _refuse_long(path: Path, whole: bytes, rest: bytes) -> None:
+    """Raises StorageError if a line is longer than any record; most parts have none that is long."""
+    long = (
+        [each for each in whole.split(b"\n") if len(each) > _MOST_LINE_BYTES] if len(whole) > _MOST_LINE_BYTES else []
+    )
+    for each in (*long, rest):
+        most = _MOST_LONG_BYTES if each.startswith(_LONG) else _MOST_LINE_BYTES
+        if len(each) > most:
+            raise StorageError(f"{path}: no record is as long as the line that begins with {each[:40]!r}")
 
 
 def _pids(history: RunHistory) -> dict[int, int]:
@@ -104,45 +132,62 @@ def events_of(data: bytes, path: Path, start: int = 0, *, last_commits: bool = F
     Raises:
         StorageError: the data is no part of a file of events, or is of another version.
     """
-    *lines, _ = data.decode("utf-8", "replace").split("\n")
+    lines = _unlinked_lines(data)
     wanted: Sequence[int] = range(len(lines))
     if last_commits:
         last = next((number for number in reversed(wanted) if _is_commit(lines[number])), 0)
         wanted = [number for number in wanted if number == last or not _is_commit(lines[number])]
+    records = _Records(path, start)
     for number in wanted:
-        yield from _records_of(lines[number], number, path, start)
+        yield from records.of(lines[number], number)
 
 
-def _records_of(line: str, number: int, path: Path, start: int) -> Iterator[Record]:
-    """Yields the record of the line of this number, from 0, behind byte `start` of a file."""
-    is_first = not start and not number
-    try:
-        record = decoded(line)
-        if is_first:
-            refuse_other_version(record)
-    except TornLineError as error:
-        if is_first:
-            raise StorageError(f"{path}:1: {error}") from error
-        yield UnreadLine(number=_lines_before(path, start) + number + 1)
-        yield from _salvaged(line)
-    except InvariantError as error:
-        raise StorageError(f"{path}:{_lines_before(path, start) + number + 1}: {error}") from error
-    else:
-        yield record
+def _unlinked_lines(data: bytes) -> list[str]:
+    """Returns the whole lines in some bytes, without their links."""
+    *lines, _ = data.decode("utf-8", "replace").split("\n")
+    return [unlinked(each)[0] for each in lines]
+
+
+class _Records:
+    """The records in the lines behind byte `start` of a file."""
+
+    def __init__(self, path: Path, start: int):
+        self._path, self._start = path, start
+        self._num_unread = 0
+        self._before: Callable[[], int] = cache(partial(_lines_before, path, start))
+
+    def of(self, line: str, number: int) -> Iterator[Record]:
+        """Yields the record of the line of this number, from 0; raises the errors of `events_of`."""
+        is_first = not self._start and not number
+        try:
+            record = decoded(line)
+            if is_first:
+                refuse_other_version(record)
+        except TornLineError as error:
+            self._num_unread += 1
+            if is_first or self._num_unread > _MOST_UNREAD:
+                more = f"; {_MOST_UNREAD:,} lines before it are none either" if self._num_unread > _MOST_UNREAD else ""
+                raise StorageError(f"{self._path}:{self._before() + number + 1}: {error}{more}") from error
+            yield UnreadLine(number=self._before() + number + 1)
+            yield from _salvaged(line)
+        except InvariantError as error:
+            raise StorageError(f"{self._path}:{self._before() + number + 1}: {error}") from error
+        else:
+            yield record
 
 
 def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: HeardDecisions) -> None:
     """Adds the records in whole lines to a history; a day has a million commits, which are read many at once."""
-    *lines, _ = data.decode("utf-8", "replace").split("\n")
     commits: list[tuple[str, ...]] = []
-    for number, line in enumerate(lines):
+    records = _Records(path, start)
+    for number, line in enumerate(_unlinked_lines(data)):
         fields = commit_fields(line) if number or start else None
         if fields is not None:
             commits.append(fields)
             continue
         history.add_commits(commits)
         commits = []
-        for record in _records_of(line, number, path, start):
+        for record in records.of(line, number):
             history.add(record)
             if (decision := heard.told(record)) is not None:
                 history.add(decision)
@@ -164,16 +209,8 @@ def _salvaged(torn: str) -> Iterator[Record]:
 
 
 def _lines_before(path: Path, start: int) -> int:
-    return path.read_bytes()[:start].count(b"\n") if start else 0
-
-
-def add_records(path: Path, *records: StampedRecord) -> None:
-    """Appends records of the launcher, or of another command about the run, with the present time.
-
-    Raises:
-        StorageError: the file could not be written.
-    """
-    stamp = {"worker": AGENT, "pid": os.getpid(), "at_ns": time.monotonic_ns()}
-    lines = "".join(f"{encoded(replace(each, **stamp))}\n" for each in records)
-    with open(open_to_append(path), "a", encoding="utf-8") as file, storage_errors("write", path):
-        file.write(lines)
+    count = 0
+    with open(open_to_read(path), "rb") as file:
+        while start and (data := file.read(min(start, _CHUNK_BYTES))):
+            count, start = count + data.count(b"\n"), start - len(data)
+    return count

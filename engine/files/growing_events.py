@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.core.history.heard_decisions import HeardDecisions
 from engine.core.history.record import Record
 from engine.core.history.run_history import RunHistory
-from engine.files.events_file import events_of, whole_lines
+from engine.files.events_file import events_of, refuse_impossible, whole_lines
 
 
 class GrowingEvents:
@@ -35,6 +35,7 @@ class GrowingEvents:
             self._history.add(record)
             if (decision := self._heard.told(record)) is not None:
                 self._history.add(decision)
+        refuse_impossible(self._history, self.path)
         return self._history
 
     def news(self) -> Iterator[Record]:

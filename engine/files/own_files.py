@@ -38,7 +38,7 @@ _SESSION: OwnNames = {r"events\.jsonl": FILE, "logs": _LOGS, FOLDER: _STEPS}
 _OF_HOST: OwnNames = {
     r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
     CHECKPOINTS_FOLDER: CHECKPOINTS,
-    "twin": _SESSION,
+    "twin": {r"trajectory\.csv": FILE, **_SESSION, **TEMPORARY},
     "collected": {r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE, **_SESSION, **TEMPORARY},
     HOSTS_FOLDER: {r"[A-Za-z0-9][A-Za-z0-9._-]*": {r"events\.jsonl": FILE, FOLDER: _STEPS}},
     **_SESSION,

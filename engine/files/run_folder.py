@@ -2,7 +2,8 @@
 
 Rules: only its user can open a run folder (mode 0700). The link and run.json are replaced in one step, so that a reader
 never finds the link missing or the file half written. Only bamboo's own link is replaced: one whose target is the plain
-name of a run. A link in a folder of results is no run.
+name of a run. A link in a folder of results is no run. A run folder may be from elsewhere, so each of its files has a
+largest size; records are appended, so a large file that mostly consists of holes was never written by a run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, ensure, nearest
+from engine.core.history.step_files import FOLDER as STEPS
 from engine.core.scalar import finite
 from engine.files.atomic_write import storage_errors, write_atomically
 
@@ -23,6 +25,10 @@ LATEST = "latest"
 RUN_NAME = r"[0-9]{8}-[0-9]{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
 CHECKPOINTS_FOLDER = "checkpoints"
 HOSTS_FOLDER = "hosts"  # of the records that other hosts have shipped
+_LARGE_BYTES = 1 << 26
+_LEAST_ON_DISK = 1 / 16  # of a large file; a file system may compress
+_MOST_STEP_BYTES = 1 << 26  # of a file of steps, which has about a megabyte
+_MOST_FACT_BYTES = 1 << 24  # of run.json and scenario.yaml
 _TIME = "%Y%m%d-%H%M%S"
 _TWIN = "twin"
 
@@ -188,3 +194,20 @@ def run_names(results: Path) -> list[str]:
     with os.scandir(results) as entries:
         found = [each for each in entries if re.fullmatch(RUN_NAME, each.name)]
         return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
+
+
+def refuse_size(path: Path, facts: os.stat_result) -> None:
+    """Raises StorageError for a file that is larger than a run writes it, or that mostly consists of holes."""
+    size, most = facts.st_size, _most_bytes(path)
+    if most is not None and size > most:
+        raise StorageError(f"{path}: {size:,} bytes, and no run writes more than {most:,} into it")
+    if size > _LARGE_BYTES and facts.st_blocks * 512 < size * _LEAST_ON_DISK:
+        raise StorageError(
+            f"{path}: {size:,} bytes, of which {facts.st_blocks * 512:,} are on the disk: no run wrote it"
+        )
+
+
+def _most_bytes(path: Path) -> int | None:
+    if path.parent.name == STEPS:
+        return _MOST_STEP_BYTES
+    return _MOST_FACT_BYTES if path.suffix in (".json", ".yaml") else None

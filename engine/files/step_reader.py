@@ -14,6 +14,8 @@ from engine.core.errors import StorageError
 from engine.core.history.run_history import ActionFiles
 from engine.core.history.run_records import ActionRecord
 from engine.core.history.step_files import ENTRY_BYTES, FOLDER, StepFile, actions_in, step_file
+from engine.files.atomic_write import open_to_read
+from engine.files.run_folder import refuse_size
 
 
 class StepReader(ActionFiles):
@@ -53,7 +55,9 @@ class StepReader(ActionFiles):
         for each in sorted(each for each in self._sizes if each.first == first):
             path = self._folder / str(each)
             try:
-                data = path.read_bytes()
+                with open(open_to_read(path), "rb") as file:
+                    refuse_size(path, os.fstat(file.fileno()))
+                    data = file.read()
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -33,10 +33,11 @@ def trajectory_rows(text: str, path: Path) -> list[TrajectoryRow]:
     lines = text.splitlines()
     if not lines or lines[0] != ",".join(COLUMNS):
         raise StorageError(f"{path}:1: expected the columns {','.join(COLUMNS)}")
-    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2)]
+    return [trajectory_row(line, f"{path}:{number}") for number, line in enumerate(lines[1:], start=2)]
 
 
-def _row(line: str, place: str) -> TrajectoryRow:
+def trajectory_row(line: str, place: str) -> TrajectoryRow:
+    """Returns the row in a line; raises StorageError, which names the place, for any other text."""
     try:
         step, layer, state, buffers, loss = line.split(",")
         return TrajectoryRow(int(step), int(layer), state, buffers, float(loss) if loss else None)

@@ -27,7 +27,8 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord
 from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.atomic_write import write_atomically
-from engine.files.events_file import add_records, read_history
+from engine.files.events_file import read_history
+from engine.files.evidence.chained_append import add_records
 from engine.files.growing_events import GrowingEvents
 from engine.harness.cases.case_result import CaseResult, judged
 from engine.harness.dead_runs import launcher_runs

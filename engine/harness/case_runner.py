@@ -87,7 +87,7 @@ def _run_in(
     seat: Seat | None,
 ) -> CaseResult:
     from engine.files.atomic_write import write_atomically
-    from engine.files.events_file import add_records
+    from engine.files.evidence.chained_append import add_records
     from engine.harness.state_lost import Restarts
     from engine.runtime.agent.taken_run import HandedOverError
     from engine.runtime.doctor.leak_check import LeakCheck
@@ -135,7 +135,9 @@ def _concluded(
     Raises:
         StorageError: a file could not be written.
     """
-    from engine.files.events_file import add_records, read_history
+    from engine.files.events_file import read_history
+    from engine.files.evidence.chained_append import add_records
+    from engine.files.evidence.sealing import seal_of
     from engine.files.trajectory_file import write_trajectory
 
     job, expect, faults = case.scenario.job, case.scenario.expect, case.faults
@@ -158,7 +160,8 @@ def _concluded(
     result = judged(case.scenario, faults, folder.path, seen)
     result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
     write_facts(folder, case, result.to_plain())
-    add_records(folder.events, *result.records(), result.ended)
+    add_records(folder.events, *result.records())
+    add_records(folder.events, seal_of(folder.path), result.ended)
     return result
 
 
@@ -201,7 +204,7 @@ def _compared(
 
     The job of `history` has no secret arguments.
     """
-    from engine.files.events_file import add_records
+    from engine.files.evidence.chained_append import add_records
     from engine.harness.twin_run import twin_rows
 
     def run(twin: Job, own: RunFolder) -> Ending:

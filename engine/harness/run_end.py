@@ -51,7 +51,8 @@ def failure_recorded(folder: RunFolder) -> Iterator[None]:
 
 def record_failure(folder: RunFolder, error: BambooError) -> None:
     """Records that this error ended the command, if the disk takes it."""
-    from engine.files.events_file import add_records, read_history
+    from engine.files.events_file import read_history
+    from engine.files.evidence.chained_append import add_records
 
     with contextlib.suppress(StorageError):
         history = read_history(folder.events)
@@ -64,7 +65,7 @@ def record_failure(folder: RunFolder, error: BambooError) -> None:
 
 def note_forced_end(folder: RunFolder, number: int) -> None:
     """Records that a second signal ended the command at once."""
-    from engine.files.events_file import add_records
+    from engine.files.evidence.chained_append import add_records
 
     if folder.events.exists():
         add_records(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))

@@ -11,7 +11,7 @@ from engine.core.history.run_history import RunHistory, history_of
 from engine.core.history.verdict_records import ComparisonRecord, NotComparedRecord
 from engine.files.atomic_write import open_to_read
 from engine.files.events_file import events_of
-from engine.files.run_folder import RunFolder, run_names, started_at
+from engine.files.run_folder import RunFolder, refuse_size, run_names, started_at
 from engine.harness.dead_runs import dead_run
 
 _END_BYTES = 131_072  # of the events: the records of the end and of the last step stand in them
@@ -63,7 +63,7 @@ def _verdict(history: RunHistory) -> str:
         return history.error.splitlines()[0]
     found = history.first(ComparisonRecord)
     if found is not None and found.difference is None:
-        return f"weights identical, {found.compared} of {found.steps} steps"
+        return found.as_told
     return str(history.first(NotComparedRecord) or "")
 
 
@@ -80,7 +80,8 @@ def _ends(events: Path) -> RunHistory:
     """
     try:
         with open(open_to_read(events), "rb") as file:
-            first = file.readline()
+            refuse_size(events, os.fstat(file.fileno()))
+            first = file.readline(_END_BYTES)
             begin = max(len(first), os.fstat(file.fileno()).st_size - _END_BYTES)
             file.seek(begin)
             if begin > len(first):

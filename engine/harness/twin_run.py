@@ -32,7 +32,7 @@ def twin_rows(
         BambooError: the twin did not finish.
     """
     from engine.core.history.verdict_records import TwinRecord
-    from engine.files.events_file import add_records
+    from engine.files.evidence.chained_append import add_records
     from engine.files.twin_file import keep_twin, kept_twin
 
     name = _naming()(job)
@@ -49,9 +49,19 @@ def twin_rows(
                 keep_twin(Path(job.results), name, twin)
             except StorageError as error:
                 say(f"the twin is not kept for later runs: {error}")
+    write_twin(folder, twin)
     losses = {row.step: row.loss for row in twin if row.loss is not None}
     add_records(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
     return twin
+
+
+def write_twin(folder: RunFolder, rows: list[TrajectoryRow]) -> None:
+    """Writes the trajectory of the twin beside the run: its comparison can be computed again."""
+    from engine.files.atomic_write import make_folder
+    from engine.files.trajectory_file import write_trajectory
+
+    make_folder(folder.twin.path, folder.path)
+    write_trajectory(folder.twin.trajectory, rows)
 
 
 def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
@@ -82,7 +92,7 @@ def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Endin
     from engine.core.checks.twin import twin_of
     from engine.core.history.process_records import EndedRecord
     from engine.files.atomic_write import storage_errors
-    from engine.files.events_file import add_records
+    from engine.files.evidence.chained_append import add_records
 
     own = folder.twin
     with storage_errors("make", own.logs):

@@ -96,10 +96,14 @@ class FailCondition:
 def judge_run(run: RunTables) -> tuple[ExitCode, str]:
     """Returns the exit code of the check for a run itself, and the reason; an empty reason if the run has passed."""
     judged = run.judgement
+    if judged.proof.flaws:
+        return ExitCode.EXPECTATION_FAILED, f"{run.name}: {judged.damage()}"
     if judged.exit_code is None:
         return ExitCode.NOTHING_MATCHED, f"{run.name} has no verdict: it goes on, or its launcher is gone"
     if judged.is_interrupted:
         return ExitCode.EXPECTATION_FAILED, f"{run.name} was interrupted"
+    if judged.is_unverified:
+        return ExitCode.NOTHING_MATCHED, f"{run.name}: {judged.weights()}"
     if not judged.is_red:
         return ExitCode.OK, ""
     why = judged.findings[0].text if judged.findings else run.error or judged.outcome

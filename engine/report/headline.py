@@ -23,8 +23,10 @@ Mood = Literal["good", "bad", "open"]
 def headline(run: RunTables, *, with_weights: bool = True) -> tuple[Mood, str]:
     """Returns whether the run is good, and sentences about its failing checks, its outcome and its weights."""
     judged = run.judgement
-    mood: Mood = "bad" if judged.is_red else "open" if judged.exit_code is None or judged.is_interrupted else "good"
-    sentences = [_finding(judged.findings)] if judged.findings and mood == "bad" else []
+    is_open = judged.exit_code is None or judged.is_interrupted or judged.is_unverified
+    mood: Mood = "bad" if judged.is_red else "open" if is_open else "good"
+    sentences = [judged.damage()] if judged.proof.flaws else []
+    sentences += [_finding(judged.findings)] if judged.findings and mood == "bad" else []
     sentences.append(
         f"As expected: {_training(run)}" if mood == "good" and judged.training == "failed" else _training(run)
     )

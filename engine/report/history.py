@@ -61,7 +61,7 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "failed": lambda record: str(record.error),
     "training_ended": lambda record: f"training: {record.outcome}, exit code {record.exit_code}",
     "comparing": lambda record: "comparing with the twin",
-    "comparison": str,
+    "comparison": lambda record: str(record.as_told),
     "not_compared": str,
     "verdict": lambda record: f"{record.result}, {record.request or 'the run'}",
     "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",

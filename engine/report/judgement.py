@@ -1,19 +1,21 @@
 """The judgement of a run, from its records: the ends of training and command, the comparison with the twin, the checks.
 
-Rule: a run is red if its command failed, or if a request of `bamboo inject --run` was not passed.
+Rules: a run is red if its command failed, if a request of `bamboo inject --run` was not passed, or if its evidence
+contradicts itself. What is said of the weights is the proof, which was computed of the evidence, and no record of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from engine.core.errors import BY_SIGNAL
+from engine.core.evidence.proof import UNREAD, Proof
 from engine.core.history.run_history import RunHistory
 from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, NotComparedRecord, VerdictRecord
-from engine.core.texts import sentence
+from engine.core.texts import counted, sentence
 
 CHECK_COLUMNS = ["name", "result", "text", "request"]
 
@@ -22,15 +24,15 @@ CHECK_COLUMNS = ["name", "result", "text", "request"]
 class Judgement:
     """The outcome of training and the outcome and exit code of the command, each empty or None before its record.
 
-    `checks` are the checks of the run and of each request; `findings` are those that did not pass. Without a
-    `comparison`, `not_compared` says why.
+    `checks` are the checks of the run and of each request; `findings` are those that did not pass. `proof` has the
+    comparison with the twin, unless `not_compared` says why there is none.
     """
 
     training: str
     outcome: str
     exit_code: int | None
-    comparison: ComparisonRecord | None
-    not_compared: NotComparedRecord
+    proof: Proof
+    not_compared: NotComparedRecord | None
     checks: tuple[CheckRecord, ...]
     findings: tuple[CheckRecord, ...]
     verdicts: tuple[VerdictRecord, ...]
@@ -39,31 +41,64 @@ class Judgement:
     def is_red(self) -> bool:
         """Whether the command failed, or a request of `bamboo inject --run` was not passed."""
         failed = self.exit_code not in (None, 0) and not self.is_interrupted
-        return failed or any(each.request and each.result != "passed" for each in self.verdicts)
+        requests = any(each.request and each.result != "passed" for each in self.verdicts)
+        return failed or requests or bool(self.proof.flaws)
 
     @property
     def is_interrupted(self) -> bool:
         """Whether a signal ended training or the command."""
         return self.exit_code in BY_SIGNAL
 
+    @property
+    def is_unverified(self) -> bool:
+        """Whether the weights were compared, and the evidence of it is not there."""
+        return self.not_compared is None and bool(self.proof.missing)
+
+    @property
+    def comparison(self) -> ComparisonRecord | None:
+        """The comparison with the twin, if the evidence proves it."""
+        return self.proof.comparison if self.proof.is_whole and self.not_compared is None else None
+
     def weights(self) -> str:
         """Returns a sentence on the comparison of the weights with those of the twin."""
-        return sentence(str(self.comparison or self.not_compared))
+        if self.proof.flaws:
+            return f"Weights not verified: {counted(len(self.proof.flaws), 'flaw')} in the evidence."
+        if self.not_compared is not None:
+            return sentence(str(self.not_compared))
+        return sentence(f"weights not verified: {self.proof.missing}" if self.proof.missing else str(self.comparison))
+
+    def damage(self) -> str:
+        """Returns in words the first place at which the evidence contradicts itself; empty if there is none."""
+        if not self.proof.flaws:
+            return ""
+        others = len(self.proof.flaws) - 1
+        more = f" ({counted(others, 'more flaw')})" if others else ""
+        return sentence(f"damaged evidence: {self.proof.flaws[0]}{more}")
 
 
-def judgement_of(history: RunHistory) -> Judgement:
-    """Returns the judgement of a run."""
+def judgement_of(history: RunHistory, proof: Proof = UNREAD) -> Judgement:
+    """Returns the judgement of a run with the proof of its files."""
+    not_compared = history.first(NotComparedRecord)
+    if not_compared is None and history.first(ComparisonRecord) is None:
+        not_compared = NotComparedRecord(why="the run has no verdict yet")
     training, ended = history.training_ended, history.ended
     return Judgement(
         training.outcome if training else "",
         ended.outcome if ended else "",
         ended.exit_code if ended else None,
-        history.first(ComparisonRecord),
-        history.first(NotComparedRecord) or NotComparedRecord(why="the run has no verdict yet"),
-        tuple(history.of(CheckRecord)),
+        proof,
+        not_compared,
+        tuple(each if proof.is_whole else _unproved(each) for each in history.of(CheckRecord)),
         tuple(history.findings),
         tuple(history.of(VerdictRecord)),
     )
+
+
+def _unproved(check: CheckRecord) -> CheckRecord:
+    """Returns a check as it is without evidence: nothing is said of the weights."""
+    if check.name != "trajectory" or check.result != "passed":
+        return check
+    return replace(check, result="not judged", text="the evidence does not prove it")
 
 
 def checks_table(judgement: Judgement) -> pd.DataFrame:

@@ -8,7 +8,8 @@ The public entry for programs that use the tables:
     run = load(read_history(Path("results/latest/events.jsonl")))
     run.recovery, run.steps, run.workers, run.actions   # pandas data frames
 
-Rule: tables come from events.jsonl and the folder steps alone, so all other files of a run folder can be deleted.
+Rule: tables come from events.jsonl and the folder steps alone. The weights are verified with a proof, which takes all
+the evidence of a run folder; without one they are told as not verified.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pandas as pd
 
 from engine.core.checks.moves import moves_in_words
 from engine.core.config.job import Job
+from engine.core.evidence.proof import UNREAD, Proof
 from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import DeadlyRecord, HostRecord
 from engine.core.history.record import StampedRecord
@@ -95,8 +97,10 @@ class RunTables:
         return table
 
 
-def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_ACTIONS) -> RunTables:
-    """Returns the tables of a run.
+def load(
+    history: RunHistory, name: str = "", most_actions: int | None = MOST_ACTIONS, proof: Proof = UNREAD
+) -> RunTables:
+    """Returns the tables of a run; `proof` is what its files prove about its weights.
 
     Of a longer run the table of actions has `most_actions` rows, those near a recovery first; all if that is None.
     """
@@ -108,7 +112,7 @@ def load(history: RunHistory, name: str = "", most_actions: int | None = MOST_AC
     stamps += history.commits.at_ns[-1:]
     if history.training_ended is None:  # else it is the last, whatever a damaged file of actions says
         stamps.append(actions.sums.end_ns)
-    twin, judgement = history.first(TwinRecord), judgement_of(history)
+    twin, judgement = history.first(TwinRecord), judgement_of(history, proof)
     partition = history.first(PartitionRecord)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
     return RunTables(
@@ -152,7 +156,8 @@ def _missing(history: RunHistory) -> list[str]:
     """Returns in words the committed steps whose files of actions are gone, though the run did not leave them out."""
     span, there = span_of(history.job), history.files.ranges().keys()
     out = left_out_steps(history)
-    firsts = (first for first in range(0, history.committed + 1, span) if first not in there)
+    begun = history.commits.steps[0] if history.commits else 0
+    firsts = (first for first in range(begun - begun % span, history.committed + 1, span) if first not in there)
     gone = [first for first in firsts if not any(begin <= first <= end for begin, end in out)]
     if not gone:
         return []

@@ -79,6 +79,7 @@ from engine.core.history.verdict_records import (
     ComparisonRecord,
     Difference,
     NotComparedRecord,
+    SealRecord,
     TwinRecord,
     VerdictRecord,
 )
@@ -171,6 +172,7 @@ SAMPLES: tuple[Record, ...] = (
         disturbed=3,
     ),
     NotComparedRecord(**AGENT, why="no twin was asked for"),
+    SealRecord(**AGENT, files=(("run.json", 3, "00ff00ff00ff"),)),
     CheckRecord(**AGENT, name="outcome", result="passed", text="recovered", request="request-1.json"),
     VerdictRecord(**AGENT, result="passed", exit_code=0, request="request-1.json"),
 )

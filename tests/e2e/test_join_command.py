@@ -18,7 +18,7 @@ from engine.core.history.process_records import ExitRecord, TrainingEndedRecord
 from engine.core.history.record import VERSION, StampedRecord
 from engine.core.history.request_records import RefusedRecord
 from engine.core.history.run_records import JobRecord
-from engine.files.events_file import add_records
+from engine.files.evidence.chained_append import add_records
 from engine.files.host_facts import host_facts
 from engine.files.run_folder import RunFolder
 from engine.files.twin_file import own_sources

@@ -15,7 +15,8 @@ from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import ActionRecord
 from engine.core.history.step_files import FOLDER
 from engine.core.history.verdict_records import TwinRecord
-from engine.files.events_file import add_records, read_events
+from engine.files.events_file import read_events
+from engine.files.evidence.chained_append import add_records
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
 from tests.core.made_records import made

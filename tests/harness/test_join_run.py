@@ -15,7 +15,7 @@ from engine.core.history.elastic_records import AddedRecord, CrampedRecord
 from engine.core.history.process_records import TrainingEndedRecord, WaitingRecord
 from engine.core.history.record import VERSION
 from engine.core.history.run_records import JobRecord
-from engine.files.events_file import add_records
+from engine.files.evidence.chained_append import add_records
 from engine.files.host_facts import host_facts
 from engine.files.run_folder import RunFolder
 from engine.files.twin_file import own_sources

@@ -27,7 +27,7 @@ from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
 from engine.core.history.request_records import RefusedRecord
 from engine.files.atomic_write import write_atomically
-from engine.files.events_file import add_records
+from engine.files.evidence.chained_append import add_records
 from engine.files.matrix_results import append_result, new_folder, newest_folder, read_results
 from engine.files.run_folder import RunFolder, create_run_folder, find_run, latest_name, run_names
 from engine.files.scenarios.starter import WORKFLOW, starter, write_new

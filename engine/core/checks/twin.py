@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
 from engine.core.config.bit_fields import bit_facts, cheapest, own_code
@@ -19,6 +21,8 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, EpochRecord, FaultRecord
 from engine.core.history.verdict_records import ComparisonRecord
 
+Rows = list[TrajectoryRow]
+Step = tuple[int, Rows]
 # The data that bamboo ships. The user's files count by their hashes; a factory may read anything.
 BUILT_IN_DATA = frozenset({"auto", "text", "digits", "synthetic"})
 
@@ -44,17 +48,41 @@ def fingerprint(
 
 def compare(rows: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow], history: RunHistory) -> ComparisonRecord:
     """Returns the comparison of the rows of a run, which has this history, with the rows of its twin."""
-    rows, twin = list(rows), list(twin)
-    steps = {row.step for row in rows} & {row.step for row in twin}
+    by_step = attrgetter("step")
+    return compare_steps(in_steps(sorted(rows, key=by_step)), in_steps(sorted(twin, key=by_step)), history)
+
+
+def in_steps(rows: Iterable[TrajectoryRow]) -> Iterator[Step]:
+    """Yields the rows of one step after another; they must come in the order of steps."""
+    return ((step, list(of)) for step, of in groupby(rows, key=attrgetter("step")))
+
+
+def compare_steps(run: Iterator[Step], twin: Iterator[Step], history: RunHistory) -> ComparisonRecord:
+    """Returns the comparison of a run with its twin, whose steps are read one by one: a long run has millions."""
+    num_compared, last_step, difference = 0, -1, None
+    for step, ours, theirs in _both(run, twin):
+        num_compared, last_step = num_compared + 1, step
+        difference = difference or first_difference(ours, theirs)
     return ComparisonRecord(
-        compared=len(steps),
+        compared=num_compared,
         steps=history.job.steps,
-        last_step=max(steps, default=-1),
-        difference=first_difference(
-            [row for row in rows if row.step in steps], [row for row in twin if row.step in steps]
-        ),
+        last_step=last_step,
+        difference=difference,
         disturbed=disturbed_step(history),
     )
+
+
+def _both(run: Iterator[Step], twin: Iterator[Step]) -> Iterator[tuple[int, Rows, Rows]]:
+    """Yields the steps that both have; reads each to its end."""
+    ours, theirs = next(run, None), next(twin, None)
+    while ours is not None or theirs is not None:
+        if ours is not None and theirs is not None and ours[0] == theirs[0]:
+            yield ours[0], ours[1], theirs[1]
+            ours, theirs = next(run, None), next(twin, None)
+        elif theirs is None or (ours is not None and ours[0] < theirs[0]):
+            ours = next(run, None)
+        else:
+            theirs = next(twin, None)
 
 
 def disturbed_step(history: RunHistory) -> int | None:

@@ -10,7 +10,7 @@ from engine.core.config.loss_scaling import scaling_problems
 from engine.core.config.metric_names import metric_problems
 from engine.core.config.partition import written
 from engine.core.config.schedule_choice import check_schedule
-from engine.core.config.size import SIZE_FORM, parse_size
+from engine.core.config.size import AT_MOST, SIZE_FORM, parse_size, size_problems
 from engine.core.config.update_rules import update_problems
 from engine.core.duration import DURATION_FORM, parse_duration
 from engine.core.errors import Problem, nearest
@@ -19,65 +19,16 @@ from engine.core.schedules.csv_text import is_text
 from engine.core.schedules.registry import SCHEDULES
 from engine.core.texts import pattern_error
 
-_AT_LEAST = {
-    "stages": 1,
-    "blocks": 1,
-    "stages_per_worker": 1,
-    "pipelines": 1,
-    "microbatches": 1,
-    "microbatch_size": 1,
-    "redundancy_level": 1,
-    "steps": 1,
-    "epochs": 0,
-    "load_ahead": 0,
-    "threads": 1,
-    "seed": 0,
-    "warmup_steps": 0,
-    "log_every": 0,
-    "fsdp": 0,
-    "workers": 0,
-    "restarts": 0,
-    "standby": 0,
-    "activation_checkpoint": 0,
-    "audit": 0,
-    "validate_every": 0,
-    "validation_microbatches": 0,
-    "keep": 1,
-}
-# A typo should not try to start thousands of workers.
-_MAX_FORWARDS = 1_000_000
 _LEAST_PATIENCE_NS = 100_000_000
-_AT_MOST = {
-    "load_ahead": 256,
-    "stages": 4096,
-    "blocks": 4096,
-    "standby": 1024,
-    "pipelines": 4096,
-    "microbatches": 65536,
-    "threads": 1024,
-}
 
 
 def check_job(job: Job) -> list[Problem]:
     """Returns a problem for each rule that `job` breaks; the types of its fields must be right already."""
-    problems = [
-        Problem(name, f"a whole number >= {least}", repr(getattr(job, name)))
-        for name, least in _AT_LEAST.items()
-        if getattr(job, name) < least
-    ]
-    problems += [
-        Problem(name, f"a whole number <= {most}", repr(getattr(job, name)))
-        for name, most in _AT_MOST.items()
-        if getattr(job, name) > most
-    ]
+    problems = size_problems(job)
     if not 0 < job.lr <= MOST_FLOAT:
         problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
     if not 0 <= job.clip_norm <= MOST_FLOAT:
         problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
-    num_actions = job.slots * job.pipelines * job.microbatches
-    if num_actions > _MAX_FORWARDS and not _AT_MOST.keys() & {each.field for each in problems}:
-        expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
-        problems.append(Problem("microbatches", expected, str(num_actions)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += [*_check_blocks(job), *_check_elastic(job), *_check_standby(job), *_check_device(job)]
     problems += [*update_problems(job), *scaling_problems(job)]
@@ -103,7 +54,7 @@ def _check_blocks(job: Job) -> list[Problem]:
     if job.blocks <= 1:
         return []
     problems = [Problem("blocks", f"1 with {each}", repr(job.blocks), hint) for each, hint in no_blocks(job)]
-    if job.slots > _AT_MOST["stages"] >= max(job.stages, job.blocks):
+    if job.slots > AT_MOST["stages"] >= max(job.stages, job.blocks):
         problems.insert(0, Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks)))
     return problems
 

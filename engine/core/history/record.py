@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 # Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
 # the end is recorded after the verdict; since version 5 actions and hashes stand in files of their own; since version 6
-# a job keeps checkpoints.
-VERSION = 6
+# a job keeps checkpoints; since version 7 lines are linked, and a seal comes before the end.
+VERSION = 7
+UNSEALED = 6  # is read as well; nothing proves that its records are whole
 AGENT = -1  # the number of the agent in records that name a worker
 
 

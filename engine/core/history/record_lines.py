@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from functools import cache
 from typing import Any, get_type_hints
 
 from engine.core.config.job import Job
+from engine.core.config.size import size_problems
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Verdict, verdict_of
 from engine.core.history import (
@@ -19,7 +21,7 @@ from engine.core.history import (
     run_records,
     verdict_records,
 )
-from engine.core.history.record import VERSION, Record, StampedRecord, kind_of
+from engine.core.history.record import UNSEALED, VERSION, Record, StampedRecord, kind_of
 from engine.core.history.run_records import CommitRecord, JobRecord
 from engine.core.history.verdict_records import Difference
 from engine.core.message_codec import Reader, reader_of, strict_text
@@ -43,6 +45,17 @@ _NEEDED = {
 } | {JobRecord: _STAMPS | {"version"} | _OF_JOB}
 
 
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise InvariantError(f"no number of a run is as long as {digits[:_MOST_DIGITS]}...")
+    return int(digits)
+
+
+_MOST_DIGITS = 18  # with a sign: years in nanoseconds, and columns of numbers take no more
+_PARSE = json.JSONDecoder(parse_int=_whole_number).decode
+_OF_USER = ('{"event":"job",', '{"event":"scenario",')  # with arguments and seeds, which may be longer
+
+
 class TornLineError(InvariantError):
     """A line is no JSON object of an event: a write was cut short, or the file has other contents."""
 
@@ -62,22 +75,22 @@ def encoded(record: Record) -> str:
 
 def decoded(line: str) -> Record:
     """Returns the record of a line; raises InvariantError that names the mistake in the line, or TornLineError."""
-    try:
-        plain = json.loads(line)
+    try:  # of these errors none is an InvariantError
+        plain = json.loads(line) if line.startswith(_OF_USER) else _PARSE(line)
         kind = plain.pop("event")
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         raise TornLineError(f"expected one event as JSON, found {line[:80]!r}") from None
     record = RECORDS.get(kind)
     if record is None:
         raise InvariantError(f"unknown event {str(kind)[:80]!r}; use the bamboo that recorded it")
-    if record is JobRecord and plain.get("version") != VERSION:
+    if record is JobRecord and plain.get("version") not in (UNSEALED, VERSION):
         raise InvariantError(_other_version(plain.get("version")))
     if plain.keys() != _NEEDED[record]:
         _refuse_other_fields(kind, record, plain)
     if record is CommitRecord and tuple(map(type, plain.values())) == _TYPES_OF_COMMIT:  # the most frequent kind
         return record(**plain)
     if record is JobRecord:
-        plain["job"] = Job(**{name: plain.pop(name) for name in _OF_JOB})
+        plain["job"] = _job({name: plain.pop(name) for name in _OF_JOB})
     readers = _readers(kind)
     for name, value in plain.items():
         scalars, read = readers[name]
@@ -89,8 +102,21 @@ def decoded(line: str) -> Record:
     return record(**plain)
 
 
+def _job(plain: Mapping[str, Any]) -> Job:
+    """Returns the job of a record, whose sizes are those of a job that can be run."""
+    for name, value in plain.items():
+        usual = getattr(_USUAL, name)
+        if type(value) is not type(usual) and not (type(usual) is float and type(value) is int):
+            raise InvariantError(f"the field {name!r} of event 'job' is not like {usual!r}: {value!r:.100}")
+    job = Job(**plain)
+    if problems := size_problems(job):
+        raise InvariantError(f"the job of event 'job' cannot be: {problems[0]}")
+    return job
+
+
+_USUAL = Job()
 _COMMIT = re.compile(
-    r'\{"event":"commit","worker":(-?\d+),"pid":(\d+),"at_ns":(\d+),"step":(\d+),'
+    r'\{"event":"commit","worker":(-?\d{1,18}),"pid":(\d{1,18}),"at_ns":(\d{1,18}),"step":(\d{1,18}),'
     r'"loss":([^,"]+),"grad_norm":([^,"]+),"clip_factor":([^,"]+),"last":(true|false)\}'
 )
 

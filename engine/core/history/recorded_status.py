@@ -131,7 +131,7 @@ def _verdicts(history: RunHistory) -> Iterator[tuple[int, str]]:
             case CheckRecord() if record in history.findings:
                 yield epoch, f"check {record.name} {record.result}: {record.text}"
             case ComparisonRecord() if record.difference is None:  # a difference is a check that failed
-                yield epoch, str(record)
+                yield epoch, record.as_told
             case NotComparedRecord():
                 yield epoch, str(record)
             case UnconfirmedRecord():

@@ -177,6 +177,14 @@ class RunHistory:
         """Returns the first record of a kind, or None."""
         return next(iter(self.of(kind)), None)
 
+    def behind(self, kind: type[Record]) -> Iterator[Record]:
+        """Yields the records behind the first one of a kind; none without it."""
+        first = self.first(kind)
+        if first is not None:
+            place = self._others.index(first)
+            yield from self._others[place + 1 :]
+            yield from (commit for at, commit in zip(self.commits.places, self.commits, strict=True) if at > place)
+
     def in_epochs(self, *kinds: type[R]) -> Iterator[tuple[int, R]]:
         """Yields (epoch, record) for the records of some kinds; the epoch is 0 before the first."""
         epoch = 0

@@ -71,6 +71,12 @@ class ComparisonRecord(StampedRecord):
             return False
         return self.disturbed is None or self.difference.step < self.disturbed
 
+    @property
+    def as_told(self) -> str:
+        """The words of a reader that has this record alone, and not the hashes that prove it."""
+        found = "no difference" if self.difference is None else f"a difference in step {self.difference.step}"
+        return f"compared with its twin as it ended, {self.compared} of {self.steps} steps: {found}"
+
     def __str__(self) -> str:
         if self.difference is None:
             return f"weights identical to the run without the fault, {self.compared} of {self.steps} steps"
@@ -93,6 +99,13 @@ class NotComparedRecord(StampedRecord):
 
     def __str__(self) -> str:
         return f"weights not compared: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealRecord(StampedRecord):
+    """The files of the evidence at the end of the command, that of events up to here: path, bytes, hashes of parts."""
+
+    files: tuple[tuple[str, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

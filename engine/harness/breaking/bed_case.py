@@ -22,7 +22,9 @@ from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.files.atomic_write import write_atomically
-from engine.files.events_file import add_records, read_history
+from engine.files.events_file import read_history
+from engine.files.evidence.chained_append import add_records
+from engine.files.evidence.sealing import seal_of
 from engine.files.own_files import delete_tree
 from engine.files.run_folder import RunFolder
 from engine.files.scenarios.scenario_text import scenario_text
@@ -181,7 +183,8 @@ def _concluded(
     summary = _summary(folder) | {"wall_s": round(wall_s, 3), "hosts": told["hosts"]}
     result = replace(result, summary=summary, is_scenario=True, run_error=end.error)
     write_facts(folder, case, result.to_plain())
-    add_records(folder.events, *result.records(), result.ended)
+    add_records(folder.events, *result.records())
+    add_records(folder.events, seal_of(folder.path), result.ended)
     return result
 
 

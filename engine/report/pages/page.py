@@ -76,6 +76,8 @@ def _listed(title: str, sentences: Sequence[str]) -> str:
 def _weights(run: RunTables) -> tuple[str, str]:
     """Returns the mood and the text of the line on the weights; a run that still trains has no such line."""
     found = run.judgement.comparison
+    if run.judgement.proof.flaws:
+        return "bad", run.judgement.weights()
     if not run.judgement.training:
         return "open", ""
     if found is not None and found.difference:

@@ -1,10 +1,10 @@
 """Writes the records of a run, by every process of it: most as lines of one file, and the actions in files of steps.
 
-Rules: a record is in the kernel's hands before the next action begins, so that the death of the writer loses nothing. A
-line of which the kernel took only a part is ended there and written again, whole: another process may have appended in
-between. Readers skip the part and count it. Records of single steps, which are most of the bytes, go to files that each
-hold a range of steps. The launcher's recorder leaves out ranges where there is a limit. On a full disk a worker goes on
-and counts the records that it lost. The agent raises StorageError: without its records nothing about the run is proved.
+Rules: a record is in the kernel's hands before the next action begins, so that the death of the writer loses nothing.
+Readers skip the part of a line that a death or a full disk left, and count it. Records of single steps, which are most
+of the bytes, go to files that each hold a range of steps. The launcher's recorder leaves out ranges where there is a
+limit. On a full disk a worker goes on and counts the records that it lost. The agent raises StorageError: without its
+records nothing about the run is proved.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord
 from engine.core.history.step_files import entry
 from engine.files.atomic_write import open_to_append
+from engine.files.evidence.chained_append import chain_of
 from engine.runtime.ipc.step_writer import StepWriter
 from engine.runtime.ipc.thinning import Thinning
 
@@ -40,6 +41,7 @@ class Recorder:
         self._thinning = thinning
         self.tell: Callable[[StampedRecord, str], None] | None = None  # is called with each record and its line
         self.last = (-1, "")  # the last action, behind its step
+        self._chain = chain_of(fd)
         self._pid = os.getpid()
         self._lost = LostRecord(records=0, why="")
 
@@ -81,11 +83,11 @@ class Recorder:
     def _append(self, record: StampedRecord) -> None:
         stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
         text = encoded(stamped)
-        line = f"{text}\n".encode()
         if isinstance(record, AuditRecord) and self.steps is not None:
-            self.steps.append(record.step, line)
+            fd = self.steps.fd_of(record.step)
+            chain_of(fd).append(fd, text)
         else:
-            append(self.fd, line)
+            self._chain.append(self.fd, text)
         if self.tell is not None:
             self.tell(stamped, text)
         self.hear(stamped)
@@ -101,17 +103,6 @@ class Recorder:
         with contextlib.suppress(OSError):  # then the next record tells it
             self._append(self._lost)
             self._lost = LostRecord(records=0, why="")
-
-
-def append(fd: int, line: bytes) -> None:
-    """Writes a line, which ends in a newline; raises OSError if it could not be written whole."""
-    written = os.write(fd, line)
-    while written < len(line):
-        if written == len(line) - 1:
-            line = b"\n"  # the record is there
-        elif written:
-            line = b"\n" + line.lstrip(b"\n")
-        written = os.write(fd, line)
 
 
 def open_events(path: os.PathLike[str] | str) -> int:

@@ -21,7 +21,7 @@ class StepWriter:
         self._rest = b""  # of an entry of which the kernel took a part; no other process writes behind it
 
     def append(self, step: int, data: bytes) -> None:
-        """Writes an entry or a line of a step; raises OSError if it could not be written."""
+        """Writes an entry of a step; raises OSError if it could not be written."""
         if step not in self._steps:
             self._open(step)
         data = self._rest + data
@@ -30,6 +30,12 @@ class StepWriter:
             self._rest = data = data[written:]
             written = os.write(self._fd, data)
         self._rest = b""
+
+    def fd_of(self, step: int) -> int:
+        """Returns the descriptor of the file of a step, for lines; raises OSError if it cannot be opened."""
+        if step not in self._steps:
+            self._open(step)
+        return self._fd
 
     def close(self) -> None:
         """Closes the open file."""

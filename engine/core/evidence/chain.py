@@ -1,0 +1,74 @@
+"""The chain of the lines that one process writes into a file: each line ends with a hash of itself and all before it.
+
+Rules: several processes append to one file and each can die at any moment, so each has a chain of its own, which begins
+with its first line. A torn line is in no chain: its writer wrote it again, or was dead. The hash finds accidents and
+edits; a forger can write the hashes as well.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+_BEGIN = ',"chain":"'
+_HASH_BYTES = 8
+_LENGTH = len(_BEGIN) + 2 * _HASH_BYTES + len('"}')
+_WRITER = re.compile(r'\{"event":"[a-z_]+","worker":-?\d+,"pid":(\d+),')
+
+
+def linked(text: str, before: str) -> tuple[str, str]:
+    """Returns a record, the text of a JSON object, with its link behind the link `before`; and that link."""
+    link = _link(before, text)
+    return f'{text[:-1]}{_BEGIN}{link}"}}', link
+
+
+def unlinked(line: str) -> tuple[str, str]:
+    """Returns the record in a line, and its link; an empty one if the line has none."""
+    place = len(line) - _LENGTH
+    if place > 0 and line.startswith(_BEGIN, place) and line.endswith('"}'):
+        return f"{line[:place]}}}", line[place + len(_BEGIN) : -2]
+    return line, ""
+
+
+def _link(before: str, text: str) -> str:
+    return blake2b(f"{before}{text}".encode(), digest_size=_HASH_BYTES).hexdigest()
+
+
+@dataclass(slots=True)
+class Chains:
+    """The chains of all writers of one file, line by line: the number of the line where the first breaks, and why."""
+
+    broken: tuple[int, str] | None = None
+    num_links: int = 0
+    _last: dict[str, str] = field(default_factory=dict)  # the last link of each process
+    _number: int = 0
+    _bare: int = 0  # the number of the first whole record without a link
+
+    def take(self, line: str) -> None:
+        """Takes the next line of the file, without its newline."""
+        self._number += 1
+        begin = line.rfind('{"event":')  # behind the half of a line of another writer, which died in it
+        text, link = unlinked(line[max(0, begin) :])
+        found = _WRITER.match(text)
+        if not link:
+            is_whole = found is not None and line.endswith("}")
+            self._bare = self._bare or self._number * is_whole
+            return
+        self.num_links += 1
+        writer = found[1] if found else ""
+        before = self._last.get(writer, "")
+        if link == before:
+            self._break("stands there twice")
+        elif link not in (_link(before, text), _link("", text)):  # a process may have the number of a dead one
+            self._break("was changed, or a line before it is gone")
+        self._last[writer] = link
+
+    def end(self) -> None:
+        """Ends the file: a record without a link stands beside none that has one."""
+        if self.num_links and self._bare:
+            self._number = self._bare
+            self._break("has no link to those before it")
+
+    def _break(self, why: str) -> None:
+        self.broken = self.broken or (self._number, f"this record {why}")

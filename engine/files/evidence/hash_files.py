@@ -1,0 +1,72 @@
+"""The hashes that workers told, from the files of steps of a run or a twin, with one range of steps in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.core.errors import InvariantError, StorageError
+from engine.core.evidence.chain import Chains, unlinked
+from engine.core.evidence.proof import Flaw, StepHashes
+from engine.core.history.record_lines import TornLineError, decoded
+from engine.core.history.run_records import AuditRecord
+from engine.core.history.step_files import FOLDER, StepFile
+from engine.files.evidence.evidence_file import evidence, lines
+
+
+def chain_flaws(chains: Chains, file: str) -> list[Flaw]:
+    """Returns the place where a chain breaks in a file that was read to its end; nothing if all are whole."""
+    chains.end()
+    if chains.broken is None:
+        return []
+    number, why = chains.broken
+    return [Flaw(f"{file}:{number}", why)]
+
+
+class HashFiles:
+    """The files of hashes in a `folder` of a run, such as ``twin/``, whose ranges have `span` steps.
+
+    Flaws in files that are read are added to `flaws`.
+    """
+
+    def __init__(self, run: Path, folder: str, span: int, flaws: list[Flaw]):
+        self._run, self._folder, self._span, self._flaws = run, folder, span, flaws
+        self._first = -1
+        self._steps: dict[int, StepHashes] | None = None
+
+    def of(self, step: int) -> StepHashes | None:
+        """Returns the hashes of a step; None if the file of its range is not there, or cannot be read."""
+        first = step - step % self._span
+        if first != self._first:
+            self._first, self._steps = first, self._read(first)
+        return None if self._steps is None else self._steps.get(step, StepHashes())
+
+    def _read(self, first: int) -> dict[int, StepHashes] | None:
+        file, found, chains = f"{self._folder}{FOLDER}/{StepFile(first, None)}", dict[int, StepHashes](), Chains()
+        try:
+            with evidence(self._run, file) as (opened, size):
+                for number, line in enumerate(lines(opened, size), start=1):
+                    chains.take(line)
+                    for audit in self._audits(line, f"{file}:{number}"):
+                        found.setdefault(audit.step, StepHashes()).add(audit)
+        except FileNotFoundError:
+            return None
+        except StorageError as error:
+            self._flaws.append(Flaw(file, str(error)))
+            return None
+        self._flaws += chain_flaws(chains, file)
+        return found
+
+    def _audits(self, line: str, place: str) -> Iterator[AuditRecord]:
+        """Yields the hashes in a line; the half of a line that a death left has none."""
+        try:
+            record = decoded(unlinked(line)[0])
+        except TornLineError:
+            return
+        except InvariantError as error:
+            self._flaws.append(Flaw(place, str(error)))
+            return
+        if isinstance(record, AuditRecord):
+            yield record
+        else:
+            self._flaws.append(Flaw(place, "this is no record of hashes"))

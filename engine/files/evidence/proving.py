@@ -1,0 +1,121 @@
+"""Reads the evidence of a run, and returns its proof: `core.evidence.proof` has the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
+from engine.core.errors import StorageError
+from engine.core.evidence.chain import Chains
+from engine.core.evidence.proof import Computed, Flaw, Proof, is_twin_of, proved
+from engine.core.evidence.seal import EVENTS
+from engine.core.history.process_records import HostRecord, LeftBehindRecord
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import PartitionRecord
+from engine.core.history.step_files import span_of
+from engine.core.history.verdict_records import SealRecord, TwinRecord
+from engine.files.events_file import read_history
+from engine.files.evidence.evidence_file import evidence, lines
+from engine.files.evidence.hash_files import HashFiles, chain_flaws
+from engine.files.evidence.sealing import seal_flaws
+from engine.files.run_folder import RunFolder
+from engine.files.trajectory_file import trajectory_row
+
+TRAJECTORY = "trajectory.csv"
+_TWIN = "twin/"
+_Losses = dict[str, Callable[[int], float | None]]
+
+
+def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
+    """Returns the proof of the files in the folder of a run; `history` has the records of that folder."""
+    run, flaws = folder.path, list[Flaw]()
+    missing = "" if _has_links(run, EVENTS, flaws) else "its records are of an older bamboo, which did not link them"
+    if (seal := history.first(SealRecord)) is not None:
+        flaws += seal_flaws(run, seal, may_grow=bool(history.of(LeftBehindRecord)))
+    if seal is None or history.ended is None:
+        missing = missing or f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
+    twin = _history_of_twin(folder, history, flaws)
+    told = history.first(TwinRecord)
+    losses: _Losses = {"the record of its losses": dict(told.losses).get} if told else {}
+    losses |= {f"{_TWIN}{EVENTS}": _loss_of(twin)} if twin else {}
+    ours = _computed(run, "", history, {EVENTS: _loss_of(history)}, flaws)
+    theirs = _computed(run, _TWIN, twin, losses, flaws)
+    return proved(history, ours, theirs, flaws, missing)
+
+
+def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
+    """Whether the lines of a file of events are linked; adds the place where a chain breaks to the flaws."""
+    chains = Chains()
+    try:
+        with evidence(run, file) as (opened, size):
+            for line in lines(opened, size):
+                chains.take(line)
+    except (FileNotFoundError, StorageError) as error:
+        flaws.append(Flaw(file, str(error)))
+    flaws += chain_flaws(chains, file)
+    return chains.num_links > 0
+
+
+def _history_of_twin(folder: RunFolder, history: RunHistory, flaws: list[Flaw]) -> RunHistory | None:
+    """Returns the history of the twin; None of a run without one, or of a twin that an earlier run has made."""
+    if not folder.twin.events.exists():
+        return None
+    _has_links(folder.path, f"{_TWIN}{EVENTS}", flaws)
+    try:
+        twin = read_history(folder.twin.events)
+    except StorageError as error:
+        flaws.append(Flaw(f"{_TWIN}{EVENTS}", str(error)))
+        return None
+    if not is_twin_of(history, twin):
+        flaws.append(Flaw(f"{_TWIN}{EVENTS}:1", "this is not the job of the twin of this run"))
+    return twin
+
+
+def _loss_of(history: RunHistory) -> Callable[[int], float | None]:
+    """Returns the function from a step to the loss of its commit."""
+    commits = history.commits
+
+    def loss_of(step: int) -> float | None:
+        place = step - commits.steps[0] if commits else 0
+        return commits.losses[place] if 0 <= place < len(commits) and commits.steps[place] == step else None
+
+    return loss_of
+
+
+def _computed(
+    run: Path, folder: str, history: RunHistory | None, losses: _Losses, flaws: list[Flaw]
+) -> Computed | None:
+    """Returns the computation whose files begin with `folder`; None without a trajectory."""
+    file = f"{folder}{TRAJECTORY}"
+    if not (run / file).exists():
+        return None
+    rows = _rows(run, file, flaws)
+    if history is None:
+        return Computed(folder, rows, losses)
+    cut, host = history.first(PartitionRecord), history.first(HostRecord)
+    return Computed(
+        folder,
+        rows,
+        losses,
+        len(cut.layers) if cut else 0,
+        history.job.pipelines,
+        HashFiles(run, folder, span_of(history.job), flaws).of,
+        is_alone=host is None or not host.node,
+    )
+
+
+def _rows(run: Path, file: str, flaws: list[Flaw]) -> Iterator[TrajectoryRow]:
+    """Yields the rows of a trajectory up to the first that is damaged, which is a flaw."""
+    head = ",".join(COLUMNS)
+    try:
+        with evidence(run, file) as (opened, size):
+            for number, line in enumerate(lines(opened, size), start=1):
+                if number > 1:
+                    yield trajectory_row(line, f"{number}")
+                elif line != head:
+                    flaws.append(Flaw(f"{file}:1", f"expected the columns {head}"))
+                    return
+    except StorageError as error:
+        place, _, text = str(error).partition(": ")
+        flaws.append(Flaw(f"{file}:{place}", text) if place.isdecimal() else Flaw(file, str(error)))
