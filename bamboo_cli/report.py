@@ -277,7 +277,7 @@ def _verified(folders: Sequence[RunFolder], runs: Sequence[RunTables], reads_che
 
 def _damaged_checkpoints(folder: RunFolder) -> list[str]:
     from engine.core.errors import StorageError
-    from engine.files.jobs.checkpoint_place import checkpoints_at
+    from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 
     place, problems = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []
     for name in place.names():

@@ -61,7 +61,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.checks", "engine.core.evidence", "engine.core.history", "engine.files"},
     "engine.files.checkpoints": _GROUND | {"engine.core.checkpoints", "engine.files"},
     "engine.files.jobs": _PLANS | {"engine.core.checkpoints", "engine.files", "engine.files.checkpoints"},
-    "engine.files.merging": _GROUND | {"engine.core.history", "engine.core.merging", "engine.files"},
+    "engine.files.merging": _GROUND
+    | {"engine.core.evidence", "engine.core.history", "engine.core.merging", "engine.files", "engine.files.evidence"},
     "engine.files.scenarios": _PLANS
     | {"engine.core.checkpoints", "engine.core.faults", "engine.core.checks", "engine.files", "engine.files.jobs"},
     "engine.models": _GROUND | {"engine.core.config"},
@@ -159,7 +160,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},
     "engine.harness.bed": _HOST | {"engine.runtime.doctor", "engine.runtime.store"},
     "engine.harness.breaking": _HOST
-    | {"engine.core.checks", "engine.core.config", "engine.core.faults", "engine.core.merging"}
+    | {"engine.core.checks", "engine.core.config", "engine.core.evidence", "engine.core.faults", "engine.core.merging"}
     | {"engine.files.evidence", "engine.files.merging", "engine.files.scenarios"}
     | {"engine.harness", "engine.harness.bed", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.doctor"},
     "engine.harness.hosts": _HOST

@@ -39,7 +39,12 @@ _OF_HOST: OwnNames = {
     r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
     CHECKPOINTS_FOLDER: CHECKPOINTS,
     "twin": {r"trajectory\.csv": FILE, **_SESSION, **TEMPORARY},
-    "collected": {r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE, **_SESSION, **TEMPORARY},
+    "collected": {
+        "twin": {r"trajectory\.csv": FILE, **TEMPORARY},
+        r"(run\.json|trajectory\.csv|scenario\.yaml|report\.html)": FILE,
+        **_SESSION,
+        **TEMPORARY,
+    },
     HOSTS_FOLDER: {r"[A-Za-z0-9][A-Za-z0-9._-]*": {r"events\.jsonl": FILE, FOLDER: _STEPS}},
     **_SESSION,
     **TEMPORARY,

@@ -68,8 +68,11 @@ def _session(folder: RunFolder, job: Job, wrong_step: int) -> list[TrajectoryRow
             workers.append(Recorder(events, number, StepWriter(steps, number, span)))
     agent.write(PartitionRecord(starts=(0, 1, 2), layers=("a", "b", "c", "d")))
     owners = tuple(range(WORKERS))
-    made = {"epoch": 1, "members": owners, "verdict": (), "reason": "all have joined", "planned": False}
-    agent.write(EpochRecord(**made, owners=owners, shadows=((1,), (2,), (0,))))
+    shadows = ((1,), (2,), (0,))
+    reason = "all have joined"
+    agent.write(
+        EpochRecord(epoch=1, members=owners, verdict=(), reason=reason, planned=False, owners=owners, shadows=shadows)
+    )
     agent.write(GoRecord(epoch=1, end=False))
     rows = []
     for step in range(job.steps):

@@ -8,6 +8,7 @@ edits; a forger can write the hashes as well.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -23,12 +24,28 @@ def linked(text: str, before: str) -> tuple[str, str]:
     return f'{text[:-1]}{_BEGIN}{link}"}}', link
 
 
+def linked_lines(texts: Iterable[str]) -> str:
+    """Returns records as the lines of a file, each in the chain of the process that it names."""
+    last: dict[str, str] = {}
+    lines = []
+    for text in texts:
+        writer = _writer(text)
+        line, last[writer] = linked(text, last.get(writer, ""))
+        lines.append(f"{line}\n")
+    return "".join(lines)
+
+
 def unlinked(line: str) -> tuple[str, str]:
     """Returns the record in a line, and its link; an empty one if the line has none."""
     place = len(line) - _LENGTH
     if place > 0 and line.startswith(_BEGIN, place) and line.endswith('"}'):
         return f"{line[:place]}}}", line[place + len(_BEGIN) : -2]
     return line, ""
+
+
+def _writer(text: str) -> str:
+    found = _WRITER.match(text)
+    return found[1] if found else ""
 
 
 def _link(before: str, text: str) -> str:
@@ -50,13 +67,12 @@ class Chains:
         self._number += 1
         begin = line.rfind('{"event":')  # behind the half of a line of another writer, which died in it
         text, link = unlinked(line[max(0, begin) :])
-        found = _WRITER.match(text)
+        writer = _writer(text)
         if not link:
-            is_whole = found is not None and line.endswith("}")
+            is_whole = bool(writer) and line.endswith("}")
             self._bare = self._bare or self._number * is_whole
             return
         self.num_links += 1
-        writer = found[1] if found else ""
         before = self._last.get(writer, "")
         if link == before:
             self._break("stands there twice")

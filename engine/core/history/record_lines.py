@@ -80,7 +80,7 @@ def decoded(line: str) -> Record:
         kind = plain.pop("event")
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         raise TornLineError(f"expected one event as JSON, found {line[:80]!r}") from None
-    record = RECORDS.get(kind)
+    record = RECORDS.get(kind) if isinstance(kind, str) else None
     if record is None:
         raise InvariantError(f"unknown event {str(kind)[:80]!r}; use the bamboo that recorded it")
     if record is JobRecord and plain.get("version") not in (UNSEALED, VERSION):

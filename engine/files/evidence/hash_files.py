@@ -11,16 +11,8 @@ from engine.core.evidence.proof import Flaw, StepHashes
 from engine.core.history.record_lines import TornLineError, decoded
 from engine.core.history.run_records import AuditRecord
 from engine.core.history.step_files import FOLDER, StepFile
+from engine.files.evidence.chain_file import broken_chain
 from engine.files.evidence.evidence_file import evidence, lines
-
-
-def chain_flaws(chains: Chains, file: str) -> list[Flaw]:
-    """Returns the place where a chain breaks in a file that was read to its end; nothing if all are whole."""
-    chains.end()
-    if chains.broken is None:
-        return []
-    number, why = chains.broken
-    return [Flaw(f"{file}:{number}", why)]
 
 
 class HashFiles:
@@ -54,7 +46,7 @@ class HashFiles:
         except StorageError as error:
             self._flaws.append(Flaw(file, str(error)))
             return None
-        self._flaws += chain_flaws(chains, file)
+        self._flaws += broken_chain(chains, file)
         return found
 
     def _audits(self, line: str, place: str) -> Iterator[AuditRecord]:

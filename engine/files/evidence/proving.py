@@ -7,7 +7,6 @@ from pathlib import Path
 
 from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
 from engine.core.errors import StorageError
-from engine.core.evidence.chain import Chains
 from engine.core.evidence.proof import Computed, Flaw, Proof, is_twin_of, proved
 from engine.core.evidence.seal import EVENTS
 from engine.core.history.process_records import HostRecord, LeftBehindRecord
@@ -16,8 +15,9 @@ from engine.core.history.run_records import PartitionRecord
 from engine.core.history.step_files import span_of
 from engine.core.history.verdict_records import SealRecord, TwinRecord
 from engine.files.events_file import read_history
+from engine.files.evidence.chain_file import chain_flaws
 from engine.files.evidence.evidence_file import evidence, lines
-from engine.files.evidence.hash_files import HashFiles, chain_flaws
+from engine.files.evidence.hash_files import HashFiles
 from engine.files.evidence.sealing import seal_flaws
 from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import trajectory_row
@@ -45,16 +45,9 @@ def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
 
 
 def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
-    """Whether the lines of a file of events are linked; adds the place where a chain breaks to the flaws."""
-    chains = Chains()
-    try:
-        with evidence(run, file) as (opened, size):
-            for line in lines(opened, size):
-                chains.take(line)
-    except (FileNotFoundError, StorageError) as error:
-        flaws.append(Flaw(file, str(error)))
-    flaws += chain_flaws(chains, file)
-    return chains.num_links > 0
+    found, broken = chain_flaws(run, file)
+    flaws += broken
+    return found
 
 
 def _history_of_twin(folder: RunFolder, history: RunHistory, flaws: list[Flaw]) -> RunHistory | None:

@@ -16,20 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
+from engine.core.evidence.chain import linked_lines
 from engine.core.history.process_records import EndedRecord, HostRecord, StoreRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord, CommitRecord, JobRecord
 from engine.core.history.step_files import ENTRY_BYTES, FOLDER, StepFile, moved_entries, step_file
+from engine.core.history.verdict_records import SealRecord
 from engine.core.merging.event_order import HostRecords, Merged, merged, on_clock
 from engine.core.merging.shared_clock import SharedClock
 from engine.files.atomic_write import make_folder, write_atomically
 from engine.files.events_file import events_of, recorded
+from engine.files.evidence.chain_file import chain_flaws
+from engine.files.evidence.chained_append import add_records
+from engine.files.evidence.sealing import seal_of
 from engine.files.merging.host_copies import HostCopies, by_host, kept_copies
 from engine.files.run_folder import RunFolder, find_run, run_names
 
 COLLECTED = "collected"
-_COPIED = ("trajectory.csv", "scenario.yaml")
+_COPIED = ("trajectory.csv", "scenario.yaml", "twin/trajectory.csv")
 _HEAD_BYTES = 1 << 16  # the job and the host stand in it
 
 
@@ -70,21 +75,30 @@ def collect(folders: Sequence[RunFolder], output: Path | None = None) -> dict[st
         StorageError: a line, which the message names, is damaged; or the folder cannot be written.
     """
     copies = {each.path: each for each in by_host([each.path for each in folders])}
-    files = {path: [*recorded(each.events)] for path, each in copies.items()}
+    files = {path: _whole_records(each.events) for path, each in copies.items()}
     _refuse_other_runs(files)
     nodes = {path: _node(path, records) for path, records in files.items()}
     hosts = [_host(node, files, nodes, copies) for node in dict.fromkeys(nodes.values())]
     history = merged(hosts)
     below = folders[0].path if output is None else output
-    output = folders[0].path / COLLECTED if output is None else output
+    is_whole, output = output is None, folders[0].path / COLLECTED if output is None else output
     make_folder(output / FOLDER, below)
-    lines = (f"{encoded(each)}\n" for each in history.records)
-    write_atomically(output / "events.jsonl", "".join(lines))
+    own = (each for each in history.records if not isinstance(each, SealRecord))  # it seals the folder of a host
+    write_atomically(output / "events.jsonl", linked_lines(map(encoded, own)))
     _write_steps(output / FOLDER, nodes, copies, history.clock)
     told = {"run_dir": str(output), "reference": history.reference, "hosts": _hosts(history, hosts, nodes)}
     _write_rest(output, files, told)
+    if is_whole:
+        add_records(output / "events.jsonl", seal_of(output))
     ended = next((each for each in reversed(history.records) if isinstance(each, EndedRecord)), None)
     return told | {"records": len(history.records), "outcome": ended.outcome if ended else None}
+
+
+def _whole_records(events: Path) -> list[Record]:
+    """Returns the records of a file; raises StorageError if a record was changed, or one before it is gone."""
+    if flaws := chain_flaws(events.parent, events.name)[1]:
+        raise StorageError(f"{events.parent}/{flaws[0]}")
+    return [*recorded(events)]
 
 
 def _refuse_other_runs(files: Mapping[Path, Sequence[Record]]) -> None:
@@ -170,8 +184,8 @@ def _hashes(parts: Iterable[tuple[Path, str]], clock: SharedClock) -> bytes:
         for each in found:
             if isinstance(each, AuditRecord):
                 moved = on_clock(each, partial(_at, clock, node))
-                once.setdefault((each.of, each.step, each.pipeline, str(each.rows)), f"{encoded(moved)}\n")
-    return "".join(once.values()).encode()
+                once.setdefault((each.of, each.step, each.pipeline, str(each.rows)), encoded(moved))
+    return linked_lines(once.values()).encode()
 
 
 def _at(clock: SharedClock, node: str, at_ns: int) -> int:
@@ -206,5 +220,6 @@ def _write_rest(output: Path, files: Mapping[Path, Sequence[Record]], told: dict
             plain = json.loads((path / "run.json").read_text(encoding="utf-8"))
         for name in _COPIED:
             if (path / name).is_file():
+                make_folder((output / name).parent, output)
                 write_atomically(output / name, (path / name).read_bytes())
     write_atomically(output / "run.json", json.dumps(plain | {"collected": told}, indent=2) + "\n")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.checks.host_losses import HostStrike
+from engine.core.evidence.chain import linked_lines
 from engine.core.history.process_records import EndedRecord
 from engine.core.history.record import Record, StampedRecord
 from engine.core.history.record_lines import encoded
@@ -32,7 +33,7 @@ def write_history(
     told = collect(folders, folder.path)
     back_ns = ahead_ns[told["reference"]]
     merged = [*recorded(folder.events)]
-    write_atomically(folder.events, "".join(f"{encoded(each)}\n" for each in _with_strikes(merged, back_ns, strikes)))
+    write_atomically(folder.events, linked_lines(map(encoded, _with_strikes(merged, back_ns, strikes))))
     for path in sorted((folder.path / FOLDER).iterdir()):
         if (named := step_file(path.name)) is None:
             continue
@@ -42,7 +43,7 @@ def write_history(
         else:
             lines = events_of(b"\n" + data, path, -1)
             moved = (_back(each, back_ns) for each in lines if isinstance(each, StampedRecord))
-            write_atomically(path, "".join(f"{encoded(each)}\n" for each in moved))
+            write_atomically(path, linked_lines(map(encoded, moved)))
     return told
 
 
