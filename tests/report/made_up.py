@@ -10,7 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from engine.core.evidence.proof import Proof
 from engine.core.history.step_files import FOLDER, StepFile
+from engine.core.history.verdict_records import ComparisonRecord
 from engine.files.run_folder import create_run_folder
 from engine.report.load import RunTables
 from engine.report.load import load as load_history
@@ -24,8 +26,9 @@ END = ("finished", "exit", "training_ended", "not_compared", "ended")  # the kin
 
 
 def load(events: Iterable[Event], name: str = "") -> RunTables:
-    """Returns the tables of a run with these events."""
-    return load_history(made_history(events), name)
+    """Returns the tables of a run with these events, whose evidence proves the comparison that they tell of."""
+    history = made_history(events)
+    return load_history(history, name, proof=Proof(comparison=history.first(ComparisonRecord)))
 
 
 FORWARD_MS, BACKWARD_MS, COMMIT_MS = 1.0, 2.0, 0.5

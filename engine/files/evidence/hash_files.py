@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from engine.core.errors import InvariantError, StorageError
@@ -13,6 +12,8 @@ from engine.core.history.run_records import AuditRecord
 from engine.core.history.step_files import FOLDER, StepFile
 from engine.files.evidence.chain_file import broken_chain
 from engine.files.evidence.evidence_file import evidence, lines
+
+_MOST_TORN = 1_000
 
 
 class HashFiles:
@@ -35,30 +36,35 @@ class HashFiles:
 
     def _read(self, first: int) -> dict[int, StepHashes] | None:
         file, found, chains = f"{self._folder}{FOLDER}/{StepFile(first, None)}", dict[int, StepHashes](), Chains()
+        number = num_torn = 0
         try:
             with evidence(self._run, file) as (opened, size):
-                for number, line in enumerate(lines(opened, size), start=1):
+                for line in lines(opened, size):
+                    number += 1
                     chains.take(line)
-                    for audit in self._audits(line, f"{file}:{number}"):
+                    audit = _audit(line)
+                    if audit is not None:
                         found.setdefault(audit.step, StepHashes()).add(audit)
+                    elif (num_torn := num_torn + 1) > _MOST_TORN:
+                        raise InvariantError(f"{_MOST_TORN:,} lines before it are no records")
         except FileNotFoundError:
             return None
         except StorageError as error:
             self._flaws.append(Flaw(file, str(error)))
             return None
+        except InvariantError as error:
+            self._flaws.append(Flaw(f"{file}:{number}", str(error)))
+            return None
         self._flaws += broken_chain(chains, file)
         return found
 
-    def _audits(self, line: str, place: str) -> Iterator[AuditRecord]:
-        """Yields the hashes in a line; the half of a line that a death left has none."""
-        try:
-            record = decoded(unlinked(line)[0])
-        except TornLineError:
-            return
-        except InvariantError as error:
-            self._flaws.append(Flaw(place, str(error)))
-            return
-        if isinstance(record, AuditRecord):
-            yield record
-        else:
-            self._flaws.append(Flaw(place, "this is no record of hashes"))
+
+def _audit(line: str) -> AuditRecord | None:
+    """Returns the hashes in a line; None for the half of a line that a death left. Raises InvariantError."""
+    try:
+        record = decoded(unlinked(line)[0])
+    except TornLineError:
+        return None
+    if not isinstance(record, AuditRecord):
+        raise InvariantError("this is no record of hashes")
+    return record
