@@ -103,7 +103,7 @@ def test_a_listed_run_tells_its_verdict(tmp_path: Path) -> None:
         "",
         "weights not compared: no twin was asked for",
         "culprit failed",
-        "weights identical, 8 of 9 steps",
+        "compared with its twin as it ended, 8 of 9 steps: no difference",
     ]
 
 

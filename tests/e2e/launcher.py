@@ -25,6 +25,9 @@ from typing import Any
 import psutil
 
 from engine.core.history.record_lines import decoded
+from engine.files.events_file import read_history
+from engine.files.evidence.proving import proof_of
+from engine.files.run_folder import RunFolder
 from tests.e2e.recorded import events_of
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +196,12 @@ class Launcher:
             if time.monotonic() > deadline_s:
                 break
             time.sleep(_POLL_S)
-        return found
+        return found + self.flaws()
+
+    def flaws(self) -> list[str]:
+        """Returns the flaws in the evidence of the newest run: an unharmed one has none, however it went."""
+        folder = RunFolder(self.run_folder.resolve())
+        return [*map(str, proof_of(folder, read_history(folder.events)).flaws)] if folder.events.exists() else []
 
     def kill_all(self) -> None:
         """Kills every remaining process of this launch."""

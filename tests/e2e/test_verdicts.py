@@ -60,7 +60,7 @@ def test_a_run_whose_weights_differ_is_red_everywhere(launch: Launch, tmp_path: 
     assert after_training(launcher) == [
         *("training_ended", "comparing", "twin", "comparison"),
         *(4 * ["check"]),
-        *("verdict", "ended"),
+        *("verdict", "seal", "ended"),
     ]
     (ended,), (verdict,), (found,) = (launcher.events(kind) for kind in ("ended", "verdict", "comparison"))
     assert (ended["outcome"], ended["exit_code"]) == ("failed", 1)

@@ -15,6 +15,7 @@ from bamboo_cli.app import app
 from engine.core.checks.samples import miscounted
 from engine.core.config.job import Job
 from engine.core.errors import StorageError
+from engine.core.evidence.chain import linked
 from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import HeardRecord, KnownRecord
 from engine.core.history.record import VERSION, StampedRecord, UnreadLine
@@ -60,7 +61,7 @@ def test_a_record_of_which_the_kernel_took_a_part_is_written_whole(
     recorder = Recorder(fd, -1)
     recorder.write(JOB)
     record = KnownRecord(of=1, at_ns=5, worker=-1, pid=os.getpid())
-    cut_once(monkeypatch, at if at >= 0 else len(encoded(record)))
+    cut_once(monkeypatch, at if at >= 0 else len(linked(encoded(record), "")[0]))
     recorder.write(record)
     monkeypatch.undo()
     recorder.write(GO)

@@ -129,7 +129,10 @@ def _other_words(told: ComparisonRecord, found: ComparisonRecord) -> Iterator[Fl
         text = f"{its[0]} of {its[1]} steps compared, up to step {its[2]}; the hashes are of {ours[0]} of {ours[1]}"
         yield Flaw(EVENTS, f"the comparison tells of {text}, up to step {ours[2]}")
     steps = [None if each.difference is None else each.difference.step for each in (found, told)]
-    if steps[0] != steps[1]:
+    if found.difference is not None and told.difference is not None and found.difference.part == told.difference.part:
+        if replace(told.difference, tensor="") != found.difference:
+            yield Flaw(EVENTS, f"the comparison tells of {told.difference}; the hashes tell of {found.difference}")
+    elif steps[0] != steps[1]:
         first, second = ("no difference" if each is None else f"a difference in step {each}" for each in steps)
         yield Flaw(EVENTS, f"the comparison tells of {second}, and the hashes have {first}")
 

@@ -115,9 +115,10 @@ def _job(plain: Mapping[str, Any]) -> Job:
 
 
 _USUAL = Job()
+_FLOAT = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _COMMIT = re.compile(
     r'\{"event":"commit","worker":(-?\d{1,18}),"pid":(\d{1,18}),"at_ns":(\d{1,18}),"step":(\d{1,18}),'
-    r'"loss":([^,"]+),"grad_norm":([^,"]+),"clip_factor":([^,"]+),"last":(true|false)\}'
+    rf'"loss":({_FLOAT}),"grad_norm":({_FLOAT}),"clip_factor":({_FLOAT}),"last":(true|false)\}}'
 )
 
 
