@@ -44,10 +44,10 @@ class Chain:
 _chains: dict[_Key, Chain] = {}
 
 
-def chain_of(fd: int) -> Chain:
-    """Returns the chain of this process in the file that is open for appending; an empty file has none yet."""
+def chain_of(fd: int, pid: int) -> Chain:
+    """Returns the chain of this process, `pid`, in a file that is open for appending; an empty file has none yet."""
     facts = os.fstat(fd)
-    key = (os.getpid(), os.readlink(f"/proc/self/fd/{fd}"), facts.st_ino)
+    key = (pid, os.readlink(f"/proc/self/fd/{fd}"), facts.st_ino)
     found = _chains.get(key)
     if found is None or (found.has_links and not facts.st_size):  # the inode of a file that is gone
         found = _chains[key] = Chain()
@@ -74,4 +74,4 @@ def add_records(path: Path, *records: StampedRecord) -> None:
     stamp = {"worker": AGENT, "pid": os.getpid(), "at_ns": time.monotonic_ns()}
     with open(open_to_append(path), "ab", buffering=0) as file, storage_errors("write", path):
         for each in records:
-            chain_of(file.fileno()).append(file.fileno(), encoded(replace(each, **stamp)))
+            chain_of(file.fileno(), os.getpid()).append(file.fileno(), encoded(replace(each, **stamp)))

@@ -30,11 +30,13 @@ _Losses = dict[str, Callable[[int], float | None]]
 def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
     """Returns the proof of the files in the folder of a run; `history` has the records of that folder."""
     run, flaws = folder.path, list[Flaw]()
-    missing = "" if _has_links(run, EVENTS, flaws) else "its records are of an older bamboo, which did not link them"
+    if not _has_links(run, EVENTS, flaws):
+        return Proof(tuple(flaws), "its records are of an older bamboo, which did not link them")
+    missing = ""
     if (seal := history.first(SealRecord)) is not None:
         flaws += seal_flaws(run, seal, may_grow=bool(history.of(LeftBehindRecord)))
     if seal is None or history.ended is None:
-        missing = missing or f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
+        missing = f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
     twin = _history_of_twin(folder, history, flaws)
     told = history.first(TwinRecord)
     losses: _Losses = {"the record of its losses": dict(told.losses).get} if told else {}

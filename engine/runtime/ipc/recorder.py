@@ -24,7 +24,7 @@ from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AuditRecord
 from engine.core.history.step_files import entry
 from engine.files.atomic_write import open_to_append
-from engine.files.evidence.chained_append import chain_of
+from engine.files.evidence.chained_append import Chain, chain_of
 from engine.runtime.ipc.step_writer import StepWriter
 from engine.runtime.ipc.thinning import Thinning
 
@@ -41,7 +41,7 @@ class Recorder:
         self._thinning = thinning
         self.tell: Callable[[StampedRecord, str], None] | None = None  # is called with each record and its line
         self.last = (-1, "")  # the last action, behind its step
-        self._chain = chain_of(fd)
+        self._chains: dict[int, Chain] = {}  # by descriptor: of the events, and of the open file of hashes
         self._pid = os.getpid()
         self._lost = LostRecord(records=0, why="")
 
@@ -83,14 +83,21 @@ class Recorder:
     def _append(self, record: StampedRecord) -> None:
         stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
         text = encoded(stamped)
+        fd = self.fd
         if isinstance(record, AuditRecord) and self.steps is not None:
             fd = self.steps.fd_of(record.step)
-            chain_of(fd).append(fd, text)
-        else:
-            self._chain.append(self.fd, text)
+        self._chain(fd).append(fd, text)
         if self.tell is not None:
             self.tell(stamped, text)
         self.hear(stamped)
+
+    def _chain(self, fd: int) -> Chain:
+        """Returns the chain in a file; the next file of hashes is opened before the last one is closed."""
+        if fd not in self._chains:
+            self._chains = {of: chain for of, chain in self._chains.items() if of == self.fd} | {
+                fd: chain_of(fd, self._pid)
+            }
+        return self._chains[fd]
 
     def _lose(self, error: OSError) -> None:
         why = error.strerror or str(error)
