@@ -136,7 +136,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | _PLANS
     | _ARRAYS
     | {"engine.core.coordinator", "engine.core.history", "engine.core.store", "engine.core.checks", "engine.files"}
-    | {"engine.core.elastic"}
+    | {"engine.core.elastic", "engine.core.evidence"}
     | {
         "engine.models",
         "engine.models.networks",

@@ -20,6 +20,7 @@ from engine.bench.figures.rows import BenchRow, Cases, limit_row
 from engine.core.config.job import Job
 from engine.core.coordinator.state import first_state
 from engine.core.errors import WorkerFailedError
+from engine.core.evidence.chain import unlinked
 from engine.core.history.process_records import ExitRecord, KnownRecord
 from engine.core.history.record import AGENT, Record
 from engine.core.history.record_lines import decoded
@@ -119,7 +120,7 @@ def _rounds(num_workers: int, num_rounds: int, folder: Path) -> Iterator[Iterato
                 agent = _round(number, num_workers, own, server, kv, interrupts)
                 if agent.interrupted is not None:
                     sys.exit(128 + agent.interrupted)
-                yield [decoded(line) for line in (own / f"{number}.jsonl").read_text().splitlines()]
+                yield [decoded(unlinked(line)[0]) for line in (own / f"{number}.jsonl").read_text().splitlines()]
 
         yield rounds()
 

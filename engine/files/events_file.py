@@ -209,6 +209,8 @@ def _salvaged(torn: str) -> Iterator[Record]:
 
 
 def _lines_before(path: Path, start: int) -> int:
+    if start < 0:
+        return start  # the caller has put a line before the first
     count = 0
     with open(open_to_read(path), "rb") as file:
         while start and (data := file.read(min(start, _CHUNK_BYTES))):

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from engine.core.evidence.chain import unlinked
 from engine.core.history.record_lines import decoded
 from engine.files.events_file import read_history
 from engine.files.evidence.proving import proof_of
@@ -169,8 +170,9 @@ class Launcher:
         except FileNotFoundError:
             return []
         for line in lines.splitlines():
-            decoded(line.decode())
-            known.append(json.loads(line))
+            text, _ = unlinked(line.decode())
+            decoded(text)
+            known.append(json.loads(text))
         self._known[path] = start + len(lines) + len(end), known
         return [event for event in known if kind in ("", event["event"])]
 

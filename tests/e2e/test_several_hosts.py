@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from bamboo_cli.app import app
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.core.evidence.chain import unlinked
 from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import ActionRecord, AuditRecord, CommitRecord
 from engine.core.history.step_files import FOLDER
@@ -72,7 +73,7 @@ def workers_of(agent: Launcher) -> dict[int, int]:
 def hashes_in(folder: Path) -> list[tuple[int, int, int, tuple[int, ...]]]:
     """Returns the worker, the step, the pipeline and the layers of all hashes that a host has recorded."""
     lines = [line for each in sorted((folder / FOLDER).glob("*.jsonl")) for line in each.read_text().splitlines()]
-    found = [decoded(line) for line in lines]
+    found = [decoded(unlinked(line)[0]) for line in lines]
     return [
         (each.of, each.step, each.pipeline, tuple(row[0] for row in each.rows))
         for each in found

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.evidence.chain import unlinked
 from engine.core.history.process_records import FailedRecord, KnownRecord, StoreEndedRecord
 from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import ActionRecord, AuditRecord, MovedRecord, PreparedRecord
@@ -68,7 +69,7 @@ def test_an_action_is_in_the_file_before_the_call_returns(events: int, steps_fd:
 def test_the_hashes_stand_in_a_file_of_their_steps(events: int, steps_fd: int, tmp_path: Path) -> None:
     audit = AuditRecord(of=0, step=25, pipeline=0, rows=((0, "f" * 64, "e" * 64),))
     Recorder(events, -1, StepWriter(steps_fd, None, 10)).write(audit)
-    found = decoded((tmp_path / FOLDER / "hashes-20.jsonl").read_text().rstrip())
+    found = decoded(unlinked((tmp_path / FOLDER / "hashes-20.jsonl").read_text().rstrip())[0])
     assert isinstance(found, AuditRecord) and (found.step, found.rows) == (25, audit.rows)
     assert lines_of(tmp_path) == []
 
@@ -83,6 +84,7 @@ def test_an_event_is_one_line_stamped_with_the_monotonic_clock(events: int, tmp_
     Recorder(events, -1).write(FailedRecord(error='a "quoted"\nline \u00e9'))
     (line,) = lines_of(tmp_path)
     assert before <= line.pop("at_ns") <= now_ns()
+    assert len(line.pop("chain")) == 16
     assert line == {
         "event": "failed",
         "worker": -1,
