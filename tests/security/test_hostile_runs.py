@@ -159,7 +159,7 @@ def _noise(run: Path, chance: random.Random) -> None:
 
 def _blank(run: Path, chance: random.Random) -> None:
     with (run / chance.choice([*evidence_files(run)])).open("ab") as file:
-        file.write(chance.choice([b"\n", b"\0", b"[[[[[\n", b'{"event":"commit"}\n', b"x"]) * 3_000_000)
+        file.write(chance.choice([b"\n", b"\0", b"[[[[[\n", b'{"event":"commit"}\n', b"x"]) * 400_000)
 
 
 def _deep(run: Path, chance: random.Random) -> None:
