@@ -54,7 +54,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.core.merging": _GROUND | {"engine.core.config", "engine.core.history"},
     "engine.core.checks": _PLANS
     | {"engine.core.checkpoints", "engine.core.faults", "engine.core.history", "engine.core.merging"},
-    "engine.core.evidence": _GROUND | {"engine.core.checks", "engine.core.history"},
+    "engine.core.evidence": _GROUND | {"engine.core.checkpoints", "engine.core.checks", "engine.core.history"},
     "engine.files": _GROUND
     | {"engine.core.checks", "engine.core.config", "engine.core.evidence", "engine.core.history"},
     "engine.files.evidence": _GROUND

@@ -58,8 +58,7 @@ def launch(
 
     They start one agent on each, and the loss of a host ends no other. Secrets are written into files, and not printed.
     """
-    number = whole_number(hosts)
-    names = () if number is not None or not hosts else tuple(each.strip() for each in hosts.split(","))
+    names = () if (number := whole_number(hosts)) is not None or not hosts else tuple(map(str.strip, hosts.split(",")))
     plan = LaunchPlan(
         name=name or job_file.stem.lower().replace("_", "-"),
         job_file=str(job_file),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from engine.core.checks.audit import joined_buffers
+from engine.core.checkpoints.part_file import joined_buffers
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.checks.twin import Step, compare_steps, in_steps, twin_of
 from engine.core.evidence.seal import EVENTS

@@ -81,7 +81,7 @@ def run_session(
     Begins after `origin`, after a lost state as `revive` says; goes on with a run in `seat`. Raises BambooError.
     """
     started_at_ns, ownership = now_ns(), _first_ownership(job, ownership or fresh_ownership(job), server, seat)
-    folder = str(seat.taken.home if seat.taken else events.parent)
+    folder, ranks = str(seat.taken.home if seat.taken else events.parent), ranks or ownership.workers()
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
         recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.folder is None)
@@ -94,7 +94,6 @@ def run_session(
                 start = partial(start_coordinator, server, logs) if standby_coordinator else None
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start, seat.lease)
                 stack.enter_context(_renewing(node, server))
-                ranks = ranks or ownership.workers()
                 launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, folder, faults)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 keeper = stack.enter_context(keeper_for(server, job, folder, events.parent.name))
