@@ -80,7 +80,7 @@ class IssueQueue:
         self._sent: deque[tuple[int, Ready]] = deque()  # each with its number
         self._num_sent = 0
         self._received: dict[_Address, Tensors] = {}  # until they have landed
-        self._is_comparing = False
+        self._comparing: Tensor | None = None  # the memory of a key that is awaited
         self._landings: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
         self._is_entered = False
         self.has_left = False
@@ -138,7 +138,7 @@ class IssueQueue:
             self._revoked.abort()
         self._revoked = None
         self._sent.clear()
-        self._received = {}  # not before: NCCL may have written into them
+        self._received, self._comparing = {}, None  # not before: NCCL may have written into them
 
     def _open(self) -> None:
         if self._opening is None or self._communicator is not None or self.has_left or self._end.failed:
@@ -188,7 +188,7 @@ class IssueQueue:
             self._breaks(_BROKEN, error, self._ahead[0][0].peer)
 
     def _may_issue(self) -> bool:
-        return not (self._is_comparing or self.has_left or self._end.failed)
+        return not (self._comparing is not None or self.has_left or self._end.failed)
 
     def _issue(self, communicator: Communicator, issued: Issued, header: Header | None) -> bool:
         """Issues one message, or returns False if it is not ready."""
@@ -209,8 +209,7 @@ class IssueQueue:
         if header is None:
             self._receive(communicator, issued)
             return True
-        self._is_comparing = True
-        numbers = self._queue.room((NUM_FIELDS,), torch.int64)
+        numbers = self._comparing = self._queue.room((NUM_FIELDS,), torch.int64)
         communicator.receive((numbers,), rank)
         self._landings.put(_Landing(communicator.pending(), partial(self._header_landed, issued, header, numbers)))
         return True
@@ -227,7 +226,7 @@ class IssueQueue:
             self._sent.popleft()
 
     def _compare(self, issued: Issued, wanted: Header, found: Header) -> None:
-        self._is_comparing = False
+        self._comparing = None
         if found != wanted:
             self._fails(InvariantError(f"worker {issued.peer} was asked for {wanted}: {found} came"))
         elif self._communicator is not None and not self.has_left:

@@ -54,7 +54,7 @@ class NcclCommunicator:
 
     def exchange(self, rank: int, size: int) -> None:
         """Sends each other rank a byte, and waits until all have come."""
-        bytes_of = self._queue.room((2 * size,), torch.uint8)
+        bytes_of = self._first_bytes = self._queue.room((2 * size,), torch.uint8)  # NCCL may use them until the abort
         with self._as_one(_OPEN_S):
             for other in range(size):
                 if other != rank:
@@ -108,7 +108,7 @@ class NcclOpening:
 
     def connect(self, is_given_up: Callable[[], bool]) -> NcclCommunicator:
         """Sends each other rank the first byte, and waits until all have come."""
-        found = NcclCommunicator(self._library, self._own, self._queue, is_given_up)
+        found = self._connecting = NcclCommunicator(self._library, self._own, self._queue, is_given_up)
         found.exchange(self._rank, self._size)
         return found
 
