@@ -43,6 +43,7 @@ overlap: two compute actions that a schedule wants run at the same time.
 transfer: a tensor list on its way from one worker to another.
 border: the tensors between two neighbouring stages, as shapes and types.
 backend: the library that carries tensors between workers, such as Gloo or NCCL.
+nccl: the library of NVIDIA that sends between GPUs.
 communicator: the group of GPUs in which NCCL sends, one for each epoch.
 plane: the connections of one epoch over which transfers go.
 shard: the part of each tensor that one worker of a sharded stage keeps.

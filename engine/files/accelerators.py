@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.core.config.job import DeviceKind, Job
 from engine.core.errors import EnvironmentLacksError
 from engine.core.texts import counted
-from engine.files.nccl_settings import nccl_lack, nccl_of_wheel
+from engine.files.nccl_settings import nccl_lack, nccl_of_wheel, nccl_stand_in
 from engine.files.nvml import models_in_time, visible_gpus
 
 
@@ -115,7 +115,7 @@ def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None, num
     has_none = not (found.num_gpus and found.torch_cuda)
     if job.device != "cuda" or has_none:
         on_cpu = f"the workers compute on the CPU ({lacking or '--device cpu'})"
-        if job.backend == "nccl":
+        if job.backend == "nccl" and not nccl_stand_in():
             problems.append(f"backend nccl sends between GPUs, and {on_cpu}; use --backend gloo")
         if job.retain == "cpu":
             problems.append(f"retain cpu takes values from a GPU to the host, and {on_cpu}; use --retain device")

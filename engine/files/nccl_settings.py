@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -16,6 +17,7 @@ _SETTINGS: Final = {
 }
 LEAST_NCCL: Final = (2, 28, 7)  # the first with ncclCommRevoke
 _WHEELS: Final = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # torch of the Python package index brings one of them
+_STAND_IN: Final = "_BAMBOO_NCCL_STAND_IN"  # set by tests only; BAMBOO_* are fields of a job
 HOST_ID: Final = "NCCL_HOSTID"  # NCCL refuses two ranks on one GPU of one host
 
 
@@ -39,3 +41,8 @@ def nccl_of_wheel() -> tuple[int, ...]:
         except (PackageNotFoundError, ValueError):
             continue
     return ()
+
+
+def nccl_stand_in() -> str:
+    """Returns the module of the tests that stands in for NCCL and for streams of GPUs, between CPUs; empty for none."""
+    return os.environ.get(_STAND_IN, "")

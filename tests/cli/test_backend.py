@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,11 +12,12 @@ from bamboo_cli.app import app
 from bamboo_cli.run import _own
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
-from engine.core.errors import Problem
+from engine.core.errors import EnvironmentLacksError, Problem, UserError
 from engine.files import accelerators
-from engine.files.accelerators import Accelerators
+from engine.files.accelerators import Accelerators, refuse_what_this_host_lacks
 from engine.files.jobs import job_file
 from engine.files.jobs.resolved_job import Resolved
+from tests.doubles.nccl_double import STAND_IN
 
 
 def explained(*options: str) -> dict[str, dict[str, object]]:
@@ -27,7 +29,7 @@ def explained(*options: str) -> dict[str, dict[str, object]]:
 def test_explain_prints_the_variables_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     rows = explained("--backend", "nccl", "--share-gpu")
-    assert rows["NCCL_RUNTIME_CONNECT"] == {"value": "0", "origin": "each worker, before NCCL is loaded"}
+    assert rows["NCCL_RUNTIME_CONNECT"] == {"value": "1", "origin": "each worker, before NCCL is loaded"}
     assert rows["NCCL_SOCKET_IFNAME"] == {"value": "eth0", "origin": "environment"}
     assert rows["NCCL_HOSTID"]["value"] == "bamboo-worker-<number>"
     assert rows["TORCH_NCCL_ENABLE_MONITORING"]["value"] == "0"
@@ -47,6 +49,20 @@ def test_nccl_on_the_cpu_is_refused() -> None:
     (problem,) = check_job(Job(device="cpu", backend="nccl"))
     assert (problem.field, problem.expected) == ("backend", "auto or gloo with device cpu")
     assert not check_job(Job(device="cuda", backend="nccl")) and not check_job(Job(device="cpu", backend="gloo"))
+
+
+def test_a_test_may_have_a_double_of_nccl_between_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is read in one place; without it, nothing of it is left."""
+    root = Path(__file__).parents[2]
+    files = [each for part in ("engine", "bamboo_cli") for each in (root / part).rglob("*.py")]
+    assert [each.name for each in files if STAND_IN in each.read_text(encoding="utf-8")] == ["nccl_settings.py"]
+    given = ("run", "--dry-run", "--backend", "nccl", "--device", "cpu")
+    assert isinstance(CliRunner().invoke(app, [*given]).exception, UserError)
+    with pytest.raises(EnvironmentLacksError, match="backend nccl sends between GPUs"):
+        refuse_what_this_host_lacks(Job(device="cpu", backend="nccl"), Accelerators())
+    monkeypatch.setenv(STAND_IN, "a.module")
+    assert CliRunner().invoke(app, [*given]).exit_code == 0
+    refuse_what_this_host_lacks(Job(device="cpu", backend="nccl"), Accelerators())
 
 
 def test_values_on_the_host_of_a_job_on_the_cpu_are_refused() -> None:

@@ -22,15 +22,18 @@ from engine.core.texts import pattern_error
 _LEAST_PATIENCE_NS = 100_000_000
 
 
-def check_job(job: Job) -> list[Problem]:
-    """Returns a problem for each rule that `job` breaks; the types of its fields must be right already."""
+def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
+    """Returns a problem for each rule that `job` breaks; the types of its fields must be right already.
+
+    `nccl_on_cpu` is for tests, where a double of NCCL sends between CPUs.
+    """
     problems = size_problems(job)
     if not 0 < job.lr <= MOST_FLOAT:
         problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
     if not 0 <= job.clip_norm <= MOST_FLOAT:
         problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*_check_blocks(job), *_check_elastic(job), *_check_standby(job), *_check_device(job)]
+    problems += [*_check_blocks(job), *_check_elastic(job), *_check_standby(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
     if job.split.isdecimal() and not whole_number(job.split):
@@ -93,12 +96,12 @@ def _check_elastic(job: Job) -> list[Problem]:
     return [Problem("elastic", f"false with {each}", "true", hint) for each, hint in no_blocks(job)]
 
 
-def _check_device(job: Job) -> list[Problem]:
+def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
     problems = []
     if job.device == "cuda" and job.fsdp:
         hint = "shards are put together by collectives, and those between GPUs are not built"
         problems.append(Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint))
-    if job.device == "cpu" and job.backend == "nccl":
+    if job.device == "cpu" and job.backend == "nccl" and not nccl_on_cpu:
         hint = "NCCL sends between GPUs; --device cuda computes on them"
         problems.append(Problem("backend", "auto or gloo with device cpu", "'nccl'", hint))
     if job.device == "cpu" and job.retain == "cpu":

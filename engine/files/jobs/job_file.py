@@ -36,6 +36,7 @@ from engine.files.jobs.model_defaults import with_model_defaults
 from engine.files.jobs.resolved_job import Resolved
 from engine.files.jobs.schedule_file import own_schedule
 from engine.files.jobs.trust import KEPT, LYING_THERE, foreign_values, without_noted
+from engine.files.nccl_settings import nccl_stand_in
 from engine.files.strict_yaml import Document
 
 
@@ -96,7 +97,7 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     job = with_elastic_defaults(job, layers, {each.path[0] for each in given.values()}, offered, not no_blocks(job))
     problems += [
         _at_its_place(problem, given)
-        for problem in check_job(job)
+        for problem in check_job(job, nccl_on_cpu=bool(nccl_stand_in()))
         if problem.field != "schedule" or (job.has_program and not isinstance(own, Problem))
     ]
     # A bad name is replaced by the default in `job`, so its arguments would be checked against the wrong model.

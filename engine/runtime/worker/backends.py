@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -11,11 +12,12 @@ from engine.core.config.job import Job
 from engine.core.messages import RaisedMessage, WelcomeMessage
 from engine.core.process_messages import UnprovenMessage
 from engine.core.worker_exception import GPU_ERROR, WorkerException
-from engine.files.nccl_settings import nccl_settings
+from engine.files.nccl_settings import nccl_settings, nccl_stand_in
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.nccl.communicator import Communicators
 from engine.runtime.nccl.library import NcclLibrary
 from engine.runtime.nccl.nccl_backend import NcclBackend
 from engine.runtime.nccl.nccl_communicator import NcclCommunicators
@@ -36,16 +38,25 @@ def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | Non
         return over_host
     for name, value in nccl_settings(welcome.worker, shares=job.share_gpu, environment=os.environ).items():
         os.environ[name] = value  # NCCL reads them once, when it is loaded
+    communicators, queue = nccl_of(device)  # with an error before this worker joins, where there is none
     return NcclBackend(
         over_host,
-        NcclCommunicators(NcclLibrary()),  # with an error before this worker joins, where there is none
+        communicators,
         welcome.worker,
         partial(Rendezvous, control),
-        SideQueue(device),
+        queue,
         NcclThread("nccl", network_fd),
         LastResort(partial(end_this_process, control, device.name)),
         is_audited=job.audit > 0,
     )
+
+
+def nccl_of(device: Device) -> tuple[Communicators, SideQueue]:
+    """Returns a worker's way to NCCL and the queue of its messages, or what a test has in their place."""
+    if stand_in := nccl_stand_in():
+        communicators, queue = importlib.import_module(stand_in).nccl_of(device)
+        return communicators, queue
+    return NcclCommunicators(NcclLibrary()), SideQueue(device)
 
 
 def end_this_process(control: Control, device: str, why: str) -> None:
