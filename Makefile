@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-sim soak-churn soak-inside soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -123,6 +123,11 @@ soak-hosts: $(TEST_STAMP)
 # A real Slurm of three nodes, of Debian's packages, in namespaces, as root: some three minutes on two cores.
 soak-slurm: $(TEST_STAMP)
 	.venv/bin/python -m pytest -m soak tests/e2e/test_slurm.py
+
+# Real kills, joins, hand-overs, restarts and the cells of hangs over the calls of NCCL, on a strict double of its library
+# between CPUs, which the C compiler builds: some fifteen minutes on two cores.
+soak-nccl: $(TEST_STAMP)
+	.venv/bin/python -m pytest -m "soak or not soak" tests/e2e/test_nccl_kills.py tests/e2e/test_nccl_moves.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -13,6 +13,7 @@ from engine.runtime.agent.run_view import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.launcher import ROOT, Launcher
+from tests.e2e.over_nccl import OverNccl, served
 
 Train = Callable[..., Ending]
 Launch = Callable[..., Launcher]
@@ -26,6 +27,13 @@ def _server() -> Iterator[ForkServer]:
         server = ForkServer()
     with server:
         yield server
+
+
+@pytest.fixture(name="nccl", scope="module")
+def _nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OverNccl]:
+    """Runs over a double of NCCL, with a fork server of their own."""
+    with served(tmp_path_factory.mktemp("nccl")) as found:
+        yield found
 
 
 @pytest.fixture(name="train")
