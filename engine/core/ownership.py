@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -151,30 +153,48 @@ def with_shadows(
     shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
     due = _due(ownership, members, leaving, wanted)
 
-    def count(slot: Slot) -> int:
-        if redundancy != "reroute":
-            return 0 if redundancy == "none" else level
-        others = (shadows[d, slot[1]] for d in range(ownership.grid.pipelines) if d != slot[0])
-        holders = {*ownership.owners_of(slot[1]), *(worker for line in others for worker in line)}
-        return int(holders <= {ownership.owner(*slot), *leaving})
-
+    count = partial(_count, ownership, redundancy, level, shadows, leaving)
     for slot in slots:
         staying = tuple(each for each in shadows[slot] if each not in leaving)
         shadows[slot] = staying if due else _kept(ownership.owner(*slot), staying, count(slot), host_of or {})
+    loads = Counter(each for line in shadows.values() for each in line)
+    loads.update({worker: _LOAD_OF_OWNING * num for worker, num in Counter(ownership.owners).items()})
+
+    def add(slot: Slot, worker: int) -> None:
+        shadows[slot] += (worker,)
+        loads[worker] += 1
+
     for slot in slots:
-        if slot in due:
-            shadows[slot] = tuple(dict.fromkeys((*shadows[slot], due[slot])))
+        if slot in due and due[slot] not in shadows[slot]:
+            add(slot, due[slot])
         while len(shadows[slot]) < count(slot):
             able = _able(ownership, shadows[slot], slot, members, leaving, host_of or {})
             if not able:
                 break
-            shadows[slot] = (*shadows[slot], _best(able, ownership, shadows, slot))
+            add(slot, _best(able, ownership, loads, slot))
         if host_of and shadows[slot] and count(slot) and _on_one_host(ownership.owner(*slot), shadows[slot], host_of):
             able = _elsewhere(ownership, shadows[slot], slot, members, leaving, host_of)
-            shadows[slot] += (_best(able, ownership, shadows, slot),) if able else ()
+            if able:
+                add(slot, _best(able, ownership, loads, slot))
     for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
     return replace(ownership, shadows=tuple(shadows[slot] for slot in slots))
+
+
+def _count(
+    ownership: Ownership,
+    redundancy: Redundancy,
+    level: int,
+    shadows: Mapping[Slot, tuple[int, ...]],
+    leaving: Collection[int],
+    slot: Slot,
+) -> int:
+    """Returns the number of shadows that the policy wants of a slot."""
+    if redundancy != "reroute":
+        return 0 if redundancy == "none" else level
+    others = (shadows[d, slot[1]] for d in range(ownership.grid.pipelines) if d != slot[0])
+    holders = {*ownership.owners_of(slot[1]), *(worker for line in others for worker in line)}
+    return int(holders <= {ownership.owner(*slot), *leaving})
 
 
 def healed(
@@ -252,19 +272,15 @@ def _able(
     return [each for each in able if host_of.get(each) not in hosts] or able
 
 
-def _best(able: Collection[int], ownership: Ownership, shadows: Mapping[Slot, tuple[int, ...]], slot: Slot) -> int:
-    """Returns the best of the workers that may become the next shadow of a slot."""
+def _best(able: Collection[int], ownership: Ownership, loads: Counter[int], slot: Slot) -> int:
+    """Returns the best of the workers that may become the next shadow of a slot, by the load that each has by now."""
     run, stage = ownership.run_of(*slot), slot[1]
     found = _from(slot, -1, able, ownership)
     if len(run) > 1 and ownership.grid.blocks > 1:
         behind = [each for each in _from(slot, 1, able, ownership) if each != found[0]] or found
         from_first, to_last = stage - run[0], run[-1] - stage
         found = [*found[: from_first <= to_last], *behind[: from_first >= to_last]]  # both beside a slot in the middle
-
-    def load(worker: int) -> int:
-        return _LOAD_OF_OWNING * ownership.owners.count(worker) + sum(worker in line for line in shadows.values())
-
-    return min(found, key=load)
+    return min(found, key=loads.__getitem__)
 
 
 def _from(slot: Slot, step: int, able: Collection[int], ownership: Ownership) -> list[int]:
@@ -275,4 +291,5 @@ def _from(slot: Slot, step: int, able: Collection[int], ownership: Ownership) ->
         for more in range(grid.pipelines)
         for way in range(1, grid.stages + 1)
     ]
-    return [each for each in dict.fromkeys((*owners, *able)) if each in able]
+    known = frozenset(able)
+    return [each for each in dict.fromkeys((*owners, *able)) if each in known]
