@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -269,27 +269,31 @@ def _able(
     replicas = (ownership.owner(*slot), *present)
     able = [each for each in sorted(members) if each not in replicas and each not in leaving]
     hosts = {host_of.get(each) for each in replicas}
-    return [each for each in able if host_of.get(each) not in hosts] or able
+    return [each for each in able if host_of and host_of.get(each) not in hosts] or able
 
 
 def _best(able: Collection[int], ownership: Ownership, loads: Counter[int], slot: Slot) -> int:
     """Returns the best of the workers that may become the next shadow of a slot, by the load that each has by now."""
-    run, stage = ownership.run_of(*slot), slot[1]
-    found = _from(slot, -1, able, ownership)
+    run, stage, load = ownership.run_of(*slot), slot[1], loads.__getitem__
+    before = _from(slot, -1, able, ownership)
     if len(run) > 1 and ownership.grid.blocks > 1:
-        behind = [each for each in _from(slot, 1, able, ownership) if each != found[0]] or found
+        first = next(before)
+        behind = next((each for each in _from(slot, 1, able, ownership) if each != first), first)
         from_first, to_last = stage - run[0], run[-1] - stage
-        found = [*found[: from_first <= to_last], *behind[: from_first >= to_last]]  # both beside a slot in the middle
-    return min(found, key=loads.__getitem__)
+        beside = [*[first][: from_first <= to_last], *[behind][: from_first >= to_last]]  # both in the middle
+        return min(beside, key=load)
+    least = min(map(load, able))
+    return next(each for each in before if load(each) == least)
 
 
-def _from(slot: Slot, step: int, able: Collection[int], ownership: Ownership) -> list[int]:
-    """Returns `able` by the way from a slot to the next slot of each: in its pipeline, then in others, cyclic."""
+def _from(slot: Slot, step: int, able: Collection[int], ownership: Ownership) -> Iterator[int]:
+    """Yields `able` by the way from a slot to the next slot of each: in its pipeline, then in others, cyclic."""
     grid, (pipeline, stage) = ownership.grid, slot
-    owners = [
-        ownership.owner((pipeline + more) % grid.pipelines, (stage + step * way) % grid.stages)
-        for more in range(grid.pipelines)
-        for way in range(1, grid.stages + 1)
-    ]
-    known = frozenset(able)
-    return [each for each in dict.fromkeys((*owners, *able)) if each in known]
+    left = set(able)
+    for more in range(grid.pipelines):
+        for way in range(1, grid.stages + 1):
+            owner = ownership.owner((pipeline + more) % grid.pipelines, (stage + step * way) % grid.stages)
+            if owner in left:
+                left.remove(owner)
+                yield owner
+    yield from (each for each in able if each in left)

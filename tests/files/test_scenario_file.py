@@ -191,7 +191,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
             fault("{every: {mtbf: 20, count: 0}, do: kill}"),
             [
                 "case.yaml:5:20: faults.0.every.mtbf: expected a number of steps such as 20 steps, found 20",
-                "case.yaml:5:31: faults.0.every.count: expected a whole number >= 1, found 0",
+                "case.yaml:5:31: faults.0.every.count: expected a whole number >= 1 and <= 1000, found 0",
             ],
         ),
         (

@@ -91,6 +91,8 @@ CASE = "cases:\n  - name: a\n    only: ONLY\n    faults: [{at: {step: $a, stage:
 KEYS = f"{HEAD}job: {{{_repeated('kN: 0')}}}\n{FAULTS}"
 LARGE = [
     KEYS,
+    f"{HEAD}job: {{stages: 512, pipelines: 2, model_args: {{depth: 600}}}}\n{FAULTS}",
+    f"{HEAD}job: {{stages: 4000, model_args: {{depth: 8000}}}}\n{FAULTS}",
     HEAD + FAULTS + "".join(f"k{each}: 0\n" for each in range(WIDE)),
     HEAD + FAULTS + "".join(f"k{each}: 0\n" for each in range(4000)),
     f"job: 1\n{_repeated('kN: 0', 4000)}",

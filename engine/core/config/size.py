@@ -38,14 +38,15 @@ _AT_LEAST = {
     "validation_microbatches": 0,
     "keep": 1,
 }
-# A typo should not try to start thousands of workers.
+# A typo should not try to start thousands of workers, nor a file from elsewhere have their program made.
 _MAX_FORWARDS = 1_000_000
+_MOST_WORKERS = 1024
 AT_MOST = {
     "load_ahead": 256,
     "stages": 4096,
     "blocks": 4096,
     "standby": 1024,
-    "pipelines": 4096,
+    "pipelines": 1024,
     "microbatches": 65536,
     "threads": 1024,
     "steps": 1_000_000_000_000,
@@ -73,4 +74,7 @@ def size_problems(job: Job) -> list[Problem]:
     if num_actions > _MAX_FORWARDS and not AT_MOST.keys() & {each.field for each in problems}:
         expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
         problems.append(Problem("microbatches", expected, str(num_actions)))
+    if not problems and (num_workers := job.most_workers) > _MOST_WORKERS:
+        expected = f"stages x pipelines / stages_per_worker <= {_MOST_WORKERS}, the workers of a job"
+        problems.append(Problem("stages", expected, str(num_workers)))
     return problems
