@@ -142,9 +142,9 @@ def with_shadows(
     another pipeline. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The `wanted`
     owner of a slot becomes a shadow first, beside those that it has. A leaving worker stays a shadow until it has left.
     Where `host_of` names hosts, a worker on a host without a replica of the slot comes first; and a slot whose replicas
-    are all on one host gets one more, so that one of the others is surplus the next time. Of a run of several
-    blocks, the owner of the run before shadows the first half, and that of the run behind (cyclic), or another worker,
-    the second half. So two workers share the blocks of one that dies. Any other slot gets the least loaded worker; of
+    are all on one host gets one more, so that one of the others is surplus the next time. Of a run of several blocks,
+    the owner of the run before shadows the first half, and that of the run behind (cyclic), or another worker, the
+    second half. So two workers share the blocks of one that dies. Any other slot gets the least loaded worker; of
     several, the owner of the nearest preceding stage (cyclic), then those of other pipelines.
     """
     if redundancy == "none" and not wanted and not any(ownership.shadows):
@@ -157,8 +157,7 @@ def with_shadows(
     for slot in slots:
         staying = tuple(each for each in shadows[slot] if each not in leaving)
         shadows[slot] = staying if due else _kept(ownership.owner(*slot), staying, count(slot), host_of or {})
-    loads = Counter(each for line in shadows.values() for each in line)
-    loads.update({worker: _LOAD_OF_OWNING * num for worker, num in Counter(ownership.owners).items()})
+    loads = Counter([*ownership.owners * _LOAD_OF_OWNING, *(each for line in shadows.values() for each in line)])
 
     def add(slot: Slot, worker: int) -> None:
         shadows[slot] += (worker,)
