@@ -152,7 +152,6 @@ def with_shadows(
     slots = ownership.grid.slots()
     shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
     due = _due(ownership, members, leaving, wanted)
-
     count = partial(_count, ownership, redundancy, level, shadows, leaving)
     for slot in slots:
         staying = tuple(each for each in shadows[slot] if each not in leaving)
