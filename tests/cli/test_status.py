@@ -27,7 +27,7 @@ APP = typer.Typer()
 APP.command()(status)
 
 STARTED: list[dict[str, Any]] = [
-    {"event": "job", "steps": 9, "stages": 2},
+    {"event": "job", "steps": 9, "stages": 2, "pipelines": 2},
     {"event": "started", "of": 0, "child": 11, "slots": [[0, 0], [1, 0]]},
     {"event": "started", "of": 1, "child": 12, "slots": [[0, 1], [1, 1]]},
     {"event": "epoch", "epoch": 1, "reason": "every worker has joined", "owners": [0, 1, 0, 1]},

@@ -124,7 +124,12 @@ def test_without_redundancy_nobody_waits_for_who_cannot_come(run: Run, number: s
     ended = run(options={"faults": [fault]}, redundancy="none")
     finished(ended)
     assert len(ended.result[1]) == STEPS
-    assert ended.ending.missing == (f"the hashes of step {STEPS - 1}", f"the validation after step {STEPS - 1}")
+    last = STEPS - 1
+    assert ended.ending.missing == (
+        f"the hashes of step {last}",
+        f"the validation after step {last}",
+        "the last checkpoint",
+    )
     (cut,) = ended.events("cut_short")
     assert "the state of stage 1 is lost in epoch 2; last committed step 5" in cut["reason"]
 

@@ -23,7 +23,7 @@ from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.keeping.keeper import Keeper, StartKeeper, keeper_for, start_program, start_thread
 from engine.runtime.process.fork_client import Child
-from tests.files.made_checkpoints import sha256
+from tests.files.made_checkpoints import bytes_of, sha256, state_hash, weights_of
 
 LIMIT_S = 0.3  # a quarter of a tick of the launcher more or less is no matter here
 
@@ -80,10 +80,12 @@ class Run:
         told, known = CommitMessage(step, 1.0, "step", keep=True), SimpleNamespace(committed=step, epoch=1)
         self.state.layers = ("first",)
         self.checkpoints.await_parts(told, cast(Any, known))
-        self.checkpoints.kept(KeptMessage(step, self.folder.write_part(step, 0, [b"x"]), 0, 0, 0))
+        self.checkpoints.kept(KeptMessage(step, self.folder.write_part(step, 0, [bytes_of(step, 0)]), 0, 0, 0))
 
     def agree(self, step: int) -> None:
-        self.checkpoints.close_step(step, 0.5, [TrajectoryRow(step, 0, sha256("state"), sha256(""), 0.5)])
+        self.checkpoints.close_step(
+            step, 0.5, [TrajectoryRow(step, 0, state_hash(w=weights_of(step, 0)), sha256(""), 0.5)]
+        )
 
 
 def test_a_keeper_that_stands_holds_no_launcher(tmp_path: Path, standing: Standing) -> None:
