@@ -48,7 +48,10 @@ def test_counts_have_a_least_value(name: str, least: int) -> None:
     ("name", "most"), [("stages", 4096), ("pipelines", 1024), ("microbatches", 65536), ("threads", 1024)]
 )
 def test_counts_that_start_something_have_a_greatest_value(name: str, most: int) -> None:
-    some = {"stages": {"stages_per_worker": 4, "schedule": "interleaved"}, "pipelines": {"stages": 1}}
+    some: dict[str, dict[str, Any]] = {
+        "stages": {"stages_per_worker": 4, "schedule": "interleaved"},
+        "pipelines": {"stages": 1},
+    }
     assert problems_of(**some.get(name, {}), **{name: most}) == []
     assert problems_of(**{name: most + 1}) == [f"{name}: expected a whole number <= {most}, found {most + 1}"]
 
