@@ -15,7 +15,7 @@ import typer
 from bamboo_cli.options import completion
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError, required
-from engine.core.texts import numbered
+from engine.core.texts import counted, numbered
 from engine.files.atomic_write import write_atomically, write_named
 
 if TYPE_CHECKING:
@@ -267,22 +267,25 @@ def _verified(folders: Sequence[RunFolder], runs: Sequence[RunTables], reads_che
     for folder, run in zip(folders, runs, strict=True):
         flaws = [str(each) for each in run.judgement.proof.flaws]
         if reads_checkpoints:
-            flaws += [run.judgement.proof.missing] * bool(run.judgement.proof.missing)
-            flaws += _damaged_checkpoints(folder)
+            number, damaged = _damaged_checkpoints(folder)
+            flaws += [run.judgement.proof.missing] * bool(run.judgement.proof.missing) + damaged
+            echo(f"{run.name}: {counted(number, 'checkpoint')} read, {len(damaged)} damaged", err=True)
         for each in flaws:
             echo(f"{run.name}: {each}", err=True)
         found = ExitCode.EXPECTATION_FAILED if flaws else found
     return found
 
 
-def _damaged_checkpoints(folder: RunFolder) -> list[str]:
+def _damaged_checkpoints(folder: RunFolder) -> tuple[int, list[str]]:
+    """Returns the number of checkpoints in the folder of a run, and what is wrong with those that are damaged."""
     from engine.core.errors import StorageError
     from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 
     place, problems = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []
-    for name in place.names():
+    names = place.names()
+    for name in names:
         try:
             place.verify(name)
         except StorageError as error:
             problems.append(str(error))
-    return problems
+    return len(names), problems

@@ -43,7 +43,7 @@ def _optimizer_problems(job: Job) -> list[Problem]:
         return []
     problems = argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
     return problems + group_problems(
-        job.param_groups, lambda args: argument_problems("param_groups", _OPTIMIZERS, job.optimizer, args)
+        job.param_groups, lambda args: argument_problems("param_groups", _OPTIMIZERS, job.optimizer, args, ["lr"])
     )
 
 

@@ -11,7 +11,7 @@ import ast
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
         raise UserError(problems)
 
 
-def argument_problems(field: str, module: str, name: str, args: Args) -> list[Problem]:
-    """Returns the problems with the arguments of the built-in factory `name` in `module`."""
+def argument_problems(field: str, module: str, name: str, args: Args, beside: Collection[str] = ()) -> list[Problem]:
+    """Returns the problems with the arguments of the built-in factory `name` in `module`; names `beside` are others."""
     known = builtin_arguments(module, name) if args else {}
-    problems = [_unknown(field, each, known) for each in args if each not in known]
+    problems = [_unknown(field, each, {*known, *beside}) for each in args if each not in known]
     for each, value in args.items():
         if each in known and not _fits(each, known[each], value):
             problems.append(Problem(f"{field}.{each}", _expected(each, known[each]), repr(value)))

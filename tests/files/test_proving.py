@@ -199,6 +199,15 @@ def test_a_run_of_an_older_bamboo_is_not_verified(run: Path) -> None:
     assert not found.is_red
 
 
+def test_records_of_this_version_without_links_are_no_older_ones(run: Path) -> None:
+    events = run / "events.jsonl"
+    bare = [line[:-28] + "}\n" for line in events.read_text().splitlines()]
+    events.write_text("".join(bare).replace('"compared":12', '"compared":999'))
+    told = [str(each) for each in judged(run).proof.flaws]
+    assert "events.jsonl: none of its records is linked to those before" in told
+    assert any("999" in each for each in told), "contradictions are looked for all the same"
+
+
 def test_a_run_without_a_twin_keeps_its_reason(tmp_path: Path) -> None:
     found = judged(make_evidence(tmp_path / "run", is_compared=False).path)
     assert found.weights() == "Weights not compared: the run has no verdict yet."

@@ -10,8 +10,9 @@ from engine.core.errors import StorageError
 from engine.core.evidence.proof import Computed, Flaw, Proof, is_twin_of, proved
 from engine.core.evidence.seal import EVENTS
 from engine.core.history.process_records import HostRecord, LeftBehindRecord
+from engine.core.history.record import UNSEALED
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import PartitionRecord
+from engine.core.history.run_records import JobRecord, PartitionRecord
 from engine.core.history.step_files import span_of
 from engine.core.history.verdict_records import SealRecord, TwinRecord
 from engine.files.events_file import read_history
@@ -30,10 +31,12 @@ _Losses = dict[str, Callable[[int], float | None]]
 def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
     """Returns the proof of the files in the folder of a run; `history` has the records of that folder."""
     run, flaws = folder.path, list[Flaw]()
+    seal, begun, missing = history.first(SealRecord), history.first(JobRecord), ""
     if not _has_links(run, EVENTS, flaws):
-        return Proof(tuple(flaws), "its records are of an older bamboo, which did not link them")
-    missing = ""
-    if (seal := history.first(SealRecord)) is not None:
+        if seal is None and begun is not None and begun.version == UNSEALED:
+            return Proof(tuple(flaws), "its records are of an older bamboo, which did not link them")
+        flaws += [Flaw(EVENTS, "none of its records is linked to those before")] * (not flaws)
+    if seal is not None:
         flaws += seal_flaws(run, seal, may_grow=bool(history.of(LeftBehindRecord)))
     if seal is None or history.ended is None:
         missing = f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
