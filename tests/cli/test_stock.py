@@ -80,7 +80,7 @@ def test_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
         (2, 9, "2026-01-01 02:00:00"),
         (2, 9, "2026-01-01 01:00:00"),
     ]
-    assert f"{failed}  gpt, 2 stages  failed" in say("list", "runs", "--results", tmp_path)
+    assert f"{failed}  gpt, 2x2 stages  failed" in say("list", "runs", "--results", tmp_path)
 
 
 def test_a_long_verdict_pads_no_other_line_of_a_pipe(tmp_path: Path) -> None:
