@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from engine.core.texts import ordinal
-
 
 class Cause(StrEnum):
     """The cause for which a worker is out."""
@@ -36,7 +34,7 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         if not self.number:
             return f"before its first action of step {self.step}"
-        return f"{'after' if self.waiting else 'in'} its {ordinal(self.number)} action of step {self.step}"
+        return f"while it waited in step {self.step}" if self.waiting else f"in an action of step {self.step}"
 
 
 class Exclusion(NamedTuple):

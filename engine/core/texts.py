@@ -36,12 +36,6 @@ def numbered(noun: str, numbers: Collection[object], between: str = ", ") -> str
     return f"{noun}{'' if len(numbers) == 1 else 's'} {between.join(map(str, numbers))}"
 
 
-def ordinal(number: int) -> str:
-    """Returns a number as the place in an order, such as ``21st``."""
-    last = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{last}"
-
-
 def places_text(noun: str, places: Iterable[int], stages: int, num_places: int) -> str:
     """Returns slots by their places, such as ``blocks 0, 1``, or ``block 0 of pipeline 0 and block 2 of pipeline 1``.
 

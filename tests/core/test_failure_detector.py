@@ -42,7 +42,7 @@ def test_a_worker_inside_an_action_beyond_the_deadline_is_out() -> None:
     inside = (1, HeartbeatMessage(1, 0, 4, inside=True))
     assert beating(running(), 30, inside).epoch == 1
     state = beating(running(), 31, inside)
-    why = "hangs for 30.2 s (limit 30.0 s), in its 4th action of step 0"
+    why = "hangs for 30.2 s (limit 30.0 s), in an action of step 0"
     assert state.verdict == (Exclusion(1, why, Cause.HANG, Position(0, 4, waiting=False), S // 4),)
     assert state.verdict[0].how == "hangs for 30.2 s (limit 30.0 s)"
 
@@ -115,7 +115,7 @@ def test_the_verdict_names_the_gpu_whose_kernel_does_not_end() -> None:
     gpu = "GPU 1 (NVIDIA H100)"
     state = beating(running(), 31, (1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
     how = f"hangs in a kernel of {gpu} for 30.2 s (limit 30.0 s)"
-    assert (state.verdict[0].how, state.verdict[0].why) == (how, f"{how}, in its 4th action of step 0")
+    assert (state.verdict[0].how, state.verdict[0].why) == (how, f"{how}, in an action of step 0")
     looks = Looks()
     looks.state = told(looks.state, Heard(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
     assert looks.state.sightings[1].device == gpu
@@ -171,7 +171,7 @@ def test_a_silent_worker_is_out() -> None:
     assert unresponsive(state, 6 * S) == tuple(excluded(worker, Cause.SILENCE, how, None, worker) for worker in (0, 2))
     late = unresponsive(state, 7 * S)[1]
     assert late == excluded(1, Cause.SILENCE, how, Position(0, 4, waiting=True), S)
-    assert (late.why, late.how) == (f"{how}, after its 4th action of step 0", how)
+    assert (late.why, late.how) == (f"{how}, while it waited in step 0", how)
 
 
 def test_whoever_is_done_may_be_silent() -> None:

@@ -132,7 +132,7 @@ def test_a_job_without_a_fault() -> None:
 def test_a_death_is_gathered_planned_and_resumed() -> None:
     state = committed(told(running(), beats(3, 1, 1, 1, 7, inside=True)))
     state, effects = step(state, ExitSeen(30, 1, -9))
-    why = "was ended by SIGKILL, in its 7th action of step 1"
+    why = "was ended by SIGKILL, in an action of step 1"
     out = Exclusion(1, why, Cause.DEATH, Position(1, 7, waiting=False))
     assert effects == (PublishEpoch(2),)
     assert (state.members, state.verdict, state.reason) == ((0, 2), (out,), f"worker 1 {why}")

@@ -261,7 +261,7 @@ def test_an_exception_is_the_begin_of_its_recovery() -> None:
 
 def test_a_last_action_that_is_known_is_told_and_no_count_of_heartbeats() -> None:
     out = excluded(2, Cause.DEATH, "was ended by SIGKILL", Position(3, 25, True))
-    assert out.why.endswith("after its 25th action of step 3")
+    assert out.why.endswith("while it waited in step 3")
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, epoch(1, 215, (0, 1, 1), out), agent("go", 230, epoch=1)])
     told = "worker 2 was ended by SIGKILL"
     assert str(found).startswith(f"{told} after 2B0 of step 3; ")

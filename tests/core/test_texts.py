@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.texts import counted, numbered, ordinal, places_text, spans
-
-
-def test_a_number_as_a_place_in_an_order() -> None:
-    assert [ordinal(each) for each in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == (
-        "1st 2nd 3rd 4th 11th 12th 13th 21st 102nd 111th".split()
-    )
+from engine.core.texts import counted, numbered, places_text, spans
 
 
 def test_a_large_number_has_all_its_digits() -> None:
