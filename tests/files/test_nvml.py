@@ -65,6 +65,11 @@ def found_by(look: GpuLook) -> list[GpuLoad]:
     return loads
 
 
+@pytest.fixture(autouse=True)
+def _sees_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # `make test` hides those that are there
+
+
 def test_the_load_of_each_gpu_that_tells_it_is_a_mean_of_samples() -> None:
     library = FakeNvml()
     assert Nvml(lambda name: library).sample() == [GpuLoad(0, 1, 0.75, 5 << 20)]
