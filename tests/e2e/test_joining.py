@@ -50,6 +50,21 @@ def owns(run: Launcher, worker: int) -> bool:
     return worker in run.events("epoch")[-1]["owners"]
 
 
+def grown_back(launch: Launch, *words: str, **environment: str) -> tuple[Launcher, list[Launcher]]:
+    """Runs two pipelines of two workers: four, three, two, then four again; returns the run and the two that joined."""
+    grid = ("--pipelines", "2", "--stages", "2", "--blocks", "3", "--elastic", "--steps", "80", "--kill", "3:0")
+    run = launch("run", *words, *grid, "--kill", "8:4:F:1@1", "--json", **environment)
+    run.wait_until(lambda: len(run.events("epoch")) > 1 and len(run.events("epoch")[-1]["members"]) == 2)
+    commands = [joined(launch, run), joined(launch, run, "--standby")]
+    run.wait_until(lambda: all(owns(run, worker) for worker in (4, 5)))
+    done = run.wait(120)
+    assert done.code == 0, done.stderr
+    (comparison,) = run.events("comparison")
+    assert (comparison["difference"], comparison["compared"]) == (None, 80)
+    assert [command.wait(20).code for command in commands] == [0, 0]
+    return run, commands
+
+
 def test_a_worker_joins_without_a_failure_owns_blocks_and_leaves_at_ctrl_c(launch: Launch) -> None:
     run = launch("run", *MLP, "--stages", "3", "--blocks", "4", "--elastic", "--steps", "2000", "--json")
     run.wait_until(lambda: run.events("commit"))
@@ -79,17 +94,7 @@ def test_a_worker_joins_without_a_failure_owns_blocks_and_leaves_at_ctrl_c(launc
 
 
 def test_a_job_shrinks_by_kills_and_grows_back_and_its_weights_are_those_of_its_twin(launch: Launch) -> None:
-    """Two pipelines of two workers: four, three, two, then four again."""
-    grid = ("--pipelines", "2", "--stages", "2", "--blocks", "3", "--elastic", "--steps", "80", "--kill", "3:0")
-    run = launch("run", *TIMED, *grid, "--kill", "8:4:F:1@1", "--json")
-    run.wait_until(lambda: len(run.events("epoch")) > 1 and len(run.events("epoch")[-1]["members"]) == 2)
-    commands = [joined(launch, run), joined(launch, run, "--standby")]
-    run.wait_until(lambda: all(owns(run, worker) for worker in (4, 5)))
-    done = run.wait(120)
-    assert done.code == 0, done.stderr
-    (comparison,) = run.events("comparison")
-    assert (comparison["difference"], comparison["compared"]) == (None, 80)
-    assert [command.wait(20).code for command in commands] == [0, 0]
+    run, commands = grown_back(launch, *TIMED)
     assert [told(command, "run ended")[0]["outcome"] for command in commands] == ["finished", "finished"]
     assert {told(command, "started")[0]["worker"] for command in commands} == {4, 5}
     last = run.events("epoch")[-1]

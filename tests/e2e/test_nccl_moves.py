@@ -25,7 +25,7 @@ from tests.e2e.kill_runs import outcome_of
 from tests.e2e.launcher import Launcher
 from tests.e2e.over_nccl import OVER_NCCL, OverNccl, over_nccl
 from tests.e2e.test_block_hand_over import HALVES, TIMED
-from tests.e2e.test_joining import joined, owns, told
+from tests.e2e.test_joining import grown_back, joined, told
 from tests.e2e.test_real_kills import check, exits_of, fault, leaving_job, leavings, out_of
 from tests.e2e.test_restarts import JOB, Killer
 
@@ -110,17 +110,7 @@ def test_workers_join_and_one_leaves_at_its_notice(launch: Launch, double: Doubl
 @pytest.mark.soak
 def test_a_job_shrinks_by_kills_and_grows_back(launch: Launch, double: Double) -> None:
     timed = ("model=timed", *(f"model_args.{each}" for each in ("layers=12", "forward_ms=4", "backward_ms=4")))
-    grid = ("--pipelines", "2", "--stages", "2", "--blocks", "3", "--elastic", "--steps", "80", "--kill", "3:0")
-    given = (*[f"--set={each}" for each in (*timed, "microbatches=2")], *SETTINGS, *grid, "--kill", "8:4:F:1@1")
-    run = launch("run", *given, "--json", **double.environment)
-    run.wait_until(lambda: len(run.events("epoch")) > 1 and len(run.events("epoch")[-1]["members"]) == 2)
-    commands = [joined(launch, run), joined(launch, run, "--standby")]
-    run.wait_until(lambda: all(owns(run, worker) for worker in (4, 5)))
-    done = run.wait(120)
-    assert done.code == 0, done.stderr
-    (comparison,) = run.events("comparison")
-    assert (comparison["difference"], comparison["compared"]) == (None, 80)
-    assert [command.wait(20).code for command in commands] == [0, 0]
+    grown_back(launch, *[f"--set={each}" for each in (*timed, "microbatches=2")], *SETTINGS, **double.environment)
     assert is_clean(double), double.offences()
 
 
