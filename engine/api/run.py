@@ -125,16 +125,17 @@ class TrainingRun:
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns a table of the run: the same as `bamboo report --table NAME`; raises UserError for another name."""
+        from engine.core.evidence.proof import UNREAD
         from engine.files.events_file import read_history
         from engine.files.evidence.proving import proof_of
         from engine.report.actions import MOST_ACTIONS
-        from engine.report.load import TABLES, load
+        from engine.report.load import PROVED, TABLES, load
 
         if name not in TABLES:
             raise UserError([Problem("table", f"one of {', '.join(TABLES)}", repr(name), nearest(name, TABLES))])
         is_whole = name == "actions"
         history = read_history(self._files.events)
-        proof = proof_of(self._files, history)
+        proof = proof_of(self._files, history) if name in PROVED else UNREAD  # it reads every file of the run
         return load(history, self.name, None if is_whole else MOST_ACTIONS, proof).table(name)
 
     def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:

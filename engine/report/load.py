@@ -38,6 +38,7 @@ from engine.report.steps import evaluations_table, samples_table, steps_table
 from engine.report.workers import loads_in_words, memory_table, takeovers_table, workers_table
 
 TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "memory")
+PROVED = frozenset({"checks", "outcome"})  # of these: they say what the evidence proves about the weights
 _SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."
 
 
