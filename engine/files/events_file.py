@@ -100,10 +100,13 @@ def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
         raise StorageError(f"{path}: {error.strerror}") from error
 
 
-def refuse_impossible(history: RunHistory, path: Path) -> None:
-    """Raises StorageError if the records tell of more steps or slots than their job has: tables have a row for each."""
+def refuse_impossible(history: RunHistory, path: Path, known: int = 0) -> None:
+    """Raises StorageError if the records tell of more steps or slots than their job has: tables have a row for each.
+
+    The first `known` commits were looked at before.
+    """
     job = history.job
-    if history.commits and (last := max(history.commits.steps)) >= job.steps:
+    if (last := max(history.commits.steps[known:], default=-1)) >= job.steps:
         raise StorageError(f"{path}: step {last} is committed, and the job has {job.steps} steps")
     if (most := max((len(each.owners) for each in history.epochs), default=0)) > job.pipelines * job.slots:
         raise StorageError(f"{path}: an epoch has {most} owners, and the job {job.pipelines * job.slots} slots")

@@ -31,11 +31,12 @@ class GrowingEvents:
         Raises:
             StorageError: the file cannot be read, is of another version, or a line is no event.
         """
+        known = len(self._history.commits)
         for record in self.news():
             self._history.add(record)
             if (decision := self._heard.told(record)) is not None:
                 self._history.add(decision)
-        refuse_impossible(self._history, self.path)
+        refuse_impossible(self._history, self.path, known)
         return self._history
 
     def news(self) -> Iterator[Record]:
