@@ -20,6 +20,8 @@ from engine.core.errors import StorageError
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a reader would block for ever
 _PRIVATE = 0o600
+BLOCK_BYTES = 512  # in which the system counts what a file has on the disk
+_DENSE_BYTES, _MOST_HOLES = 64 << 20, 16
 
 
 @contextmanager
@@ -90,6 +92,14 @@ def open_to_append(path: Path, *, is_read: bool = False) -> int:
 def open_to_read(path: Path) -> int:
     """Returns a descriptor that reads a regular file; raises OSError for a link, a pipe and a device."""
     return _opened(path, os.O_RDONLY)
+
+
+def is_hollow(facts: os.stat_result) -> bool:
+    """Returns whether a large file mostly consists of holes: what is written byte by byte has none.
+
+    A sixteenth of it on the disk is enough, because a file system may compress. Some count no blocks at all.
+    """
+    return facts.st_size > _DENSE_BYTES and facts.st_blocks * BLOCK_BYTES < facts.st_size // _MOST_HOLES
 
 
 def open_new(name: str, folder: int) -> int:

@@ -19,14 +19,12 @@ from pathlib import Path
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, ensure, nearest
 from engine.core.history.step_files import FOLDER as STEPS
 from engine.core.scalar import finite
-from engine.files.atomic_write import storage_errors, write_atomically
+from engine.files.atomic_write import BLOCK_BYTES, is_hollow, storage_errors, write_atomically
 
 LATEST = "latest"
 RUN_NAME = r"[0-9]{8}-[0-9]{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
 CHECKPOINTS_FOLDER = "checkpoints"
 HOSTS_FOLDER = "hosts"  # of the records that other hosts have shipped
-_LARGE_BYTES = 1 << 26
-_LEAST_ON_DISK = 1 / 16  # of a large file; a file system may compress
 _MOST_STEP_BYTES = 1 << 26  # of a file of steps, which has about a megabyte
 _MOST_FACT_BYTES = 1 << 24  # of run.json and scenario.yaml
 _TIME = "%Y%m%d-%H%M%S"
@@ -201,10 +199,9 @@ def refuse_size(path: Path, facts: os.stat_result) -> None:
     size, most = facts.st_size, _most_bytes(path)
     if most is not None and size > most:
         raise StorageError(f"{path}: {size:,} bytes, and no run writes more than {most:,} into it")
-    if size > _LARGE_BYTES and facts.st_blocks * 512 < size * _LEAST_ON_DISK:
-        raise StorageError(
-            f"{path}: {size:,} bytes, of which {facts.st_blocks * 512:,} are on the disk: no run wrote it"
-        )
+    if is_hollow(facts):
+        there = facts.st_blocks * BLOCK_BYTES
+        raise StorageError(f"{path}: {size:,} bytes, of which {there:,} are on the disk: no run wrote it")
 
 
 def _most_bytes(path: Path) -> int | None:

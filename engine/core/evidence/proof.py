@@ -113,10 +113,8 @@ def proved(
     comparison = compare_steps(_checked(run, flaws), _checked(twin, flaws), history)
     if told is not None:
         flaws += _other_words(told, comparison)
-        if told.difference is not None and comparison.difference is not None:
-            comparison = replace(
-                comparison, difference=told.difference
-            )  # it knows the tensor, if the same step differs
+        if told.difference is not None and comparison.difference is not None:  # it knows the tensor, too
+            comparison = replace(comparison, difference=told.difference)
     elif not flaws:
         missing = missing or str(history.first(NotComparedRecord) or "the run has no verdict yet")
     return Proof(tuple(flaws[:_MOST_FLAWS]), missing, comparison)

@@ -17,16 +17,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from engine.files.atomic_write import open_below, open_in, open_inner, open_new, sync_folder
+from engine.files.atomic_write import (
+    BLOCK_BYTES,
+    is_hollow,
+    open_below,
+    open_in,
+    open_inner,
+    open_new,
+    sync_folder,
+)
 from engine.files.checkpoints.storage import Bytes
 
 _PAGE = 4096  # bytes; a write past the cache has whole ones
 _LARGE = 1 << 16  # bytes: a smaller write would cost more past the cache
-_BLOCK = 512  # bytes, in which the system counts what a file has on the disk; some file systems count nothing
-_DENSE, _MOST_HOLES = (
-    64 << 20,
-    16,
-)  # bytes: a larger file has a sixteenth of them on the disk, also on one that compresses
 _PIECE = 64 << 20  # bytes of one read, which has to find as much memory
 _MOST_PARTS = 4096  # of a path, with those of its links: a circle of links has no end
 
@@ -127,7 +130,8 @@ class OwnDisk:
             facts = _refuse_others(opened.fileno())
             if (size := facts.st_size) > most:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, and should have at most {most}")
-            if size > _DENSE and 0 < (there := facts.st_blocks * _BLOCK) < size // _MOST_HOLES:
+            if facts.st_blocks and is_hollow(facts):
+                there = facts.st_blocks * BLOCK_BYTES
                 raise OSError(errno.EFBIG, f"of its {size} bytes only {there} are on the disk: the rest are holes")
             data = bytearray()
             try:

@@ -135,9 +135,8 @@ class StreamCopies(Copies):
 
     def landed(self, tensors: Leaving) -> Arriving:
         """Begins to bring tensors to the device; any thread may call it."""
-        torch.cuda.set_device(
-            self._place
-        )  # of this thread: a stream's block, at its end, would begin a context on GPU 0
+        # Of this thread: a stream's block, at its end, would begin a context on GPU 0.
+        torch.cuda.set_device(self._place)
         if isinstance(tensors, ToHost):
             self._receiving.wait_event(tensors.ready)
             tensors = tensors.tensors
