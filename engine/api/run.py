@@ -125,7 +125,6 @@ class TrainingRun:
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns a table of the run: the same as `bamboo report --table NAME`; raises UserError for another name."""
-        from engine.core.evidence.proof import UNREAD
         from engine.files.events_file import read_history
         from engine.files.evidence.proving import proof_of
         from engine.report.actions import MOST_ACTIONS
@@ -135,8 +134,8 @@ class TrainingRun:
             raise UserError([Problem("table", f"one of {', '.join(TABLES)}", repr(name), nearest(name, TABLES))])
         is_whole = name == "actions"
         history = read_history(self._files.events)
-        proof = proof_of(self._files, history) if name in PROVED else UNREAD  # it reads every file of the run
-        return load(history, self.name, None if is_whole else MOST_ACTIONS, proof).table(name)
+        proof = {"proof": proof_of(self._files, history)} if name in PROVED else {}  # it reads every file of the run
+        return load(history, self.name, None if is_whole else MOST_ACTIONS, **proof).table(name)
 
     def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """Returns the state_dict in the newest checkpoint of the run, or in that of a step.
