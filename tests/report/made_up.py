@@ -10,13 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from engine.core.evidence.chain import linked_lines
 from engine.core.evidence.proof import Proof
+from engine.core.history.record_lines import encoded
 from engine.core.history.step_files import FOLDER, StepFile
 from engine.core.history.verdict_records import ComparisonRecord
 from engine.files.run_folder import create_run_folder
 from engine.report.load import RunTables
 from engine.report.load import load as load_history
-from tests.core.made_records import lines_of, made_history
+from tests.core.made_records import made_history, records_of
 
 Event = dict[str, Any]
 
@@ -223,7 +225,8 @@ def write_run(folder: Path, events: list[Event]) -> None:
     for first in files.ranges():
         for worker, data in files.read(first):
             (folder / FOLDER / str(StepFile(first, worker))).write_bytes(data)
-    (folder / "events.jsonl").write_text(lines_of(event for event in events if event["event"] != "action"))
+    records = records_of(event for event in events if event["event"] != "action")
+    (folder / "events.jsonl").write_text(linked_lines(map(encoded, records)))
 
 
 def _one_f_one_b(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ from bamboo_cli.app import app
 from engine.core.checks.samples import miscounted
 from engine.core.config.job import Job
 from engine.core.errors import StorageError
-from engine.core.evidence.chain import linked
+from engine.core.evidence.chain import linked, linked_lines
 from engine.core.history.gaps import gaps, left_out_steps
 from engine.core.history.process_records import HeardRecord, KnownRecord
 from engine.core.history.record import VERSION, StampedRecord, UnreadLine
@@ -28,13 +28,13 @@ from engine.report.load import load
 from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
 from engine.runtime.ipc.thinning import Thinning
-from tests.core.made_records import lines_of, made
+from tests.core.made_records import lines_of, made, records_of
 
 NAME = "20261121-100000-made-0a1b"
 JOB, GO = made("job"), made("go")
 HALF = encoded(made("commit"))[:40]
 BEGIN: list[dict[str, Any]] = [
-    {"event": "job", "steps": 3, "stages": 1},
+    {"event": "job", "steps": 1, "stages": 1},
     {"event": "started", "of": 0, "child": 5, "slots": [[0, 0]]},
     {"event": "epoch", "owners": [0], "shadows": [[]]},
     {"event": "go"},
@@ -104,7 +104,8 @@ def test_report_page_and_status_say_which_line_was_torn(tmp_path: Path) -> None:
     """Before, `report` and `status` of such a run ended with 74."""
     folder = tmp_path / NAME
     folder.mkdir()
-    (folder / "events.jsonl").write_text(f"{lines_of(BEGIN)}{HALF}\n{lines_of(END)}")
+    lines = linked_lines(map(encoded, records_of([*BEGIN, *END]))).splitlines(keepends=True)
+    (folder / "events.jsonl").write_text("".join([*lines[: len(BEGIN)], f"{HALF}\n", *lines[len(BEGIN) :]]))
     said = "1 line of events.jsonl could not be read (line 5)"
     reported = CliRunner().invoke(app, ["report", NAME, "--results", str(tmp_path)])
     assert reported.exit_code == 0, reported.output
