@@ -220,6 +220,18 @@ def test_a_coordinator_that_slept_judges_nobody() -> None:
     assert beating(state, 520).epoch == 1
 
 
+def test_silence_before_a_sleep_of_the_coordinator_does_not_count_behind_it() -> None:
+    """The worker slept too, as in a paused container, and has had no time to answer."""
+    state = running()
+    limit_ns = state.options.silence_ns
+    for now_ns in range(S // 4, limit_ns, S // 4):
+        state = told(state, *(beats(now_ns, worker, 1, 0, 3, inside=False) for worker in (0, 2)), Tick(now_ns))
+    woken_ns = limit_ns + 500 * S
+    for now_ns in range(woken_ns, woken_ns + limit_ns - S // 4, S // 4):
+        state = told(state, *(beats(now_ns, worker, 1, 0, 3, inside=False) for worker in (0, 2)), Tick(now_ns))
+    assert state.epoch == 1, "nobody is judged before it was silent for as long again"
+
+
 def test_a_worker_from_whose_host_nothing_comes_is_not_judged_before_something_comes_again() -> None:
     sight = Sight(1, 0, 4, True, S // 2, S // 50, Loading.NONE, "S", 0, 0)  # the last one: it was inside an action
     state = told(running(), *(beats(3, worker, 1, 0, 3, inside=False) for worker in range(3)), Tick(S // 4, {1: sight}))

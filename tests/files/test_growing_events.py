@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from engine.core.errors import StorageError
 from engine.core.history.process_records import HeardRecord
 from engine.core.history.record import UnreadLine
 from engine.core.history.run_records import CommitRecord
@@ -33,6 +36,15 @@ def test_a_torn_line_is_counted_and_the_next_is_read(tmp_path: Path) -> None:
     history = events.read_on()
     assert [each.number for each in history.of(UnreadLine)] == [6]
     assert len(history.of(CommitRecord)) == 5
+
+
+def test_a_look_refuses_new_commits_of_steps_that_the_job_has_not(tmp_path: Path) -> None:
+    events = GrowingEvents(tmp_path / "events.jsonl")
+    events.path.write_text(LINES)
+    events.read_on()
+    events.path.write_text(LINES + lines_of([{"event": "commit", "step": 9}, {"event": "commit", "step": 4}]))
+    with pytest.raises(StorageError, match="step 9 is committed, and the job has 9 steps"):
+        events.read_on()
 
 
 def test_decisions_that_a_host_has_heard_count_and_of_many_commits_the_last_one_is_read(tmp_path: Path) -> None:
