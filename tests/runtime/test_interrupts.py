@@ -66,6 +66,12 @@ CASES = {
         130,
         "",
     ),
+    "a limit that is lifted after the signal counts": (
+        "with holding() as found:\n    found.limit_s = 0.2\n    strike(); found.limit_s = 60.0\n"
+        "    until = time.monotonic() + 0.5\n    while time.monotonic() < until:\n        pass\n    print('on')",
+        0,
+        "on\n",
+    ),
     "nohup": (
         "signal.signal(signal.SIGHUP, signal.SIG_IGN); answer_signals(); strike(signal.SIGHUP); print('on')",
         0,

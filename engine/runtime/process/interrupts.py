@@ -61,7 +61,7 @@ class Interrupts:
         self.is_answered = False
         self._last_rites: list[Act] = []
         self._count = 0
-        self._first_s = self._due_s = 0.0
+        self._first_s = self._last_s = 0.0
         self._is_waiting = False
 
     def close(self) -> None:
@@ -114,29 +114,34 @@ class Interrupts:
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal that asks this process to end."""
         self._count += 1
-        self._due_s = time.monotonic() + {1: self.limit_s, 2: self.again_s}.get(self._count, 0.0)
+        self._last_s = time.monotonic()
         with contextlib.suppress(BlockingIOError):  # the reader has enough of them
             os.write(self._write_fd, bytes([number]))
         if self.first is None:
-            self.first, self._first_s = signal.Signals(number), time.monotonic()
+            self.first, self._first_s = signal.Signals(number), self._last_s
             signal.signal(signal.SIGALRM, lambda number, frame: self._act())
             self._act()
             self.on_first(self.first)
         else:
             self._act()
 
+    @property
+    def due_s(self) -> float:
+        """When the process ends by force, on the clock of `time.monotonic`, by the limits as they are now."""
+        return self._last_s + {1: self.limit_s, 2: self.again_s}.get(self._count, 0.0)
+
     def _act(self) -> None:
         """Does all that is due after a signal, and sets the alarm for the next."""
         first = required(self.first, "a signal has come")
         now_s = time.monotonic()
-        if now_s >= self._due_s:
+        if now_s >= self.due_s:
             self._end_by_force(first)
         answers_s = self._first_s + (_PICTURE_S if self.has_picture else 0.0)
         if now_s >= answers_s:
             self.answer()
         breaks_s = self._first_s + (0.0 if self._count > 1 and self.again_breaks else self.patience_s)
         signal.setitimer(
-            signal.ITIMER_REAL, min(each - now_s for each in (answers_s, breaks_s, self._due_s) if each > now_s)
+            signal.ITIMER_REAL, min(each - now_s for each in (answers_s, breaks_s, self.due_s) if each > now_s)
         )
         if self._is_waiting and now_s >= breaks_s:
             raise RunInterruptedError(first)
