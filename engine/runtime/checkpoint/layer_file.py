@@ -87,7 +87,9 @@ def tensors_of(layer: StoredLayer) -> dict[str, Tensor]:
 
 def _tensor_of(stored: StoredTensor) -> Tensor:
     memory, dtype = bytearray().join(stored.pieces), getattr(torch, stored.dtype)
-    return (torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)).view(stored.shape)
+    return (torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype, device="cpu")).view(
+        stored.shape
+    )
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
