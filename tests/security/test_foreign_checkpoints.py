@@ -73,6 +73,31 @@ def test_a_checkpoint_does_not_choose_where_to_write(name: str, tmp_path: Path, 
     assert [getattr(each, name) for each in opened] == ["mine", str(tmp_path / "victim")]
 
 
+def test_a_run_goes_on_in_its_own_folder_of_results_on_another_machine(tmp_path: Path, opened: list[Job]) -> None:
+    """Before, the command that a run had printed was refused after a preemption: the notes are on the old machine."""
+    runs = tmp_path / "runs"
+    job = Job(model="mlp", results=str(runs))
+    run = keep(runs, RUN, (3,), job).parent
+    run.joinpath("run.json").write_text(json.dumps({"job": {"model": "mlp", "results": str(runs)}}))
+    run.joinpath("events.jsonl").touch()
+    words = resume_command(run, job).removeprefix("bamboo ")
+    assert "--trust-code" not in words and call(f"{words} --other-bits")[0] == 99
+    assert [each.results for each in opened] == [str(runs)]
+    moved = tmp_path / "elsewhere" / RUN
+    moved.parent.mkdir()
+    run.rename(moved)
+    assert resume_command(moved, job).endswith(" --trust-code")
+    assert call(f"run --resume {moved} --other-bits")[0] == 2
+
+
+def test_a_folder_of_a_run_here_needs_no_word_in_another_folder(tmp_path: Path) -> None:
+    keep(Path("elsewhere"), RUN, (3,), Job(model="mlp", results=str(tmp_path / "runs")))
+    trust.note(Job(results=f"../{tmp_path.name}/runs"))
+    assert Path.cwd().parent == tmp_path.parent or call(RESUME)[0] == 2
+    trust.note(Job(results=str(tmp_path / "runs")))
+    assert call(RESUME)[0] == 99
+
+
 def test_code_that_the_user_names_beside_it_needs_no_word() -> None:
     keep(Path("elsewhere"), RUN, (3,), CALLED)
     Path("job.yaml").write_text(f"model: {CODE['model']}\ndata: {CODE['data']}\n")
@@ -98,19 +123,19 @@ def test_what_a_run_had_here_before_needs_no_word(tmp_path: Path, monkeypatch: p
 def test_notes_that_another_could_write_count_for_nothing(tmp_path: Path) -> None:
     trust.note(CALLED)
     notes = tmp_path / "state" / "bamboo" / "trusted-code"
-    assert (notes.stat().st_mode & 0o777, trust.needs_word(CALLED)) == (0o600, False)
+    assert (notes.stat().st_mode & 0o777, trust.needs_word(Path(RUN), CALLED)) == (0o600, False)
     size = notes.stat().st_size
     trust.note(CALLED)
     trust.note(Job())
     assert notes.stat().st_size == size  # each once, and nothing of a job that names no code
     notes.chmod(0o622)
-    assert trust.needs_word(CALLED)
+    assert trust.needs_word(Path(RUN), CALLED)
     notes.rename(tmp_path / "elsewhere")
     notes.symlink_to(tmp_path / "elsewhere")
-    assert trust.needs_word(CALLED)
+    assert trust.needs_word(Path(RUN), CALLED)
     trust.note(CALLED)  # in the place of the link, and not through it
-    assert not trust.needs_word(CALLED) and (tmp_path / "elsewhere").stat().st_size == size
+    assert not trust.needs_word(Path(RUN), CALLED) and (tmp_path / "elsewhere").stat().st_size == size
     notes.unlink()
     notes.mkdir()
     trust.note(CALLED)
-    assert trust.needs_word(CALLED)
+    assert trust.needs_word(Path(RUN), CALLED)

@@ -223,6 +223,6 @@ def resume_command(run: Path, job: Job) -> str:
     if not has_one:
         return ""
     words = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]
-    words += trust_words(needs_word(job))
+    words += trust_words(needs_word(run, job))
     words += ["--isa", isa] if (isa := fixed_instruction_set()) else []
     return shlex.join(["bamboo", "run", "--resume", str(run), *words])

@@ -6,8 +6,9 @@ scenario, a matrix, the job file that one of them names, a ``bamboo.yaml`` that 
 checkpoint. From a foreign file these values count with ``--trust-code`` only.
 
 A user's own checkpoint is told from another one by what its job names, because any file can be unpacked from elsewhere:
-each run notes its code and its folders, with the current folder, in a file of the user's. What a run had here before,
-it has again, without a word.
+each run notes its code, with the current folder, and its folders in a file of the user's. What a run had here before,
+it has again, without a word. So does the folder of results in which the run of that checkpoint lies: it was looked for
+there, and a machine that takes over after a preemption has no notes.
 """
 
 from __future__ import annotations
@@ -64,23 +65,32 @@ def note(job: Job) -> None:
 
 
 def without_noted(given: Iterable[Given]) -> list[Given]:
-    """Returns the values of a foreign file; those that a run had in this folder are foreign no more."""
+    """Returns the values of a checkpoint; those that a run had here, and the place of its run, are foreign no more."""
     noted = _noted()
-    return [replace(each, foreign="") if _line(each) in noted else each for each in given]
+    return [replace(each, foreign="") if _line(each) in noted or _is_place(each) else each for each in given]
 
 
-def needs_word(job: Job) -> bool:
-    """Returns whether a checkpoint with this job is resumed in this folder with the user's word only."""
-    noted = _noted()
-    return any(_refused(each) and _line(each) not in noted for each in _acting(job))
+def _is_place(given: Given) -> bool:
+    """Returns whether a value is the folder of results with the run from which it comes."""
+    if given.name != "results" or not isinstance(given.value, str):
+        return False
+    folders = Path(os.path.realpath(given.source)).parents
+    run = next((each for each in folders if (each / "run.json").is_file()), None)
+    return run is not None and os.path.realpath(given.value) == str(run.parent)
 
 
-def _acting(job: Job) -> list[Given]:
-    return [Given((name,), getattr(job, name), "", "", foreign=KEPT) for name in ACTING]
+def needs_word(run: Path, job: Job) -> bool:
+    """Returns whether a run with this job is resumed in this folder with the user's word only."""
+    return any(each.foreign and _refused(each) for each in without_noted(_acting(job, str(run / "run.json"))))
+
+
+def _acting(job: Job, source: str = "") -> list[Given]:
+    return [Given((name,), getattr(job, name), "", source, foreign=KEPT) for name in ACTING]
 
 
 def _line(given: Given) -> str:
-    text = json.dumps([os.path.realpath("."), given.name, given.value])
+    is_place = given.name in PLACES
+    text = json.dumps([os.path.realpath(str(given.value) if is_place else "."), given.name, is_place or given.value])
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
