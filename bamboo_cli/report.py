@@ -21,6 +21,7 @@ from engine.files.atomic_write import write_atomically, write_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.core.evidence.proof import Flaw
     from engine.files.run_folder import RunFolder
     from engine.report.load import RunTables
 
@@ -107,8 +108,8 @@ def report(
     if len(folders) > 1 and (page or trace):
         raise UserError([Problem("--page and --trace", "one run", f"{len(folders)} runs")])
     is_whole = table is Table.ACTIONS or trace is not None
-    loaded = [load_run(folder, every_action=is_whole) for folder in folders]
-    code = max(_verified(folders, loaded, verify), _check(loaded, fail_if or ()), key=_WORST.index)
+    loaded = [load_run(folder, every_action=is_whole, reads_checkpoints=verify) for folder in folders]
+    code = max(_verified(loaded, is_strict=verify), _check(loaded, fail_if or ()), key=_WORST.index)
     _say(loaded, form, has_checks=table is Table.CHECKS)
     _write_table(loaded, table, form, output)
     if page is not None or is_opened or form is Format.TERMINAL:
@@ -143,8 +144,11 @@ def find(results: Path, run: str | None) -> RunFolder:
     return folder
 
 
-def load_run(folder: RunFolder, *, every_action: bool = False) -> RunTables:
-    """Returns the tables of a run, of a long run with a part of its actions; prints a note before a long read."""
+def load_run(folder: RunFolder, *, every_action: bool = False, reads_checkpoints: bool = False) -> RunTables:
+    """Returns the tables of a run, of a long run with a part of its actions; prints a note before a long read.
+
+    With `reads_checkpoints` a damaged one in the folder of the run is a flaw of its evidence.
+    """
     from engine.files.events_file import read_history
     from engine.files.evidence.proving import proof_of
     from engine.files.step_reader import StepReader
@@ -157,7 +161,10 @@ def load_run(folder: RunFolder, *, every_action: bool = False) -> RunTables:
         echo(f"reading {folder.path.name}: {num_bytes / 1e6:.0f} MB of events", err=True)
     history = read_history(folder.events)
     goes_on = history.training_ended is None and launcher_runs(history, folder.path)
-    found = load(history, folder.path.name, None if every_action else MOST_ACTIONS, proof_of(folder, history))
+    proof = proof_of(folder, history)
+    if reads_checkpoints:
+        proof = replace(proof, flaws=(*proof.flaws, *_damaged_checkpoints(folder)))
+    found = load(history, folder.path.name, None if every_action else MOST_ACTIONS, proof)
     return replace(found, goes_on=goes_on, gaps=(*found.gaps, *_not_merged(folder)))
 
 
@@ -258,34 +265,32 @@ def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
     return next(code for code in _SAID if code in codes)
 
 
-def _verified(folders: Sequence[RunFolder], runs: Sequence[RunTables], reads_checkpoints: bool) -> ExitCode:
-    """Prints each flaw of the evidence of runs, and of the checkpoints in their folders, if these are read.
-
-    Returns the exit code. The place that a job names for checkpoints is not read: a run may be from elsewhere.
-    """
+def _verified(runs: Sequence[RunTables], *, is_strict: bool) -> ExitCode:
+    """Prints each flaw of the evidence of runs, and with `is_strict` what is missing; returns the exit code."""
     found = ExitCode.OK
-    for folder, run in zip(folders, runs, strict=True):
-        flaws = [str(each) for each in run.judgement.proof.flaws]
-        if reads_checkpoints:
-            number, damaged = _damaged_checkpoints(folder)
-            flaws += [run.judgement.proof.missing] * bool(run.judgement.proof.missing) + damaged
-            echo(f"{run.name}: {counted(number, 'checkpoint')} read, {len(damaged)} damaged", err=True)
-        for each in flaws:
+    for run in runs:
+        proof = run.judgement.proof
+        for each in (told := [*map(str, proof.flaws), *([proof.missing] if is_strict and proof.missing else [])]):
             echo(f"{run.name}: {each}", err=True)
-        found = ExitCode.EXPECTATION_FAILED if flaws else found
+        found = ExitCode.EXPECTATION_FAILED if told else found
     return found
 
 
-def _damaged_checkpoints(folder: RunFolder) -> tuple[int, list[str]]:
-    """Returns the number of checkpoints in the folder of a run, and what is wrong with those that are damaged."""
+def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:
+    """Reads the checkpoints in the folder of a run, and returns the flaw of each damaged one.
+
+    The place that a job names for checkpoints is not read: a run may be from elsewhere.
+    """
     from engine.core.errors import StorageError
+    from engine.core.evidence.proof import Flaw
     from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 
-    place, problems = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []
+    place, flaws = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []
     names = place.names()
     for name in names:
         try:
             place.verify(name)
         except StorageError as error:
-            problems.append(str(error))
-    return len(names), problems
+            flaws.append(Flaw(folder.checkpoints.name, str(error)))
+    echo(f"{folder.path.name}: {counted(len(names), 'checkpoint')} read, {len(flaws)} damaged", err=True)
+    return flaws

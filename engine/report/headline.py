@@ -65,7 +65,7 @@ def _training(run: RunTables) -> str:
     if outcome == "interrupted":
         return f"Interrupted: {steps}."
     if not outcome and not num_steps:
-        return "This run has recorded nothing yet."
+        return "No step is recorded." if run.judgement.proof.flaws else "This run has recorded nothing yet."
     if not outcome and run.goes_on:
         return f"This run goes on: {steps} so far."
     if not outcome:

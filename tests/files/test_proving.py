@@ -147,6 +147,25 @@ def test_a_file_that_is_gone_is_named(whole: Path, run: Path) -> None:
     assert "twin/trajectory.csv: it is gone" in [*map(str, proof(run).flaws)]
 
 
+@pytest.mark.parametrize("left", ["", '{"event":"job","worker":-1'])
+def test_emptied_records_beside_other_evidence_are_one_flaw_with_its_place(run: Path, left: str) -> None:
+    (run / "events.jsonl").write_text(left)
+    text = "events.jsonl: it has no whole record, and files that follow the first one are there"
+    assert [*map(str, proof(run).flaws)] == [text]
+    shutil.rmtree(run / "twin")
+    shutil.rmtree(run / "steps")
+    assert [*map(str, proof(run).flaws)] == [text], "the trajectory is there"
+
+
+def test_a_run_that_has_just_begun_has_no_flaw(run: Path) -> None:
+    for each in ("twin", "steps"):
+        shutil.rmtree(run / each)
+    (run / "trajectory.csv").unlink()
+    (run / "steps").mkdir()
+    (run / "events.jsonl").write_text("")
+    assert proof(run) == Proof(missing="the run has recorded nothing yet")
+
+
 def test_whole_evidence_is_verified_and_a_difference_is_told(whole: Path, tmp_path: Path) -> None:
     assert (proof(whole).flaws, proof(whole).missing, judged(whole).weights()) == ((), "", IDENTICAL)
     found = judged(make_evidence(tmp_path / "wrong", wrong_step=7).path)

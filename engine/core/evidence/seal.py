@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 EVENTS = "events.jsonl"
+BEFORE_EVENTS = ("run.json", "scenario.yaml")  # of a run that begins: they stand there before its first record
 _MOST_PARTS = 32
 _LEAST_PART_BYTES = 4096
 _HASH_BYTES = 6

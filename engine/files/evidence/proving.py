@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
 from engine.core.errors import StorageError
 from engine.core.evidence.proof import Computed, Flaw, Proof, is_twin_of, proved
-from engine.core.evidence.seal import EVENTS
+from engine.core.evidence.seal import BEFORE_EVENTS, EVENTS
 from engine.core.history.process_records import HostRecord, LeftBehindRecord
 from engine.core.history.record import UNSEALED
 from engine.core.history.run_history import RunHistory
@@ -19,7 +19,7 @@ from engine.files.events_file import read_history
 from engine.files.evidence.chain_file import chain_flaws
 from engine.files.evidence.evidence_file import evidence, lines
 from engine.files.evidence.hash_files import HashFiles
-from engine.files.evidence.sealing import seal_flaws
+from engine.files.evidence.sealing import evidence_files, seal_flaws
 from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import trajectory_row
 
@@ -31,6 +31,8 @@ _Losses = dict[str, Callable[[int], float | None]]
 def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
     """Returns the proof of the files in the folder of a run; `history` has the records of that folder."""
     run, flaws = folder.path, list[Flaw]()
+    if history.is_empty:
+        return _unrecorded(run)
     seal, begun, missing = history.first(SealRecord), history.first(JobRecord), ""
     if not _has_links(run, EVENTS, flaws):
         if seal is None and begun is not None and begun.version == UNSEALED:
@@ -47,6 +49,13 @@ def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
     ours = _computed(run, "", history, {EVENTS: _loss_of(history)}, flaws)
     theirs = _computed(run, _TWIN, twin, losses, flaws)
     return proved(history, ours, theirs, flaws, missing)
+
+
+def _unrecorded(run: Path) -> Proof:
+    """Returns the proof of a run without a whole record: it has none of the files that follow the first one."""
+    if not any(each not in (EVENTS, *BEFORE_EVENTS) for each in evidence_files(run)):
+        return Proof(missing="the run has recorded nothing yet")
+    return Proof((Flaw(EVENTS, "it has no whole record, and files that follow the first one are there"),))
 
 
 def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
