@@ -68,7 +68,7 @@ def size_text(num_bytes: int) -> str:
 
 def sentence(text: str) -> str:
     """Returns a text as a sentence: with a capital letter and a full stop."""
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{text[0].upper()}{text[1:].removesuffix('.')}."
 
 
 def not_kept_words(kept: int | None, why: str) -> str:

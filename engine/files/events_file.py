@@ -120,7 +120,8 @@ def _refuse_long(path: Path, whole: bytes, rest: bytes) -> None:
     for each in (*long, rest):
         most = _MOST_LONG_BYTES if each.startswith(_LONG) else _MOST_LINE_BYTES
         if len(each) > most:
-            raise StorageError(f"{path}: no record is as long as the line that begins with {each[:40]!r}")
+            begin = each[:40].decode("utf-8", "replace")
+            raise StorageError(f"{path}: no record is as long as the line that begins with {begin!r}")
 
 
 def _pids(history: RunHistory) -> dict[int, int]:

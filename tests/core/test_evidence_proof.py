@@ -44,7 +44,7 @@ def test_what_fits_together_is_identical() -> None:
     [
         (replace(ROWS[1], state="other"), "step 0, layer 1: the workers have told another hash of the weights"),
         (replace(ROWS[1], buffers="other"), "step 0, layer 1: the workers have told another hash of the buffers"),
-        (replace(ROWS[1], loss=99.0), "events.jsonl tells of 1.5"),
+        (replace(ROWS[1], loss=99.0), "events.jsonl has 1.5"),
         (replace(ROWS[1], layer=2), "step 0 has not one row for each layer"),
     ],
 )
@@ -52,6 +52,11 @@ def test_a_row_that_contradicts_what_was_told_is_a_flaw(row: TrajectoryRow, word
     (flaw, *_) = proof({1: row}).flaws
     assert flaw.place == "trajectory.csv"
     assert words in flaw.text
+
+
+def test_a_loss_that_is_recorded_nowhere_is_told_in_words() -> None:
+    flaw = proof(losses={"events.jsonl": lambda step: None}).flaws[0]
+    assert flaw.text == "step 0 has the loss 1.5, and events.jsonl has none"
 
 
 def test_a_hash_that_no_worker_has_told_is_a_flaw_unless_another_host_has_it() -> None:

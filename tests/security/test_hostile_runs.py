@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,40 @@ def test_no_run_folder_from_elsewhere_does_harm(
     assert [(each.name, each.is_dir()) for each in sorted(outside.iterdir())] == [("folder", True), ("kept", False)]
     assert (outside / "kept").read_text() == "kept"
     assert not [*(outside / "folder").iterdir()]
+
+
+def refusal(results: Path, *words: str) -> str:
+    """Returns the line with which a report of the run refuses its folder, with 74."""
+    with bounded():
+        told = CliRunner().invoke(app, ["report", NAME, "--results", str(results), *words])
+    assert isinstance(told.exception, BambooError), told.output
+    assert told.exception.exit_code is ExitCode.STORAGE
+    return str(told.exception)
+
+
+@pytest.mark.parametrize("kind", ["holes", "link", "folder"])
+def test_each_file_that_no_run_writes_so_is_refused_with_one_code_and_told_once(
+    whole: Path, tmp_path: Path, kind: str
+) -> None:
+    """Holes in the records were 74, and those in the trajectory a flaw, 1; a message had the same path twice."""
+    files = [each for each in evidence_files(whole) if (kind, each) != ("folder", "events.jsonl")]  # that is no run
+    for file in files:
+        path = Path(shutil.copytree(whole, tmp_path / NAME)) / file
+        if kind == "holes":
+            os.truncate(path, TIB)
+        else:
+            path.unlink()
+            (path.mkdir if kind == "folder" else partial(path.symlink_to, whole / file))()
+        told = refusal(tmp_path)
+        assert told.startswith(f"{path}: ") and told.count(str(path)) == 1, told
+        shutil.rmtree(tmp_path / NAME)
+
+
+@pytest.mark.parametrize("file", ["events.jsonl", "trajectory.csv", "twin/events.jsonl", "steps/hashes-0.jsonl"])
+def test_an_endless_line_is_refused_in_words(whole: Path, tmp_path: Path, file: str) -> None:
+    path = Path(shutil.copytree(whole, tmp_path / NAME)) / file
+    with path.open("ab") as opened:
+        for _ in range(68):
+            opened.write(b"x" * 1_000_000)
+    told = refusal(tmp_path)
+    assert told.startswith(f"{path}: ") and " b'" not in told, told

@@ -182,7 +182,7 @@ def _wrong_step(of: Computed, step: int, rows: list[TrajectoryRow], before: int)
     for told, loss_of in of.losses.items():
         loss = loss_of(step)
         if repr(loss) != repr(rows[0].loss) or any(repr(row.loss) != repr(loss) for row in rows):
-            return f"step {step} has the loss {rows[0].loss!r}, and {told} tells of {loss!r}"
+            return f"step {step} has the loss {rows[0].loss!r}, and {told} has {'none' if loss is None else repr(loss)}"
     hashes = of.hashes(step)
     return _other_hashes(of, step, rows, hashes) if hashes is not None else ""
 

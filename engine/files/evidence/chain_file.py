@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.errors import StorageError
 from engine.core.evidence.chain import Chains
 from engine.core.evidence.proof import Flaw
-from engine.files.evidence.evidence_file import evidence, lines
+from engine.files.evidence.evidence_file import evidence_lines
 
 
 def chain_flaws(run: Path, file: str) -> tuple[bool, list[Flaw]]:
-    """Returns whether the lines of a file in the folder of a run are linked, and the place where a chain breaks."""
+    """Returns whether the lines of a file in the folder of a run are linked, and the place where a chain breaks.
+
+    Raises the errors of `evidence`, but for a file that is gone.
+    """
     chains = Chains()
     try:
-        with evidence(run, file) as (opened, size):
-            for line in lines(opened, size):
-                chains.take(line)
-    except (FileNotFoundError, StorageError) as error:
-        return False, [Flaw(file, str(error))]
+        for line in evidence_lines(run, file):
+            chains.take(line)
+    except FileNotFoundError:
+        return False, [Flaw(file, "it is gone")]
     return chains.num_links > 0, broken_chain(chains, file)
 
 

@@ -1,4 +1,8 @@
-"""Opens the files of the evidence of a run, which may be from elsewhere: through no link, and of no impossible size."""
+"""Opens the files of the evidence of a run, which may be from elsewhere: through no link, and of no impossible size.
+
+Rule: a file that no run writes so, or that cannot be read, is an error of whoever reads it; what stands in it, and
+that it is gone, may be a flaw of the evidence.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +47,17 @@ def parts(file: IO[bytes], size: int, part: int) -> Iterator[bytes]:
         yield data
 
 
-def lines(file: IO[bytes], size: int) -> Iterator[str]:
-    """Yields the lines in the first `size` bytes of a file, without their newlines, and a last one without its end."""
+def evidence_lines(run: Path, file: str) -> Iterator[str]:
+    """Yields the lines of a file of the evidence, without their newlines, and a last one without its end.
+
+    Raises the errors of `evidence`, also for a line that is longer than any record.
+    """
     rest = b""
-    for data in parts(file, size, _CHUNK_BYTES):
-        *whole, rest = (rest + data).split(b"\n")
-        yield from (each.decode("utf-8", "replace") for each in whole)
-        if len(rest) > _MOST_LINE_BYTES:
-            return
+    with evidence(run, file) as (opened, size):
+        for data in parts(opened, size, _CHUNK_BYTES):
+            *whole, rest = (rest + data).split(b"\n")
+            yield from (each.decode("utf-8", "replace") for each in whole)
+            if len(rest) > _MOST_LINE_BYTES:
+                raise StorageError(f"{run / file}: no line of a run is longer than {_MOST_LINE_BYTES:,} bytes")
     if rest:
         yield rest.decode("utf-8", "replace")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.errors import InvariantError, StorageError
+from engine.core.errors import InvariantError
 from engine.core.evidence.chain import Chains, unlinked
 from engine.core.evidence.proof import Flaw, StepHashes
 from engine.core.history.record_lines import TornLineError, decoded
 from engine.core.history.run_records import AuditRecord
 from engine.core.history.step_files import FOLDER, StepFile
 from engine.files.evidence.chain_file import broken_chain
-from engine.files.evidence.evidence_file import evidence, lines
+from engine.files.evidence.evidence_file import evidence_lines
 
 _MOST_TORN = 1_000
 
@@ -38,19 +38,15 @@ class HashFiles:
         file, found, chains = f"{self._folder}{FOLDER}/{StepFile(first, None)}", dict[int, StepHashes](), Chains()
         number = num_torn = 0
         try:
-            with evidence(self._run, file) as (opened, size):
-                for line in lines(opened, size):
-                    number += 1
-                    chains.take(line)
-                    audit = _audit(line)
-                    if audit is not None:
-                        found.setdefault(audit.step, StepHashes()).add(audit)
-                    elif (num_torn := num_torn + 1) > _MOST_TORN:
-                        raise InvariantError(f"{_MOST_TORN:,} lines before it are no records")
+            for line in evidence_lines(self._run, file):
+                number += 1
+                chains.take(line)
+                audit = _audit(line)
+                if audit is not None:
+                    found.setdefault(audit.step, StepHashes()).add(audit)
+                elif (num_torn := num_torn + 1) > _MOST_TORN:
+                    raise InvariantError(f"{_MOST_TORN:,} lines before it are no records")
         except FileNotFoundError:
-            return None
-        except StorageError as error:
-            self._flaws.append(Flaw(file, str(error)))
             return None
         except InvariantError as error:
             self._flaws.append(Flaw(f"{file}:{number}", str(error)))

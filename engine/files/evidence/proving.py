@@ -17,7 +17,7 @@ from engine.core.history.step_files import span_of
 from engine.core.history.verdict_records import SealRecord, TwinRecord
 from engine.files.events_file import read_history
 from engine.files.evidence.chain_file import chain_flaws
-from engine.files.evidence.evidence_file import evidence, lines
+from engine.files.evidence.evidence_file import evidence_lines
 from engine.files.evidence.hash_files import HashFiles
 from engine.files.evidence.sealing import evidence_files, seal_flaws
 from engine.files.run_folder import RunFolder
@@ -29,7 +29,11 @@ _Losses = dict[str, Callable[[int], float | None]]
 
 
 def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
-    """Returns the proof of the files in the folder of a run; `history` has the records of that folder."""
+    """Returns the proof of the files in the folder of a run; `history` has the records of that folder.
+
+    Raises:
+        StorageError: a file cannot be read, or is none that a run writes: a link, endless lines, mostly holes.
+    """
     run, flaws = folder.path, list[Flaw]()
     if history.is_empty:
         return _unrecorded(run)
@@ -69,11 +73,7 @@ def _history_of_twin(folder: RunFolder, history: RunHistory, flaws: list[Flaw]) 
     if not folder.twin.events.exists():
         return None
     _has_links(folder.path, f"{_TWIN}{EVENTS}", flaws)
-    try:
-        twin = read_history(folder.twin.events)
-    except StorageError as error:
-        flaws.append(Flaw(f"{_TWIN}{EVENTS}", str(error)))
-        return None
+    twin = read_history(folder.twin.events)
     if not is_twin_of(history, twin):
         flaws.append(Flaw(f"{_TWIN}{EVENTS}:1", "this is not the job of the twin of this run"))
     return twin
@@ -115,14 +115,14 @@ def _computed(
 def _rows(run: Path, file: str, flaws: list[Flaw]) -> Iterator[TrajectoryRow]:
     """Yields the rows of a trajectory up to the first that is damaged, which is a flaw."""
     head = ",".join(COLUMNS)
-    try:
-        with evidence(run, file) as (opened, size):
-            for number, line in enumerate(lines(opened, size), start=1):
-                if number > 1:
-                    yield trajectory_row(line, f"{number}")
-                elif line != head:
-                    flaws.append(Flaw(f"{file}:1", f"expected the columns {head}"))
-                    return
-    except StorageError as error:
-        place, _, text = str(error).partition(": ")
-        flaws.append(Flaw(f"{file}:{place}", text) if place.isdecimal() else Flaw(file, str(error)))
+    for number, line in enumerate(evidence_lines(run, file), start=1):
+        if number == 1 and line != head:
+            flaws.append(Flaw(f"{file}:1", f"expected the columns {head}"))
+            return
+        try:
+            row = None if number == 1 else trajectory_row(line, f"{number}")
+        except StorageError as error:
+            flaws.append(Flaw(f"{file}:{number}", str(error).partition(": ")[2]))
+            return
+        if row is not None:
+            yield row

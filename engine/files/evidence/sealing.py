@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from engine.core.errors import StorageError
 from engine.core.evidence.proof import Flaw
 from engine.core.evidence.seal import EVENTS, SealedFile, broken_seal, is_evidence, part_bytes, sealed
 from engine.core.history.step_files import FOLDER
@@ -45,7 +44,10 @@ def evidence_files(run: Path) -> Iterator[str]:
 
 
 def seal_flaws(run: Path, seal: SealRecord, *, may_grow: bool) -> Iterator[Flaw]:
-    """Yields each file that is not as it was sealed; `may_grow`: a process was left behind, and may write."""
+    """Yields each file that is not as it was sealed; `may_grow`: a process was left behind, and may write.
+
+    Raises the errors of `evidence`, but for a file that is gone.
+    """
     files = [SealedFile(*each) for each in seal.files[:_MOST_FILES]]
     yield from (flaw for each in files for flaw in _flaws_of(run, each, may_grow=may_grow))
     yield from _unknown(run, {each.file for each in files}, may_grow=may_grow)
@@ -65,12 +67,10 @@ def _flaws_of(run: Path, told: SealedFile, *, may_grow: bool) -> Iterator[Flaw]:
     try:
         with evidence(run, told.file) as (opened, size):
             if size < told.bytes:
-                yield Flaw(told.file, f"it ends behind {size:,} bytes, and had {told.bytes:,}")
+                yield Flaw(told.file, f"it ends after {size:,} bytes, and the run wrote {told.bytes:,}")
             elif size > told.bytes and not grows:
-                yield Flaw(told.file, f"it has {size:,} bytes, and had {told.bytes:,}")
+                yield Flaw(told.file, f"it has {size:,} bytes, and the run wrote {told.bytes:,}")
             if why := broken_seal(told, parts(opened, min(size, told.bytes), part_bytes(told.bytes))):
                 yield Flaw(told.file, why)
     except FileNotFoundError:
         yield Flaw(told.file, "it is gone")
-    except StorageError as error:
-        yield Flaw(told.file, str(error))
