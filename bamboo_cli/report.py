@@ -291,6 +291,8 @@ def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:
         try:
             place.verify(name)
         except StorageError as error:
-            flaws.append(Flaw(folder.checkpoints.name, str(error)))
+            file, _, why = str(error).partition(": ")
+            is_named = file.startswith(str(name).partition("/")[0])
+            flaws.append(Flaw(f"checkpoints/{file if is_named else name}", why if is_named else str(error)))
     echo(f"{folder.path.name}: {counted(len(names), 'checkpoint')} read, {len(flaws)} damaged", err=True)
     return flaws

@@ -30,7 +30,8 @@ Where = Annotated[
     str,
     typer.Argument(
         metavar="RUN|DIR|URL[@STEP]",
-        help="A run's name or its beginning, latest, or a folder or URL of checkpoints; of one step behind an @.",
+        help="A run's name or its beginning, latest, or a folder or URL of checkpoints; of one step behind an @, or as "
+        "its folder DIR/step-N.",
         autocompletion=completion.runs,
     ),
 ]

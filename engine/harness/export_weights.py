@@ -18,9 +18,10 @@ def export_weights(where: str, results: Path, output: Path, say: Callable[[str],
         StorageError: none of its checkpoints is good, or the output cannot be written.
         UserError: the output has no known form.
     """
-    found = find_checkpoint(where, results, say)
-    from engine.runtime.checkpoint.export import export  # torch
+    from engine.runtime.checkpoint.export import export, refuse_output  # torch
 
+    refuse_output(output)  # before every byte of the checkpoint is read
+    found = find_checkpoint(where, results, say)
     done = export(checkpoints_at(found.origin.place), found.manifest, output)
     facts = {"run": found.manifest.run, "step": found.manifest.step, "output": str(output)}
     return facts | {"tensors": done.tensors, "bytes": done.num_bytes}

@@ -17,8 +17,11 @@ from typer.testing import CliRunner, Result
 
 from bamboo_cli.report import load_run, report
 from engine.core.errors import NothingMatchedError, StorageError, UserError
+from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 from engine.files.run_folder import RunFolder
 from engine.runtime.process.folder_lock import folder_used
+from tests.files.made_checkpoints import save
+from tests.files.made_evidence import make_evidence
 from tests.report.made_up import MadeUpRun, agent, make_run
 
 APP = typer.Typer()
@@ -100,6 +103,41 @@ def test_what_takes_long_to_read_is_told_meanwhile(folder: Path, monkeypatch: py
     assert say(folder, "--json").stderr == ""
     monkeypatch.setattr("bamboo_cli.report._LONG_BYTES", num_bytes - 1)
     assert say(folder, "--json").stderr == f"reading {folder.name}: {num_bytes / 1e6:.0f} MB of events\n"
+
+
+def test_emptied_records_are_damaged_evidence_and_no_beginning(tmp_path: Path) -> None:
+    """They read like a run that has just begun, with 0."""
+    run = make_evidence(tmp_path / "run")
+    run.events.write_text("")
+    said = say(run.path)
+    told = "it has no whole record, and files that follow the first one are there"
+    assert said.stdout.splitlines()[0] == f"run: Damaged evidence: events.jsonl: {told}. No step is recorded."
+    assert said.exit_code == 1
+    for each in (run.path / "steps", run.twin.path):
+        shutil.rmtree(each)
+    run.trajectory.unlink()
+    said = say(run.path)
+    assert (said.exit_code, said.stdout.splitlines()[0]) == (0, "run: This run has recorded nothing yet.")
+
+
+def test_the_headline_tells_of_damaged_checkpoints(tmp_path: Path) -> None:
+    """It called the weights identical; only the exit code said that a checkpoint was damaged."""
+    run = make_evidence(tmp_path / "run")
+    names = [save(checkpoints_at(run.checkpoints), step) for step in (3, 7)]
+    good = say(run.path, "--verify")
+    assert (good.exit_code, good.stderr.splitlines()[0]) == (0, "run: 2 checkpoints read, 0 damaged")
+    (part,) = (run.checkpoints / "step-00000003").glob("layer-0001.*")
+    part.write_bytes(part.read_bytes()[:-1])
+    (run.checkpoints / str(names[1])).write_text("{}")
+    assert "Weights identical" in say(run.path).stdout
+    said = say(run.path, "--verify")
+    first = said.stdout.splitlines()[0]
+    assert first.startswith(f"run: Damaged evidence: checkpoints/step-00000003/{part.name}: expected ")
+    assert "(1 more flaw)" in first and first.endswith("Weights not verified: 2 flaws in the evidence.")
+    assert said.exit_code == 1
+    assert said.stderr.splitlines()[2].startswith(f"run: checkpoints/{names[1]}: its SHA-256 begins with ")
+    part.unlink()
+    assert "checkpoints/step-00000003/manifest" in say(run.path, "--verify").stdout.splitlines()[0]
 
 
 def test_a_folder_that_is_no_run_is_named(folder: Path) -> None:

@@ -81,6 +81,19 @@ def test_latest_is_the_newest_run_that_has_one(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path / OLD / "checkpoints"), tmp_path, lambda line: None).origin.step == 5
 
 
+def test_the_folder_of_one_step_stands_for_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for a place that holds folders of steps: no checkpoint in it."""
+    place = keep(tmp_path, OLD, (3, 5))
+    found = find_checkpoint(str(place / "step-00000003"), tmp_path, lambda line: None)
+    assert (found.origin.place, found.origin.step, found.origin.is_named) == (str(place), 3, True)
+    monkeypatch.chdir(place / "step-00000003")
+    assert find_checkpoint(".", tmp_path, lambda line: None).origin.step == 3
+    (part,) = (place / "step-00000003").glob("layer-*")
+    part.write_bytes(b"")
+    with pytest.raises(StorageError, match=r"no checkpoint of step 3 of '\.' is good: 1 was refused"):
+        find_checkpoint(".", tmp_path, lambda line: None)
+
+
 def test_a_checkpoint_of_another_run_than_the_newest_is_told(tmp_path: Path) -> None:
     """`latest` trained an older run to its end, and nothing said that the newest one had no checkpoint."""
     place = keep(tmp_path, OLD, (3, 5))

@@ -18,9 +18,10 @@ from engine.api.weights import weights_at
 from engine.core.checkpoints.manifest import Manifest
 from engine.core.checkpoints.part_file import header_bytes
 from engine.core.config.job import Job
-from engine.core.errors import BambooError, StorageError
+from engine.core.errors import BambooError, StorageError, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
 from engine.files.jobs.checkpoint_choice import find_checkpoint
+from engine.files.jobs.given_weights import hash_as_given
 from engine.runtime.checkpoint.given_weights import GivenWeights
 from tests.runtime.thread_runs import run_in_threads
 
@@ -130,6 +131,9 @@ def test_each_reader_refuses_the_layer(
         weights_at(run / "checkpoints", 1)
     with pytest.raises(BambooError, match=words):
         GivenWeights(str(run / "checkpoints" / "step-00000001"))
+    with pytest.raises(UserError, match=words):
+        hash_as_given(str(run / "checkpoints" / "step-00000001"), "")  # which is before any worker
+    assert hash_as_given(str(run / "checkpoints" / "step-00000000"), "")
     assert GivenWeights(str(run / "checkpoints" / "step-00000000")).names() == list(weights_at(run / "checkpoints", 0))
 
 
@@ -137,7 +141,29 @@ def test_weights_that_are_whole_are_read_by_all(results: Path, tmp_path: Path) -
     place = results / RUN / "checkpoints"
     assert CliRunner().invoke(app, ["checkpoint", "verify", str(place)]).exit_code == 0
     output = tmp_path / "weights.safetensors"
-    assert CliRunner().invoke(app, ["export", str(place), "--output", str(output)]).exit_code == 0
+    for each in (place, place / "step-00000001"):
+        assert CliRunner().invoke(app, ["export", str(each), "--output", str(output)]).exit_code == 0
     exported, kept = GivenWeights(str(output)), GivenWeights(str(place / "step-00000001"))
     assert sorted(exported.names()) == sorted(kept.names())
     assert all(exported.tensor(name).equal(kept.tensor(name)) for name in kept.names())
+
+
+def test_a_folder_that_is_no_whole_checkpoint_begins_no_run(results: Path, tmp_path: Path) -> None:
+    """Workers were started first."""
+    step = Path(shutil.copytree(results / RUN / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
+
+    def refusal(path: Path) -> str:
+        done = CliRunner().invoke(app, ["run", "--init", str(path), "--results", str(tmp_path / "results")])
+        assert isinstance(done.exception, UserError), done.output
+        assert not (tmp_path / "results").exists()
+        return str(done.exception)
+
+    (manifest,) = step.glob("manifest-*")
+    shutil.copy(manifest, step / f"manifest-{'0' * 16}.json")
+    assert "the folder of one checkpoint" in refusal(step)
+    manifest.unlink()
+    assert "its SHA-256 begins with" in refusal(step)
+    assert "it has no safetensors file" in refusal(results / RUN / "checkpoints")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "it begins as no file of weights does" in refusal(tmp_path / "folder")

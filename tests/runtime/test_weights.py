@@ -20,6 +20,7 @@ from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.files.jobs.given_weights import hash_as_given
+from engine.harness.export_weights import export_weights
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
 from engine.runtime.checkpoint.export import INDEX, export
@@ -232,6 +233,8 @@ def test_outputs_of_another_form_are_refused(kept: Kept, tmp_path: Path) -> None
     for name in ("m.onnx", "full"):
         with pytest.raises(UserError, match=r"FILE.safetensors, FILE.pt or a new folder"):
             export(kept.folder, kept.manifest, tmp_path / name)
+        with pytest.raises(UserError, match=r"FILE.safetensors, FILE.pt or a new folder"):
+            export_weights("there is no such run", tmp_path, tmp_path / name, str)  # no byte is read before
 
 
 def test_layers_of_one_name_have_their_numbers() -> None:

@@ -1,4 +1,4 @@
-"""The places of checkpoints that a user names: a run, a folder or a URL, with or without a step behind an @."""
+"""The places of checkpoints that a user names: a run, a folder or a URL, also of one step, alone or behind an @."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.checkpoints.keeping import keeps_any
-from engine.core.checkpoints.manifest import can_be_parsed
+from engine.core.checkpoints.manifest import can_be_parsed, is_manifest, step_of
 from engine.core.config.job import Job
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
-from engine.files.atomic_write import open_to_read
+from engine.files.atomic_write import open_to_read, storage_errors
 from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.files.checkpoints.object_storage import credentials_problem, is_private
 from engine.files.checkpoints.place_text import folder_at, is_half_url, is_url
@@ -81,9 +81,22 @@ def checkpoint_places(text: str, results: Path) -> Iterator[CheckpointPlace]:
         for each in reversed(names):
             yield from places_of(RunFolder(results / each), step)
     elif Path(where).is_dir() and not RunFolder(Path(where)).events.exists():
-        yield CheckpointPlace(checkpoints_at(Path(where).absolute()), step=step)
+        yield place_of_step(Path(where)) or CheckpointPlace(checkpoints_at(Path(where).absolute()), step=step)
     else:
         yield from places_of(find_run(results, where), step)
+
+
+def place_of_step(path: Path) -> CheckpointPlace | None:
+    """Returns the place of the step whose folder is at `path`, such as ``KEPT/step-00000003``; None for another path.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    whole = path.absolute()
+    with storage_errors("read", path):
+        is_one = path.is_dir() and any(is_manifest(each) for each in os.listdir(path))
+    step = step_of(whole.name) if is_one else None
+    return None if step is None else CheckpointPlace(checkpoints_at(whole.parent), step=step)
 
 
 def with_whole_place(job: Job) -> Job:

@@ -26,6 +26,7 @@ from engine.files.checkpoints.checkpoint_folder import CheckpointFolder
 from engine.runtime.checkpoint.loader import read_layer
 
 INDEX = "model.safetensors.index.json"
+_FILES = (".pt", ".pth", ".safetensors")
 _METADATA = {"format": "pt"}  # transformers asks for it
 _LARGEST_BYTES = 5 * 10**9  # of a file in a folder, unless one tensor is larger; as transformers has it
 
@@ -46,14 +47,21 @@ def export(folder: CheckpointFolder, manifest: Manifest, output: Path, largest: 
         StorageError: a file cannot be written, or one of the checkpoint is not what was written.
         UserError: the output has another form, or is a folder that has files.
     """
-    if output.suffix in (".pt", ".pth", ".safetensors"):
+    refuse_output(output)
+    if output.suffix:
         tensors = weights_of(folder, manifest)
         write_named(output, _pickled(tensors) if output.suffix != ".safetensors" else as_safetensors(tensors))
         return Exported(len(tensors), sum(map(_size, tensors.values())))
-    if output.suffix or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
+    return _write_folder(_tensors(folder, manifest), output, largest)
+
+
+def refuse_output(output: Path) -> None:
+    """Raises UserError for an output that is no file of a known form, and no new or empty folder."""
+    if output.suffix in _FILES or not (output.suffix or output.exists()):
+        return
+    if output.suffix or not output.is_dir() or any(output.iterdir()):
         hint = "it has files already" if output.is_dir() else ""
         raise UserError([Problem("--output", "FILE.safetensors, FILE.pt or a new folder", repr(str(output)), hint)])
-    return _write_folder(_tensors(folder, manifest), output, largest)
 
 
 def _tensors(folder: CheckpointFolder, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
