@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from bamboo_cli.terminal.echo import echo
-from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
+from engine.core.errors import BambooError, ExitCode, Problem, UserError, of_system
 from engine.core.texts import printable
 
 # Name of a command, of its module, and of the function or group in that module -> the beginning of its help.
@@ -199,8 +199,7 @@ def _run_program() -> NoReturn:
     except BrokenPipeError:
         raise
     except OSError as error:
-        # A file of a run folder, or the output: other errors of the system were given a name where they happened.
-        _refuse(StorageError(f"{error.filename or 'output'}: {error.strerror or error}"))
+        _refuse(of_system(error))
     except Exception:
         import traceback
 

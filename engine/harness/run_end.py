@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.errors import BY_SIGNAL, BambooError, StorageError
+from engine.core.errors import BY_SIGNAL, BambooError, StorageError, of_system
 from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
 
 if TYPE_CHECKING:
@@ -41,11 +41,22 @@ def in_new_folder(results: str, name: str, say: Callable[[str], None]) -> Iterat
 
 @contextlib.contextmanager
 def failure_recorded(folder: RunFolder) -> Iterator[None]:
-    """Records an error that ends the command before the run has a verdict, such as a store that refuses."""
+    """Records an error that ends the command before the run has a verdict, such as a store that refuses.
+
+    The folder of a run that has recorded nothing is deleted. An error of the system becomes one of bamboo.
+    """
     try:
-        yield
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise of_system(error) from error
     except BambooError as error:
-        record_failure(folder, error)
+        if folder.events.exists():
+            record_failure(folder, error)
+        else:
+            _delete(folder.path)
         raise
 
 
@@ -61,6 +72,15 @@ def record_failure(folder: RunFolder, error: BambooError) -> None:
         training = [] if history.training_ended else [TrainingEndedRecord(outcome=outcome, exit_code=code)]
         if not history.is_empty and history.ended is None:
             add_records(folder.events, *failed, *training, EndedRecord(outcome=outcome, exit_code=code))
+
+
+def _delete(run: Path) -> None:
+    """Deletes the folder of a run that has not begun, if its files are bamboo's own; ``latest`` is the run before."""
+    from engine.files.own_files import delete_tree
+    from engine.files.run_folder import point_latest_to_newest
+
+    delete_tree(run, run.parent)
+    point_latest_to_newest(run.parent)
 
 
 def note_forced_end(folder: RunFolder, number: int) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import resource
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
+import pytest
+
+from engine.core.errors import EnvironmentLacksError, StorageError
 from engine.core.history.run_records import ScenarioRecord
 from engine.files.events_file import read_history
+from engine.files.run_folder import create_run_folder, latest_name, run_names
 from engine.files.scenarios.library import find_scenario
 from engine.files.scenarios.scenario_file import load_scenario
 from engine.harness.cases.case import scenario_record
+from engine.harness.run_end import in_new_folder
 from engine.runtime.faults.registry import kinds
 
 
@@ -48,6 +56,42 @@ def test_a_disk_that_is_full_is_said_of_the_file_that_was_to_be_written(tmp_path
         timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
     )
-    (folder,) = (each for each in tmp_path.iterdir() if not each.is_symlink())
-    told = f"job: of the scenario (mlp on auto)\nbamboo: cannot write '{folder / 'scenario.yaml'}': File too large\n"
-    assert (done.returncode, done.stdout, done.stderr) == (74, "", told)
+    told = (
+        r"job: of the scenario \(mlp on auto\)\n"
+        rf"bamboo: cannot write '{tmp_path}/[^/]*/scenario.yaml': File too large\n"
+    )
+    assert (done.returncode, done.stdout) == (74, "")
+    assert re.fullmatch(told, done.stderr), done.stderr
+    assert [*tmp_path.iterdir()] == [], "a run that has recorded nothing leaves no folder, and no link to it"
+
+
+@pytest.mark.parametrize("limit", [12, 18, 96])
+def test_too_few_descriptors_leave_nothing_or_a_run_with_its_end(tmp_path: Path, limit: int) -> None:
+    """A run with so few read as one whose launcher was killed, or had an empty folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bamboo_cli", "run", "--model", "mlp", "--results", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+    )
+    assert done.returncode in (4, 74), done.stderr
+    for each in tmp_path.glob("2*"):
+        ended = read_history(each / "events.jsonl").ended
+        assert (ended and (ended.outcome, ended.exit_code)) == ("failed", done.returncode)
+
+
+def _fail(results: Path, error: Exception) -> None:
+    with in_new_folder(str(results), "mlp", print) as folder:
+        folder.write_run_json({})
+        assert latest_name(results) == folder.path.name
+        raise error
+
+
+def test_an_error_before_the_first_record_leaves_nothing(tmp_path: Path) -> None:
+    before = create_run_folder(tmp_path, "mlp", datetime(2026, 1, 1), "0a0a", str)
+    for error, kind in ((OSError(errno.EMFILE, "many"), EnvironmentLacksError), (StorageError("full"), StorageError)):
+        with pytest.raises(kind):
+            _fail(tmp_path, error)
+        assert (run_names(tmp_path), latest_name(tmp_path)) == ([before.path.name], before.path.name)
