@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import replace
 from enum import StrEnum
 from operator import itemgetter
@@ -134,11 +135,16 @@ def _form(form: Format | None, as_json: bool, output: Path | None) -> Format:
 def find(results: Path, run: str | None) -> RunFolder:
     """Returns the run with this folder, name or beginning of a name; the latest by default.
 
-    Raises NothingMatchedError if there is no such run, or if it has no events yet.
+    Raises NothingMatchedError if there is no such run, or if it has no events yet; of a matrix it names the way.
     """
+    from engine.files.matrix_results import RESULTS
     from engine.files.run_folder import find_run
 
     folder = find_run(results, run)
+    if (folder.path / RESULTS).is_file():
+        runs = shlex.join(["bamboo", "report", "RUN", "--results", str(folder.path / "runs")])
+        told = f"{str(folder.path)!r} is the folder of a matrix: its page is {folder.path / 'report.html'}"
+        raise NothingMatchedError(told, f"one of the runs that it kept: {runs}")
     if not folder.events.is_file():
         raise NothingMatchedError(f"no run to report in {str(folder.path)!r}: there is no {folder.events.name}")
     return folder

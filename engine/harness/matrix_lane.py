@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.checks.cell_result import CellResult, judged
+from engine.core.checks.expectations import Check
 from engine.core.errors import BY_SIGNAL, BambooError
 
 if TYPE_CHECKING:
@@ -58,14 +59,33 @@ def _checked(cell: str, loaded: Loaded, server: ForkServer, *, keep: bool) -> Ce
 
     case = run_case(case_of_file(loaded), None, lines_only(partial(print, flush=True)), server)
     is_interrupted = case.exit_code in BY_SIGNAL
-    if not keep and (is_interrupted or case.verdict == "passed"):
+    wrong = contradiction(case.folder) if case.verdict == "passed" and not is_interrupted else ""
+    if not keep and (is_interrupted or (case.verdict == "passed" and not wrong)):
         shutil.rmtree(case.folder, ignore_errors=True)
     if is_interrupted:
         sys.exit(int(case.exit_code))
     stalls = [each.stall for each in case.recoveries if each.stall]
     longest = max(stalls, key=lambda each: each.least_ns, default=None)
-    found = CellResult(cell, *judged(case.checks), run=case.folder.name, raised=case.exceptions())
+    checks = (Check("evidence", "failed", wrong),) if wrong else case.checks
+    found = CellResult(cell, *judged(checks), run=case.folder.name, raised=case.exceptions())
     return replace(found, stall_ms=longest.least_ns / 1e6, stall_bound=longest.bound) if longest else found
+
+
+def contradiction(run: Path) -> str:
+    """Returns in words what the evidence in the folder of a passed run does not prove; empty if it proves all.
+
+    The verdict came from the memory of the process that wrote it.
+    """
+    from engine.core.history.verdict_records import ComparisonRecord
+    from engine.files.events_file import read_history
+    from engine.files.evidence.proving import proof_of
+    from engine.files.run_folder import RunFolder
+
+    folder = RunFolder(run)
+    history = read_history(folder.events)
+    proof = proof_of(folder, history)
+    missing = proof.missing if history.first(ComparisonRecord) else ""  # without a twin nothing is said of the weights
+    return str(proof.flaws[0]) if proof.flaws else missing
 
 
 def main(fd: int) -> None:

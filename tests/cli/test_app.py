@@ -153,6 +153,13 @@ def test_whoever_asks_for_json_gets_one_object_whatever_is_wrong(arguments: tupl
     assert error.split(maxsplit=1)[0] in done.stderr
 
 
+def test_json_as_the_value_of_an_option_gets_a_refusal_in_words_only() -> None:
+    arguments = ("run", "--name", "--json", "--stages", "0")
+    done = subprocess.run([*BAMBOO, *arguments], cwd=ROOT, check=False, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--stages: expected a whole number >= 1, found 0" in done.stderr
+
+
 def test_a_case_is_chosen_by_its_whole_name_or_by_a_part() -> None:
     cases: Cases = {name: lambda folder: [] for name in ("1f1b P=4", "eager-1f1b P=4", "1f1b P=8")}
     assert [*_chosen("1f1b P=4", cases)] == ["1f1b P=4"]

@@ -149,6 +149,17 @@ def test_a_folder_that_is_no_run_is_named(folder: Path) -> None:
         say(folder.name, "--results", folder.parent)
 
 
+def test_the_folder_of_a_matrix_is_told_with_its_page_and_its_runs(tmp_path: Path) -> None:
+    """It said that there is no events.jsonl."""
+    (tmp_path / "results.jsonl").touch()
+    with pytest.raises(NothingMatchedError) as error:
+        say(tmp_path)
+    assert str(error.value) == (
+        f"'{tmp_path}' is the folder of a matrix: its page is {tmp_path}/report.html "
+        f"(one of the runs that it kept: bamboo report RUN --results {tmp_path}/runs)"
+    )
+
+
 @pytest.mark.parametrize("form", ["csv", "json", "markdown", "html"])
 def test_a_form_for_programs_prints_nothing_else(folder: Path, form: str) -> None:
     said = say(folder, "--table", "steps", "--format", form)

@@ -8,11 +8,14 @@ import pytest
 
 from bamboo_cli.matrix import _tell
 from engine.core.checks.cell_result import CellResult, from_plain
-from engine.core.checks.expectations import Observed
+from engine.core.checks.expectations import Check, Observed
 from engine.core.errors import ExitCode
 from engine.core.history.run_history import history_of
 from engine.core.history.run_records import ConfirmedRecord, RaisedRecord
 from engine.harness.cases.case_result import CaseResult
+from engine.harness.matrix_lane import _checked, contradiction
+from engine.report.junit import junit_xml
+from tests.files.made_evidence import make_evidence
 
 INJECTED = "RuntimeError: injected by fault 'fault-1'"
 RECORDS = (
@@ -33,3 +36,32 @@ def test_an_exception_that_no_fault_raised_is_shown_with_the_cell(capsys: pytest
     assert from_plain(cell.to_plain()) == cell
     _tell(1, 2, cell, 3.0)
     assert capsys.readouterr().err.splitlines()[1] == f"    kill/B: {raised[0]}"
+
+
+def test_a_passed_cell_is_held_against_its_evidence(tmp_path: Path) -> None:
+    """The verdict was that of the live comparison alone."""
+    run = make_evidence(tmp_path / "run")
+    assert contradiction(run.path) == ""
+    rows = run.trajectory.read_text()
+    run.trajectory.write_text(rows.replace("a", "b"))
+    assert contradiction(run.path).startswith("trajectory.csv: its bytes 0 to ")
+    run.trajectory.write_text(rows)
+    lines = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(lines[:-1]))
+    assert contradiction(run.path) == "events.jsonl has no end: the command has not come to its end"
+    assert contradiction(make_evidence(tmp_path / "alone", is_compared=False).path) == ""
+
+
+def test_a_cell_whose_evidence_contradicts_it_fails_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_evidence(tmp_path / "run")
+    seen, checks = Observed(0, "", history_of(())), (Check("trajectory", "passed", "identical"),)
+    case = CaseResult(run.path, (), seen, checks, ExitCode.OK, ())
+    monkeypatch.setattr("engine.harness.case_runner.run_case", lambda *given: case)
+    monkeypatch.setattr("engine.harness.cases.case.case_of_file", lambda loaded: None)
+    run.trajectory.write_text("")
+    found = _checked("a/b", None, None, keep=False)  # type: ignore[arg-type]
+    assert (found.verdict, run.path.exists()) == ("failed (mismatch)", True)
+    assert found.text.startswith("evidence: trajectory.csv: it ends after 0 bytes, and the run wrote ")
+    assert found.text in junit_xml("m", [found])
