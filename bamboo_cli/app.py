@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from bamboo_cli.terminal.echo import echo
-from engine.core.errors import BambooError, ExitCode, Problem, UserError, of_system
+from engine.core.errors import BambooError, ExitCode, Problem, UserError
 from engine.core.texts import printable
 
 # Name of a command, of its module, and of the function or group in that module -> the beginning of its help.
@@ -199,6 +199,8 @@ def _run_program() -> NoReturn:
     except BrokenPipeError:
         raise
     except OSError as error:
+        from engine.files.atomic_write import of_system
+
         _refuse(of_system(error))
     except Exception:
         import traceback

@@ -60,7 +60,6 @@ def matrix(
 ) -> None:
     """Run every cell of a matrix of scenarios. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
     from engine.files.matrix_results import usual_seconds
-    from engine.files.run_folder import point_latest_to_newest
     from engine.files.scenarios.matrix_file import read_matrix
     from engine.harness.job_checks import offered, readable
     from engine.runtime.faults.registry import kinds
@@ -87,7 +86,6 @@ def matrix(
         _write(found, chosen, done, run, junit, page)
         code = _code(done) if interrupts.first is None else 128 + interrupts.first
         _print(found, chosen, done, run, shrunk, code, as_json)
-        point_latest_to_newest(run.folder / "runs")  # the newest run may be gone: it passed
     raise typer.Exit(code)
 
 

@@ -64,7 +64,6 @@ _LONG_BYTES = 8_000_000  # of events: reading more takes longer than a second
 _WORST = (ExitCode.OK, ExitCode.NOTHING_MATCHED, ExitCode.EXPECTATION_FAILED)
 _SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not judged", ExitCode.OK: "ok"}
 
-
 _Runs = Annotated[
     list[str] | None,
     typer.Argument(
@@ -135,16 +134,16 @@ def _form(form: Format | None, as_json: bool, output: Path | None) -> Format:
 def find(results: Path, run: str | None) -> RunFolder:
     """Returns the run with this folder, name or beginning of a name; the latest by default.
 
-    Raises NothingMatchedError if there is no such run, or if it has no events yet; of a matrix it names the way.
+    Raises NothingMatchedError if there is no such run, if it has no events yet, or if it is a matrix.
     """
     from engine.files.matrix_results import RESULTS
     from engine.files.run_folder import find_run
 
     folder = find_run(results, run)
     if (folder.path / RESULTS).is_file():
-        runs = shlex.join(["bamboo", "report", "RUN", "--results", str(folder.path / "runs")])
         told = f"{str(folder.path)!r} is the folder of a matrix: its page is {folder.path / 'report.html'}"
-        raise NothingMatchedError(told, f"one of the runs that it kept: {runs}")
+        runs = shlex.quote(str(folder.path / "runs"))
+        raise NothingMatchedError(told, f"one of the runs that it kept: bamboo report RUN --results {runs}")
     if not folder.events.is_file():
         raise NothingMatchedError(f"no run to report in {str(folder.path)!r}: there is no {folder.events.name}")
     return folder
@@ -176,7 +175,7 @@ def load_run(folder: RunFolder, *, every_action: bool = False, reads_checkpoints
 
 def _not_merged(folder: RunFolder) -> list[str]:
     """Returns the words for records that other hosts of the run have shipped; empty for a run on one host."""
-    from engine.files.merging.host_copies import kept_copies
+    from engine.files.run_folder import kept_copies
 
     if not (hosts := [each.name for each in kept_copies(folder.path)]):
         return []
@@ -273,13 +272,11 @@ def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
 
 def _verified(runs: Sequence[RunTables], *, is_strict: bool) -> ExitCode:
     """Prints each flaw of the evidence of runs, and with `is_strict` what is missing; returns the exit code."""
-    found = ExitCode.OK
-    for run in runs:
-        proof = run.judgement.proof
-        for each in (told := [*map(str, proof.flaws), *([proof.missing] if is_strict and proof.missing else [])]):
-            echo(f"{run.name}: {each}", err=True)
-        found = ExitCode.EXPECTATION_FAILED if told else found
-    return found
+    told = [f"{run.name}: {each}" for run in runs for each in run.judgement.proof.flaws]
+    told += [f"{run.name}: {run.judgement.proof.missing}" for run in runs if is_strict and run.judgement.proof.missing]
+    for each in told:
+        echo(each, err=True)
+    return ExitCode.EXPECTATION_FAILED if told else ExitCode.OK
 
 
 def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:
@@ -292,13 +289,12 @@ def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:
     from engine.files.checkpoints.checkpoint_folder import checkpoints_at
 
     place, flaws = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []
-    names = place.names()
-    for name in names:
+    for name in (names := place.names()):
         try:
             place.verify(name)
         except StorageError as error:
             file, _, why = str(error).partition(": ")
-            is_named = file.startswith(str(name).partition("/")[0])
-            flaws.append(Flaw(f"checkpoints/{file if is_named else name}", why if is_named else str(error)))
+            named = (file, why) if file.startswith("step-") else (name, error)
+            flaws.append(Flaw(f"checkpoints/{named[0]}", str(named[1])))
     echo(f"{folder.path.name}: {counted(len(names), 'checkpoint')} read, {len(flaws)} damaged", err=True)
     return flaws

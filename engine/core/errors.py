@@ -9,7 +9,6 @@ such as ``hf_token``; a number is secret only if the last word is one, because `
 from __future__ import annotations
 
 import difflib
-import errno
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -191,13 +190,6 @@ class StorageError(BambooError):
     """Something on disk cannot be written or read."""
 
     exit_code = ExitCode.STORAGE
-
-
-def of_system(error: OSError) -> BambooError:
-    """Returns an error of the system that has no name of its own yet: of a file in a run folder, or of the output."""
-    if error.errno == errno.EMFILE:
-        return EnvironmentLacksError("too many open files: `ulimit -n` should allow at least 256")
-    return StorageError(f"{error.filename or 'output'}: {error.strerror or error}")
 
 
 class DivergedError(BambooError):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from engine.core.errors import StorageError
+from engine.core.errors import BambooError, EnvironmentLacksError, StorageError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a reader would block for ever
@@ -32,6 +32,13 @@ def storage_errors(verb: str, path: Path, hint: str = "") -> Iterator[None]:
     except OSError as error:
         reason = f"{error.strerror} ({hint})" if hint else error.strerror
         raise StorageError(f"cannot {verb} {str(path)!r}: {reason}") from error
+
+
+def of_system(error: OSError) -> BambooError:
+    """Returns an error of the system that has no name of its own yet: of a file in a run folder, or of the output."""
+    if error.errno == errno.EMFILE:
+        return EnvironmentLacksError("too many open files: `ulimit -n` should allow at least 256")
+    return StorageError(f"{error.filename or 'output'}: {error.strerror or error}")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

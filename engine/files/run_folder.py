@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, ensure, nearest
+from engine.core.evidence.seal import EVENTS
 from engine.core.history.step_files import FOLDER as STEPS
 from engine.core.scalar import finite
 from engine.files.atomic_write import BLOCK_BYTES, is_hollow, storage_errors, write_atomically
@@ -40,7 +41,7 @@ class RunFolder:
     @property
     def events(self) -> Path:
         """The events of the run, one JSON object per line."""
-        return self.path / "events.jsonl"
+        return self.path / EVENTS
 
     @property
     def trajectory(self) -> Path:
@@ -192,6 +193,13 @@ def run_names(results: Path) -> list[str]:
     with os.scandir(results) as entries:
         found = [each for each in entries if re.fullmatch(RUN_NAME, each.name)]
         return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
+
+
+def kept_copies(run: Path) -> list[Path]:
+    """Returns the copies of the folders of other hosts in a run folder."""
+    kept = run / HOSTS_FOLDER
+    found = sorted(kept.iterdir()) if kept.is_dir() else []
+    return [each for each in found if not each.is_symlink() and (each / EVENTS).is_file()]
 
 
 def refuse_size(path: Path, facts: os.stat_result) -> None:

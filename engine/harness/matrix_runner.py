@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # number of the result, number of cells, result, expected seconds for the rest
 TellResult = Callable[[int, int, CellResult, float], None]
+TakeAnswer = Callable[[dict[str, Any], "Plain"], None]  # the answer to a task
 _MOST_OF_FILE_NAME = 200  # bytes; a file system takes 255, with the beginning and the ending of the name
 LANE = "engine.harness.matrix_lane"
 
@@ -75,8 +76,19 @@ class MatrixRun:
             tell(len(results), len(cells), result, still_s)
 
         tasks = [self.task(each.cell.name, each.cell.values, self.settings) for each in cells]
-        lanes.run(tasks, self.limit_s, take)
+        self._give(lanes, tasks, take)
         return results
+
+    def _give(
+        self, lanes: Lanes, tasks: Sequence[dict[str, Any]], take: Callable[[dict[str, Any], Plain], None]
+    ) -> None:
+        """Runs tasks in lanes; behind the last one the link to the newest run leads to one that is kept, or is gone."""
+        from engine.files.run_folder import point_latest_to_newest
+
+        try:
+            lanes.run(tasks, self.limit_s, take)
+        finally:
+            point_latest_to_newest(self.folder / "runs")
 
     def _result(self, planned: PlannedCell, answer: Plain) -> CellResult:
         from engine.core.checks.cell_result import from_plain
@@ -107,7 +119,7 @@ class MatrixRun:
         def fails(smaller: Scenario) -> bool:
             found: list[Plain] = []
             tasks = [self.task(f"shrink/{failed.cell}", scenario_plain(smaller))]
-            lanes.run(tasks, self.limit_s, lambda task, answer: found.append(answer))
+            self._give(lanes, tasks, lambda task, answer: found.append(answer))
             result = found[0].get("result", {"result": "failed", "failure": found[0].get("ended")})
             same = (result["result"], result["failure"]) == (failed.result, failed.failure)
             job = smaller.job

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.errors import BY_SIGNAL, BambooError, StorageError, of_system
+from engine.core.errors import BY_SIGNAL, BambooError, StorageError
 from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def failure_recorded(folder: RunFolder) -> Iterator[None]:
 
     The folder of a run that has recorded nothing is deleted. An error of the system becomes one of bamboo.
     """
+    from engine.files.atomic_write import of_system
+
     try:
         try:
             yield

@@ -147,6 +147,17 @@ def test_a_file_that_is_gone_is_named(whole: Path, run: Path) -> None:
     assert "twin/trajectory.csv: it is gone" in [*map(str, proof(run).flaws)]
 
 
+def test_a_change_among_actions_is_named_with_its_part_of_the_file(tmp_path: Path) -> None:
+    run = make_evidence(tmp_path / "run", steps=400).path
+    (file,) = (run / "steps").glob("actions-1-*")
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 1
+    file.write_bytes(data)
+    assert [*map(str, proof(run).flaws)] == [
+        f"steps/{file.name}: its bytes 4,096 to 8,191 are not those that the run wrote"
+    ]
+
+
 @pytest.mark.parametrize("left", ["", '{"event":"job","worker":-1'])
 def test_emptied_records_beside_other_evidence_are_one_flaw_with_its_place(run: Path, left: str) -> None:
     (run / "events.jsonl").write_text(left)
@@ -185,6 +196,23 @@ def test_the_verdict_needs_no_record_of_it(run: Path) -> None:
     assert (
         str(flaw) == "events.jsonl: the comparison tells of no difference, and the hashes have a difference in step 7"
     )
+
+
+@pytest.mark.parametrize("file", ["events.jsonl", "steps/hashes-0.jsonl"])
+def test_records_that_another_host_has_shipped_are_held_against_their_links(run: Path, file: str) -> None:
+    """Only `bamboo collect` looked at them."""
+    copy = run / "hosts" / "b"
+    copy.mkdir(parents=True)
+    (copy / "events.jsonl").write_bytes((run / "events.jsonl").read_bytes()[:-100])
+    shutil.copytree(run / "steps", copy / "steps")
+    assert judged(run).weights() == IDENTICAL, "a copy may end early"
+    lines = (copy / file).read_text().splitlines(keepends=True)
+    (copy / file).write_text("".join([*lines[:6], *lines[7:]]))
+    assert any(str(each).startswith(f"hosts/b/{file}:") for each in proof(run).flaws)
+    (copy / file).unlink()
+    (copy / file).symlink_to(run / file)
+    with pytest.raises(StorageError, match="is a link"):
+        proof(run)
 
 
 @pytest.mark.parametrize("kept", [1, 2, 7])

@@ -204,9 +204,19 @@ def _facts(run: Path, chance: random.Random) -> None:
     path.write_text(chance.choice(["[" * 100_000, "{}", "\x00", json.dumps({"job": chance.choice(VALUES)})]))
 
 
+def _hosts(run: Path, chance: random.Random) -> None:
+    """Records that another host seems to have shipped, with another attack in them."""
+    copy = run / "hosts" / chance.choice(["b", "b" * 200])
+    shutil.copytree(run / "steps", copy / "steps")
+    shutil.copy(run / "events.jsonl", copy)
+    chance.choice([_sparse, _noise, _blank, _deep, _many])(copy, chance)
+    if chance.random() < 0.3:
+        (run / "hosts" / "c").symlink_to(run.parent.parent / "outside")
+
+
 ATTACKS: tuple[Callable[[Path, random.Random], None], ...] = (
     *(_field, _field, _commit, _job, _sizes, _resumed, _many, _sparse, _replaced, _noise, _blank, _deep, _seal),
-    *(_actions, _rows, _hashes, _facts),
+    *(_actions, _rows, _hashes, _facts, _hosts),
 )
 
 
@@ -232,7 +242,7 @@ def test_no_run_folder_from_elsewhere_does_harm(
         attack = ATTACKS[seed % len(ATTACKS)]
         attack(run, chance)
         told = say(results, *COMMANDS[seed // len(ATTACKS) % len(COMMANDS)])
-        assert "Weights identical" not in told or attack in (_facts, _many), (seed, attack, told)
+        assert "Weights identical" not in told or attack in (_facts, _many, _hosts), (seed, attack, told)
         shutil.rmtree(run)
     assert sorted(each.name for each in here.iterdir() if each.suffix != "") == ["evil_module.py"]
     assert not (here / "code-ran").exists()

@@ -1,7 +1,7 @@
 """Opens the files of the evidence of a run, which may be from elsewhere: through no link, and of no impossible size.
 
-Rule: a file that no run writes so, or that cannot be read, is an error of whoever reads it; what stands in it, and
-that it is gone, may be a flaw of the evidence.
+Rule: a file that no run writes so, or that cannot be read, is an error; wrong text in it, and its absence, may be a
+flaw of the evidence.
 """
 
 from __future__ import annotations

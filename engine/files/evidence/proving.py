@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,18 +14,19 @@ from engine.core.history.process_records import HostRecord, LeftBehindRecord
 from engine.core.history.record import UNSEALED
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import JobRecord, PartitionRecord
-from engine.core.history.step_files import span_of
+from engine.core.history.step_files import FOLDER, span_of, step_file
 from engine.core.history.verdict_records import SealRecord, TwinRecord
 from engine.files.events_file import read_history
 from engine.files.evidence.chain_file import chain_flaws
 from engine.files.evidence.evidence_file import evidence_lines
 from engine.files.evidence.hash_files import HashFiles
 from engine.files.evidence.sealing import evidence_files, seal_flaws
-from engine.files.run_folder import RunFolder
+from engine.files.run_folder import RunFolder, kept_copies
 from engine.files.trajectory_file import trajectory_row
 
 TRAJECTORY = "trajectory.csv"
 _TWIN = "twin/"
+_MOST_HOSTS = 256  # of a run
 _Losses = dict[str, Callable[[int], float | None]]
 
 
@@ -46,6 +48,7 @@ def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
         flaws += seal_flaws(run, seal, may_grow=bool(history.of(LeftBehindRecord)))
     if seal is None or history.ended is None:
         missing = f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
+    flaws += _of_hosts(run)
     twin = _history_of_twin(folder, history, flaws)
     told = history.first(TwinRecord)
     losses: _Losses = {"the record of its losses": dict(told.losses).get} if told else {}
@@ -66,6 +69,15 @@ def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
     found, broken = chain_flaws(run, file)
     flaws += broken
     return found
+
+
+def _of_hosts(run: Path) -> Iterator[Flaw]:
+    """Yields the places where chains break in the records that other hosts have shipped, which no seal covers."""
+    for copy in kept_copies(run)[:_MOST_HOSTS]:
+        names = sorted(os.listdir(copy / FOLDER)) if (copy / FOLDER).is_dir() else []
+        hashes = (f"{FOLDER}/{name}" for name in names if (kind := step_file(name)) and kind.worker is None)
+        for file in (EVENTS, *hashes):
+            yield from chain_flaws(run, f"{copy.relative_to(run)}/{file}")[1]
 
 
 def _history_of_twin(folder: RunFolder, history: RunHistory, flaws: list[Flaw]) -> RunHistory | None:

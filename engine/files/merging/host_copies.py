@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.core.evidence.seal import EVENTS
 from engine.core.history.step_files import FOLDER, step_file
-from engine.files.run_folder import HOSTS_FOLDER
-
-EVENTS = "events.jsonl"
 
 
 class HostCopies:
@@ -35,13 +33,6 @@ class HostCopies:
                 if step_file(each.name):
                     found[each.name] = max(found.get(each.name, each), each, key=_size)
         return found
-
-
-def kept_copies(run: Path) -> list[Path]:
-    """Returns the copies of the folders of other hosts in a run folder."""
-    kept = run / HOSTS_FOLDER
-    found = sorted(kept.iterdir()) if kept.is_dir() else []
-    return [each for each in found if not each.is_symlink() and (each / EVENTS).is_file()]
 
 
 def by_host(folders: Sequence[Path]) -> list[HostCopies]:

@@ -30,8 +30,8 @@ from engine.files.events_file import events_of, recorded
 from engine.files.evidence.chain_file import chain_flaws
 from engine.files.evidence.chained_append import add_records
 from engine.files.evidence.sealing import seal_of
-from engine.files.merging.host_copies import HostCopies, by_host, kept_copies
-from engine.files.run_folder import RunFolder, find_run, run_names
+from engine.files.merging.host_copies import HostCopies, by_host
+from engine.files.run_folder import RunFolder, find_run, kept_copies, run_names
 
 COLLECTED = "collected"
 _COPIED = ("trajectory.csv", "scenario.yaml", "twin/trajectory.csv")
