@@ -72,8 +72,9 @@ def read_yaml(path: Path) -> Document:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UserError([Problem("", "a file that can be read", error.strerror or repr(error), "", source)]) from error
+    except (OSError, ValueError) as error:  # no path has a NUL, or half of a surrogate pair
+        reason = getattr(error, "strerror", "") or str(error)
+        raise UserError([Problem("", "a file that can be read", reason, "", source)]) from error
     if len(data) > MAX_BYTES:
         return Document(source, problems=(Problem("", f"at most {MAX_BYTES} bytes", source=source),))
     try:

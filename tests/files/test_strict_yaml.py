@@ -88,6 +88,13 @@ def test_each_mistake_has_its_place_and_message(text: str, message: str) -> None
     assert problems(text) == [message]
 
 
+@pytest.mark.parametrize("name", ["\0", "a\ud800"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    """A scenario whose job file had it ended as an internal error."""
+    with pytest.raises(UserError, match="expected a file that can be read, found "):
+        read_yaml(Path(name))
+
+
 def test_all_mistakes_come_at_once_in_the_order_of_the_file() -> None:
     text = "a: yes\n2: x\nm:\n  w: 010\n  w: 1\n  v: *w\nb: [\n"
     assert [line.split(": expected")[0] for line in problems(text)] == [
