@@ -2,12 +2,13 @@
 //
 //   a stream      a thread that does its items one after the other; an item is the work of one group of calls
 //   a launch      a thread too: work is on its stream, and pairs are connected, only after the call has returned
-//   a way         a socket for each pair and direction: the length of a message, "ready" from the receiver, the bytes
+//   a way         a socket for each pair and direction: length and key of a message, "ready" from the receiver, the bytes
 //
 // Rules: a message of fewer than 64 KiB leaves before its receive is there; a longer one waits for it. A kernel whose
 // peer is gone waits for its own abort, and the abort waits for all work of the process. A receive that was broken off
 // has garbage. A join ends when all ranks are there. A call that the real library forbids, allows at one's peril or
-// answers with a hang is an offence: it is written down, and fails where the real one would.
+// answers with a hang is an offence: it is written down, and fails where the real one would. NCCL has no tags, and takes
+// the next message for any; so does the double, but it knows keys, and a receive that meets another's is an offence.
 //
 // NCCL_DOUBLE names the folder in which processes leave `offences`, `counts` and what the ranks of a group know of each
 // other. Its file `modes` has two numbers: whether an error tells the end of a peer, and the length of 64 KiB.
@@ -39,7 +40,7 @@ enum { DONE, BROKEN, ENDED }; // a move of bytes: done, the peer is gone, the co
 typedef struct { char internal[128]; } UniqueId;
 typedef struct { size_t size; unsigned magic, version; int blocking; } Config; // the fields that are read
 
-typedef struct Op { struct Op *next; int is_send, peer; char *at; size_t length; } Op;
+typedef struct Op { struct Op *next; int is_send, peer; char *at; size_t length; uint64_t key; } Op;
 typedef struct Comm Comm;
 typedef struct Item { struct Item *next; Comm *comm; Op *ops; atomic_int *until; } Item; // `until`: of one that stands
 typedef struct Stream {
@@ -71,6 +72,7 @@ static char folder[200], last_error[300];
 static int tells_deaths = 1;
 static size_t least_rendezvous = 64 << 10;
 static __thread int depth, group_error;
+static __thread uint64_t key_of_all;
 static __thread Op *group_ops, *group_last;
 static __thread Comm *group_comm;
 static __thread Stream *group_stream;
@@ -225,20 +227,22 @@ static int begin_join(Comm **made, int size, UniqueId id, int rank, Config *conf
 typedef struct { Item *item; int is_send, peer, found; pthread_t thread; } Way;
 
 static int send_one(Comm *c, int fd, Op *op) {
-    uint64_t length = op->length;
+    uint64_t head[] = {op->length, op->key};
     char ready;
-    int found = moved(c, fd, &length, sizeof length, 1);
+    int found = moved(c, fd, head, sizeof head, 1);
     if (!found && op->length >= least_rendezvous) found = moved(c, fd, &ready, 1, 0);
     count(op->length >= least_rendezvous ? RENDEZVOUS : EAGER);
     return found ? found : moved(c, fd, op->at, op->length, 1);
 }
 
 static int receive_one(Comm *c, int fd, Op *op) {
-    uint64_t length;
+    uint64_t head[2];
     char ready = 'r';
-    int found = moved(c, fd, &length, sizeof length, 0);
-    if (!found && length != op->length) {
-        offence(0, "a receive of %zu bytes met a send of %zu", op->length, (size_t)length);
+    int found = moved(c, fd, head, sizeof head, 0);
+    if (!found && head[1] != op->key)
+        offence(0, "a receive of message %zu met a send of message %zu", (size_t)op->key, (size_t)head[1]);
+    if (!found && head[0] != op->length) {
+        offence(0, "a receive of %zu bytes met a send of %zu", op->length, (size_t)head[0]);
         until_it_ends(c);
         return ENDED;
     }
@@ -362,7 +366,7 @@ static int add(int is_send, char *at, size_t length, int type, int peer, Comm *c
     if (type != UINT8 || peer < 0 || peer >= c->size || peer == c->rank || !at || !length)
         return offence(INVALID_ARGUMENT, "%s of %zu bytes of type %d, peer %d", name, length, type, peer);
     Op *op = malloc(sizeof *op);
-    *op = (Op){NULL, is_send, peer, at, length};
+    *op = (Op){NULL, is_send, peer, at, length, key_of_all};
     if (group_last) group_last->next = op;
     else group_ops = op;
     group_last = op;
@@ -536,3 +540,7 @@ void doubleStand(Stream *s) {
     put(s, item);
 }
 void doubleGoOn(Stream *s) { s->go_on = 1; }
+
+// What NCCL has not: the key of the messages that are given from now on, or 0.
+
+void doubleKey(uint64_t key) { key_of_all = key; }

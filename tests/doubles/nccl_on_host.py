@@ -9,14 +9,17 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from engine.runtime.device.device import Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
-from engine.runtime.nccl.communicator import Communicators
+from engine.runtime.nccl.communicator import Communicator, Communicators
+from engine.runtime.nccl.issue_queue import IssueQueue
 from engine.runtime.nccl.library import NcclLibrary
 from engine.runtime.nccl.nccl_communicator import NcclCommunicators
+from engine.runtime.transport.transfer_key import Issued
 
 FOLDER: Final = "NCCL_DOUBLE"  # the variable with the folder of the double
 PLANTED: Final = "planted"  # a file in it, with the mistake of each worker
@@ -72,10 +75,30 @@ class _Moment(QueueMoment):
         return bool(self._c.doubleHasCome(self._stream, self._number))
 
 
+def _tell_keys(tell: Callable[[int], object]) -> None:
+    """Has each message of a program carry its key: the double compares the ends, with an audit or without one."""
+
+    def telling(call: Callable[..., Any]) -> Callable[..., Any]:
+        def told(self: IssueQueue, communicator: Communicator, issued: Issued, *rest: Any) -> Any:
+            tell(issued.key.number + 1)
+            try:
+                return call(self, communicator, issued, *rest)
+            finally:
+                tell(0)
+
+        return told
+
+    IssueQueue._issue = telling(IssueQueue._issue)  # type: ignore[method-assign]
+    IssueQueue._receive = telling(IssueQueue._receive)  # type: ignore[method-assign]
+
+
 def nccl_of(device: Device) -> tuple[Communicators, SideQueue]:
     """Returns what a worker has in place of NCCL; makes the mistake that is planted in it, if there is one."""
     path = library_at(os.environ[FOLDER])
     planted = path.with_name(PLANTED)
     if planted.exists():
         importlib.import_module("tests.doubles.planted_nccl").plant(planted.read_text())
-    return NcclCommunicators(NcclLibrary(str(path))), DoubleQueue(device, path)
+    library = NcclLibrary(str(path))
+    library._c.doubleKey.argtypes = (ctypes.c_uint64,)
+    _tell_keys(library._c.doubleKey)
+    return NcclCommunicators(library), DoubleQueue(device, path)

@@ -6,6 +6,8 @@ every schedule and every sort of kill with every redundancy, is in `make soak-nc
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from engine.core.action import Op
@@ -40,6 +42,14 @@ def test_two_sends_that_are_swapped_are_caught_by_their_keys(nccl: OverNccl) -> 
     with nccl.double.planted("swap"):
         ending, _ = nccl.runs.run(SMALL, audit=1)
     assert ending.outcome != "finished" and "was asked for" in str(ending.error)
+    nccl.double.forget()
+
+
+def test_two_sends_that_are_swapped_are_caught_without_an_audit(nccl: OverNccl) -> None:
+    """The double knows the key of each message, whatever the workers send beside it."""
+    with nccl.double.planted("swap"):
+        nccl.runs.run(SMALL)
+    assert any(re.fullmatch(r"a receive of message \d+ met a send of message \d+", x) for x in nccl.double.offences())
     nccl.double.forget()
 
 
