@@ -1,7 +1,8 @@
 """Hundreds of real faults, at every kind of action: only the absence of the victim may show.
 
 Rules: every committed step of a run has the bits of its fault-free twin. The events prove each fault, at the named
-action. `python -m tests.e2e.kill_soak` makes further kills.
+action. `make test` has every sort of kill once, in all short settings; `make soak-tests` has every sort with every
+redundancy, and `make soak` makes further kills.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from engine.core.action import Op
 from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.faults.fault import WHENS, Fault
+from engine.core.ownership import Redundancy
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
@@ -49,11 +51,9 @@ SIX_STAGES: dict[str, dict[str, Any]] = {
 SPINNING: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:spinning", "validate_every": 0}
 
 
-@functools.cache
-def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
-    """Returns runs, as (setting, kills), that together have every sort of kill with this redundancy."""
-    settings = [name for name in SETTINGS if job_of(name).redundancy == redundancy]
-    left, runs = list(KINDS[redundancy]), []
+def covering(settings: Sequence[str], sorts: Iterable[Sort]) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
+    """Returns runs, as (setting, kills), that together have all settings and every one of some sorts of kill."""
+    left, runs = list(sorts), []
     for seed in count():
         setting = settings[seed % len(settings)]
         kills = plan_kills(job_of(setting), left, seed)
@@ -63,6 +63,18 @@ def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
         if not left and seed >= len(settings):
             break
     return tuple(runs)
+
+
+@functools.cache
+def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
+    """Returns the runs of the soak, which have every sort of kill with this redundancy."""
+    return covering([name for name in SETTINGS if job_of(name).redundancy == redundancy], KINDS[redundancy])
+
+
+@functools.cache
+def sample() -> tuple[tuple[str, tuple[Kill, ...]], ...]:
+    """Returns the runs of `make test`, which have every sort of kill once."""
+    return covering([name for name in SETTINGS if name not in LONGEST], SORTS)
 
 
 @pytest.fixture(name="runs", scope="module")
@@ -96,31 +108,40 @@ def test_every_sort_of_kill_is_in_the_suite() -> None:
         struck = Counter(kill.sort for _, kills in suite(redundancy) for kill in kills)
         assert struck.keys() >= set(sorts)
     assert sum(len(kills) for redundancy in KINDS for _, kills in suite(redundancy)) >= LEAST_KILLS
-    settings = {setting for redundancy in KINDS for setting, _ in suite(redundancy)}
-    assert settings == set(SETTINGS)
+    assert {setting for redundancy in KINDS for setting, _ in suite(redundancy)} == set(SETTINGS)
+    assert {kill.sort for _, kills in sample() for kill in kills} == set(SORTS)
+    assert {setting for setting, _ in sample()} == set(SETTINGS) - set(LONGEST)
 
 
-def long_apart(settings: Iterable[str]) -> list[Any]:
-    """Returns settings as parameters; the longest ones are for the soak."""
-    return [pytest.param(each, marks=pytest.mark.soak) if each in LONGEST else each for each in settings]
+def soaked(*values: Any) -> Any:
+    """Returns the values of a parameter that `make soak-tests` has."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("setting", long_apart(SETTINGS))
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name not in LONGEST])
 def test_nothing_comes_of_any_kill(runs: Runs, setting: str) -> None:
-    job = job_of(setting)
-    for each, kills in suite(job.redundancy):
+    strike_all(runs, setting, sample())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_comes_of_any_kill_with_any_redundancy(runs: Runs, setting: str) -> None:
+    strike_all(runs, setting, suite(job_of(setting).redundancy))
+
+
+def strike_all(runs: Runs, setting: str, suite: Iterable[tuple[str, tuple[Kill, ...]]]) -> None:
+    for each, kills in suite:
         if each == setting:
-            assert runs.strike(job, kills) == [], [kill.text for kill in kills]
+            assert runs.strike(job_of(setting), kills) == [], [kill.text for kill in kills]
 
 
-@pytest.mark.parametrize("model", SIX_STAGES)
-def test_one_after_the_other_until_one_is_left(runs: Runs, model: str) -> None:
+@pytest.mark.parametrize(("model", "seed"), [("mlp", 0), ("gpt", 1), soaked("mlp", 1), soaked("gpt", 0)])
+def test_one_after_the_other_until_one_is_left(runs: Runs, model: str, seed: int) -> None:
     job = Job(**SIX_STAGES[model], stages=6, microbatches=4, steps=18, validate_every=3)
-    for seed in range(2):
-        kills = plan_kills(job, (), seed)
-        assert len({kill.worker for kill in kills}) == 5
-        assert {b.step - a.step for a, b in pairwise(kills)} == {3}
-        assert runs.strike(job, kills) == [], [kill.text for kill in kills]
+    kills = plan_kills(job, (), seed)
+    assert len({kill.worker for kill in kills}) == 5
+    assert {b.step - a.step for a, b in pairwise(kills)} == {3}
+    assert runs.strike(job, kills) == [], [kill.text for kill in kills]
 
 
 # With three pipelines or more, the order of a sum over pipelines shows in its bits.
@@ -170,6 +191,7 @@ def test_what_goes_otherwise_than_forecast_is_seen(runs: Runs) -> None:
 
 
 LEAVING = ("mlp-lazy", "mlp-eager", "gpt-lazy", "gpt-eager-2", "mlp-lazy-x2", "mlp-reroute-x2", "resnet18-eager-x2")
+LEAVING_SHORT = ("mlp-lazy", "mlp-eager", "gpt-eager-2", "mlp-reroute-x2")  # one of each redundancy, and two shadows
 
 
 def leaving_job(setting: str) -> Job:
@@ -187,7 +209,7 @@ def test_there_are_enough_leavers() -> None:
     assert sum(len(leavings(setting)) for setting in LEAVING) >= 30
 
 
-@pytest.mark.parametrize("setting", long_apart(LEAVING))
+@pytest.mark.parametrize("setting", [name if name in LEAVING_SHORT else soaked(name) for name in LEAVING])
 def test_who_is_warned_in_time_hands_over_and_nothing_is_redone(runs: Runs, setting: str) -> None:
     job, kills = leaving_job(setting), leavings(setting)
     faults = [fault(kill.text, job, "terminate", grace_ns=60 * 10**9) for kill in kills]
@@ -213,7 +235,7 @@ def redone(events: Sequence[Event], job: Job) -> list[str]:
     return [f"{step}: {action}" for (step, action), times in ran.items() if times > (redundant if "F" in action else 1)]
 
 
-@pytest.mark.parametrize("setting", ["mlp-lazy", "gpt-lazy", "mlp-reroute-x2"])
+@pytest.mark.parametrize("setting", ["mlp-lazy", soaked("gpt-lazy"), "mlp-reroute-x2"])
 def test_who_is_warned_too_late_is_one_that_was_killed(runs: Runs, setting: str) -> None:
     job = job_of(setting)
     kills = plan_kills(job, [Sort(Op.F, "during", "first"), Sort(Op.B, "after", "middle")], 3, between=STEPS_TO_LEAVE)
@@ -224,10 +246,15 @@ def test_who_is_warned_too_late_is_one_that_was_killed(runs: Runs, setting: str)
     assert out_of(events) == [kill.worker for kill in kills]
 
 
-@pytest.mark.parametrize("fields", [{}, {"pipelines": 2, "redundancy": "reroute"}], ids=["lazy", "reroute-x2"])
-@pytest.mark.parametrize("action", ["0:F:1:during", "1:SEND_B:2:after", "2:COMMIT:before"])
-def test_whoever_stands_still_too_long_is_put_out(runs: Runs, action: str, fields: dict[str, Any]) -> None:
-    job = Job(**{**SMALL, **fields})
+@pytest.mark.parametrize(
+    ("action", "redundancy"),
+    [
+        *(("0:F:1:during", "lazy"), ("1:SEND_B:2:after", "reroute"), ("2:COMMIT:before", "lazy")),
+        *(soaked("0:F:1:during", "reroute"), soaked("1:SEND_B:2:after", "lazy"), soaked("2:COMMIT:before", "reroute")),
+    ],
+)
+def test_whoever_stands_still_too_long_is_put_out(runs: Runs, action: str, redundancy: Redundancy) -> None:
+    job = Job(**SMALL, redundancy=redundancy, pipelines=2 if redundancy == "reroute" else 1)
     stage = int(action[0])
     ending, events = runs.run(job, [fault(f"3:{action}", job, "stop")], silent_after=SILENCE)
     check(runs, job, ending, events)

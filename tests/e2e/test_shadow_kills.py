@@ -37,10 +37,9 @@ def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
 
 
 def planned_kills() -> Iterator[Kill]:
-    """Yields every kill of the suites; each is proved to strike at its action."""
-    for redundancy in test_real_kills.KINDS:
-        for _, kills in test_real_kills.suite(redundancy):
-            yield from kills
+    """Yields every kill that `make test` has; each is proved to strike at its action."""
+    for _, kills in test_real_kills.sample():
+        yield from kills
     for schedule in SCHEDULES:
         for number in range(test_schedule_kills.num_kills(schedule)):
             yield test_schedule_kills.kill_of(schedule, number)
