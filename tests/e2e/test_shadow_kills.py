@@ -41,7 +41,7 @@ def planned_kills() -> Iterator[Kill]:
     for _, kills in test_real_kills.sample():
         yield from kills
     for schedule in SCHEDULES:
-        for number in range(test_schedule_kills.num_kills(schedule)):
+        for number in test_schedule_kills.kills_of(schedule):
             yield test_schedule_kills.kill_of(schedule, number)
     for setting in test_streams.SETTINGS:
         yield from test_streams.plan_of(setting)[1]
