@@ -104,6 +104,7 @@ def test_what_cannot_be_written_is_said_and_the_end_of_a_run_too(tmp_path: Path)
         assert done.returncode == 74
         assert "bamboo: output: No space left on device" in done.stderr
     assert "finished: 1 steps" in done.stderr
+    assert json.loads((tmp_path / "latest" / "run.json").read_text())["result"]["outcome"] == "finished"
 
 
 @pytest.mark.parametrize("module", ["typer", "yaml"])

@@ -275,13 +275,6 @@ def test_everything_but_the_events_can_be_deleted(folder: Path) -> None:
     assert (folder / "report.html").read_bytes() == first
 
 
-def command_line(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `bamboo` as a process and returns its result."""
-    command = [sys.executable, "-m", "bamboo_cli", *(str(each) for each in arguments)]
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-
-
 def test_200_000_events_take_less_than_5_s_of_work(tmp_path: Path) -> None:
     """Measures processor time, because other processes of the machine lengthen wall-clock time."""
     events = MadeUpRun(stages=8, microbatches=16, steps=360, dead=((50, 3), (120, 5))).events()
@@ -300,7 +293,16 @@ def test_200_000_events_take_less_than_5_s_of_work(tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_the_events_of_a_real_recovery(tmp_path: Path) -> None:
     job = "--model mlp --data synthetic --stages 3 --steps 6 --validate-every 0 --audit 0".split()
-    run = command_line("run", *job, "--kill", "3:1:B:4", "--no-twin", "--results", tmp_path)
+    command = [sys.executable, "-m", "bamboo_cli", "run", *job, "--kill", "3:1:B:4", "--no-twin"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [*command, "--results", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     (folder,) = [each for each in tmp_path.iterdir() if each.is_dir() and not each.is_symlink()]
     for each in folder.iterdir():
@@ -308,8 +310,8 @@ def test_the_events_of_a_real_recovery(tmp_path: Path) -> None:
             shutil.rmtree(each) if each.is_dir() else each.unlink()
     tables = {}
     for name in ("recovery", "steps", "workers", "actions"):
-        said = command_line("report", "--results", tmp_path, "--table", name, "--format", "json")
-        assert (said.returncode, "run.json: it is gone" in said.stderr) == (1, True), "files that were sealed are gone"
+        said = say("--results", tmp_path, "--table", name, "--format", "json")
+        assert (said.exit_code, "run.json: it is gone" in said.stderr) == (1, True), "files that were sealed are gone"
         tables[name] = json.loads(said.stdout)
     (row,) = tables["recovery"]
     assert (row["outcome"], row["who"], row["step"], row["slots"], row["lost_steps"]) == ("recovered", "1", 3, "0.1", 0)

@@ -53,8 +53,13 @@ def verdicts(events: list[Event]) -> list[tuple[int, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("pipelines", SHAPES)
-@pytest.mark.parametrize("direction", ["there", "back", "both"])
+@pytest.mark.parametrize(
+    ("direction", "pipelines"),
+    [
+        *(("there", 1), ("back", 2), ("both", 1)),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("there", 2), ("back", 1), ("both", 2))),
+    ],
+)
 def test_a_silent_border_costs_one_end_of_it_and_no_bit(runs: Runs, direction: str, pipelines: int) -> None:
     stages, slots = SHAPES[pipelines]
     job = Job(**SMALL, stages=stages, pipelines=pipelines, validate_every=0)

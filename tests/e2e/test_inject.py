@@ -126,14 +126,18 @@ SEEDS = (("--seed", "4"), ("--seed", "4"), ("--seed", "5"))
 
 
 def test_an_expectation_that_is_not_met_ends_with_1(launch: Launch, scenario: Write) -> None:
-    done = launch("inject", "--scenario", scenario(expect={"recovery": {"max": "1us"}}), "--json").wait()
+    done = launch(
+        "inject", "--scenario", scenario(expect={"recovery": {"max": "1us"}, "trajectory": None}), "--json"
+    ).wait()
     assert (done.code, json.loads(done.stdout)["verdict"]) == (1, "failed")
     assert [name for name, result in checks_of(done).items() if result != "passed"] == ["recovery.max"]
 
 
 def test_a_fault_that_never_strikes_is_an_invalid_case(launch: Launch, scenario: Write) -> None:
     faults = ({**KILL, "do": "noop"}, {"id": "second", "after": {"fault": "first", "phase": "plan"}, "do": "kill"})
-    done = launch("inject", "--scenario", scenario(*faults, expect={"recovery": None}), "--json").wait()
+    done = launch(
+        "inject", "--scenario", scenario(*faults, expect={"recovery": None, "trajectory": None}), "--json"
+    ).wait()
     assert (done.code, json.loads(done.stdout)["verdict"]) == (6, "invalid")
     assert checks_of(done)["faults"] == "invalid"
     assert "second did not strike" in done.stderr

@@ -79,7 +79,7 @@ def test_without_a_twin_nothing_is_said_of_the_weights(launch: Launch) -> None:
 
 def test_a_fault_that_does_not_strike_is_an_invalid_case(launch: Launch) -> None:
     # All shadows are restored in the step after the failure.
-    done = launch(*SMALL, "--kill", "2:1", "--kill", "5:1:HEAL", "--json").wait()
+    done = launch(*SMALL, "--kill", "2:1", "--kill", "5:1:HEAL", "--no-twin", "--json").wait()
     said = json.loads(done.stdout)
     assert (done.code, said["exit_code"], said["outcome"]) == (6, 6, "invalid")
     assert said["error"].endswith("nothing was proved: 5:1:HEAL did not strike (kill before 1HEAL of step 5)")

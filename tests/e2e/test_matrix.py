@@ -79,6 +79,7 @@ def test_negative_controls_are_red(launch: Launch, tmp_path: Path) -> None:
     assert f"::error file={tmp_path}/controls.yaml,line=9,title=shadow-too failed (no_recovery)::" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_case_that_proves_nothing_is_invalid(launch: Launch, tmp_path: Path) -> None:
     done = run(launch, tmp_path, ["cannot-strike"])
     assert done.code == 6, done.stderr
@@ -132,17 +133,11 @@ def test_an_interrupted_matrix_tells_what_it_has_leaves_nothing_and_goes_on(laun
     assert "1 cells have passed before, 0 to run" in done.stderr
     assert [each["cell"] for each in json.loads(done.stdout)["cells"]] == ["good"]
     assert len(list(Path(results, "matrices").iterdir())) == 1
+    others = launch("matrix", str(path), "--resume", "--cell", "good", "--results", results, "--set", "seed=1").wait(60)
+    assert (others.code, "have passed before" in others.stderr) == (0, False), "other settings are another cell"
 
 
-def test_other_settings_are_another_cell(launch: Launch, tmp_path: Path) -> None:
-    results = str(tmp_path / "kept")
-    assert run(launch, tmp_path, ["good"], "--results", results).code == 0
-    done = run(launch, tmp_path, ["good"], "--results", results, "--resume", "--set", "seed=1")
-    assert done.code == 0
-    assert "have passed before" not in done.stderr
-
-
-@pytest.mark.parametrize(("text", "num_cells"), [("kill/LOG", 6), ("during/", 3)])
+@pytest.mark.parametrize(("text", "num_cells"), [pytest.param("kill/LOG", 6, marks=pytest.mark.soak), ("during/", 3)])
 def test_some_cells_of_the_smoke_matrix(launch: Launch, text: str, num_cells: int) -> None:
     one_lane = ("--jobs", "1")  # each takes seconds of the processor to start
     launcher = launch("matrix", "matrix-smoke", "--cell", text, "--json", *one_lane)

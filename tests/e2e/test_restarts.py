@@ -98,7 +98,7 @@ def test_an_heir_is_faster_than_a_restart(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_fault_in_the_first_step_without_an_heir_counts_as_struck(launch: Launch) -> None:
-    launcher = launch("run", "--stages", "2", "--steps", "2", "--redundancy", "none", "--kill", "0:1")
+    launcher = launch("run", "--model", "mlp", "--stages", "2", "--steps", "2", "--redundancy", "none", "--kill", "0:1")
     done = launcher.wait()
     assert done.code == 0, done.stderr
     assert "before the first commit; all workers are started again (1 of at most 3)" in done.stderr

@@ -117,14 +117,6 @@ def test_on_a_terminal_there_is_a_table(tmp_path: Path) -> None:
     assert re.search(r"\n +1 +\d+ +1 +running +\d+ +(waits in )?\d[A-Z_]+\d* +[\d.]+\r", text)
 
 
-def test_a_failed_run_is_one_object_too(launch: Launch) -> None:
-    model = ("--model", "tests.e2e.user_models:not_a_number", "--stages", "3", "--microbatches", "4")
-    done = launch("run", *model, "--steps", "3", "--json").wait()
-    said = json.loads(done.stdout)
-    assert (done.code, said["exit_code"], said["outcome"], said["steps"]) == (1, 1, "failed", 1)
-    assert "the loss is nan" in said["error"]
-
-
 def test_a_refused_job_is_one_object_too(launch: Launch) -> None:
     launcher = launch("run", "--stages", "0", "--json")
     done = launcher.wait()
@@ -196,17 +188,20 @@ def test_the_wire_trips_when_a_run_starts_its_workers(launch: Launch, wired: dic
 def test_a_mistake_that_a_worker_finds_is_told_with_its_place(launch: Launch, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model: mlp\npartition: type:conv\n")
-    done = launch("run", str(job)).wait()
-    assert done.code == 2
+    launcher = launch("run", str(job))
+    done = launcher.wait()
+    assert (launcher.leftovers(), done.code) == ([], 2)
     assert f"bamboo: {job}:2:12: partition: expected a pattern that matches a layer's class (" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("redirection", "code"), [("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 74)])
-def test_closed_and_full_streams_do_not_disturb_a_run(redirection: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("redirection", [pytest.param("2>&-", marks=pytest.mark.soak), ">&- 2>&- <&-"])
+def test_closed_streams_do_not_disturb_a_run(redirection: str, tmp_path: Path) -> None:
+    """A full one is in tests/cli/test_app.py."""
     command = f"exec {sys.executable} -m bamboo_cli {' '.join(SMALL)} --json {redirection}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=environment, check=False, timeout=40)
-    assert done.returncode == code
+    assert done.returncode == 0
     assert json.loads((tmp_path / "results/latest/run.json").read_text())["result"]["outcome"] == "finished"
 
 
