@@ -21,7 +21,16 @@ from tests.simulation.churn import churn_case
 from tests.simulation.host_losses import host_case
 from tests.simulation.judge import INSIDE
 from tests.simulation.run import run
-from tests.simulation.schedules import PAIRED, grid_cases, inside_case, pair_cases, random_case, single_kills
+from tests.simulation.schedules import (
+    PAIRED,
+    grid_cases,
+    inside_case,
+    pair_cases,
+    random_case,
+    single_kills,
+    streamed_cases,
+    two_stage_cases,
+)
 from tests.simulation.shrink import shrunk
 from tests.simulation.sleeping import sleep_case
 
@@ -63,7 +72,7 @@ def main() -> int:
 
 def enumerated() -> Iterator[Case]:
     """Yields every single kill of every shape, and every pair of kills of some shapes."""
-    for case in grid_cases():
+    for case in (*streamed_cases(), *two_stage_cases(), *grid_cases()):
         yield from single_kills(case)
     for case in PAIRED:
         yield from pair_cases(case)

@@ -45,6 +45,7 @@ LEFT_INSIDE = (  # by a worker whose grace ends before the step
     Case(2, 3, 2, "reroute"),
     Case(3, 2, ties=((0, 2),), schedule="gpipe"),
 )
+_STREAMED = (Case(3, 4, steps=2, log_every=1), Case(2, 5, 2, steps=2, log_every=2))
 _GRACE_US = 60_000_000
 _HEALS_US, _FOR_EVER_US = 900_000, FOR_EVER_US
 _LINK_FAULTS = (  # an odd number, so that each has both timings
@@ -237,6 +238,19 @@ def grid_cases(steps: int = 2) -> Iterator[Case]:
     for (pipelines, stages, microbatches), redundancy, schedule in product(shapes, _REDUNDANCIES, ("1f1b", "gpipe")):
         if pipelines > 1 or redundancy != "reroute":
             yield Case(stages, microbatches, pipelines, redundancy, schedule=schedule, steps=steps)
+
+
+def streamed_cases() -> Iterator[Case]:
+    """Yields fault-free cases of jobs that stream."""
+    for case, redundancy, schedule in product(_STREAMED, ("lazy", "eager"), ("1f1b", "gpipe")):
+        yield replace(case, redundancy=redundancy, schedule=schedule)
+
+
+def two_stage_cases() -> Iterator[Case]:
+    """Yields fault-free cases in which a worker has two stages."""
+    for schedule in ("interleaved", "zbv"):
+        small = Case(4, 2, stages_per_worker=2, schedule=schedule, steps=2)
+        yield from (small, replace(small, redundancy="eager"), replace(small, log_every=1, microbatches=3))
 
 
 def small_cases() -> list[Case]:
