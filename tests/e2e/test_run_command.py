@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from bamboo_cli.app import app
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.config.initial_program import initial_program
 from engine.core.config.job import Job
@@ -138,8 +140,10 @@ def test_a_job_file_is_run_and_its_mistakes_are_all_named_at_their_place(launch:
     assert re.search(r"bad\.yaml:3:8: steps", done.stderr)
 
 
-def test_each_layer_of_settings_beats_the_one_before(launch: Launch, tmp_path: Path) -> None:
+def test_each_layer_of_settings_beats_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adds one layer at a time; `--explain` names the newest as the origin."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     job = tmp_path / "job.yaml"
     job.write_text("steps: 3\n")
     layers: list[tuple[str, tuple[str, ...], dict[str, str]]] = [
@@ -153,10 +157,11 @@ def test_each_layer_of_settings_beats_the_one_before(launch: Launch, tmp_path: P
     (tmp_path / "bamboo").mkdir()
     (tmp_path / "bamboo" / "job.yaml").write_text("steps: 2\n")
     arguments: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
     for number, (origin, more_arguments, more_environment) in enumerate(layers, start=1):
-        arguments, environment = arguments + more_arguments, environment | more_environment
-        done = launch("run", "--explain", "--json", *arguments, **environment).wait()
+        arguments += more_arguments
+        for name, value in more_environment.items():
+            monkeypatch.setenv(name, value)
+        done = CliRunner().invoke(app, ["run", "--explain", "--json", *arguments], catch_exceptions=False)
         said: dict[str, Any] = json.loads(done.stdout)["steps"]
         assert said["value"] == (80 if number == 1 else number)
         assert said["origin"].endswith(origin)
