@@ -46,7 +46,7 @@ def test_two_sends_that_are_swapped_are_caught_by_their_keys(nccl: OverNccl) -> 
 
 
 def test_two_sends_that_are_swapped_are_caught_without_an_audit(nccl: OverNccl) -> None:
-    """The double knows the key of each message, whatever the workers send beside it."""
+    """The double knows the key of each message, also where the workers send none."""
     with nccl.double.planted("swap"):
         nccl.runs.run(SMALL)
     assert any(re.fullmatch(r"a receive of message \d+ met a send of message \d+", x) for x in nccl.double.offences())
