@@ -85,7 +85,12 @@ def test_what_is_pure_is_not_refused(kind: str, fields: dict[str, Any], redundan
     assert len(check.trials) + len(check.unchecked) == 4
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
+DEEP = ("resnet101", "resnet152")  # of the blocks of resnet50
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(each, marks=pytest.mark.soak) if each in DEEP else each for each in sorted(MODELS)]
+)
 @pytest.mark.parametrize(
     "fields", [{}, {"activation_checkpoint": 2, "dtype": "bfloat16", "stages": 3}], ids=["plain", "recomputed"]
 )

@@ -37,7 +37,10 @@ def rows_after(step: int, ending: Ending) -> list[TrajectoryRow]:
     return [row for row in ending.view.run_state.rows if row.step > step]
 
 
-@pytest.fixture(scope="module", params=JOBS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=pytest.mark.soak) if each == "resnet" else each for each in JOBS],
+)
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     job = JOBS[request.param]
     return job, *run_and_keep(job, tmp_path_factory.mktemp(request.param))
