@@ -77,7 +77,8 @@ SEED ?= 0
 soak: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.kill_soak --kills 1000 --seed $(SEED)
 
-# The tests that take longest: most are benchmarks in their quick form, from the command to the figures.
+# The tests that take longest, and all of that of which `make test` has a sample: every kill, cut and schedule with every
+# model, and the benchmarks in their quick form, from the command to the figures.
 soak-tests: $(TEST_STAMP)
 	.venv/bin/python -m pytest -m soak
 

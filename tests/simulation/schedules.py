@@ -242,7 +242,8 @@ def grid_cases(steps: int = 2) -> Iterator[Case]:
 
 def streamed_cases() -> Iterator[Case]:
     """Yields fault-free cases of jobs that stream."""
-    for case, redundancy, schedule in product(_STREAMED, ("lazy", "eager"), ("1f1b", "gpipe")):
+    redundancies: tuple[Redundancy, ...] = ("lazy", "eager")
+    for case, redundancy, schedule in product(_STREAMED, redundancies, ("1f1b", "gpipe")):
         yield replace(case, redundancy=redundancy, schedule=schedule)
 
 
