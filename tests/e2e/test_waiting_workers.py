@@ -51,9 +51,14 @@ MOST_SHARE = 0.001  # of a core
 MOST_BYTES = 40 * 2**20
 
 
+@pytest.fixture(name="runs", scope="module")
+def _runs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Runs:
+    """Returns a runner of jobs; it runs each twin once."""
+    return Runs(tmp_path_factory.mktemp("waiting"), server)
+
+
 @pytest.mark.parametrize("moment", ["5:5:F:2", "5:0:B:1", "5:11:STEP"])
-def test_a_waiting_worker_takes_the_place_of_a_dead_one(tmp_path: Path, server: ForkServer, moment: str) -> None:
-    runs = Runs(tmp_path, server)
+def test_a_waiting_worker_takes_the_place_of_a_dead_one(runs: Runs, moment: str) -> None:
     ending, events = runs.run(JOB, [fault(moment, JOB, "kill")])
     assert list(differences(ending, runs.twin(replace(JOB, standby=0)))) == []
     first, verdict, moved = (event for event in events if event["event"] == "epoch")
