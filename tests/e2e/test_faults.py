@@ -248,9 +248,10 @@ def test_a_bit_that_flips_where_nobody_can_compare_shows_in_the_weights(
     assert struck.rows != faultless()
 
 
-@pytest.mark.parametrize(
-    "phase", ["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]
-)
+SCENARIOS = ("detect", "agree", "regroup", "inventory", "plan", "replay", "merged", "heal")  # of test_library.py too
+
+
+@pytest.mark.parametrize("phase", ["fence", *(pytest.param(each, marks=pytest.mark.soak) for each in SCENARIOS)])
 def test_the_recoverer_may_die_in_any_phase(
     strike: Strike, faultless: Callable[..., Any], phase: RecoveryPhase
 ) -> None:

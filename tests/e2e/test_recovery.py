@@ -138,8 +138,11 @@ def test_an_heir_draws_the_same_dropout(recover: Recover, faultless: Faultless) 
     check(recover(Strike(computed(2, "1B2"), 1), Strike(committed(4), 2), **fields), faultless(**fields), [1], [2])
 
 
-@pytest.mark.parametrize("phase", ["fence", "inventory", "regroup", "plan"])
+@pytest.mark.parametrize(
+    "phase", ["fence", *(pytest.param(each, marks=pytest.mark.soak) for each in ("inventory", "regroup", "plan"))]
+)
 def test_a_second_death_during_recovery(recover: Recover, faultless: Faultless, phase: str) -> None:
+    """The scenarios of test_library.py have every phase."""
     recovered = recover(Strike(committed(2), 1), Strike(marked(phase, 2), 3))
     check(recovered, faultless(), [1], [3])
 
