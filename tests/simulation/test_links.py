@@ -13,16 +13,18 @@ from tests.simulation.planting import all_well
 from tests.simulation.schedules import link_faults, random_link_fault, small_cases
 
 PARTS = 4
-SCHEDULES, DARK_EDGES, RANDOM = 480, 100, 50  # at least, in each part
+STRIDE = 15  # of the moments of the first step; the soak has each fifth
+SCHEDULES, DARK_EDGES, RANDOM = 220, 45, 50  # at least, in each part
 
 
+@pytest.mark.parametrize("stride", [STRIDE, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_one_end_of_a_dark_edge_is_given_up_and_no_other_worker(part: int) -> None:
+def test_one_end_of_a_dark_edge_is_given_up_and_no_other_worker(part: int, stride: int) -> None:
     """The job finishes if others hold what an end owns; a link that heals in time makes no epoch."""
     histories = [
         history
         for nth, case in enumerate(small_cases()[part::PARTS])
-        for history in all_well(link_faults(case, 7, nth))
+        for history in all_well(link_faults(case, stride, nth))
     ]
     assert len(histories) >= SCHEDULES
     assert {fault.kind for history in histories for fault in history.struck} == {*LINK_KINDS} - {"link"}
