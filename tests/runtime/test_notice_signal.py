@@ -28,9 +28,8 @@ for thread in threads:
 
 
 def answer(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code], check=False, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PRELUDE + code]  # of forks beside threads
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     return f"{done.returncode}: {done.stdout}{done.stderr}"
 
 

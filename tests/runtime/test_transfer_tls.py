@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,10 @@ def test_children_read_the_certificate_from_memory_of_this_process() -> None:
 def test_the_fork_server_has_the_variables_where_tls_is_used() -> None:
     for is_used in (True, False):
         with transfer_tls(is_used) as tls, ForkServer(tls.environment) as server:
-            told = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
+            environment = Path(f"/proc/{server.pid}/environ")
+            while not environment.read_bytes():  # its program is being loaded
+                time.sleep(0.001)
+            told = environment.read_bytes().decode().split("\0")
             assert ("GLOO_DEVICE_TRANSPORT=TCP_TLS" in told) is is_used
             assert bool([each for each in told if each.startswith("GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY=")]) is is_used
 
