@@ -109,6 +109,22 @@ class KeyMessage(ToAgent, ToWorker):
 
 
 @message
+class LinkWantedMessage(ToAgent):
+    """The worker has messages for worker `peer`, and no link to it; `before` is the number of one that has ended."""
+
+    peer: int
+    before: int = 0
+
+
+@message
+class LinkMessage(ToWorker):
+    """The ends of the link to worker `peer` come along: a socket, the ring to that worker, the ring from it."""
+
+    peer: int
+    number: int  # of the link; no other one of the run has it
+
+
+@message
 class NextGroupMessage(ToWorker):
     """These members of a coming epoch form its group while they train; the attempt before is given up.
 

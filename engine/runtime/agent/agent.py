@@ -32,7 +32,7 @@ from engine.core.membership.events import Heard, LeaseExpired, Notice
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, RaisedMessage
-from engine.core.process_messages import NoticeMessage, PingMessage, StopMessage
+from engine.core.process_messages import LinkWantedMessage, NoticeMessage, PingMessage, StopMessage
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.ends_of_run import EndsOfRun
 from engine.runtime.agent.injector import Injector
@@ -42,6 +42,7 @@ from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.taken_run import HandedOverError
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
 from engine.runtime.coordinator.node import Node
+from engine.runtime.ipc.link_pairs import LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.keeping.keeper import NO_KEEPER, Keeper
@@ -92,6 +93,7 @@ class Agent(EndsOfRun):
         self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
+        self._pairs = LinkPairs()
 
     @property
     def _has_finished(self) -> bool:
@@ -106,6 +108,9 @@ class Agent(EndsOfRun):
         worker = member.worker
         with self.failing():
             if worker in self.node.state.out:
+                return
+            if isinstance(message, LinkWantedMessage):
+                self._pairs.link(member, self.members.get(message.peer), message.before)
                 return
             is_of_end = self.is_stopping and isinstance(message, RaisedMessage)
             if not is_of_end and self._own_parts.take(member, message):

@@ -8,13 +8,13 @@ the threads that hear the agent run beside it. A kill comes between two actions,
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import traceback
 from collections.abc import Iterator
 
 from engine.runtime.ipc.control import FOREVER_S, Control, Killed
 from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.wakeups import Wakeups
 
 
 class Turn:
@@ -54,14 +54,13 @@ class ThreadControl(Control):
 
     def __init__(self, link: Link, turn: Turn):
         self._is_killed, self._turn = threading.Event(), turn
-        super().__init__(link)
-        self._news = _News(turn, self._is_killed)
+        super().__init__(link, _TurnWakeups(turn, self._is_killed))
 
     def _listen(self) -> None:
         """Handles messages until the link is shut down, and closes it."""
         try:
-            while (message := self.link.receive()) is not None:
-                self._take_in(message)
+            while (received := self.link.receive_with_fds())[0] is not None:
+                self._take_in(*received)
         except Exception:
             traceback.print_exc()
             self.kill()
@@ -85,17 +84,17 @@ class ThreadControl(Control):
         self.wake()
 
 
-class _News(queue.SimpleQueue[None]):
-    """Tokens of news, as `Control` has them."""
+class _TurnWakeups(Wakeups):
+    """The one wait of a worker that is a thread."""
 
     def __init__(self, turn: Turn, is_killed: threading.Event):
         super().__init__()
         self._turn, self._is_killed = turn, is_killed
 
-    def get(self, block: bool = True, timeout: float | None = None) -> None:
-        """Waits for a token, and lets other threads run meanwhile; raises Killed."""
+    def wait(self) -> None:
+        """Waits, and lets other threads run meanwhile; raises Killed."""
         with self._turn.paused():
-            super().get(block, timeout)
+            super().wait()
         _end_if(self._is_killed)
 
 

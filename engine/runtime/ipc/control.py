@@ -31,12 +31,13 @@ from engine.core.messages import (
     MarkMessage,
     OwnPhase,
 )
-from engine.core.process_messages import KeyMessage, NextGroupMessage, PingMessage, StopMessage
+from engine.core.process_messages import KeyMessage, LinkMessage, NextGroupMessage, PingMessage, StopMessage
 from engine.core.recovery.plan_messages import PrepareMessage
 from engine.core.worker.inbox import Inbox, arrived, taken, without
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.ipc.told_keys import ToldKeys
+from engine.runtime.ipc.wakeups import Wakeups
 
 Found = TypeVar("Found")
 Wanted = TypeVar("Wanted", bound=ToWorker)
@@ -62,11 +63,11 @@ ReadCounts = Callable[[], Mapping[int, tuple[int, int, int]]]  # returns counts 
 class Control:
     """The worker's end of its link to the agent."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: Link, wakeups: Wakeups | None = None):
         self.link = link
         self.keys = ToldKeys()
-        # A token for each piece of news: a queue written in C wakes the main thread sooner than a condition does.
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.wakeups = wakeups or Wakeups()
+        self.given_links: queue.SimpleQueue[tuple[LinkMessage, list[int]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the inbox
         self.inbox = Inbox()
         self._is_urgent = False  # whether the first message interrupts the main thread
@@ -133,14 +134,16 @@ class Control:
     def _listen(self) -> None:
         """Handles messages until the agent has ended or has sent a malformed one; the worker then exits."""
         try:
-            while (message := self.link.receive()) is not None:
-                self._take_in(message)
+            while (received := self.link.receive_with_fds())[0] is not None:
+                self._take_in(*received)
         except Exception:
             traceback.print_exc()  # to the worker's log
         os._exit(ExitCode.INTERNAL)
 
-    def _take_in(self, message: Message) -> None:
+    def _take_in(self, message: Message, fds: list[int]) -> None:
         match message:
+            case LinkMessage():
+                self.given_links.put((message, fds))
             case PingMessage():
                 self.send(self._heartbeat())
                 self.on_ping()
@@ -191,7 +194,7 @@ class Control:
 
     def wake(self) -> None:
         """Makes the main thread look again; any thread calls it after the change that the main thread waits for."""
-        self._news.put(None)
+        self.wakeups.wake()
 
     def wait_until(self, look: Callable[[], Found | None]) -> Found:
         """Waits until `look`, called again after each piece of news, finds something; raises Stopped or Fenced."""
@@ -207,10 +210,11 @@ class Control:
         self._traffic = (self.accepted, traffic)
 
     def _await_news(self) -> None:
-        if self._news.empty():
-            self._waits_since_ns = time.monotonic_ns()
+        if self.wakeups.look():
+            return
+        self._waits_since_ns = time.monotonic_ns()
         with self.busy() if self.is_owing() else contextlib.nullcontext():
-            self._news.get()
+            self.wakeups.wait()
         self._waits_since_ns = 0
 
     def hear(self, look: Callable[[], Found | None] = lambda: None, *, urgent: bool = False) -> ToWorker | Found:

@@ -69,7 +69,7 @@ class Link:
         """Waits for one message; returns it with the descriptors that came with it, which the caller then owns."""
         ancillary_size = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         try:
-            data, ancillary, flags, _ = self.socket.recvmsg(MAX_BYTES, ancillary_size)
+            data, ancillary, flags, _ = self.socket.recvmsg(MAX_BYTES, ancillary_size, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             return None, []
         ensure(not flags & socket.MSG_CTRUNC, f"a message has at most {_MAX_FDS} descriptors; others were dropped")

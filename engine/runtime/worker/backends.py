@@ -23,6 +23,8 @@ from engine.runtime.nccl.nccl_backend import NcclBackend
 from engine.runtime.nccl.nccl_communicator import NcclCommunicators
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.nccl.nccl_transport import LastResort
+from engine.runtime.links.links import Links
+from engine.runtime.transport.direct_transport import DirectBackend
 from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.pair_guard import PairGuard
@@ -32,7 +34,7 @@ from engine.runtime.transport.transport import TransportBackend
 
 def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> TransportBackend:
     """Returns the backend that the job of a worker asks for."""
-    over_host = gloo_backend(control, welcome, network_fd, device)
+    over_host = direct_backend(control, welcome, network_fd, device)
     job = Job(**welcome.job)
     if job.backend != "nccl":
         return over_host
@@ -70,6 +72,16 @@ def tell_end(control: Control, device: str, why: str) -> None:
     """Tells the cause, which the verdict on this worker has then, as trouble of its GPU: no user's code is in it."""
     told = WorkerException(why, gpu=f"{GPU_ERROR}: {why}, on {device}")
     control.send(RaisedMessage(now_ns(), control.at[0], told))
+
+
+def direct_backend(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> TransportBackend:
+    """Returns the backend of a worker that has been welcomed."""
+    gloo = gloo_backend(control, welcome, network_fd, device)
+    if os.environ.get("GLOO"):
+        return gloo
+    backend = DirectBackend(LinkCuts(control), Links(control), device)
+    backend.open_collectives = gloo.open_collectives
+    return backend
 
 
 def gloo_backend(

@@ -1,0 +1,1 @@
+"""Links between workers: what travels, and what is done with it; pure."""

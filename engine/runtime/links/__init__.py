@@ -1,0 +1,1 @@
+"""Links: the connections of one worker to others, which outlive its epochs."""

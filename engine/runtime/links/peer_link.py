@@ -1,0 +1,220 @@
+"""One end of the link to another worker: messages out and in, pieces large and small.
+
+    small       header and body over the socket, in one call
+    large       the body into the ring in pieces, each header over the socket; without a ring all over the socket
+
+Rules: a send never waits: what does not fit is kept, in its order, and leaves when there is room, from the main thread's
+wait. What has left a sender is its own copy. At a fence the kept messages are dropped, as their tensors may change; a
+frame whose first bytes have left is completed from a copy, and never makes a message whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import InvariantError
+from engine.core.links.arrivals import Incoming
+from engine.core.links.frame import INLINE, Frame, aligned
+from engine.core.links.frame_reader import FrameReader
+from engine.runtime.links.ring import InRing, OutRing
+
+INLINE_BYTES = 32 << 10  # of a message that goes over the socket in one frame
+_PIECE_BYTES = 1 << 20  # the receiver copies one piece out while the sender copies the next one in
+_PADDING = bytes(64)
+_BROKEN = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
+
+Lacks = Literal["", "socket", "ring"]  # what the rest of the messages waits for
+OnMessage = Callable[[int, int, Tensor], None]  # epoch, key, bytes
+
+
+class _Outgoing:
+    """A message on its way: its parts as bytes, and how many bytes of it have left."""
+
+    def __init__(self, epoch: int, key: int, parts: Sequence[Tensor]):
+        self.epoch, self.key = epoch, key
+        self.starts, at = [], 0
+        self.parts = [part for part in parts if len(part)]
+        for part in self.parts:
+            self.starts.append(aligned(at))
+            at = self.starts[-1] + len(part)
+        self.total, self.at, self._index = at, 0, 0
+
+    @property
+    def whole(self) -> list[memoryview | bytes]:
+        """All bytes, for a message that leaves in one frame."""
+        found: list[memoryview | bytes] = []
+        at = 0
+        for start, part in zip(self.starts, self.parts, strict=True):
+            found += [_PADDING[: start - at]] * (start > at) + [memoryview(part.numpy())]
+            at = start + len(part)
+        return found
+
+    def piece(self) -> tuple[Tensor, int]:
+        """Returns the next bytes, of one part, and the length of their piece, with the padding behind a part."""
+        part, start = self.parts[self._index], self.starts[self._index]
+        begin = self.at - start
+        rest = part[begin : begin + _PIECE_BYTES]
+        is_end = begin + len(rest) == len(part)
+        if not is_end or self._index + 1 == len(self.parts):
+            return rest, len(rest)
+        return rest, self.starts[self._index + 1] - self.at
+
+    def go_on(self, length: int) -> bool:
+        """Counts a piece that has left; returns whether it was the last one."""
+        self.at += length
+        if self._index + 1 < len(self.parts) and self.at == self.starts[self._index + 1]:
+            self._index += 1
+        return self.at >= self.total
+
+
+class Ends(NamedTuple):
+    """The ends of a link as a worker gets them; between hosts there are no rings."""
+
+    socket: socket.socket
+    out: OutRing | None = None
+    back: InRing | None = None
+
+
+class PeerLink:
+    """The link to worker `peer`; without ends at first, until the agent has made them."""
+
+    def __init__(self, peer: int, floor: Callable[[], int], room_of: Callable[[int], Tensor], on_message: OnMessage):
+        self.peer = peer
+        self.ends: Ends | None = None
+        self.is_broken = self.awaits_room = False
+        self._floor, self._on_message = floor, on_message
+        self._incoming: Incoming[Tensor] = Incoming(room_of)
+        self._reader = FrameReader(self._sink)
+        self._kept: deque[_Outgoing] = deque()
+        self._rest: list[memoryview | bytes] = []  # of the frame that is leaving
+        self._lock = threading.RLock()  # of what is sent: a GPU's copies are sent by another thread
+
+    @property
+    def owes(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._kept or self._rest)
+
+    def attach(self, ends: Ends) -> None:
+        """Takes the ends of the link."""
+        with self._lock:
+            self.ends = ends
+
+    def send(self, epoch: int, key: int, parts: Sequence[Tensor]) -> Lacks:
+        """Begins to send a message, of tensors of bytes; returns what its rest waits for. Raises OSError if broken."""
+        with self._lock:
+            self._kept.append(_Outgoing(epoch, key, parts))
+            return self.flush()
+
+    def flush(self) -> Lacks:
+        """Sends what is kept, as far as there is room; raises OSError if the link is broken."""
+        with self._lock:
+            while self.ends is not None:
+                if self._rest and not self._write():
+                    return "socket"
+                if not self._kept:
+                    break
+                if not self._begin_frame(self.ends):
+                    return "ring"
+            return ""
+
+    def _begin_frame(self, ends: Ends) -> bool:
+        """Makes the next frame; returns False if the ring has no room for it."""
+        message = self._kept[0]
+        if message.total <= INLINE_BYTES:
+            head = Frame(message.epoch, message.key, message.total, 0, message.total)
+            self._rest = [head.packed(), *message.whole]
+            self._kept.popleft()
+            return True
+        part, length = message.piece()
+        offset: int | None = INLINE
+        body: list[memoryview | bytes] = []
+        if ends.out is None:
+            body = [memoryview(part.numpy()), *[_PADDING[: length - len(part)]] * (length > len(part))]
+        else:
+            offset = ends.out.put(part, length)
+        if offset is None:
+            return False
+        self._rest = [Frame(message.epoch, message.key, message.total, message.at, length, offset).packed(), *body]
+        if message.go_on(length):
+            self._kept.popleft()
+        return True
+
+    def _write(self) -> bool:
+        """Writes what is left of a frame; returns whether that is all of it."""
+        assert self.ends is not None
+        try:
+            count = self.ends.socket.sendmsg(self._rest, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        while self._rest and count >= len(self._rest[0]):
+            count -= len(self._rest.pop(0))
+        if count:
+            self._rest[0] = memoryview(self._rest[0])[count:]
+        return not self._rest
+
+    def drop_unsent(self) -> None:
+        """Drops what is kept, and copies the rest of the frame that is leaving: its tensors may change from now on."""
+        with self._lock:
+            self._kept.clear()
+            self._rest = [b"".join(self._rest)] if self._rest else []
+
+    def read(self) -> bool:
+        """Reads what has come; returns False at the end of the link. Raises InvariantError for what no sender sends."""
+        if self.ends is None:
+            return True
+        while True:
+            room = self._reader.room()
+            try:
+                count = self.ends.socket.recv_into(room, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError as error:
+                if error.errno in _BROKEN:
+                    return False
+                raise
+            if not count:
+                return False
+            for frame in self._reader.filled(count):
+                self._end_piece(self.ends, frame)
+            if count < len(room):
+                return True
+
+    def _sink(self, frame: Frame) -> memoryview | None:
+        if frame.offset != INLINE:
+            return None
+        room = self._incoming.begins(frame, self._floor())
+        return None if room is None else memoryview(room.numpy())[frame.start : frame.start + frame.length]
+
+    def _end_piece(self, ends: Ends, frame: Frame) -> None:
+        floor = self._floor()
+        if frame.offset != INLINE:
+            if ends.back is None:
+                raise InvariantError(f"a link without a ring has a frame of one: {frame}")
+            room = self._incoming.begins(frame, floor)
+            into = None if room is None else room[frame.start : frame.start + frame.length]
+            ends.back.take(frame.offset, frame.length, into)
+        whole = self._incoming.ended(frame, floor)
+        if whole is not None:
+            self._on_message(frame.epoch, frame.key, whole)
+
+    def close(self) -> None:
+        """Closes this end."""
+        with self._lock:
+            self.is_broken = True
+            self._kept.clear()
+            self._rest = []
+            if self.ends is not None:
+                self.ends.socket.close()
+
+
+def host_room(size: int) -> Tensor:
+    """Returns uninitialised memory of the host for a message."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu")

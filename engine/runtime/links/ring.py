@@ -1,0 +1,62 @@
+"""A ring of memory that two workers share: one writes pieces of messages into it, the other one copies them out.
+
+The agent makes it, as a file without a name; its last bytes are a count that the reader writes: the bytes freed so far.
+The header of a piece goes over the socket of the link behind the write, so that the reader never sees half a piece.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from engine.core.links.ring_space import RingSpace
+from engine.runtime.ipc.link_pairs import COUNT_BYTES, RING_BYTES
+
+
+class _Ring:
+    """The memory of a ring; takes over its descriptor."""
+
+    def __init__(self, fd: int):
+        size = RING_BYTES + COUNT_BYTES  # torch keeps no descriptor of it, as a map of Python's does
+        memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
+        os.close(fd)
+        self.bytes: Tensor = memory[:RING_BYTES]
+        self._count = memoryview(memory[RING_BYTES : RING_BYTES + 8].numpy()).cast("Q")
+
+    @property
+    def freed(self) -> int:
+        """The bytes that the reader has freed."""
+        return int(self._count[0])
+
+    @freed.setter
+    def freed(self, count: int) -> None:
+        self._count[0] = count
+
+
+class OutRing(_Ring):
+    """The end that writes."""
+
+    def __init__(self, fd: int):
+        super().__init__(fd)
+        self._space = RingSpace(RING_BYTES)
+
+    def put(self, part: Tensor, length: int) -> int | None:
+        """Copies bytes into a piece of `length`, at least theirs; returns its offset, or None if there is no room."""
+        offset = self._space.place(length, self.freed)
+        if offset is not None:
+            self.bytes[offset : offset + len(part)].copy_(part)
+        return offset
+
+
+class InRing(_Ring):
+    """The end that reads."""
+
+    def take(self, offset: int, length: int, into: Tensor | None) -> None:
+        """Copies a piece out, unless it is dropped, and frees it; raises ValueError for one outside of the ring."""
+        if offset + length > RING_BYTES:
+            raise ValueError(f"a piece of {length} bytes at {offset} is outside of the ring")
+        if into is not None:
+            into.copy_(self.bytes[offset : offset + length])
+        self.freed += length
