@@ -36,6 +36,7 @@ class WelcomeMessage(ToWorker):
     waits: bool = False  # it owns nothing, and waits until an epoch makes it a member
     joins: bool = False  # without a failure, too
     address: str = "127.0.0.1"  # where its transfers listen
+    network: Plain | None = None  # of a run on several hosts: its certificate and key as PEM, or nothing for clear text
     local_rank: int = 0  # the least number that no other living worker of its host has: that of its GPU
 
 

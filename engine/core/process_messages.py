@@ -110,18 +110,30 @@ class KeyMessage(ToAgent, ToWorker):
 
 @message
 class LinkWantedMessage(ToAgent):
-    """The worker has messages for worker `peer`, and no link to it; `before` is the number of one that has ended."""
+    """The worker has messages for worker `peer`, and no link to it; `before` is the number of one that has ended.
+
+    In a run on several hosts it listens at an address and a port.
+    """
 
     peer: int
     before: int = 0
+    address: str = ""
+    port: int = 0
 
 
 @message
 class LinkMessage(ToWorker):
-    """The ends of the link to worker `peer` come along: a socket, the ring to that worker, the ring from it."""
+    """The worker gets a link to worker `peer`; no other one of the run has its number.
+
+    On one host its ends come along: a socket, the ring to that worker, the ring from it. Between hosts it has a token
+    in hexadecimal, with which the other one connects; the worker that gets a port does so.
+    """
 
     peer: int
-    number: int  # of the link; no other one of the run has it
+    number: int
+    token: str = ""
+    address: str = ""
+    port: int = 0
 
 
 @message

@@ -42,7 +42,7 @@ from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.host_registry import HostRegistry
 from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.hosts.kept_lease import KeptLease
-from engine.runtime.hosts.run_certificate import new_certificate, transfer_tls
+from engine.runtime.hosts.run_certificate import network_of, new_certificate, transfer_tls
 from engine.runtime.hosts.wire import WireServer
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import holding
@@ -92,7 +92,7 @@ def run_on_hosts(
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), made):
                 away = [AwayServer(each) for each in hosts if each.name != own.name]
-                servers = HostServers(server, away, watch_kv, given.workers)
+                servers = HostServers(server, away, watch_kv, given.workers, network_of(made, given.transfers))
                 for other in away:
                     wire.admit(other.host, other.peer)
                 return coordinate(run, servers, registry, Seat(kept.lease), partial(_give_back, kept))

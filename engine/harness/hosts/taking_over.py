@@ -30,6 +30,7 @@ from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.host_registry import Elected, HostOutcome
 from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.hosts.host_workers import HostWorkers
+from engine.runtime.hosts.run_certificate import network_of
 from engine.runtime.hosts.wire import WireServer
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child
@@ -54,7 +55,7 @@ def take_over(
     """
     away = {each.name: AwayServer(each, takes_over=True) for each in at.registry.of_run(chosen)}
     own = away[chosen.name]
-    servers = HostServers(own, [*away.values()], at.kv, at.room)
+    servers = HostServers(own, [*away.values()], at.kv, at.room, network_of(before.made, at.registry.own.facts["transfers"]))
     for name, each in away.items():
         wire_server.admit(name, each.peer)
     for name, each in away.items():

@@ -110,7 +110,7 @@ class Agent(EndsOfRun):
             if worker in self.node.state.out:
                 return
             if isinstance(message, LinkWantedMessage):
-                self._pairs.link(member, self.members.get(message.peer), message.before)
+                self._link(member, message)
                 return
             is_of_end = self.is_stopping and isinstance(message, RaisedMessage)
             if not is_of_end and self._own_parts.take(member, message):
@@ -123,6 +123,11 @@ class Agent(EndsOfRun):
             found = self.decide(Heard(now_ns(), worker, message, member.host or self.node.name))
             if isinstance(message, RaisedMessage) and not any(isinstance(each, outputs.Fail) for each in found):
                 self.injector.sees(worker, "raised", message.exception.error)
+
+    def _link(self, member: WorkerHandle, wanted: LinkWantedMessage) -> None:
+        other = self.members.get(wanted.peer)
+        if other is not None and other.exit_code is None:
+            self._pairs.link(member, other, wanted, is_near=member.link.takes_fds and other.link.takes_fds)
 
     def sees_end(self, member: WorkerHandle) -> None:
         """Records the time at which a worker's end was seen, and announces it before the coordinator decides."""

@@ -140,6 +140,7 @@ class Launch:
             num_lines=0,
             faults=tuple(map(to_plain, faults)),
             pair_key=key,
+            network=self.server.network,
             checkpoints=place_of(self.job, self.folder),
             run=Path(self.folder).absolute().name,
             checkpoint=None if origin is None else asdict(origin),

@@ -38,6 +38,8 @@ Send = Callable[[bytes], None]
 class AwayLink(Link):
     """The near end of the link of a process on another host: each message goes to the stream at once."""
 
+    takes_fds = False
+
     def __init__(self, near: Link, number: int, send: Send):
         super().__init__(near.socket, blocking=False)
         self._header, self._send = WordsHostMessage(number), send

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.core.errors import CoordinatorUnavailableError, WorkerFailedError
 from engine.core.hosts.deal import deal, host_for_one_more
@@ -36,8 +37,15 @@ class HostServers(ForkServer):
 
     later_ns = LATER_NS
 
-    def __init__(self, local: ForkServer, away: Sequence[AwayServer], kv: KV, room: int = 0):
-        self.host, self.address = local.host, local.address
+    def __init__(
+        self,
+        local: ForkServer,
+        away: Sequence[AwayServer],
+        kv: KV,
+        room: int = 0,
+        network: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.host, self.address, self.network = local.host, local.address, network
         self._local, self._away = local, {each.host: each for each in away}
         self.dealt: dict[int, str] = {}  # the host of each worker
         self._kv, self._room = kv, room

@@ -45,7 +45,8 @@ from engine.core.hosts.host_messages import (
     frame,
 )
 from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
-from engine.core.message_codec import MAX_BYTES, Message
+from engine.core.message_codec import MAX_BYTES, Message, decode, kind_of
+from engine.core.process_messages import LinkWantedMessage
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
 from engine.runtime.hosts.heard_results import HeardResults, hashes_of
@@ -55,6 +56,7 @@ from engine.runtime.hosts.own_process import OwnProcess
 from engine.runtime.hosts.own_signs import OwnSigns
 from engine.runtime.hosts.said_again import TaughtWorkers
 from engine.runtime.hosts.stream_end import StreamEnd
+from engine.runtime.ipc.link_pairs import LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, now_ns
 from engine.runtime.process.fork_client import ForkServer
@@ -65,6 +67,7 @@ _LOOK_S = 1.0  # between the records of the clock
 _ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
 _PATIENCE_S = 0.05  # for the descendants of a worker
 _HEARTBEAT = b'{"kind":"heartbeat"'
+_LINK_WANTED = f'{{"kind":"{kind_of(LinkWantedMessage)}"'.encode()
 
 
 class HostWorkers:
@@ -96,6 +99,7 @@ class HostWorkers:
         self._selector = selectors.DefaultSelector()
         self.num_notices = 0  # to this host
         self._taught = TaughtWorkers()
+        self._pairs = LinkPairs()
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
         self._signs = OwnSigns(board, lambda: [*self._processes.values()])
 
@@ -253,12 +257,23 @@ class HostWorkers:
         of.heard_ns = now_ns()
         if data.startswith(_HEARTBEAT):
             of.heartbeat = data
+        elif data.startswith(_LINK_WANTED) and self._links(of, data):
+            pass
         else:
             of.said.add(data)
             if not self._is_own and (hashes := hashes_of(data)) is not None:
                 self._recorder.write(audit_record(of.worker, hashes))
             self._send(WordsHostMessage(of.number), data)
         return True
+
+    def _links(self, of: OwnProcess, data: bytes) -> bool:
+        """Makes the link that a worker wants to another one of this host; returns False for one of another host."""
+        wanted = decode(data)
+        living = (each for each in self._processes.values() if not each.has_ended)
+        other = next((each for each in living if isinstance(wanted, LinkWantedMessage) and each.worker == wanted.peer), None)
+        if other is not None and isinstance(wanted, LinkWantedMessage):
+            self._pairs.link(of, other, wanted, is_near=True)
+        return other is not None
 
     def _ended(self, of: OwnProcess) -> None:
         with contextlib.suppress(BlockingIOError):

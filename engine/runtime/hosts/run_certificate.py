@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import EnvironmentLacksError
+from engine.core.hosts.host_options import CLEAR
 from engine.files.atomic_write import write_atomically
 
 NAME = "bamboo"  # in the certificate
@@ -82,6 +83,11 @@ def _run(command: list[str], folder: Path) -> None:
     if done.returncode:
         why = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise EnvironmentLacksError(f"openssl {command[0]} failed: {''.join(why)}")
+
+
+def network_of(made: RunCertificate, transfers: str) -> dict[str, str]:
+    """Returns what the links between hosts are secured with: nothing in a network that the user trusts."""
+    return {} if transfers == CLEAR else made._asdict()
 
 
 class TransferTls:

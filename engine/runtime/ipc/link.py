@@ -29,6 +29,8 @@ class Link:
     other end that no longer reads for gone.
     """
 
+    takes_fds = True  # whether descriptors can travel
+
     def __init__(self, end: socket.socket, blocking: bool = True):
         self.socket = end
         self.socket.setblocking(blocking)

@@ -1,8 +1,8 @@
-"""The links that an agent makes between workers of its host: a socket pair and two rings, with no name and no port.
+"""The links that an agent makes between workers: on one host a socket pair and two rings, with no name and no port.
 
 Each worker gets its ends over its own link to the agent, so that no third process can have one. The agent keeps none: the
-end of a worker is the end of its links. A pair of workers has one link, however often both ask for it, and gets another
-one only for one that has ended.
+end of a worker is the end of its links. Between hosts it tells both a token, and one of them where the other listens. A
+pair of workers has one link, however often both ask for it, and gets another one only for one that has ended.
 """
 
 from __future__ import annotations
@@ -10,41 +10,74 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
+import time
+from typing import Protocol
 
-from engine.core.process_messages import LinkMessage
-from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.core.process_messages import LinkMessage, LinkWantedMessage
+from engine.runtime.ipc.link import Link
 
 RING_BYTES = 64 << 20  # takes memory as far as it was written; an empty ring begins again at its first byte
 COUNT_BYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a reader of a shorter file would end by SIGBUS
+_TOKEN_BYTES = 16
 
 _Process = tuple[int, int]  # a worker and its process: another one may have its number later
 
 
+class _Child(Protocol):
+    pid: int
+
+
+class Linked(Protocol):
+    """A worker, as its agent has it."""
+
+    @property
+    def worker(self) -> int:
+        """Its number."""
+
+    @property
+    def child(self) -> _Child:
+        """Its process."""
+
+    @property
+    def link(self) -> Link:
+        """Its link to the agent."""
+
+
 class LinkPairs:
-    """The links between the workers of one host."""
+    """The links that one agent has made."""
 
     def __init__(self) -> None:
         self._made: dict[frozenset[_Process], int] = {}
-        self._count = 0
+        self._number = time.time_ns()  # another agent may have made links before
 
-    def link(self, one: WorkerHandle, other: WorkerHandle | None, before: int) -> None:
-        """Makes the link of two workers, unless one has ended, or they have got another one since the link `before`."""
-        if other is None or other is one or other.exit_code is not None or one.exit_code is not None:
-            return
+    def link(self, one: Linked, other: Linked, wanted: LinkWantedMessage, *, is_near: bool) -> None:
+        """Makes the link that worker `one` wants, unless both have got another one since the link `wanted.before`.
+
+        `is_near`: both are processes of this host.
+        """
         pair = frozenset(((one.worker, one.child.pid), (other.worker, other.child.pid)))
-        if self._made.get(pair, before) != before:
+        if len(pair) == 1 or self._made.get(pair, wanted.before) != wanted.before:
             return
-        self._count += 1
-        self._made[pair] = self._count
+        self._number += 1
+        self._made[pair] = self._number
+        if is_near:
+            self._near(one, other)
+            return
+        token = secrets.token_hex(_TOKEN_BYTES)
+        one.link.send(LinkMessage(other.worker, self._number, token))
+        other.link.send(LinkMessage(one.worker, self._number, token, wanted.address, wanted.port))
+
+    def _near(self, one: Linked, other: Linked) -> None:
         with contextlib.ExitStack() as stack:
             near, far = socket.socketpair()
             stack.callback(near.close)
             stack.callback(far.close)
             there, back = _ring(stack), _ring(stack)
-            one.link.send(LinkMessage(other.worker, self._count), (near.fileno(), there, back))
-            other.link.send(LinkMessage(one.worker, self._count), (far.fileno(), back, there))
+            one.link.send(LinkMessage(other.worker, self._number), (near.fileno(), there, back))
+            other.link.send(LinkMessage(one.worker, self._number), (far.fileno(), back, there))
 
 
 def _ring(stack: contextlib.ExitStack) -> int:

@@ -9,22 +9,27 @@ fails what the present group awaits from that peer, or still has to send; the ag
 
 from __future__ import annotations
 
+import queue
 import select
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.links.arrivals import Arrival, Mailbox
-from engine.core.process_messages import LinkWantedMessage
+from engine.core.process_messages import LinkMessage, LinkWantedMessage
 from engine.runtime.ipc.control import Control
+from engine.runtime.links.host_door import GREET_S, HostDoor
 from engine.runtime.links.peer_link import Ends, Lacks, PeerLink, host_room
 from engine.runtime.links.ring import InRing, OutRing
+from engine.runtime.links.wire import SocketWire, Wire
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 
+_NEVER = (0, 0.0)
 Wanted = tuple[ProgramKey | AsideKey, Border]
 Arrived = Arrival[Wanted, Tensor]
 
@@ -42,22 +47,38 @@ class Party(Protocol):
 class Links:
     """The links of one worker; `room_of` makes the memory of a message that comes."""
 
-    def __init__(self, control: Control, room_of: Callable[[int], Tensor] = host_room):
+    def __init__(
+        self,
+        control: Control,
+        room_of: Callable[[int], Tensor] = host_room,
+        address: str = "",
+        network: Mapping[str, str] | None = None,
+    ):
+        """With a `network` the run has several hosts: it has the run's certificate, or nothing for clear text."""
         self._control, self._room_of = control, room_of
+        self._address = address
+        self._came: queue.SimpleQueue[tuple[LinkMessage, Wire | None]] = queue.SimpleQueue()  # from other hosts
+        self._door = None if network is None else HostDoor(address, network, self._comes)
         self._wakeups = control.wakeups
         self._links: dict[int, PeerLink] = {}
         self._mailbox: Mailbox[Wanted, Tensor] = Mailbox()
         self._party: Party | None = None
-        self._numbers: dict[int, int] = {}  # of the newest link, by peer
+        self._told: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was told
+        self._ended: dict[int, int] = {}  # peer -> number of its newest link that has ended
         self._wakeups.heed(self._adopt_given)
 
     def enter(self, epoch: int, party: Party) -> None:
-        """Makes a group the present one, with its first receive: what comes with an older number is dropped from then on,
+        """Makes a group the present one, with its first message: what comes with an older number is dropped from then on,
         and links that have ended are made anew.
         """
         if party is self._party:
             return
-        self._links = {peer: link for peer, link in self._links.items() if not link.is_broken}
+        for peer, link in [*self._links.items()]:
+            number, at_s = self._told.get(peer, _NEVER)
+            if link.ends is None and number and time.monotonic() - at_s > GREET_S:
+                self._close(link)  # the other end did not come
+            if link.is_broken or (link.ends is None and not number):  # the agent that was asked may be gone
+                del self._links[peer]
         self._party = party
         self._mailbox.enter(epoch)
 
@@ -81,7 +102,8 @@ class Links:
         link = self._links.get(target)
         if link is None:
             link = self._links[target] = self._new(target)
-            self._control.send(LinkWantedMessage(target, self._numbers.get(target, 0)))
+            port = 0 if self._door is None else self._door.port()
+            self._control.send(LinkWantedMessage(target, self._ended.get(target, 0), self._address, port))
         if link.is_broken:
             raise _ended("to", target)
         try:
@@ -110,7 +132,7 @@ class Links:
 
     def _watch(self, link: PeerLink) -> None:
         if link.ends is not None:
-            fd = link.ends.socket.fileno()
+            fd = link.ends.wire.fileno()
             self._wakeups.watch(fd, lambda mask: self._handle(link, mask), writable=link.awaits_room)
 
     def _handle(self, link: PeerLink, mask: int) -> None:
@@ -131,22 +153,43 @@ class Links:
 
         return PeerLink(peer, lambda: self._mailbox.epoch, self._room_of, take_in)
 
+    def _comes(self, told: LinkMessage, wire: Wire | None) -> None:
+        self._came.put((told, wire))
+        self._wakeups.wake()
+
     def _adopt_given(self) -> None:
-        """Takes in the links that the agent has made."""
+        """Takes in the links that the agent has made, and those that have come from other hosts."""
         while not self._control.given_links.empty():
-            message, (end, out, back) = self._control.given_links.get()
-            peer = message.peer
-            self._numbers[peer] = message.number
-            link = self._links.get(peer)
-            if link is None or link.ends is not None:
-                if link is not None:
-                    self._close(link)
-                    self._mailbox.forget(peer)
-                link = self._links[peer] = self._new(peer)
-            link.attach(Ends(socket.socket(fileno=end), OutRing(out), InRing(back)))
-            self._watch(link)
-            if link.owes and self._push(link) == "ring":
-                self._see_to(link, "ring")
+            told, fds = self._control.given_links.get()
+            self._told[told.peer] = told.number, time.monotonic()
+            if fds:
+                end, out, back = fds
+                wire = SocketWire(socket.socket(fileno=end))
+                self._adopt(told.peer, Ends(wire, OutRing(out), InRing(back)))
+            elif self._door is not None:
+                self._door.take(told)
+        while not self._came.empty():
+            told, wire = self._came.get()
+            is_newest = self._told[told.peer][0] == told.number
+            if wire is None and is_newest:
+                self._lose(told.peer)
+            elif wire is not None and is_newest:
+                self._adopt(told.peer, Ends(wire))
+            elif wire is not None:
+                wire.close()
+
+    def _adopt(self, peer: int, ends: Ends) -> None:
+        link = self._links.get(peer)
+        if link is None or link.ends is not None:
+            if link is not None:
+                self._close(link)
+                self._mailbox.forget(peer)
+            link = self._links[peer] = self._new(peer)
+        link.attach(ends)
+        self._watch(link)
+        if link.owes and self._push(link) == "ring":
+            self._see_to(link, "ring")
+        self._read(link)  # TLS may have bytes already that its descriptor does not show
 
     def _read(self, link: PeerLink) -> None:
         try:
@@ -155,20 +198,32 @@ class Links:
             error: Exception = _ended("from", link.peer)
         except (InvariantError, ValueError) as wrong:
             error = TransferFailedError(f"the link to worker {link.peer} brings no frames: {wrong}", link.peer)
+        self._fail(link, error)
+
+    def _lose(self, peer: int) -> None:
+        """Gives up a link to another host that could not begin."""
+        link = self._links.get(peer)
+        if link is not None and link.ends is None:
+            self._fail(link, TransferFailedError(f"worker {peer} cannot be reached", peer))
+
+    def _fail(self, link: PeerLink, error: Exception) -> None:
         is_missed = link.owes or self._mailbox.awaits(link.peer)
         self._close(link)
         if self._party is not None and is_missed:
             self._party.fails(error)
 
     def _close(self, link: PeerLink) -> None:
+        self._ended[link.peer] = self._told.get(link.peer, _NEVER)[0]
         if link.ends is not None and not link.is_broken:
-            self._wakeups.forget(link.ends.socket.fileno())
+            self._wakeups.forget(link.ends.wire.fileno())
         link.close()
 
     def close(self) -> None:
         """Closes all links, as the end of the process does."""
         for link in self._links.values():
             self._close(link)
+        if self._door is not None:
+            self._door.close()
 
 
 def _ended(direction: str, peer: int) -> TransferFailedError:

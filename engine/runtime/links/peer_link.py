@@ -10,8 +10,6 @@ frame whose first bytes have left is completed from a copy, and never makes a me
 
 from __future__ import annotations
 
-import errno
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,11 +23,11 @@ from engine.core.links.arrivals import Incoming
 from engine.core.links.frame import INLINE, Frame, aligned
 from engine.core.links.frame_reader import FrameReader
 from engine.runtime.links.ring import InRing, OutRing
+from engine.runtime.links.wire import Wire
 
 INLINE_BYTES = 32 << 10  # of a message that goes over the socket in one frame
 _PIECE_BYTES = 1 << 20  # the receiver copies one piece out while the sender copies the next one in
 _PADDING = bytes(64)
-_BROKEN = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
 
 Lacks = Literal["", "socket", "ring"]  # what the rest of the messages waits for
 OnMessage = Callable[[int, int, Tensor], None]  # epoch, key, bytes
@@ -78,7 +76,7 @@ class _Outgoing:
 class Ends(NamedTuple):
     """The ends of a link as a worker gets them; between hosts there are no rings."""
 
-    socket: socket.socket
+    wire: Wire
     out: OutRing | None = None
     back: InRing | None = None
 
@@ -151,7 +149,7 @@ class PeerLink:
         """Writes what is left of a frame; returns whether that is all of it."""
         assert self.ends is not None
         try:
-            count = self.ends.socket.sendmsg(self._rest, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            count = self.ends.wire.write(self._rest)
         except BlockingIOError:
             return False
         while self._rest and count >= len(self._rest[0]):
@@ -168,24 +166,20 @@ class PeerLink:
 
     def read(self) -> bool:
         """Reads what has come; returns False at the end of the link. Raises InvariantError for what no sender sends."""
-        if self.ends is None:
-            return True
-        while True:
+        while (ends := self.ends) is not None:
             room = self._reader.room()
             try:
-                count = self.ends.socket.recv_into(room, 0, socket.MSG_DONTWAIT)
+                with self._lock:
+                    count = ends.wire.read_into(room)
             except BlockingIOError:
                 return True
-            except OSError as error:
-                if error.errno in _BROKEN:
-                    return False
-                raise
             if not count:
                 return False
             for frame in self._reader.filled(count):
-                self._end_piece(self.ends, frame)
-            if count < len(room):
+                self._end_piece(ends, frame)
+            if count < len(room) and ends.wire.is_drained_short:
                 return True
+        return True
 
     def _sink(self, frame: Frame) -> memoryview | None:
         if frame.offset != INLINE:
@@ -212,7 +206,7 @@ class PeerLink:
             self._kept.clear()
             self._rest = []
             if self.ends is not None:
-                self.ends.socket.close()
+                self.ends.wire.close()
 
 
 def host_room(size: int) -> Tensor:

@@ -100,6 +100,7 @@ class ForkServer:
     host = ""  # the name of its host, if a run has several
     later_ns = 0  # how much later the end of a child may be seen than on this host
     address = LOOPBACK  # where the transfers of its children listen
+    network: Mapping[str, str] | None = None  # of a run on several hosts: what their links are secured with
 
     def __init__(self, environment: Mapping[str, str] = {}) -> None:
         """`environment` is that of the children beside the one of this process."""

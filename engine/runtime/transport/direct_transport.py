@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.core.errors import TransferFailedError, ensure
 from engine.core.links.frame import aligned
 from engine.models.layers import Tensors
+from engine.runtime.device.copies import Leaving
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.links.links import Arrived, Links
 from engine.runtime.transport.group_end import EndChannel, GroupEnd
@@ -103,6 +104,11 @@ class _DirectChannel(EndChannel[AnyKey]):
         end.num_posted[source] += 1
         if arrived is not None:
             end.take_in(arrived)
+
+    def send(self, target: int, key: AnyKey, tensors: Leaving) -> None:
+        """Starts one message, of which the transport has a copy, or keeps the tensors until it leaves."""
+        self._end.links.enter(self._end.number, self._end)
+        super().send(target, key, tensors)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
         """Returns whether `take` would return at once."""

@@ -79,7 +79,8 @@ def direct_backend(control: Control, welcome: WelcomeMessage, network_fd: int | 
     gloo = gloo_backend(control, welcome, network_fd, device)
     if os.environ.get("GLOO"):
         return gloo
-    backend = DirectBackend(LinkCuts(control), Links(control), device)
+    links = Links(control, address=welcome.address, network=welcome.network)
+    backend = DirectBackend(LinkCuts(control), links, device)
     backend.open_collectives = gloo.open_collectives
     return backend
 

@@ -1,0 +1,141 @@
+"""Where the links between hosts begin: a worker listens, the other one connects, and both prove that they are of the run.
+
+    worker that wants the link    listens; tells the agent its port
+    agent                         tells both a token, and the other one the port
+    the other worker              connects, shows the run's certificate over TLS 1.3, and says the token
+
+Rules: both ends show the certificate of the run and take no other one, and a token is good for one link. In a network
+that the user trusts by name there is no TLS, and the token alone is the proof. Strangers get no answer, hold up nobody,
+and are closed after `GREET_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from engine.core.process_messages import LinkMessage
+from engine.runtime.hosts.run_certificate import NAME
+from engine.runtime.links.wire import SocketWire, TlsWire, Wire
+
+GREET_S = 10.0  # for the handshake and the token of one connection
+_TOKEN_BYTES = 16
+_MOST_GREETED = 64  # connections at a time
+_SILENT_MS = 30_000  # bytes that nobody acknowledges: the other host is gone
+
+Given = Callable[[LinkMessage, Wire | None], None]  # is called in another thread; None: there is no connection
+
+
+class HostDoor:
+    """The links of one worker to workers of other hosts; `network` has the certificate of the run, or nothing."""
+
+    def __init__(self, address: str, network: Mapping[str, str], given: Given):
+        self._address, self._given = address, given
+        self._tls = (_context(network, ssl.PROTOCOL_TLS_SERVER), _context(network, ssl.PROTOCOL_TLS_CLIENT))
+        self._awaited: dict[bytes, LinkMessage] = {}
+        self._changed = threading.Condition()
+        self._listener: socket.socket | None = None
+        self._greeted = threading.BoundedSemaphore(_MOST_GREETED)
+
+    def port(self) -> int:
+        """Returns the port on which this worker listens, from its first link on."""
+        if self._listener is None:
+            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+            self._listener = socket.create_server((self._address, 0), family=family, backlog=_MOST_GREETED)
+            threading.Thread(target=self._accept, args=(self._listener,), name="door", daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def take(self, told: LinkMessage) -> None:
+        """Begins a link: connects if there is a port, and otherwise awaits its token."""
+        if told.port:
+            threading.Thread(target=self._connect, args=(told,), name="connecting", daemon=True).start()
+            return
+        with self._changed:
+            self._awaited[bytes.fromhex(told.token)] = told
+            self._changed.notify_all()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                end, _ = listener.accept()
+                if self._greeted.acquire(blocking=False):
+                    threading.Thread(target=self._greet, args=(end,), name="greeting", daemon=True).start()
+                else:
+                    end.close()
+
+    def _greet(self, end: socket.socket) -> None:
+        until_s = time.monotonic() + GREET_S
+        try:
+            end, token = self._secured(end, is_server=True), b""
+            while len(token) < _TOKEN_BYTES:
+                end.settimeout(max(0.001, until_s - time.monotonic()))
+                if not (more := end.recv(_TOKEN_BYTES - len(token))):
+                    raise OSError("it ended before its token")
+                token += more
+            with self._changed:
+                self._changed.wait_for(lambda: token in self._awaited, until_s - time.monotonic())
+                told = self._awaited.pop(token, None)
+        except OSError:  # TimeoutError and the errors of TLS are some too
+            told = None
+        finally:
+            self._greeted.release()
+        if told is None:
+            end.close()
+        else:
+            self._given(told, _wire(end))
+
+    def _connect(self, told: LinkMessage) -> None:
+        wire: Wire | None = None
+        with contextlib.suppress(OSError):
+            end = self._secured(socket.create_connection((told.address, told.port), GREET_S), is_server=False)
+            end.sendall(bytes.fromhex(told.token))
+            wire = _wire(end)
+        self._given(told, wire)
+
+    def _secured(self, end: socket.socket, *, is_server: bool) -> socket.socket:
+        end.settimeout(GREET_S)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
+        context = self._tls[0 if is_server else 1]
+        if context is None:
+            return end
+        return context.wrap_socket(end, server_side=is_server, server_hostname=None if is_server else NAME)
+
+    def close(self) -> None:
+        """Listens no more."""
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _wire(end: socket.socket) -> Wire:
+    return TlsWire(end) if isinstance(end, ssl.SSLSocket) else SocketWire(end)
+
+
+def _context(network: Mapping[str, str], protocol: int) -> ssl.SSLContext | None:
+    """Returns what TLS is done with: this certificate at both ends, and no other; None without one."""
+    if not network:
+        return None
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # for authorities of the world, not for one run's
+    context.load_verify_locations(cadata=network["certificate"])
+    with _file(network["certificate"]) as certificate, _file(network["key"]) as key:
+        context.load_cert_chain(certificate, key)
+    return context
+
+
+@contextlib.contextmanager
+def _file(text: str) -> Iterator[str]:
+    """Yields the path of a file in memory, for a library that reads files."""
+    fd = os.memfd_create("bamboo-tls", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
