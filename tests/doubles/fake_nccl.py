@@ -25,14 +25,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from engine.models.layers import Tensors
-from engine.runtime.device.device import HOST, Device
+from engine.runtime.device.device import Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
 from engine.runtime.in_process.thread_control import ThreadControl
+from engine.runtime.in_process.thread_server import ThreadBackend
 from engine.runtime.nccl.nccl_backend import NcclBackend, NcclJoining
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.nccl.nccl_transport import ABORT_S, LastResort, NcclTransport
-from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.loopback import Groups, LoopbackBackend
 from engine.runtime.transport.tensor_spec import bytes_of
 from engine.runtime.worker.backends import tell_end
 
@@ -306,25 +305,23 @@ class FakeCommunicators:
 Paused = Callable[[], AbstractContextManager[None]]
 
 
-class NcclOverLoopback(NcclBackend):
-    """The transport over NCCL of a worker that is a thread: its other messages go through memory."""
+class NcclBesideLinks(NcclBackend):
+    """The transport over NCCL of a worker that is a thread: its other messages go over links."""
 
-    def __init__(
-        self, nccl: FakeNccl, groups: Groups, cuts: LinkCuts, worker: int, paused: Paused, device: Device = HOST
-    ):
-        self._loopback = LoopbackBackend(groups, cuts, worker, paused, device)
-        self._paused, self._of_nccl = paused, NcclThread(f"nccl of worker {worker}")
+    def __init__(self, nccl: FakeNccl, life: object, control: ThreadControl, worker: int, device: Device):
+        self._over_links = ThreadBackend(life, control, worker, device)
+        self._paused, self._of_nccl = control.turn.paused, NcclThread(f"nccl of worker {worker}")
         self._transports: list[NcclTransport] = []
         self._own = FakeCommunicators(nccl, worker)
         self._nccl, self._name = nccl, device.name
         super().__init__(
-            self._loopback,
+            self._over_links,
             self._own,
             worker,
-            partial(nccl.meeting, groups),
+            partial(nccl.meeting, life),
             SideQueue(device),
             self._of_nccl,
-            LastResort(partial(self._end, cuts.waiter), nccl.abort_s),
+            LastResort(partial(self._end, control), nccl.abort_s),
             is_audited=True,
         )
 
@@ -346,11 +343,16 @@ class NcclOverLoopback(NcclBackend):
 
     def leave(self) -> None:
         """Ends what the end of the process would end."""
-        self._loopback.leave()
+        self._over_links.leave()
         self._of_nccl.give(self._own.leave)
         for each in list(self._transports):
             each.abandon()
         self._of_nccl.end()
+
+
+    def close(self) -> None:
+        """Closes the links."""
+        self._over_links.close()
 
 
 class _PausedJoining:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from engine.models.layers import Tensors
-from engine.runtime.device.device import HOST, Device
-from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.loopback import Groups, LoopbackBackend
+from engine.runtime.device.device import Device
+from engine.runtime.in_process.thread_control import ThreadControl
+from engine.runtime.in_process.thread_server import ThreadBackend
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 from engine.runtime.transport.transport import Channel, Joining, Traffic, Transport
 
-Paused = Callable[[], AbstractContextManager[None]]
 _Ends = tuple[list[object], list[object]]  # (epoch, key) of what was sent, and of what was posted
 
 
@@ -106,13 +104,11 @@ class OrderedJoining:
         return OrderedTransport(self._inner.join(), *self._given)
 
 
-class OrderedLoopback(LoopbackBackend):
-    """The groups of one worker in memory; all workers of a run have the same `orders`."""
+class OrderedBackend(ThreadBackend):
+    """The groups of one worker; all workers of a run have the same `orders`."""
 
-    def __init__(
-        self, orders: PairOrders, groups: Groups, cuts: LinkCuts, worker: int, paused: Paused, device: Device = HOST
-    ):
-        super().__init__(groups, cuts, worker, paused, device)
+    def __init__(self, orders: PairOrders, life: object, control: ThreadControl, worker: int, device: Device):
+        super().__init__(life, control, worker, device)
         self._orders, self._number = orders, worker
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> OrderedJoining:  # type: ignore[override]

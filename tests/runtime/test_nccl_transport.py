@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from engine.core.errors import EnvironmentLacksError, InvariantError, TransferFailedError
 from engine.core.ownership import Grid
 from engine.files.nccl_settings import LEAST_NCCL, nccl_settings
+from engine.runtime.device.device import HOST
 from engine.runtime.nccl import nccl_transport
 from engine.runtime.nccl.library import Config, NcclLibrary, non_blocking
 from engine.runtime.nccl.nccl_transport import NcclTransport
 from engine.runtime.transport.group_formation import _Attempt
-from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.loopback import Groups
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfer_key import Issued, ProgramKey, ProgramPurpose, program_key
-from tests.doubles.fake_nccl import FakeNccl, NcclOverLoopback
+from tests.doubles.fake_nccl import FakeNccl, NcclBesideLinks
+from tests.runtime.linked import Desks
 
 GRID = Grid(2, 4)
 TWO = (TensorSpec((2,), torch.float32, False),)
@@ -34,44 +32,27 @@ LOG = program_key(GRID, ProgramPurpose.LOG, 0, 1)
 SIZES = (88, 48, 84)
 
 
-class Patience:
-    """A waiter that looks again after each news, for some seconds."""
-
-    def __init__(self) -> None:
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def wait_until(self, look: Callable[[], Any]) -> Any:
-        until_s = time.monotonic() + 20
-        while (found := look()) is None:
-            assert time.monotonic() < until_s, "this would wait for ever"
-            with contextlib.suppress(queue.Empty):
-                self._news.get(timeout=0.2)
-        return found
-
-    def wake(self) -> None:
-        self._news.put(None)
-
-
 @pytest.fixture
 def nccl() -> FakeNccl:
     return FakeNccl()
 
 
-Backends = dict[int, NcclOverLoopback]
+Backends = dict[int, NcclBesideLinks]
 
 
 @pytest.fixture
 def backends(nccl: FakeNccl) -> Iterator[Backends]:
     """Those of workers 4 and 7, on the host."""
-    groups = Groups()
+    desks = Desks(4, 7)
     backends = {
-        worker: NcclOverLoopback(nccl, groups, LinkCuts(Patience()), worker, contextlib.nullcontext)
-        for worker in (4, 7)
+        worker: NcclBesideLinks(nccl, desks, desk, worker, HOST)  # type: ignore[arg-type]
+        for worker, desk in desks.by_worker.items()
     }
     yield backends
     nccl.stands.clear()
     for backend in backends.values():
         backend.leave()
+        backend.close()
     assert nccl.wrongs == []
 
 
@@ -89,6 +70,12 @@ def pair(backends: Backends) -> tuple[NcclTransport, NcclTransport]:
     for thread in threads:
         thread.join()
     return ends[4], ends[7]
+
+
+def alone(nccl: FakeNccl) -> NcclBesideLinks:
+    """Returns the backend of worker 4 that never meets another one."""
+    desks = Desks(4)
+    return NcclBesideLinks(nccl, desks, desks.by_worker[4], 4, HOST)  # type: ignore[arg-type]
 
 
 def numbers(*values: float) -> tuple[torch.Tensor]:
@@ -242,7 +229,7 @@ def test_a_device_that_is_lost_while_its_group_opens_ends_its_worker(nccl: FakeN
     def opening(*given: object) -> None:
         raise LOST
 
-    backend = NcclOverLoopback(nccl, Groups(), LinkCuts(Patience()), 4, contextlib.nullcontext)
+    backend = alone(nccl)
     backend._own.begin = opening  # type: ignore[method-assign, assignment]
     attempt = _Attempt(backend.joining(0, (4,)))
     attempt.join()
@@ -279,7 +266,7 @@ def test_a_worker_whose_revoke_does_not_return_ends_itself(
 
 
 def test_a_group_that_is_given_up_is_not_opened(nccl: FakeNccl) -> None:
-    backend = NcclOverLoopback(nccl, Groups(), LinkCuts(Patience()), 4, contextlib.nullcontext)
+    backend = alone(nccl)
     joining = backend.joining(0, (4, 7))
     threading.Timer(0.05, joining.abandon).start()
     with pytest.raises(TransferFailedError):

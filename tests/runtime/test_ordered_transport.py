@@ -14,7 +14,7 @@ from engine.runtime.in_process import thread_server
 from engine.runtime.replica import gradient_stream
 from engine.runtime.transport.transfer_key import ProgramPurpose, program_key
 from engine.runtime.worker.step_end import StepEnd
-from tests.doubles.ordered_transport import OrderedLoopback, PairOrders
+from tests.doubles.ordered_transport import OrderedBackend, PairOrders
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads
 
@@ -26,7 +26,7 @@ TIED: dict[str, Any] = {**SMALL, "model": "gpt", "model_args": {"depth": 2, "wid
 def orders(monkeypatch: pytest.MonkeyPatch) -> PairOrders:
     """Puts the ordered double in place of the transport of each worker in this process."""
     orders = PairOrders()
-    monkeypatch.setattr(thread_server, "LoopbackBackend", partial(OrderedLoopback, orders))
+    monkeypatch.setattr(thread_server, "ThreadBackend", partial(OrderedBackend, orders))
     return orders
 
 

@@ -53,14 +53,14 @@ class ThreadControl(Control):
     """The thread's end of its link to the agent."""
 
     def __init__(self, link: Link, turn: Turn):
-        self._is_killed, self._turn = threading.Event(), turn
+        self._is_killed, self.turn = threading.Event(), turn
         super().__init__(link, _TurnWakeups(turn, self._is_killed))
 
     def _listen(self) -> None:
         """Handles messages until the link is shut down, and closes it."""
         try:
-            while (received := self.link.receive_with_fds())[0] is not None:
-                self._take_in(*received)
+            while (message := (received := self.link.receive_with_fds())[0]) is not None:
+                self._take_in(message, received[1])
         except Exception:
             traceback.print_exc()
             self.kill()
@@ -74,7 +74,7 @@ class ThreadControl(Control):
 
     def stand_still(self, seconds: float = FOREVER_S) -> None:
         """Lets other threads run meanwhile; raises Killed."""
-        with self._turn.paused():
+        with self.turn.paused():
             self._is_killed.wait(seconds)
         _end_if(self._is_killed)
 
@@ -91,11 +91,12 @@ class _TurnWakeups(Wakeups):
         super().__init__()
         self._turn, self._is_killed = turn, is_killed
 
-    def wait(self) -> None:
+    def sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
         """Waits, and lets other threads run meanwhile; raises Killed."""
         with self._turn.paused():
-            super().wait()
+            came = super().sleep(timeout_s)
         _end_if(self._is_killed)
+        return came
 
 
 def _end_if(is_killed: threading.Event) -> None:

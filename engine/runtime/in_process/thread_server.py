@@ -1,7 +1,6 @@
 """The fork server of a job in one process: each child is a thread that runs the code of a worker.
 
-The agent, its records, its links and its deadlines are those of every run. These differ: the transport is the loopback;
-SIGKILL ends a child in its next wait or before its next action; other signals have no effect; the output of the workers
+The agent, its records, its links and its deadlines are those of every run. These differ: SIGKILL ends a child in its next wait or before its next action; other signals have no effect; the output of the workers
 goes to stderr; they all share the limits, the caches and the modules of this process.
 """
 
@@ -21,21 +20,45 @@ from engine.runtime.device.device import Device
 from engine.runtime.in_process.thread_control import ThreadControl, Turn
 from engine.runtime.ipc.control import Killed
 from engine.runtime.ipc.link import Link
+from engine.runtime.links.links import Links
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.transport.direct_transport import DirectBackend, DirectJoining
 from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.loopback import Groups, LoopbackBackend
 
 _WORKER = "engine.runtime.worker.worker"  # imported late, as the fork server does: it imports torch
+
+
+class ThreadBackend(DirectBackend):
+    """The groups of a worker that is a thread. All workers of one `life` were started together."""
+
+    def __init__(self, life: object, control: ThreadControl, worker: int, device: Device):
+        self._of_thread = Links(control)
+        self._joinings: list[DirectJoining] = []
+        super().__init__(LinkCuts(control), self._of_thread, device)
+
+    def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> DirectJoining:
+        """Returns the attempt to join the group of an epoch."""
+        self._joinings.append(made := super().joining(epoch, members, attempt))
+        return made
+
+    def leave(self) -> None:
+        """Ends the waits of joining; any thread may call it."""
+        for each in list(self._joinings):
+            each.abandon()
+
+    def close(self) -> None:
+        """Closes the links, as the end of a process does."""
+        self._of_thread.close()
 
 
 class ThreadChild(Child):
     """A worker thread; its `pid` is the number of the thread, its `pidfd` an event that its end sets."""
 
-    def __init__(self, name: str, fds: Sequence[int], groups: Groups, turn: Turn):
+    def __init__(self, name: str, fds: Sequence[int], life: object, turn: Turn):
         self._control = ThreadControl(Link.from_fd(os.dup(fds[0])), turn)
         self._fds = [os.dup(fd) for fd in fds[1:4]]  # events, steps, board
-        self._groups, self._turn = groups, turn
-        self._backend: LoopbackBackend | None = None
+        self._life, self._turn = life, turn
+        self._backend: ThreadBackend | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         ended_fd = os.eventfd(0)
         self._ended_fd = os.dup(ended_fd)
@@ -66,15 +89,15 @@ class ThreadChild(Child):
         finally:
             self._leave()
 
-    def _backend_of(self, welcome: WelcomeMessage, device: Device) -> LoopbackBackend:
-        cuts = LinkCuts(self._control)
-        self._backend = LoopbackBackend(self._groups, cuts, welcome.worker, self._turn.paused, device)
+    def _backend_of(self, welcome: WelcomeMessage, device: Device) -> ThreadBackend:
+        self._backend = ThreadBackend(self._life, self._control, welcome.worker, device)
         return self._backend
 
     def _leave(self) -> None:
         """Releases all that the end of a process would release."""
         if self._backend is not None:
             self._backend.leave()
+            self._backend.close()
         self._control.link.socket.shutdown(socket.SHUT_RDWR)  # which ends the thread that listens
         if self._control.recorder is not None:
             self._control.recorder.close()
@@ -91,7 +114,7 @@ class ThreadServer(ForkServer):
     def __init__(self) -> None:
         self._children: list[Child] = []
         self._turn = Turn()
-        self._groups, self._named = Groups(), set[str]()
+        self._life, self._named = object(), set[str]()
 
     @property
     def pid(self) -> int:
@@ -122,9 +145,9 @@ class ThreadServer(ForkServer):
         """
         ensure(role == "worker", f"a thread runs a worker, not {role}")
         if name in self._named:
-            self._groups, self._named = Groups(), set()
+            self._life, self._named = object(), set()
         self._named.add(name)
-        self._children.append(ThreadChild(name, fds, self._groups, self._turn))
+        self._children.append(ThreadChild(name, fds, self._life, self._turn))
         return self._children[-1]
 
     def close(self) -> None:

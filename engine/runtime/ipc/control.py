@@ -134,8 +134,8 @@ class Control:
     def _listen(self) -> None:
         """Handles messages until the agent has ended or has sent a malformed one; the worker then exits."""
         try:
-            while (received := self.link.receive_with_fds())[0] is not None:
-                self._take_in(*received)
+            while (message := (received := self.link.receive_with_fds())[0]) is not None:
+                self._take_in(message, received[1])
         except Exception:
             traceback.print_exc()  # to the worker's log
         os._exit(ExitCode.INTERNAL)

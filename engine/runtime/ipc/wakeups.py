@@ -62,8 +62,12 @@ class Wakeups:
 
     def wait(self) -> None:
         """Waits until something has come, and handles it."""
-        while not self._handle(self._poll.poll(_RETRY_S if self._retries else None)):
+        while not self._handle(self.sleep(_RETRY_S if self._retries else None)):
             pass
+
+    def sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """Waits until something has come, and returns it by descriptor; nothing if that takes longer."""
+        return self._poll.poll(timeout_s)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
         for _ in range(len(self._retries)):

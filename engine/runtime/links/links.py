@@ -20,8 +20,9 @@ from torch import Tensor
 
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.links.arrivals import Arrival, Mailbox
+from engine.core.message_codec import ToAgent
 from engine.core.process_messages import LinkMessage, LinkWantedMessage
-from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.wakeups import Wakeups
 from engine.runtime.links.host_door import GREET_S, HostDoor
 from engine.runtime.links.peer_link import Ends, Lacks, PeerLink, host_room
 from engine.runtime.links.ring import InRing, OutRing
@@ -32,6 +33,16 @@ from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 _NEVER = (0, 0.0)
 Wanted = tuple[ProgramKey | AsideKey, Border]
 Arrived = Arrival[Wanted, Tensor]
+
+
+class Desk(Protocol):
+    """The part of a worker's control that links need."""
+
+    wakeups: Wakeups
+    given_links: queue.SimpleQueue[tuple[LinkMessage, list[int]]]
+
+    def send(self, message: ToAgent) -> None:
+        """Sends a message to the agent."""
 
 
 class Party(Protocol):
@@ -49,7 +60,7 @@ class Links:
 
     def __init__(
         self,
-        control: Control,
+        control: Desk,
         room_of: Callable[[int], Tensor] = host_room,
         address: str = "",
         network: Mapping[str, str] | None = None,
@@ -164,8 +175,7 @@ class Links:
             self._told[told.peer] = told.number, time.monotonic()
             if fds:
                 end, out, back = fds
-                wire = SocketWire(socket.socket(fileno=end))
-                self._adopt(told.peer, Ends(wire, OutRing(out), InRing(back)))
+                self._adopt(told.peer, Ends(SocketWire(socket.socket(fileno=end)), OutRing(out), InRing(back)))
             elif self._door is not None:
                 self._door.take(told)
         while not self._came.empty():

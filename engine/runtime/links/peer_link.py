@@ -51,7 +51,7 @@ class _Outgoing:
         found: list[memoryview | bytes] = []
         at = 0
         for start, part in zip(self.starts, self.parts, strict=True):
-            found += [_PADDING[: start - at]] * (start > at) + [memoryview(part.numpy())]
+            found += [_PADDING[: start - at]] * (start > at) + [part.numpy().data]
             at = start + len(part)
         return found
 
@@ -135,7 +135,7 @@ class PeerLink:
         offset: int | None = INLINE
         body: list[memoryview | bytes] = []
         if ends.out is None:
-            body = [memoryview(part.numpy()), *[_PADDING[: length - len(part)]] * (length > len(part))]
+            body = [part.numpy().data, *[_PADDING[: length - len(part)]] * (length > len(part))]
         else:
             offset = ends.out.put(part, length)
         if offset is None:
@@ -185,7 +185,7 @@ class PeerLink:
         if frame.offset != INLINE:
             return None
         room = self._incoming.begins(frame, self._floor())
-        return None if room is None else memoryview(room.numpy())[frame.start : frame.start + frame.length]
+        return None if room is None else room.numpy().data[frame.start : frame.start + frame.length]
 
     def _end_piece(self, ends: Ends, frame: Frame) -> None:
         floor = self._floor()

@@ -23,7 +23,7 @@ class _Ring:
         memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
         os.close(fd)
         self.bytes: Tensor = memory[:RING_BYTES]
-        self._count = memoryview(memory[RING_BYTES : RING_BYTES + 8].numpy()).cast("Q")
+        self._count = memory[RING_BYTES : RING_BYTES + 8].numpy().data.cast("Q")
 
     @property
     def freed(self) -> int:

@@ -1,6 +1,6 @@
 """The backend of NCCL: the groups of one worker, each over the host first, and then between the GPUs of its members.
 
-The members of a group meet over the host, so all of them are there when its communicator is joined. A group that is
+The members of a group meet over their agent, so all of them are there when its communicator is joined. A group that is
 formed in advance joins it while the present one trains, and connects its GPUs when it is entered.
 """
 
@@ -21,7 +21,7 @@ from engine.runtime.transport.group_end import GroupEnd
 from engine.runtime.transport.suspicion import suspecting
 from engine.runtime.transport.transport import CutLink
 
-_ID = "nccl-id"
+_HERE = "here"  # a member, by its rank; the first one tells the id of the communicator
 
 
 class Meeting(Protocol):
@@ -120,9 +120,8 @@ class NcclJoining:
         """Waits until all members have joined, over NCCL too, and their GPUs are connected unless it is in advance."""
         end = self._inner.join()
         with suspecting("meeting for NCCL"):
-            if self._rank == 0:
-                self._meeting.set(_ID, self._backend.new_id())
-            group_id = self._meeting.get(_ID)
+            self._meeting.set(f"{_HERE}-{self._rank}", self._backend.new_id() if self._rank == 0 else b"")
+            group_id, *_ = [self._meeting.get(f"{_HERE}-{rank}") for rank in range(len(end.num_sent))]
         transport = self._transport = self._backend.transport(end, group_id, self._rank)
         if self._is_abandoned:
             transport.abandon()

@@ -7,11 +7,12 @@ thread waits for a transfer: the main thread reads links in its one wait (`engin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from engine.core.errors import TransferFailedError, ensure
+from engine.core.errors import EnvironmentLacksError, TransferFailedError, ensure
 from engine.core.links.frame import aligned
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Leaving
@@ -35,6 +36,10 @@ class DirectBackend:
         """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
         end = DirectTransport(self._cuts, self._links, members, epoch, self._device)
         return DirectJoining(end, in_advance=attempt > 0)
+
+    def open_collectives(self, name: str, workers: Sequence[int]) -> None:
+        """Raises EnvironmentLacksError: torch has one process group for each process."""
+        raise EnvironmentLacksError("sharded stages need a process for each worker, and this job runs in one process")
 
 
 class DirectJoining:
@@ -136,6 +141,13 @@ def viewed(room: Tensor, border: Border) -> Tensors | None:
     ensure(room.device.type == "cpu", "messages come to memory of the host")
     storage = room.untyped_storage()
     return tuple(
-        torch.empty(0, dtype=spec.dtype, device="cpu").set_(storage, place // spec.dtype.itemsize, spec.shape)
+        torch.empty(0, dtype=spec.dtype, device="cpu").set_(
+            storage, place // spec.dtype.itemsize, spec.shape, _strides(spec.shape)
+        )
         for spec, place in zip(border, places, strict=True)
     )
+
+
+@cache
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -74,14 +74,12 @@ def tell_end(control: Control, device: str, why: str) -> None:
     control.send(RaisedMessage(now_ns(), control.at[0], told))
 
 
-def direct_backend(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> TransportBackend:
+def direct_backend(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> DirectBackend:
     """Returns the backend of a worker that has been welcomed."""
     gloo = gloo_backend(control, welcome, network_fd, device)
-    if os.environ.get("GLOO"):
-        return gloo
     links = Links(control, address=welcome.address, network=welcome.network)
     backend = DirectBackend(LinkCuts(control), links, device)
-    backend.open_collectives = gloo.open_collectives
+    backend.open_collectives = gloo.open_collectives  # type: ignore[method-assign]
     return backend
 
 

@@ -1,0 +1,96 @@
+"""Workers without an agent, in one process: each has the desk that its links need, and gets real links to the others."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from engine.core.message_codec import Message
+from engine.core.process_messages import LinkMessage, LinkWantedMessage
+from engine.runtime.in_process.thread_control import Turn
+from engine.runtime.ipc.link_pairs import LinkPairs
+from engine.runtime.ipc.wakeups import Wakeups
+from engine.runtime.links.links import Links
+from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport
+from engine.runtime.transport.link_cuts import LinkCuts
+
+
+class Desk:
+    """The place of one worker: its wait, and its way to the agent, which is a list of all desks."""
+
+    def __init__(self, desks: Desks, worker: int):
+        self.worker, self._desks = worker, desks
+        self.wakeups = Wakeups()
+        self.given_links: queue.SimpleQueue[tuple[LinkMessage, list[int]]] = queue.SimpleQueue()
+        self.turn = Turn()
+        self.child = SimpleNamespace(pid=worker)
+        self.link: Any = SimpleNamespace(send=self._given, takes_fds=True)
+
+    def send(self, message: Message) -> None:
+        """Has the agent make a link."""
+        if isinstance(message, LinkWantedMessage) and message.peer in self._desks.by_worker:
+            self._desks.pairs.link(self, self._desks.by_worker[message.peer], message, is_near=self._desks.is_near)
+
+    def _given(self, message: LinkMessage, fds: Sequence[int] = ()) -> None:
+        self.given_links.put((message, [os.dup(fd) for fd in fds]))
+        self.wakeups.wake()
+
+    def wait_until(self, look: Callable[[], Any]) -> Any:
+        """Waits as a control does, for some seconds."""
+        until_s = time.monotonic() + 20
+        while (found := look()) is None:
+            assert time.monotonic() < until_s, "this would wait for ever"
+            if not self._desks.look():
+                time.sleep(0.0005)
+        return found
+
+    def wake(self) -> None:
+        """Ends the wait."""
+        self.wakeups.wake()
+
+    def kill(self) -> None:
+        """Does nothing: no thread waits here."""
+
+
+class Desks:
+    """The desks of some workers; `is_near`: all are on one host."""
+
+    def __init__(self, *workers: int, is_near: bool = True):
+        self.pairs, self.is_near = LinkPairs(), is_near
+        self.by_worker = {worker: Desk(self, worker) for worker in workers}
+        self._looking = threading.Lock()
+
+    def look(self) -> bool:
+        """Lets each worker handle what has come, one at a time; returns whether there was something."""
+        with self._looking:
+            return any([desk.wakeups.look() for desk in self.by_worker.values()])
+
+
+class Linked:
+    """Workers with links, and their ends in one group after the other."""
+
+    def __init__(self, *workers: int, network: dict[str, str] | None = None):
+        self.workers = workers
+        self.desks = Desks(*workers, is_near=network is None)
+        given = self.desks.by_worker.items()
+        self.links = {worker: Links(desk, address="127.0.0.1", network=network) for worker, desk in given}
+        self.cuts = {worker: LinkCuts(desk) for worker, desk in given}
+        self.ends: dict[int, DirectTransport] = {}
+
+    def enter(self, epoch: int) -> list[DirectTransport]:
+        """Returns the ends of all workers in the group of an epoch."""
+        for worker in self.workers:
+            if worker in self.ends:
+                self.ends[worker].abandon()
+            self.ends[worker] = DirectBackend(self.cuts[worker], self.links[worker]).joining(epoch, self.workers).join()
+        return [*self.ends.values()]
+
+    def close(self) -> None:
+        """Closes all links."""
+        for each in self.links.values():
+            each.close()
