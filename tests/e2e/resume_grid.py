@@ -3,18 +3,16 @@
     python -m tests.e2e.resume_grid
     python -m tests.e2e.resume_grid --only mlp-x2 --only fsdp
 
-Three models, with one and with two pipelines, run in this process. `fsdp` is for real processes: a stage in shards is
-written and read whole, and the other way.
+Three models, with one and with two pipelines, run in this process. With `fsdp` a stage in shards is written and read
+whole, and the other way.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,6 @@ from engine.core.checkpoints.resumption import Resumption
 from engine.core.checks.trajectory import first_difference
 from engine.core.config.job import Job
 from engine.runtime.agent.run_view import Ending
-from engine.runtime.agent.session import run_session
-from engine.runtime.process.fork_client import ForkServer
-from tests.e2e.launcher import ROOT
 from tests.runtime.kept_states import keeping_all, kept_states
 from tests.runtime.thread_runs import run_in_threads
 
@@ -36,7 +31,6 @@ MODELS = {
 }
 _SHARDS: dict[str, Any] = {"redundancy": "none", "fsdp": 1}
 Cut = dict[str, Any]
-Run = Callable[..., Ending]
 
 
 def cuts(pipelines: int) -> tuple[Cut, ...]:
@@ -61,10 +55,10 @@ class Count:
         """Prints the numbers so far."""
         print(f"{self._name}: {self.resumed} resumed, {self.rows} rows compared, {self.wrong} differ", flush=True)
 
-    def resume(self, run: Run, job: Job, written: tuple[Ending, Resumption]) -> None:
+    def resume(self, job: Job, written: tuple[Ending, Resumption]) -> None:
         """Resumes a job after a checkpoint of a whole run, and compares the rest; raises SystemExit if it fails."""
         whole, origin = written
-        ending = run(job, origin=origin)
+        ending = run_in_threads(job, origin=origin)
         if ending.outcome != "finished":
             raise SystemExit(f"a resumed run has {ending.outcome}: {ending.error}")
         found, known = ending.view.run_state, whole.view.run_state
@@ -75,10 +69,10 @@ class Count:
         self.wrong += first_difference(found.rows, rest) is not None or found.validations != late
 
 
-def written(run: Run, job: Job) -> Iterator[tuple[Ending, Resumption]]:
+def written(job: Job) -> Iterator[tuple[Ending, Resumption]]:
     """Yields the whole run of a job with a checkpoint of each step before the last."""
     with tempfile.TemporaryDirectory() as name:
-        ending = run(keeping_all(job, Path(name)))
+        ending = run_in_threads(keeping_all(job, Path(name)))
         for origin in kept_states(job, ending, Path(name))[:-1]:
             yield ending, origin
 
@@ -86,33 +80,23 @@ def written(run: Run, job: Job) -> Iterator[tuple[Ending, Resumption]]:
 def whole_stages(job: Job, count: Count) -> None:
     """Writes a job with each cut, and reads each step with each cut."""
     for cut in cuts(job.pipelines):
-        for each in written(run_in_threads, replace(job, **cut)):
+        for each in written(replace(job, **cut)):
             for read in cuts(job.pipelines):
-                count.resume(run_in_threads, replace(job, **read), each)
+                count.resume(replace(job, **read), each)
         count.tell()
 
 
-def shards(real: Run, count: Count) -> None:
+def shards(count: Count) -> None:
     """Writes shards and reads whole stages and shards of another cut; writes whole stages and reads shards."""
     for model in MODELS.values():
         job = replace(model, pipelines=2)
-        for each in written(real, replace(job, **_SHARDS, stages=2)):
+        for each in written(replace(job, **_SHARDS, stages=2)):
             for read in cuts(2)[:3]:
-                count.resume(run_in_threads, replace(job, **read), each)
-            count.resume(real, replace(job, **_SHARDS, stages=1), each)
-        for each in written(run_in_threads, replace(job, stages=3)):
-            count.resume(real, replace(job, **_SHARDS, stages=2), each)
+                count.resume(replace(job, **read), each)
+            count.resume(replace(job, **_SHARDS, stages=1), each)
+        for each in written(replace(job, stages=3)):
+            count.resume(replace(job, **_SHARDS, stages=2), each)
         count.tell()
-
-
-def real_runs(server: ForkServer) -> Run:
-    """Returns a function that runs a job in real processes."""
-
-    def run(job: Job, **options: Any) -> Ending:
-        with tempfile.TemporaryDirectory() as name:
-            return run_session(job, Path(name, "events.jsonl"), Path(name), server=server, **options)
-
-    return run
 
 
 def main() -> int:
@@ -121,16 +105,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.resume_grid")
     parser.add_argument("--only", action="append", choices=[*names, "fsdp"], metavar="NAME")
     only = parser.parse_args().only or [*names, "fsdp"]
-    os.environ["PYTHONPATH"] = str(ROOT)
     wrong = 0
     for name in only:
         count = Count(name)
-        with ForkServer() if name == "fsdp" else nullcontext() as server:
-            if server is not None:
-                shards(real_runs(server), count)
-            else:
-                model, _, pipelines = name.partition("-x")
-                whole_stages(replace(MODELS[model], pipelines=int(pipelines)), count)
+        if name == "fsdp":
+            shards(count)
+        else:
+            model, _, pipelines = name.partition("-x")
+            whole_stages(replace(MODELS[model], pipelines=int(pipelines)), count)
         wrong += count.wrong
     return int(wrong > 0)
 

@@ -21,7 +21,6 @@ from tests.kills import parse_kill
 from tests.runtime.kept_states import keeping_all, kept_states, run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 
-# Each worker imports torch's FSDP, which takes seconds where workers are many and cores few.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SMALL: dict[str, Any] = {

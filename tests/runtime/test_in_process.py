@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ def test_the_trajectory_of_the_demo_is_that_of_processes(tmp_path: Path) -> None
     assert [worker.state for worker in ending.view.workers] == ["dead", "dead", "left", "left"]
 
 
-def test_shards_are_refused() -> None:
-    ending = run_in_threads(Job(model="mlp", stages=1, pipelines=2, redundancy="none", fsdp=1, steps=1))
-    assert ending.exit_code == ExitCode.ENVIRONMENT
-    assert "sharded stages need a process for each worker" in str(ending.error)
+def test_shards_have_the_bits_of_whole_stages() -> None:
+    job = Job(model="mlp", stages=2, pipelines=3, redundancy="none", steps=2)
+    endings = [run_in_threads(each) for each in (job, replace(job, fsdp=1))]
+    assert [each.error for each in endings] == [None, None]
+    whole, shards = (trajectory_hash(each.view.run_state.rows) for each in endings)
+    assert whole == shards
 
 
 def test_nothing_is_left_in_the_process() -> None:

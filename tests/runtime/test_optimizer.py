@@ -39,7 +39,7 @@ def give_gradients(layer: nn.Module, number: int) -> None:
 
 def step(optimizer: LayerOptimizer, rate: float) -> None:
     """Takes a step from the gradients that the layer has."""
-    found = {name: parameter.grad for name, parameter in trainable(optimizer.layer)}
+    found = {name: parameter.grad for name, parameter in optimizer.trained().items()}
     optimizer.step(rate, {name: gradient for name, gradient in found.items() if gradient is not None})
 
 
@@ -134,8 +134,9 @@ def test_state_comes_in_the_order_of_parameters_weights_first() -> None:
 def test_momentum_is_state_and_its_absence_is_none() -> None:
     layer = nn.Linear(2, 2)
     for momentum, keys in ((0.0, []), (0.9, ["weight.momentum_buffer", "bias.momentum_buffer"])):
-        optimizer = LayerOptimizer(Job(optimizer="sgd", optimizer_args={"momentum": momentum}), copy.deepcopy(layer))
-        give_gradients(optimizer.layer, 0)
+        trained = copy.deepcopy(layer)
+        optimizer = LayerOptimizer(Job(optimizer="sgd", optimizer_args={"momentum": momentum}), trained)
+        give_gradients(trained, 0)
         step(optimizer, 0.1)
         assert [name for name, _ in optimizer.state_tensors()] == ["weight", "bias", *keys]
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from engine.core.config.job import Job
+from engine.core.errors import UserError
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
 from engine.runtime.ipc.control import Control, Fenced
 from engine.runtime.ipc.link import Link
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, take_step
+from engine.runtime.replica.replica_hashes import hash_rows
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.replica.sharded_stages import ShardedStages
 from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.stage.tensor_shards import whole_tensor
+from engine.runtime.stage.tensor_shards import Shard
 from tests.runtime.peer_messages import an_epoch
 from tests.runtime.peers import PeerServer, backend_of, connect
 
@@ -41,12 +45,11 @@ def takes_a_step(prefix: str, worker: int) -> Any:
     """Puts the stage together, takes it apart, takes an optimizer step; returns what was held, and hashes."""
     near, far = Link.pair()
     far_ends.append(far)
-    backend = backend_of(prefix, Control(near), worker)
-    plane = backend.joining(0, [0, 1]).join()
+    plane = backend_of(prefix, Control(near), worker).joining(0, [0, 1]).join()
     replicas, ownership = replicas_of(worker)
     stage = replicas.stages[worker, 0]
-    before = hash_tensors(stage.optimizers[0].state_tensors())
-    shards = ShardedStages(worker, replicas, ownership, backend)
+    before = hash_tensors(stage.layers[0].named_parameters())
+    shards = ShardedStages(worker, replicas)
     shards.enter(plane, ownership)
     sizes = [sum(each.untyped_storage().nbytes() for each in stage.trained())]
     shards.unshard(0)
@@ -57,13 +60,13 @@ def takes_a_step(prefix: str, worker: int) -> Any:
     sizes.append(sum(each.untyped_storage().nbytes() for each in stage.trained()))
     take_step(stage, LogEntry(laid_out(stage, gradients_of(replicas, worker)), ((), ()), ()), 0.1, 0.5)
     states = [each for optimizer in stage.optimizers.values() for _, each in optimizer.state_tensors() if each.dim()]
-    local = sum(each.to_local().numel() for each in states)  # type: ignore[attr-defined]
-    after = [hash_tensors(optimizer.state_tensors()) for optimizer in stage.optimizers.values()]
-    whole = sum(whole_tensor(each).numel() for each in states)
-    shards.meet(0)
+    local = sum(each.numel() for each in states)
+    after = [row[:3] for _, row in shards.hash_rows(0)]
+    shards.unshard(0)
+    again = hash_tensors((name, each.detach().clone()) for name, each in stage.layers[0].named_parameters())
     plane.release_sent()
     plane.close()
-    return {"sizes": sizes, "kept": before == together, "local": local, "whole": whole, "after": after}
+    return {"sizes": sizes, "kept": before == together, "local": local, "after": after, "again": again}
 
 
 def test_a_shard_is_kept_and_a_step_of_shards_is_the_step_of_the_whole(peers: PeerServer) -> None:
@@ -73,16 +76,14 @@ def test_a_shard_is_kept_and_a_step_of_shards_is_the_step_of_the_whole(peers: Pe
     stage = replicas.stages[0, 0]
     num_bytes = sum(each.nbytes for each in stage.trained())
     take_step(stage, LogEntry(laid_out(stage, gradients_of(replicas, 0)), ((), ()), ()), 0.1, 0.5)
-    expected = [hash_tensors(optimizer.state_tensors()) for optimizer in stage.optimizers.values()]
     for result in results:
-        before, whole, after = result["sizes"]
-        assert (before, after) == (0, 0)
-        assert num_bytes <= whole < 2 * num_bytes  # with padding
+        assert result["sizes"] == [0, num_bytes, 0]
         assert result["kept"]
-        assert result["after"] == expected
-        assert result["whole"] == 3 * num_bytes // 4  # float32: the weights and two moments
-    assert sum(result["local"] for result in results) == results[0]["whole"]
-    assert all(0 < result["local"] < 0.6 * result["whole"] for result in results)
+        assert result["after"] == [list(row[:3]) for row in hash_rows(stage, replicas.device)]
+        assert result["again"] == hash_tensors(stage.layers[0].named_parameters())
+    whole = 3 * num_bytes // 4  # float32: the weights and two moments
+    assert sum(result["local"] for result in results) == whole
+    assert all(0 < result["local"] < 0.6 * whole for result in results)
 
 
 def waits_alone(prefix: str, worker: int) -> Any:
@@ -90,10 +91,9 @@ def waits_alone(prefix: str, worker: int) -> Any:
     near, far = Link.pair()
     far_ends.append(far)
     store = connect(prefix)
-    backend = backend_of(prefix, Control(near), worker)
-    plane = backend.joining(0, [0, 1]).join()
+    plane = backend_of(prefix, Control(near), worker).joining(0, [0, 1]).join()
     replicas, ownership = replicas_of(worker)
-    shards = ShardedStages(worker, replicas, ownership, backend)
+    shards = ShardedStages(worker, replicas)
     shards.enter(plane, ownership)
     outcome = "stayed away"
     if worker == 0:
@@ -111,3 +111,25 @@ def waits_alone(prefix: str, worker: int) -> Any:
 def test_a_wait_for_the_others_ends_with_the_epoch(peers: PeerServer) -> None:
     started = [peers.start(waits_alone, "waits-alone", worker) for worker in range(2)]
     assert [each.result() for each in started] == ["fenced", "stayed away"]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 2), (8,)])
+def test_shards_are_the_chunks_of_a_tensor_and_its_views(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(float(torch.zeros(shape).numel())).reshape(shape)
+    parts = [Shard(each, 4).of(whole) for each in range(4)]
+    if shape:
+        chunks = [each for each in whole.chunk(4) if len(each)]
+        assert [each.tolist() for each in parts if len(each)] == [each.tolist() for each in chunks]
+        assert torch.cat(parts).tolist() == whole.tolist()
+    for each in parts:
+        each.add_(1)  # of a scalar, four times the same
+    assert whole.tolist() == (torch.arange(float(whole.numel())).reshape(shape) + (1 if shape else 4)).tolist()
+
+
+def test_weights_in_another_order_are_refused() -> None:
+    replicas, _ = replicas_of(0)
+    layer = replicas.stages[0, 0].layers[0]
+    linear = next(each for each in layer.modules() if isinstance(each, nn.Linear))
+    linear.weight.data = linear.weight.data.t().contiguous().t()
+    with pytest.raises(UserError, match="weights that are not contiguous"):
+        ShardedStages(0, replicas)

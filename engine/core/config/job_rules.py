@@ -99,7 +99,7 @@ def _check_elastic(job: Job) -> list[Problem]:
 def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
     problems = []
     if job.device == "cuda" and job.fsdp:
-        hint = "shards are put together by collectives, and those between GPUs are not built"
+        hint = "shards have been put together on CPUs only"
         problems.append(Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint))
     if job.device == "cpu" and job.backend == "nccl" and not nccl_on_cpu:
         hint = "NCCL sends between GPUs; --device cuda computes on them"

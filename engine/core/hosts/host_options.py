@@ -145,7 +145,7 @@ def _of_job(given: HostOptions, job: Job) -> list[Problem]:
         )
         found.append(Problem("backend", "gloo on several hosts", job.backend, hint))
     if job.fsdp:
-        hint = "the collectives of shards are built for one host; more stages divide a model over hosts"
+        hint = "shards have been put together on one host only; more stages divide a model over hosts"
         found.append(Problem("fsdp", "0 on several hosts", str(job.fsdp), hint))
     if keeps_any(job.checkpoint_every) and not (job.checkpoints or _is_loopback(given.address)):
         hint = "checkpoints=PLACE is a folder that all hosts share, or a URL; checkpoint_every=0 keeps none"

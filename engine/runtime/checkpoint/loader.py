@@ -20,10 +20,11 @@ from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, Checkpo
 from engine.runtime.checkpoint.layer_file import tensors_of
 from engine.runtime.replica.replicas import Replicas
 from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.stage import Stage
-from engine.runtime.stage.tensor_shards import as_shard_of
 
 _Named = Mapping[str, Tensor]
+_NO_WEIGHT = torch.empty(0, 0, device="cpu")
 
 
 class _MisfitError(DamagedCheckpointError):
@@ -92,11 +93,11 @@ def _refuse_misfits(stage: Stage, index: int, read: _Named, manifest: Manifest) 
 
     weights = {f"weight/{name}": parameter for name, parameter in layer.named_parameters()}
     of_buffers = [{_buffer(each, name): tensor for name, tensor in layer.named_buffers()} for each in pipelines]
+    is_whole = stage.optimizers[index].shard.total == 1  # else they are contiguous
     expected = weights | {name: tensor for each in of_buffers for name, tensor in each.items()}
     for name, tensor in expected.items():
         if name not in read or read[name].shape != tensor.shape or read[name].dtype != tensor.dtype:
             misfit(f"expected {name} with shape {list(tensor.shape)} and {tensor.dtype}, found {_found(read, name)}")
-        is_whole = not hasattr(tensor, "device_mesh")
         if is_whole and name in weights and read[name].stride() != tensor.stride():
             misfit(f"expected {name} with strides {tensor.stride()}, found {read[name].stride()}")
     others = read.keys() - expected.keys()
@@ -116,22 +117,20 @@ def _optimizer_state(parameter: str, read: _Named) -> list[tuple[str, Tensor]]:
 def _fill(stage: Stage, index: int, read: _Named) -> None:
     """Sets the weights and the optimizer state of one layer."""
     optimizer = stage.optimizers[index]
-    parameters = dict(stage.layers[index].named_parameters())
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(as_shard_of(parameter, read[f"weight/{name}"]))
+        for name, kept in optimizer.kept.items():
+            kept.copy_(optimizer.shard.of(read[f"weight/{name}"]))
         for name in optimizer.state:
             if found := _optimizer_state(name, read):  # else the state stays that of a beginning
-                optimizer.state[name] = {key: _like(parameters.get(name, tensor), key, tensor) for key, tensor in found}
+                weight = read.get(f"weight/{name}", _NO_WEIGHT)
+                optimizer.state[name] = {key: _like(weight, optimizer, key, tensor) for key, tensor in found}
 
 
-def _like(parameter: Tensor, key: str, tensor: Tensor) -> Tensor:
-    """Returns a copy of a state tensor: sharded as its parameter is, if it has one value for each weight.
+def _like(weight: Tensor, optimizer: LayerOptimizer, key: str, tensor: Tensor) -> Tensor:
+    """Returns a copy of a state tensor: the same shard as of its weight, if it has one value for each weight.
 
-    It lies where its parameter lies, but for numbers and the count of steps, as torch's `load_state_dict` has it.
+    It lies where the weights lie, but for numbers and the count of steps, as torch's `load_state_dict` has it.
     """
-    if key != "step" and ":" not in key:
-        tensor = tensor.to(parameter.device)
-    return (
-        as_shard_of(parameter, tensor).clone() if tensor.shape == parameter.shape and tensor.dim() else tensor.clone()
-    )
+    if key != "step" and ":" not in key and (kept := next(iter(optimizer.kept.values()), None)) is not None:
+        tensor = tensor.to(kept.device)
+    return (optimizer.shard.of(tensor) if tensor.shape == weight.shape else tensor).clone()

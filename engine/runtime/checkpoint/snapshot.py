@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.core.checkpoints.keeping import StateShare
 from engine.core.ownership import Slot
@@ -19,7 +19,6 @@ from engine.runtime.checkpoint.layer_file import LayerImage, laid_out
 from engine.runtime.checkpoint.state_dict_names import state_dict_names
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.stage import Stage
-from engine.runtime.stage.tensor_shards import local_part
 
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -59,16 +58,16 @@ def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerS
             for pipeline, by_layer in buffers.items()
             for name, tensor in by_layer[index]
         ]
-        live = list(_own_tensors(layer, stage.optimizers[index]))
+        live = list(_own_tensors(stage.optimizers[index]))
         yield LayerState(index, share.shard, share.shards, live, named, *state_dict_names(layer))
 
 
-def _own_tensors(layer: nn.Module, optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in layer.named_parameters():
-        yield f"weight/{name}", local_part(parameter)
+def _own_tensors(optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, kept in optimizer.kept.items():
+        yield f"weight/{name}", kept.detach()
     for name, named in optimizer.state.items():
         for key, tensor in named.items():
-            yield f"optimizer/{name}/{key}", local_part(tensor)
+            yield f"optimizer/{name}/{key}", tensor
 
 
 def _buffers_of(stage: Stage, stages: Mapping[Slot, Stage], index: int) -> dict[int, dict[int, NamedTensors]]:

@@ -50,9 +50,10 @@ def flip_bit(context: WorkerFaultContext) -> None:
     if stage is None:
         return
     layer, name, parameter = next(
-        (layer, name, parameter)
-        for layer, module in stage.layers.items()
-        for name, parameter in module.named_parameters()
+        (layer, name, kept)
+        for layer, optimizer in stage.optimizers.items()
+        for name, kept in optimizer.kept.items()
+        if kept.numel()
     )
     memory = parameter.data  # a write through `data` is invisible to autograd, as a flipped bit is
     first = (0,) * memory.dim()

@@ -55,9 +55,6 @@ class HostBackend(Protocol):
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> HostJoining:
         """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
 
-    def open_collectives(self, name: str, workers: Sequence[int]) -> None:
-        """Makes `workers` torch's process group of this process."""
-
 
 class NcclBackend:
     """The groups of `worker`; `meet` returns the meeting of a group by its epoch and own name."""
@@ -75,7 +72,6 @@ class NcclBackend:
         is_audited: bool,
     ):
         self.cut: CutLink = inner.cut
-        self.open_collectives = inner.open_collectives
         self._inner, self._communicators, self._worker, self._meet = inner, communicators, worker, meet
         self._queue, self._thread, self._last_resort, self._is_audited = queue, thread, last_resort, is_audited
         self._left: list[IssueQueue] = []

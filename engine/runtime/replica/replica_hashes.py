@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from engine.core.message_codec import CUT, cut
 from engine.runtime.device.device import Device
 from engine.runtime.stage.stage import Stage
-from engine.runtime.stage.state_hash import marked_hash
+from engine.runtime.stage.state_hash import MarkedHash, marked_hash
 
 _MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row must fit into a message
 
@@ -17,9 +19,13 @@ def hash_rows(replica: Stage, device: Device) -> Iterator[Any]:
     """Yields the row of each layer of a replica at a step boundary."""
     for layer, module in replica.layers.items():
         with device.waiting():
-            state, of_state = marked_hash(replica.optimizers[layer].state_tensors())
-            buffers, of_buffers = marked_hash(module.named_buffers())
-        yield layer, state, buffers, _short(of_state), _short(of_buffers)
+            yield row_of(layer, module, marked_hash(replica.optimizers[layer].state_tensors()))
+
+
+def row_of(layer: int, module: nn.Module, state: MarkedHash) -> Any:
+    """Returns the row of a layer whose weights and optimizer state have this hash."""
+    (of_state, marks), (of_buffers, marks_of_buffers) = state, marked_hash(module.named_buffers())
+    return layer, of_state, of_buffers, _short(marks), _short(marks_of_buffers)
 
 
 def _short(marks: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

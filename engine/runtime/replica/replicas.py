@@ -56,10 +56,10 @@ class Replicas:
         source = self.stages[next(other for other in self.whole() if other[1] == slot[1] and other != slot)]
         replica = self._build(slot)
         with torch.no_grad():
-            for index, layer in replica.layers.items():
-                for name, parameter in layer.named_parameters():
-                    parameter.copy_(source.layers[index].get_parameter(name))
-                replica.optimizers[index].state = {
+            for index, optimizer in replica.optimizers.items():
+                for name, kept in optimizer.kept.items():
+                    kept.copy_(source.optimizers[index].kept[name])
+                optimizer.state = {
                     name: {key: tensor.clone() for key, tensor in named.items()}
                     for name, named in source.optimizers[index].state.items()
                 }

@@ -1,112 +1,133 @@
 """FSDP: each owner of a stage keeps a shard of its weights and optimizer state; it unshards the stage to compute.
 
-Rules: torch's `fully_shard` holds and gathers the shards. The engine accumulates and reduces the gradients itself, in
-pipeline order, so that no bit changes; then each owner takes the optimizer step of its shard. A torch collective cannot
-be aborted. The owners therefore first meet at a barrier, where a new epoch ends the wait. No worker
-can take over from a shard: no replica is whole, and the loss of a worker ends the run.
+    owner of (0, s)  shard 0 ---> whole weights        each sends its shard to all others, and puts theirs beside it
+    owner of (1, s)  shard 1 ---> whole weights
+
+Rules: the parameters of a layer stay the same objects, because graphs have them; their memory is there from an unshard
+to a reshard only. The engine accumulates and reduces the gradients itself, in pipeline order, so that no bit changes;
+then each owner takes the optimizer step of its shard. A gather is messages aside: a new epoch ends it as any wait. All
+owners of a stage gather it equally often. No worker can take over from a shard: the loss of a worker ends the run.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from engine.core.errors import ensure
+from engine.core.errors import Problem, UserError
 from engine.core.ownership import Ownership
+from engine.runtime.replica.replica_hashes import row_of
 from engine.runtime.replica.replicas import Replicas
-from engine.runtime.stage.optimizer import trainable
-from engine.runtime.transport.suspicion import suspecting
+from engine.runtime.stage.stage import Stage
+from engine.runtime.stage.state_hash import marked_hash
+from engine.runtime.stage.tensor_shards import Shard
+from engine.runtime.transport.bulk_transfer import arriving, post_bulk, send_bulk
 from engine.runtime.transport.tensor_spec import TensorSpec
 from engine.runtime.transport.transfer_key import AsidePurpose, aside_key
-from engine.runtime.transport.transport import Transport, TransportBackend
-
-_TOKEN = TensorSpec((1,), torch.uint8, False)
+from engine.runtime.transport.transport import Transport
 
 
 class ShardedStages:
-    """The shards of one worker: one of each stage that it owns."""
+    """The shards of one worker: that of a slot has the number of its pipeline."""
 
-    def __init__(self, worker: int, replicas: Replicas, ownership: Ownership, backend: TransportBackend):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        self._worker = worker
-        self._slots = ownership.slots_of(worker)
-        circles = {ownership.owners_of(stage) for _, stage in self._slots}
-        ensure(len(circles) == 1, "the owners of one stage own all their stages together")
-        (owners,) = circles
-        self._layers: dict[int, list[Any]] = {}
-        backend.open_collectives(f"shards-{owners[0]}", owners)
-        with suspecting("joining the other owners"):
-            mesh = init_device_mesh("cpu", (len(owners),))
-            for slot in self._slots:
-                stage = replicas.stages[slot]
-                layers: list[Any] = [layer for layer in stage.layers.values() if any(True for _ in layer.parameters())]
-                for layer in layers:
-                    with _without_new_hooks(layer):
-                        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-                    layer.unshard()
-                stage.weights = {index: dict(trainable(layer)) for index, layer in stage.layers.items()}
-                stage.forget_step()
-                for layer in layers:
-                    layer.reshard()
-                self._layers[slot[1]] = layers
+    def __init__(self, worker: int, replicas: Replicas):
+        self._worker, self._stages = worker, replicas.stages
+        for (pipeline, _), stage in self._stages.items():
+            _keep_a_shard(stage, Shard(pipeline, replicas.job.pipelines))
 
     def enter(self, plane: Transport, ownership: Ownership) -> None:
         """Sets the plane and the ownership of the next epoch."""
         self._channel, self._ownership = plane.aside, ownership
 
-    def meet(self, stage: int) -> None:
-        """Barrier of all owners of a stage; raises Fenced, Stopped or TransferFailedError as any wait does."""
-        ownership, channel = self._ownership, self._channel
-        keys = {
-            each: aside_key(ownership.grid, AsidePurpose.MEETING, ownership.pipelines_of(each, stage)[0], stage)
-            for each in ownership.owners_of(stage)
-        }
-        own_key = keys.pop(self._worker)
-        for other, key in keys.items():
-            channel.post(other, key, (_TOKEN,))
-        for other in keys:
-            channel.send(other, own_key, (torch.zeros(1, dtype=torch.uint8, device="cpu"),))
-        for other, key in keys.items():
-            channel.take(other, key)
-
     def unshard(self, stage: int) -> None:
-        """Gathers the weights of a stage; raises as `meet` does."""
-        self.meet(stage)
-        with suspecting("putting a stage together"):
-            for layer in self._layers[stage]:
-                layer.unshard()
+        """Gathers the weights of a stage; raises Fenced, Stopped or TransferFailedError as any wait does."""
+        own = self._own(stage).values()
+        for parameter in (each for replica in own for each in _parameters(replica)):
+            parameter.untyped_storage().resize_(parameter.nbytes)
+        kept = [[each for optimizer in one.optimizers.values() for each in optimizer.kept.values()] for one in own]
+        # The data, without its count of changes: a graph from before a reshard finds the weights unchanged.
+        self._gather(stage, kept, [[each.data for each in _parameters(one)] for one in own])
 
     def reshard(self, stage: int) -> None:
         """Frees the gathered weights of a stage."""
-        for layer in self._layers[stage]:
-            layer.reshard()
+        for replica in self._own(stage).values():
+            _free(replica)
 
     @contextlib.contextmanager
     def all_whole(self) -> Iterator[None]:
         """Keeps all stages that this worker owns unsharded during the block."""
-        for _, stage in self._slots:
+        stages = dict.fromkeys(stage for _, stage in self._ownership.slots_of(self._worker))
+        for stage in stages:
             self.unshard(stage)
         yield
-        for _, stage in self._slots:
+        for stage in stages:
             self.reshard(stage)
 
+    def hash_rows(self, stage: int) -> Iterator[tuple[int, Any]]:
+        """Yields the row of each layer of a stage, whole, with each pipeline in which it is owned here.
 
-@contextlib.contextmanager
-def _without_new_hooks(layer: nn.Module) -> Iterator[None]:
-    """Takes away the hooks that the block registers around the forward of a layer.
+        Each owner of the stage must call it; raises as `unshard` does.
+        """
+        own = self._own(stage)
+        for layer in next(iter(own.values())).layers:
+            state = marked_hash(self._whole_state(stage, layer))
+            for pipeline, replica in own.items():
+                yield pipeline, row_of(layer, replica.layers[layer], state)
 
-    Those of `fully_shard` gather the weights, which the engine does itself. They also give zeros to an input without a
-    gradient: earlier layers would be trained that are not trained without shards.
-    """
-    hooks: tuple[dict[int, Any], ...] = (layer._forward_pre_hooks, layer._forward_hooks)
-    before = [set(each) for each in hooks]
-    yield
-    for each, known in zip(hooks, before, strict=True):
-        for key in each.keys() - known:
-            del each[key]
+    def _whole_state(self, stage: int, layer: int) -> list[tuple[str, Tensor]]:
+        """Gathers the weights and the optimizer state of one layer, in the order of their hashes."""
+        optimizers = [replica.optimizers[layer] for replica in self._own(stage).values()]
+        whole = list(optimizers[0].whole_tensors())
+        kept = [[tensor for _, tensor in each.state_tensors()] for each in optimizers]
+        cut = [at for at, (here, (_, there)) in enumerate(zip(kept[0], whole, strict=True)) if here is not there]
+        self._gather(stage, [[each[at] for at in cut] for each in kept], [[whole[at][1] for at in cut]])
+        return whole
+
+    def _gather(self, stage: int, kept: Sequence[Sequence[Tensor]], copies: Sequence[Sequence[Tensor]]) -> None:
+        """Puts all shards of some tensors of a stage into each of some whole `copies`; `kept` are the shards here."""
+        ownership, channel, worker = self._ownership, self._channel, self._worker
+        shards = [Shard(each, ownership.grid.pipelines) for each in range(ownership.grid.pipelines)]
+        keys = [aside_key(ownership.grid, AsidePurpose.SHARD, each.number, stage) for each in shards]
+        specs = [[TensorSpec.of(each.of(whole)).as_gradient() for whole in copies[0]] for each in shards]
+        owners = [ownership.owner(each.number, stage) for each in shards]
+        others = [each for each in ownership.owners_of(stage) if each != worker]
+        for owner, key, spec in zip(owners, keys, specs, strict=True):
+            if owner != worker:
+                post_bulk(channel, owner, key, spec)
+        here = dict(zip(ownership.pipelines_of(worker, stage), kept, strict=True))
+        for number, tensors in here.items():
+            send_bulk(channel, others, keys[number], tensors)
+        for shard, owner, key, spec in zip(shards, owners, keys, specs, strict=True):
+            is_here = owner == worker
+            found = enumerate(here[shard.number]) if is_here else arriving(channel, owner, key, spec, is_posted=True)
+            for index, tensor in found:
+                for whole in copies:
+                    shard.of(whole[index]).copy_(tensor)
+
+    def _own(self, stage: int) -> Mapping[int, Stage]:
+        """Returns the replicas of a stage that are owned here, by pipeline."""
+        return {each: self._stages[each, stage] for each in self._ownership.pipelines_of(self._worker, stage)}
+
+
+def _keep_a_shard(stage: Stage, shard: Shard) -> None:
+    """Leaves a replica a shard of its weights, in memory of its own; raises UserError for weights out of order."""
+    for index, layer in stage.layers.items():
+        for name, parameter in layer.named_parameters():
+            if not parameter.is_contiguous():
+                hint = f"{name} of {stage.where(index)} has the strides {parameter.stride()}"
+                raise UserError([Problem("fsdp", "0 with weights that are not contiguous", repr(stage.job.fsdp), hint)])
+            parameter.data = parameter.detach().clone()  # numpy may have seen the first one, which then stays
+        stage.optimizers[index].keep(shard)
+    _free(stage)
+
+
+def _parameters(stage: Stage) -> list[nn.Parameter]:
+    return [each for layer in stage.layers.values() for each in layer.parameters()]
+
+
+def _free(stage: Stage) -> None:
+    for parameter in _parameters(stage):
+        parameter.untyped_storage().resize_(0)

@@ -29,10 +29,10 @@ StatePlace = tuple[str, int, str, str]  # (kind, layer or pipeline, parameter or
 
 def state_of(stage: Stage) -> Iterator[tuple[StatePlace, Tensor]]:
     """Yields the weights, the optimizer state and the buffers of every pipeline at the step boundary."""
-    for index, layer in stage.layers.items():
-        for name, parameter in layer.named_parameters():
-            yield ("weight", index, name, ""), parameter.detach()
-        for name, named in stage.optimizers[index].state.items():
+    for index, optimizer in stage.optimizers.items():
+        for name, kept in optimizer.kept.items():
+            yield ("weight", index, name, ""), kept.detach()
+        for name, named in optimizer.state.items():
             for key, tensor in named.items():
                 yield ("optimizer", index, name, key), tensor
     for pipeline, buffers in enumerate(stage.boundary):
@@ -108,7 +108,7 @@ def _fill(stage: Stage, place: StatePlace, tensor: Tensor, boundary: list[dict[i
     what, index, name, key = place
     with torch.no_grad():
         if what == "weight":
-            stage.layers[index].get_parameter(name).copy_(tensor)
+            stage.optimizers[index].kept[name].copy_(tensor)
         elif what == "optimizer":
             stage.optimizers[index].state[name][key] = tensor
         else:

@@ -24,7 +24,7 @@ from engine.models.layers import Model
 from engine.runtime.device.missing_gradients import is_missing
 from engine.runtime.optimizers.class_optimizer import ClassOptimizer, Named, OptimizerClass
 from engine.runtime.optimizers.layer_groups import groups_by_layer
-from engine.runtime.stage.tensor_shards import as_shard_of
+from engine.runtime.stage.tensor_shards import WHOLE, Shard
 
 LOSS_SCALE = "(loss scale)"  # in the place of a parameter's name
 NO_GROUPS: Mapping[str, ParamGroup] = MappingProxyType({})
@@ -48,18 +48,33 @@ class LayerOptimizer:
 
     In float16 it has the scale of the loss too, so that each replica, heal and checkpoint of any layer has it.
 
-    `groups` has the parameter group of each parameter that is in one.
+    `groups` has the parameter group of each parameter that is in one. `kept` has the weights of the layer that are
+    updated here: its parameters, or with FSDP a shard of each. The optimizer state has their form.
     """
 
     def __init__(self, job: Job, layer: nn.Module, groups: Mapping[str, ParamGroup] = NO_GROUPS):
-        self.layer = layer
+        self.kept: dict[str, Tensor] = dict(layer.named_parameters())
+        self.shard = WHOLE
+        self._whole = self.kept
         self.groups = groups
         self._chosen = _Chosen(job, {each.pattern: each for each in groups.values()})
         self._made: ClassOptimizer | None = None
-        self.state: dict[str, Named] = {name: {} for name, _ in trainable(layer)}
+        self.state: dict[str, Named] = {name: {} for name in self.trained()}
         self._scaling = loss_scaling(job)
         if self._scaling is not None:
             self.state[LOSS_SCALE] = _as_tensors(self._scaling.first())
+
+    def keep(self, shard: Shard) -> None:
+        """Keeps copies of a shard of the weights, before the first step."""
+        self.shard = shard
+        self.kept = {
+            name: shard.of(whole.detach()).clone().requires_grad_(whole.requires_grad)
+            for name, whole in self._whole.items()
+        }
+
+    def trained(self) -> dict[str, Tensor]:
+        """Returns the weights that are updated here and require a gradient, by name."""
+        return {name: kept for name, kept in self.kept.items() if kept.requires_grad}
 
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
         """Updates each trained parameter from `gradients[name] * factor`; the gradients are not changed.
@@ -71,29 +86,26 @@ class LayerOptimizer:
             self.state[LOSS_SCALE] = _as_tensors(self._scaling.after(self._scale(), is_skipped=factor == 0))
             if factor == 0:
                 return
-        given = {name: gradients[name] for name, _ in trainable(self.layer) if not is_missing(gradients[name])}
+        names = [name for name in self.trained() if not is_missing(gradients[name])]
+        given = {name: self.shard.of(gradients[name]) for name in names}
         if self._chosen.own is not None:
             self._step_by_class(self._chosen.own, learning_rate, given, factor)
             return
         with torch.no_grad():
-            for name, parameter in trainable(self.layer):
-                if name not in given:
-                    continue
-                gradient = as_shard_of(parameter, given[name])
-                gradient = gradient if factor == 1.0 else gradient * factor
+            for name, gradient in given.items():
                 rule = self._chosen.rules[self._pattern(name)]
-                rule(parameter, gradient, self.state[name], self._rate(name, learning_rate))
+                scaled = gradient if factor == 1.0 else gradient * factor
+                rule(self.kept[name], scaled, self.state[name], self._rate(name, learning_rate))
 
     def _step_by_class(
         self, own: OptimizerClass, learning_rate: float, gradients: Mapping[str, Tensor], factor: float
     ) -> None:
-        named = trainable(self.layer)
-        if not named:
+        if not (names := self.trained()):
             return
         with torch.no_grad():
             # A product is a copy: the optimizer may write to its gradients, which other replicas share.
-            given = {n: as_shard_of(each, gradients[n]) * factor for n, each in named if n in gradients}
-        self._instance(own).step(given, {name: self._rate(name, learning_rate) for name, _ in named}, self.state)
+            given = {name: gradient * factor for name, gradient in gradients.items()}
+        self._instance(own).step(given, {name: self._rate(name, learning_rate) for name in names}, self.state)
 
     @property
     def loss_scale(self) -> float:
@@ -106,12 +118,12 @@ class LayerOptimizer:
 
     def prepare(self) -> None:
         """Makes the instance of a class, and its first state; raises UserError if the class refuses its arguments."""
-        if self._chosen.own is not None and trainable(self.layer):
+        if self._chosen.own is not None and self.trained():
             self._instance(self._chosen.own).fill(self.state)
 
     def _instance(self, own: OptimizerClass) -> ClassOptimizer:
         if self._made is None:
-            self._made = own.made(trainable(self.layer), {name: each.args for name, each in self.groups.items()})
+            self._made = own.made(list(self.trained().items()), {name: each.args for name, each in self.groups.items()})
         return self._made
 
     def _pattern(self, name: str) -> str:
@@ -122,10 +134,18 @@ class LayerOptimizer:
 
     def state_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yields (name, tensor) of the layer's weights, then of its optimizer state, in the order of the parameters."""
-        yield from self.layer.named_parameters()
+        yield from self.kept.items()
         for name, tensors in self.state.items():
             for key, tensor in sorted(tensors.items()):
                 yield f"{name}.{key}", tensor
+
+    def whole_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yields the same, with memory for the whole of each tensor of which a shard is here."""
+        yield from ((name, kept.new_empty(self._whole[name].shape)) for name, kept in self.kept.items())
+        for name, tensors in self.state.items():
+            for key, tensor in sorted(tensors.items()):
+                is_cut = name in self.kept and tensor.dim() > 0 and tensor.shape == self.kept[name].shape
+                yield f"{name}.{key}", tensor.new_empty(self._whole[name].shape) if is_cut else tensor
 
 
 def layer_optimizers(job: Job, model: Model, layers: Mapping[int, nn.Module]) -> dict[int, LayerOptimizer]:

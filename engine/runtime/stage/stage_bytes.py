@@ -14,25 +14,23 @@ from engine.runtime.device.live_bytes import LiveBytes, in_blocks
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
 from engine.runtime.stage.random_streams import set_back
 from engine.runtime.stage.stage import Stage
-from engine.runtime.stage.tensor_shards import local_part
 
 
 def stage_bytes(stage: Stage) -> StageBytes:
     """Returns the sizes of a stage whose optimizers have taken a step; of a shard, the part that is here."""
-    weights = [each for layer in stage.layers.values() for each in layer.parameters()]
-    states = (named for each in stage.optimizers.values() for named in each.state.values())
+    optimizers, weights = stage.optimizers.values(), [p for layer in stage.layers.values() for p in layer.parameters()]
     return StageBytes(
-        weights=num_bytes(map(local_part, weights)),
+        weights=num_bytes(kept for each in optimizers for kept in each.kept.values()),
         whole=num_bytes(weights),
         trained=num_bytes(each for each in weights if each.requires_grad),
-        optimizer=num_bytes(local_part(each) for named in states for each in named.values()),
+        optimizer=num_bytes(state for each in optimizers for named in each.state.values() for state in named.values()),
         buffers=num_bytes(stage.buffers()),
         output=sum(prod(spec.shape) * spec.dtype.itemsize for spec in stage.border or ()),
     )
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the size of the elements of all these tensors; of a shard, the size of the whole tensor."""
+    """Returns the size of the elements of all these tensors."""
     return sum(each.numel() * each.itemsize for each in tensors)
 
 

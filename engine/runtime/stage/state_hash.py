@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.core.checks.trajectory import MARK_DIGITS
-from engine.runtime.stage.tensor_shards import whole_tensor
+
+MarkedHash = tuple[str, list[tuple[str, str]]]  # the SHA-256 of tensors, and the mark of each with its name
 
 
 def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -20,11 +21,11 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return marked_hash(tensors)[0]
 
 
-def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, list[tuple[str, str]]]:
+def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> MarkedHash:
     """Returns the SHA-256 of named tensors as hex digits, and the mark of each, with its name."""
     digest, marks = hashlib.sha256(), []
     for name, tensor in tensors:
-        plain = whole_tensor(tensor).detach().cpu().contiguous()
+        plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
         # As bytes, because numpy lacks bfloat16.
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
-
-from torch import distributed
-from torch.distributed import Store
 
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.transport.gloo_transport import GlooJoining
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.pair_guard import UNGUARDED, PairGuard
 from engine.runtime.transport.rendezvous import Rendezvous
-from engine.runtime.transport.suspicion import suspecting
 from engine.runtime.transport.transport import CutLink
-
-_TIMEOUT = timedelta(seconds=1800)
-_COLLECTIVES = "guarded"  # the name by which torch calls for a group of collectives
 
 
 class GlooBackend:
@@ -55,19 +46,3 @@ class GlooBackend:
             name=name,
             in_advance=early,
         )
-
-    def open_collectives(self, name: str, workers: Sequence[int]) -> None:
-        """Makes `workers` torch's process group of this process; raises TransferFailedError if it is not formed."""
-
-        def guarded(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-            return self._guard.form(store, name, self._worker, workers, timeout.total_seconds()).gloo
-
-        distributed.Backend.register_backend(_COLLECTIVES, guarded, devices=["cpu"])
-        with suspecting("joining the other owners"):
-            distributed.init_process_group(
-                _COLLECTIVES,
-                store=self._meet(0, name),
-                rank=workers.index(self._worker),
-                world_size=len(workers),
-                timeout=_TIMEOUT,
-            )

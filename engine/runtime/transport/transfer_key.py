@@ -37,7 +37,7 @@ class AsidePurpose(IntEnum):
     VALIDATION = 2
     HEAL = 8
     STREAM = 9
-    MEETING = 10  # an empty token of a barrier
+    SHARD = 10
 
 
 class ProgramKey(NamedTuple):

@@ -3,7 +3,7 @@
     backend     one for each worker: joins the group of an epoch
     transport   the messages of one group, in two channels
     in_order    messages in program order: the transfers of a program
-    aside       messages that may come late: streams, heals, validation passes, barriers
+    aside       messages that may come late: streams, heals, validation passes, shards
 
 Rules: a key names a message, together with the epoch that both ends are in; its type belongs to one channel. The main
 thread of a worker calls everything here but `Joining`. It waits in the `Waiter` only, which a newer epoch ends.
@@ -144,10 +144,4 @@ class TransportBackend(Protocol):
         """Returns the attempt of this worker, one of `members`, to join the group of `epoch`.
 
         With the number of an `attempt` it is one in advance: the present group stays, until `Transport.begin`.
-        """
-
-    def open_collectives(self, name: str, workers: Sequence[int]) -> None:
-        """Makes `workers` torch's process group of this process, for the collectives of sharded stages.
-
-        Raises TransferFailedError if it could not be formed.
         """

@@ -34,7 +34,7 @@ from engine.runtime.transport.transport import TransportBackend
 
 def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> TransportBackend:
     """Returns the backend that the job of a worker asks for."""
-    over_host = direct_backend(control, welcome, network_fd, device)
+    over_host = direct_backend(control, welcome, device)
     job = Job(**welcome.job)
     if job.backend != "nccl":
         return over_host
@@ -74,22 +74,7 @@ def tell_end(control: Control, device: str, why: str) -> None:
     control.send(RaisedMessage(now_ns(), control.at[0], told))
 
 
-def direct_backend(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> DirectBackend:
+def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) -> DirectBackend:
     """Returns the backend of a worker that has been welcomed."""
-    gloo = gloo_backend(control, welcome, network_fd, device)
     links = Links(control, address=welcome.address, network=welcome.network)
-    backend = DirectBackend(LinkCuts(control), links, device)
-    backend.open_collectives = gloo.open_collectives  # type: ignore[method-assign]
-    return backend
-
-
-def gloo_backend(
-    control: Control, welcome: WelcomeMessage, network_fd: int | None = None, device: Device = HOST
-) -> GlooBackend:
-    """Returns the backend of a worker that has been welcomed."""
-
-    def tell(peer: int | None, words: str) -> None:
-        control.send(UnprovenMessage(peer, words))
-
-    guard = PairGuard(network_fd, bytes.fromhex(welcome.pair_key), tell, welcome.address)
-    return GlooBackend(LinkCuts(control), welcome.worker, partial(Rendezvous, control), guard, device)
+    return DirectBackend(LinkCuts(control), links, device)

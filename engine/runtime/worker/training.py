@@ -230,13 +230,13 @@ class Training:
             return Validation(self.context, self._plane, output.ownership).run()
 
     def _audit(self, output: outputs.Audit) -> None:
-        """Sends the agent the hash of every layer of the whole replicas, and of sharded ones, which meet for it."""
-        replicas = self.context.replicas
-        complete = replicas.stages if self.context.shards is not None else replicas.whole()
+        """Sends the agent the hash of every layer of the whole replicas, or of the stages in shards that it owns."""
+        replicas, shards = self.context.replicas, self.context.shards
         rows: dict[int, list[Any]] = {}  # by pipeline: many slots need no message each
-        for pipeline, index in (slot for slot in output.slots if slot in complete):
-            if self.context.shards is not None:
-                self.context.shards.meet(index)
+        for index in dict.fromkeys(stage for _, stage in output.slots) if shards else ():
+            for pipeline, row in shards.hash_rows(index):
+                rows.setdefault(pipeline, []).append(row)
+        for pipeline, index in (slot for slot in output.slots if slot in replicas.whole()):
             rows.setdefault(pipeline, []).extend(hash_rows(replicas.stages[pipeline, index], replicas.device))
         for pipeline, of_pipeline in rows.items():
             for part in in_messages(of_pipeline):

@@ -229,7 +229,7 @@ def join(
     checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints, welcome.run) if welcome.checkpoints else None
     troubles = checkpoints.troubles if checkpoints else None
     failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut, troubles)
-    shards = ShardedStages(worker, replicas, ownership, backend) if job.fsdp else None
+    shards = ShardedStages(worker, replicas) if job.fsdp else None
     fixed = (job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend)
     context = WorkerContext(*fixed, shards, checkpoints, has_hosts=bool(welcome.address))
     return GroupMember(context, ownership, plane)
