@@ -233,9 +233,10 @@ class Training:
         """Sends the agent the hash of every layer of the whole replicas, or of the stages in shards that it owns."""
         replicas, shards = self.context.replicas, self.context.shards
         rows: dict[int, list[Any]] = {}  # by pipeline: many slots need no message each
-        for index in dict.fromkeys(stage for _, stage in output.slots) if shards else ():
-            for pipeline, row in shards.hash_rows(index):
-                rows.setdefault(pipeline, []).append(row)
+        if shards is not None:
+            for index in dict.fromkeys(stage for _, stage in output.slots):
+                for pipeline, row in shards.hash_rows(index):
+                    rows.setdefault(pipeline, []).append(row)
         for pipeline, index in (slot for slot in output.slots if slot in replicas.whole()):
             rows.setdefault(pipeline, []).extend(hash_rows(replicas.stages[pipeline, index], replicas.device))
         for pipeline, of_pipeline in rows.items():
