@@ -42,7 +42,7 @@ placement: the rule that gives stages to the workers of a pipeline.
 overlap: two compute actions that a schedule wants run at the same time.
 transfer: a tensor list on its way from one worker to another.
 border: the tensors between two neighbouring stages, as shapes and types.
-backend: the library that carries tensors between workers, such as Gloo or NCCL.
+backend: what carries tensors between workers: direct (links), or NCCL between GPUs.
 nccl: the library of NVIDIA that sends between GPUs.
 communicator: the group of GPUs in which NCCL sends, one for each epoch.
 plane: the connections of one epoch over which transfers go.

@@ -35,7 +35,6 @@ def run_host(
     """Runs the agent of this host to the end of the run; returns its end. Raises UserError with every mistake."""
     from bamboo_cli.terminal.live import screen
     from engine.harness.hosts.host_run import run_on_hosts
-    from engine.runtime.doctor.host_probes import gloo_tls_error
 
     problems = fixing(given["isa"])
     if given["standby"]:
@@ -45,7 +44,7 @@ def run_host(
     found = noting(problems, lambda: _case(job_file, settings, results, given))
     resolved, case = found or (None, None)
     options = _options(given, etcd)
-    problems += problems_of(options, resolved.job if resolved else None, is_own_address, gloo_tls_error)
+    problems += problems_of(options, resolved.job if resolved else None, is_own_address)
     if problems or etcd is None or resolved is None or case is None:  # which are problems too
         raise UserError(problems)
     job, seen = resolved.job, screen()

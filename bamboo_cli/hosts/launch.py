@@ -105,7 +105,6 @@ def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
     from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
     from engine.core.hosts.host_options import HostOptions, problems_of
     from engine.harness.hosts.launching import refused_variables
-    from engine.runtime.doctor.host_probes import gloo_tls_error
 
     problems = [*problems_of_plan(place, plan), *refused_variables(place)]
     endpoints: tuple[str, ...] = ()
@@ -127,7 +126,7 @@ def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
     given = HostOptions(
         "any", ",".join(plan.names) or hosts or "0", node, address, endpoints, plan.workers, plan.trusted
     )
-    for each in problems_of(replace(given, lease_s=plan.lease_s), job, lambda _: True, gloo_tls_error):
+    for each in problems_of(replace(given, lease_s=plan.lease_s), job, lambda _: True):
         if each.field == "--address":  # that of the network, which is not one of a host
             problems.append(Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(plan.trusted)))
         elif each.field == "--trusted-network" and not plan.trusted:

@@ -41,7 +41,7 @@ JOB = Job(
     validate_every=0,
     checkpoint_every="0",
     device="cuda",
-    backend="gloo",
+    backend="direct",
     share_gpu=True,
 )
 

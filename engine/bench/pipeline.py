@@ -37,9 +37,8 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.worker_program import worker_program
-from engine.runtime.worker.backends import gloo_backend
+from engine.runtime.worker.backends import direct_backend
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.handlers import Call, Handler, register
 from engine.runtime.worker.worker import GroupMember, join
@@ -100,14 +99,14 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
     set_up(settings_of(job := Job(**welcome.job)))
     device = open_device(job.device, welcome.worker, shares=job.share_gpu)
-    backend = gloo_backend(control, welcome, None, device)
+    backend = direct_backend(control, welcome, device)
     joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, device, _premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary
-    from engine.bench.peers.torch_side import TorchSide, join_default_group
+    from engine.bench.peers.torch_side import AgentStore, TorchSide, join_default_group
 
-    join_default_group(Rendezvous(control, 0, "torch"), context.worker, len(welcome.ranks), device)
+    join_default_group(AgentStore(control, 0, "torch"), context.worker, len(welcome.ranks), device)
     ownership = joined.ownership
     if SCHEDULES[job.schedule].overlaps:
         register("OVERLAP_F_B", _at_once())

@@ -97,7 +97,6 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
                 ranks=ownership.workers(),
                 num_lines=num_workers,
                 faults=(),
-                pair_key="",
             )
             member.link.send(welcome)
         taken = _gather(members)

@@ -29,13 +29,13 @@ class WelcomeMessage(ToWorker):
     ranks: tuple[int, ...]  # the workers in the order of the process group
     num_lines: int  # of the progress board
     faults: tuple[Plain, ...]
-    pair_key: str  # in hexadecimal, of the proofs between workers; empty if their sockets lie in an own namespace
     checkpoint: Plain | None = None  # a `Resumption`: training goes on after it
     checkpoints: str = ""  # the folder or the URL of the checkpoints; empty if the job keeps none
     run: str = ""  # the name of its folder
     waits: bool = False  # it owns nothing, and waits until an epoch makes it a member
     joins: bool = False  # without a failure, too
     address: str = "127.0.0.1"  # where its transfers listen
+    start: str = ""  # of all workers together: those that begin again have another text
     network: Plain | None = None  # of a run on several hosts: its certificate and key as PEM, or nothing for clear text
     local_rank: int = 0  # the least number that no other living worker of its host has: that of its GPU
 

@@ -162,11 +162,3 @@ class PureMessage(ToAgent):
     """The marks of some layers, by layer and name of the value, from the check before training."""
 
     rows: tuple[tuple[str, Mapping[str, str]], ...]
-
-
-@message
-class UnprovenMessage(ToAgent):
-    """A group is formed again: `text` says what was wrong at this worker, with worker `peer` if it is known."""
-
-    peer: int | None
-    text: str

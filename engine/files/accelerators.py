@@ -116,11 +116,11 @@ def refuse_what_this_host_lacks(job: Job, found: Accelerators | None = None, num
     if job.device != "cuda" or has_none:
         on_cpu = f"the workers compute on the CPU ({lacking or '--device cpu'})"
         if job.backend == "nccl" and not nccl_stand_in():
-            problems.append(f"backend nccl sends between GPUs, and {on_cpu}; use --backend gloo")
+            problems.append(f"backend nccl sends between GPUs, and {on_cpu}; use --backend direct")
         if job.retain == "cpu":
             problems.append(f"retain cpu takes values from a GPU to the host, and {on_cpu}; use --retain device")
     elif job.backend == "nccl" and (lack := nccl_lack(found.nccl)):
-        problems.append(f"{lack}: install a build of torch with it, or use --backend gloo")
+        problems.append(f"{lack}: install a build of torch with it, or use --backend direct")
     if problems:
         raise EnvironmentLacksError("\n".join(problems))
 

@@ -16,10 +16,10 @@ from engine.core.process_messages import ByeMessage
 from engine.runtime.ipc.control import Control, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, now_ns
+from engine.runtime.links.links import Links
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.transport.gloo_transport import GlooJoining
+from engine.runtime.transport.direct_transport import DirectBackend
 from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.rendezvous import Rendezvous
 
 _SETTLE_S = 0.02  # so that no worker is still busy with the beginning of training
 _LINGER_S = 0.02  # so that the exit of the first worker that is told takes no processor time from the others
@@ -42,8 +42,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     control = _Stamped(Link.from_fd(control_fd))
     told = control.take(Round)
     control.recorder = recorder = Recorder(events_fd, told.worker)
-    store = Rendezvous(control, 0, "round")
-    plane = GlooJoining(LinkCuts(control), store, told.worker, told.ranks).join()  # others would notice its end
+    plane = DirectBackend(LinkCuts(control), Links(control)).joining(0, told.ranks).join()
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send(ReadyMessage())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -15,14 +17,38 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from engine.bench.figures.schedules import TORCH_NAMES
 from engine.core.config.job import Job
 from engine.core.config.partition import partition
+from engine.core.process_messages import KeyMessage
 from engine.models.layers import Batch, Model
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
 from engine.runtime.device.device import HOST, Device
+from engine.runtime.ipc.control import Control
 from engine.runtime.stage.build_layer import build_layer
 from engine.runtime.worker.worker_context import WorkerContext
 
 LOOPBACK_INTERFACE = "lo"
+_TIMEOUT = timedelta(minutes=30)
+
+
+class AgentStore(Store):
+    """The keys of torch's process group, which go over the agent."""
+
+    def __init__(self, control: Control, epoch: int, group: str):
+        super().__init__()
+        self._control, self._epoch, self._group = control, epoch, group
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's stub has text
+        """Sets a key, for all workers."""
+        self._control.send(KeyMessage(self._epoch, f"{self._group}/{key}", base64.b64encode(value).decode()))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key; waits as `wait` does."""
+        (value,) = self._control.keys.wait(self._epoch, self._group, [key], _TIMEOUT.total_seconds())
+        return base64.b64decode(value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
+        """Waits until all keys are set; raises RuntimeError after `timeout`."""
+        self._control.keys.wait(self._epoch, self._group, keys, timeout.total_seconds())
 
 
 def join_default_group(store: Store, rank: int, size: int, device: Device = HOST) -> None:

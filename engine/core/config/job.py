@@ -16,7 +16,7 @@ from engine.core.placement import PlacementChoice
 from engine.core.scalar import Args, Scalar
 from engine.core.texts import counted
 
-Backend = Literal["auto", "gloo", "nccl"]
+Backend = Literal["auto", "direct", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -131,7 +131,7 @@ class Job:
     deterministic: bool = _field(
         True, "the settings of torch and CUDA that give an operation the same bits each time; they decide bits"
     )
-    backend: Backend = _field("auto", "auto, gloo (through host memory) or nccl (between GPUs)")
+    backend: Backend = _field("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
     seed: int = _field(0, "seed of weights, data and dropout")
     init: str = _field(
         "", "begin with these weights: FILE.safetensors, FILE.pt, or a folder; names and shapes as in the state_dict"

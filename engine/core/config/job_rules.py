@@ -103,7 +103,7 @@ def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
         problems.append(Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint))
     if job.device == "cpu" and job.backend == "nccl" and not nccl_on_cpu:
         hint = "NCCL sends between GPUs; --device cuda computes on them"
-        problems.append(Problem("backend", "auto or gloo with device cpu", "'nccl'", hint))
+        problems.append(Problem("backend", "auto or direct with device cpu", "'nccl'", hint))
     if job.device == "cpu" and job.retain == "cpu":
         hint = "what the CPU computes lies on the host already"
         problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))

@@ -15,7 +15,6 @@ from engine.core.coordinator.outputs import CoordinatorOutput, Fail, Note, Write
 from engine.core.coordinator.preparation import answered, at_commit
 from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import DivergedError, ExitCode
-from engine.core.history.process_records import UnprovenRecord
 from engine.core.history.run_records import (
     FinishedRecord,
     PartitionRecord,
@@ -27,7 +26,7 @@ from engine.core.membership.events import Heard, StepCommitted
 from engine.core.membership.state import Phase
 from engine.core.membership.verdicts import may_restart
 from engine.core.message_codec import Message
-from engine.core.process_messages import KeyMessage, NextGroupFormedMessage, UnprovenMessage
+from engine.core.process_messages import KeyMessage, NextGroupFormedMessage
 from engine.core.recovery.ballot import NO_NORM, SKIP
 from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.recovery.vote import VoteMessage
@@ -103,13 +102,6 @@ def _on_suspicion(state: CoordinatorState, heard: Heard[Message], suspicion: mes
     return _after(record, decide(state, heard))
 
 
-def _on_unproven(state: CoordinatorState, heard: Heard[Message], unproven: UnprovenMessage) -> Decided:
-    record = UnprovenRecord(of=heard.worker, peer=unproven.peer, text=unproven.text)
-    other = "another worker" if unproven.peer is None else f"worker {unproven.peer}"
-    again = f"worker {heard.worker} forms its group again, which may hold an unknown process"
-    return state, (Write(record), Note(f"{again}: {other} {unproven.text}"))
-
-
 def _on_raised(state: CoordinatorState, heard: Heard[Message], raised: messages.RaisedMessage) -> Decided:
     step = raised.step if state.started else -1
     record = RaisedRecord(at_ns=raised.at_ns, of=heard.worker, step=step, **asdict(raised.exception))
@@ -172,5 +164,4 @@ RULES: dict[type[Message], MessageRule] = {
     VoteMessage: _on_vote,
     KeyMessage: _on_key,
     NextGroupFormedMessage: _on_next_group,
-    UnprovenMessage: _on_unproven,
 }

@@ -95,7 +95,7 @@ class KeysLeftRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairsRecord(StampedRecord):
-    """The guard of the transfers between workers: a network `namespace`, or a `proof` because of `why`, else empty."""
+    """The guard of NCCL's sockets: a network `namespace`, or `none` because of `why`. Older runs had a `proof` too."""
 
     guard: str
     why: str
@@ -103,7 +103,7 @@ class PairsRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnprovenRecord(StampedRecord):
-    """Worker `of` has found something wrong in a group, with worker `peer` if it is known; it is formed again."""
+    """Of runs before links: worker `of` has found something wrong in a group, with worker `peer` if it is known."""
 
     of: int
     peer: int | None

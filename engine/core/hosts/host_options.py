@@ -16,8 +16,7 @@ from engine.core.scalar import whole_number
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_HOSTS = 256
-NOT_ASKED = "torch was not asked"
-LOOPBACK, CLEAR, TLS = "loopback", "clear text", "TLS"  # how tensors travel between hosts
+CLEAR, TLS = "clear text", "TLS"  # how tensors travel between hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +46,13 @@ class HostOptions:
 
     @property
     def transfers(self) -> str:
-        """How tensors travel: in clear text they leave loopback only in a network that is trusted."""
-        if _is_loopback(self.address):
-            return LOOPBACK
+        """How tensors travel: in clear text only in a network that is trusted."""
         return CLEAR if self.trusted else TLS
 
 
-def problems_of(
-    given: HostOptions, job: Job | None, is_own: Callable[[str], bool], lacks_tls: Callable[[], str] = lambda: NOT_ASKED
-) -> list[Problem]:
-    """Returns every mistake, as far as the job is known; `is_own` tells whether an address is one of this host.
-
-    `lacks_tls` returns why Gloo has no TLS here, empty if it has; it is called only if the transfers need that.
-    """
-    found = [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own, lacks_tls)]
+def problems_of(given: HostOptions, job: Job | None, is_own: Callable[[str], bool]) -> list[Problem]:
+    """Returns every mistake, as far as the job is known; `is_own` tells whether an address is one of this host."""
+    found = [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own)]
     return found if job is None else [*found, *_of_job(given, job)]
 
 
@@ -95,7 +87,7 @@ def _of_hosts(given: HostOptions) -> list[Problem]:
     return found
 
 
-def _of_address(given: HostOptions, is_own: Callable[[str], bool], lacks_tls: Callable[[], str]) -> list[Problem]:
+def _of_address(given: HostOptions, is_own: Callable[[str], bool]) -> list[Problem]:
     try:
         address = ipaddress.ip_address(given.address)
     except ValueError:
@@ -109,9 +101,6 @@ def _of_address(given: HostOptions, is_own: Callable[[str], bool], lacks_tls: Ca
             found.append(Problem("--address", "an address that the other hosts reach", given.address, hint))
         return found
     if not given.trusted:
-        if why := lacks_tls():
-            hint = f"Gloo has no TLS here ({why}): name the network in which tensors may travel in clear text"
-            found.append(Problem("--trusted-network", f"a network with {given.address}", "nothing", hint))
         return found
     try:
         network = ipaddress.ip_network(given.trusted)
@@ -141,9 +130,9 @@ def _of_job(given: HostOptions, job: Job) -> list[Problem]:
         found.append(Problem("--hosts", f"at most one host for each of the {wanted} workers", str(given.number)))
     if job.backend == "nccl":
         hint = (
-            "groups of NCCL have no proof of the run's key, and none has been tried between hosts; gloo takes GPUs too"
+            "groups of NCCL have no proof of the run's key, and none has been tried between hosts; links take GPUs too"
         )
-        found.append(Problem("backend", "gloo on several hosts", job.backend, hint))
+        found.append(Problem("backend", "direct on several hosts", job.backend, hint))
     if job.fsdp:
         hint = "shards have been put together on one host only; more stages divide a model over hosts"
         found.append(Problem("fsdp", "0 on several hosts", str(job.fsdp), hint))

@@ -3,9 +3,9 @@
     Incoming    the one message of a link that has begun and not ended
     Mailbox     what is awaited, what came early, what belongs to an older epoch
 
-Rules: a piece of an older epoch than the reader's is dropped, however much of its message has come. A message of a newer
-epoch waits until the reader enters that epoch: its sender heard of it first. Messages and receives of one source and key
-meet in order.
+Rules: a piece of an older epoch than the reader's is dropped, however much of its message has come. A message of a
+newer epoch waits until the reader enters that epoch: its sender heard of it first. Messages and receives of one source
+and key meet in order.
 """
 
 from __future__ import annotations

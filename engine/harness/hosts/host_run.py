@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from engine.core.config.job import Job
 from engine.core.coordinator.state import STATE
 from engine.core.errors import CoordinatorUnavailableError, UserError, required
 from engine.core.hosts.deal import most_on_one
-from engine.core.hosts.host_options import TLS, HostOptions
+from engine.core.hosts.host_options import HostOptions
 from engine.core.hosts.registered_host import RegisteredHost
 from engine.core.store.kv import KV
 from engine.files.accelerators import refuse_what_this_host_lacks
@@ -42,7 +42,7 @@ from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.host_registry import HostRegistry
 from engine.runtime.hosts.host_servers import HostServers
 from engine.runtime.hosts.kept_lease import KeptLease
-from engine.runtime.hosts.run_certificate import network_of, new_certificate, transfer_tls
+from engine.runtime.hosts.run_certificate import network_of, new_certificate
 from engine.runtime.hosts.wire import WireServer
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import holding
@@ -83,12 +83,11 @@ def run_on_hosts(
             screen.say(f"the run goes on without host {own.name}, which was lost; its outcome is awaited")
             return HostRunEnd(registry.awaited(run_of))
         hosts = registry.gathered(given.names, given.number, patience_s)
-        tls = stack.enter_context(transfer_tls(given.transfers == TLS))
-        server = stack.enter_context(_forking(kept, own, tls.environment))
+        server = stack.enter_context(_forking(kept, own))
         elected = registry.elected()
         if elected is None:
             _refuse_begun(registry, given.run_id, kv)
-            wire = WireServer(own.address, made := tls.hold(new_certificate()), screen.say)
+            wire = WireServer(own.address, made := new_certificate(), screen.say)
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), made):
                 away = [AwayServer(each) for each in hosts if each.name != own.name]
@@ -97,7 +96,6 @@ def run_on_hosts(
                     wire.admit(other.host, other.peer)
                 return coordinate(run, servers, registry, Seat(kept.lease), partial(_give_back, kept))
             elected = required(registry.waited_for_elected(), "another host was elected")
-        tls.hold(elected.made)
         screen.say(f"host {elected.name} coordinates the run")
         back, label = partial(_give_back, kept), f"{name}/{given.run_id}"
         at = OwnHost(job, label, registry, kept.lease, watch_kv, screen, run, back, given.workers)
@@ -127,9 +125,9 @@ def _give_back(kept: KeptLease) -> None:
 
 
 @contextlib.contextmanager
-def _forking(kept: KeptLease, own: RegisteredHost, environment: Mapping[str, str]) -> Iterator[ForkServer]:
+def _forking(kept: KeptLease, own: RegisteredHost) -> Iterator[ForkServer]:
     """Starts the fork server of this host, whose processes end before the lease of the host can expire."""
-    with ForkServer(environment) as server:
+    with ForkServer() as server:
         server.host, server.address = own.name, own.address
 
         def end_workers(why: str) -> None:

@@ -55,7 +55,8 @@ def take_over(
     """
     away = {each.name: AwayServer(each, takes_over=True) for each in at.registry.of_run(chosen)}
     own = away[chosen.name]
-    servers = HostServers(own, [*away.values()], at.kv, at.room, network_of(before.made, at.registry.own.facts["transfers"]))
+    network = network_of(before.made, at.registry.own.facts["transfers"])
+    servers = HostServers(own, [*away.values()], at.kv, at.room, network)
     for name, each in away.items():
         wire_server.admit(name, each.peer)
     for name, each in away.items():

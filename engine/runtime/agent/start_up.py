@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.job import Job
@@ -31,13 +30,6 @@ from engine.runtime.ipc.thinning import Thinning
 from engine.runtime.keeping.keeper import place_of
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.network_namespace import new_network
-
-
-class Guard(NamedTuple):
-    """The guard of the transfers between workers: the descriptor of a namespace, or a key."""
-
-    fds: tuple[int, ...] = ()
-    key: str = ""
 
 
 def recording(
@@ -95,8 +87,8 @@ class Launch:
         """Starts owners and waiting workers; with an `origin` they begin after that checkpoint."""
         board = ProgressBoard.create(max(self.ownership.workers()) + 1 + self.job.standby)
         self.stack.callback(board.close)
-        guard = _guard(self.stack, self.recorder, self.server)
-        crew = Crew(self, board, guard.fds, self._told(guard.key, faults, origin), {})
+        network_fds = _network_of_nccl(self.stack, self.recorder, self.job)
+        crew = Crew(self, board, network_fds, self._told(faults, origin), {})
         self.stack.callback(close_workers, crew.members)
         with self.server.forking():
             for worker in self.ownership.workers():
@@ -114,7 +106,7 @@ class Launch:
         self.stack.callback(board.close)
         struck = taken.faults.struck
         waiting = tuple(each for each in self.faults if each.id not in struck)
-        told = next(iter(taken.welcomes.values()), self._told("", (), origin))  # none is there if no worker lives
+        told = next(iter(taken.welcomes.values()), self._told((), origin))  # none is there if no worker lives
         told = replace(told, faults=tuple(map(to_plain, waiting)))
         crew = Crew(self, board, (), told, {}, taken.last)
         self.stack.callback(close_workers, crew.members)
@@ -129,7 +121,7 @@ class Launch:
             crew.members[each.worker] = member
         return crew
 
-    def _told(self, key: str, faults: Sequence[Fault], origin: Resumption | None) -> WelcomeMessage:
+    def _told(self, faults: Sequence[Fault], origin: Resumption | None) -> WelcomeMessage:
         """Returns the first message to the workers of a start, as far as it is the same for all."""
         return WelcomeMessage(
             worker=0,
@@ -139,7 +131,7 @@ class Launch:
             ranks=self.ranks,
             num_lines=0,
             faults=tuple(map(to_plain, faults)),
-            pair_key=key,
+            start=secrets.token_hex(8),
             network=self.server.network,
             checkpoints=place_of(self.job, self.folder),
             run=Path(self.folder).absolute().name,
@@ -156,7 +148,7 @@ class Crew:
 
     launch: Launch
     board: ProgressBoard
-    guard_fds: tuple[int, ...]
+    network_fds: tuple[int, ...]
     told: WelcomeMessage
     members: dict[int, WorkerHandle]
     last: int = -1
@@ -164,7 +156,7 @@ class Crew:
     def start(self, worker: int) -> WorkerHandle:
         """Starts the process of a worker, which waits for its welcome."""
         launch = self.launch
-        fds = (*launch.record_fds, self.board.fd, *self.guard_fds)
+        fds = (*launch.record_fds, self.board.fd, *self.network_fds)
         self.board.grow(worker + 1)
         launch.numbers.add(worker)
         rank = free_rank(self.members.values(), launch.server.at(worker).host)
@@ -201,19 +193,15 @@ class Crew:
         member.link.send(message)
 
 
-def _guard(stack: contextlib.ExitStack, recorder: Recorder, server: ForkServer) -> Guard:
-    """Returns the guard of this run's transfers: a network namespace where the kernel makes one, else a key."""
-    if server.host:
-        return _by_key(recorder, "the workers of a run on several hosts have the network of their hosts")
+def _network_of_nccl(stack: contextlib.ExitStack, recorder: Recorder, job: Job) -> tuple[int, ...]:
+    """Returns the descriptor of a network of this run alone, for the sockets of NCCL, where the kernel makes one."""
+    if job.backend != "nccl":
+        return ()
     try:
         network = new_network()
     except OSError as error:
-        return _by_key(recorder, str(error))
+        recorder.write(PairsRecord(guard="none", why=str(error)))
+        return ()
     stack.callback(os.close, network)
     recorder.write(PairsRecord(guard="namespace", why=""))
-    return Guard((network,))
-
-
-def _by_key(recorder: Recorder, why: str) -> Guard:
-    recorder.write(PairsRecord(guard="proof", why=why))
-    return Guard(key=secrets.token_hex(32))
+    return (network,)

@@ -29,9 +29,7 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
     """
     usable, cuda = int(torch["num_gpus"]), host.torch_cuda
     if not usable and not host.num_gpus:
-        return GpuVerdict(
-            "ok", "none: workers run on the CPU, with Gloo, and play the faults of GPUs (without_gpu: double)"
-        )
+        return GpuVerdict("ok", "none: workers run on the CPU, and play the faults of GPUs (without_gpu: double)")
     if not usable:
         return _unusable(torch, host)
     names = " and ".join(dict.fromkeys(host.names))
@@ -43,7 +41,7 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
         return GpuVerdict("warn", f"{found}; GPUs of several kinds", fix)
     nccl, least = (".".join(map(str, each)) for each in (torch["nccl"], LEAST_NCCL))
     if tuple(torch["nccl"]) < LEAST_NCCL:
-        fix = f"install a build of torch with NCCL {least} or newer, or use --backend gloo: tensors then go through "
+        fix = f"install a build of torch with NCCL {least} or newer, or use --backend direct: tensors then go through "
         return GpuVerdict("warn", f"{found}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory")
     each = "a worker each with --device cuda, or several with --share-gpu for a test"
     no_load = f"; no load of GPUs in reports: {torch['nvml']}" if torch.get("nvml") else ""

@@ -22,7 +22,6 @@ from engine.files.nvml import lacks_nvml
 from engine.runtime.doctor import etcd_probes, host_probes
 from engine.runtime.doctor.etcd_probes import Client, Latency, Server
 from engine.runtime.doctor.gpu_checks import judge_gpus
-from engine.runtime.hosts.run_certificate import transfer_tls
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -53,16 +52,15 @@ def exit_code(checks: Iterable[HostCheck]) -> ExitCode:
 
 def check_host(results: Path) -> tuple[HostCheck, ...]:
     """Returns all checks; `results` is the folder for runs. Leaves no files or processes."""
-    with transfer_tls(True) as tls, host_probes.start_torch_probe(tls.environment) as torch_probe:
-        lacks_certificate = host_probes.certificate_error(tls)  # which the probe takes when torch is loaded
+    with host_probes.start_torch_probe() as torch_probe:
         checks = [
             judge_python(sys.version_info[:3]),
             judge_machine(host_probes.num_cores(), psutil.virtual_memory().available),
             judge_kernel(host_probes.missing_kernel_calls()),
             judge_loopback(host_probes.loopback_error()),
-            judge_pairs(host_probes.network_error()),
+            judge_links(host_probes.link_error()),
             judge_hosts(host_probes.hosts_error()),
-            judge_certificate(lacks_certificate),
+            judge_certificate(host_probes.certificate_error()),
             judge_results(results, *host_probes.probe_folder(results)),
             *check_etcd(),
             judge_vision(importlib.util.find_spec("sklearn") is not None),
@@ -109,18 +107,18 @@ def judge_kernel(missing: list[str]) -> HostCheck:
 
 
 def judge_loopback(error: str) -> HostCheck:
-    """Judges whether workers can find each other."""
+    """Judges whether the agent, its etcd and a Prometheus can be reached."""
     if error:
         return HostCheck("loopback", "missing", error, "bring the interface up (ip link set lo up) or allow 127.0.0.1")
     return HostCheck("loopback", "ok", "a port of 127.0.0.1 takes connections")
 
 
-def judge_pairs(network_error: str) -> HostCheck:
-    """Says how transfers between workers are kept from other users of this host; either guard is a good one."""
-    if network_error:
-        why = f"an own network namespace takes CAP_SYS_ADMIN: {network_error}"
-        return HostCheck("transfers", "ok", f"every pair of workers proves the run's key ({why})")
-    return HostCheck("transfers", "ok", "in a network namespace of the run, so no pair of workers needs a proof")
+def judge_links(error: str) -> HostCheck:
+    """Judges the links between workers of this host."""
+    if error:
+        fix = "allow socketpair, memfd_create with seals, and descriptors that travel over a socket"
+        return HostCheck("links", "missing", error, fix)
+    return HostCheck("links", "ok", "a socket pair and sealed shared memory: no port, no name, no third process")
 
 
 def judge_hosts(error: str) -> HostCheck:
@@ -137,7 +135,7 @@ def judge_certificate(error: str) -> HostCheck:
     """Judges whether this machine can make the certificate of a run on several hosts."""
     if error:
         return HostCheck("openssl", "warn", error, "install openssl; only runs on several hosts need it")
-    return HostCheck("openssl", "ok", "makes the certificate of a run on several hosts")
+    return HostCheck("openssl", "ok", "makes the certificate of a run on several hosts, for TLS 1.3")
 
 
 def judge_results(folder: Path, free_bytes: int, error: str) -> HostCheck:
@@ -208,7 +206,7 @@ def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> HostCh
 
 
 def judge_torch(facts: dict[str, Any], error: str, gpus: Accelerators) -> list[HostCheck]:
-    """Judges torch, its Gloo, its arithmetic, and the GPUs of the host."""
+    """Judges torch, its arithmetic, and the GPUs of the host."""
     install = f"pip install 'torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}'"
     if error:
         return [HostCheck("torch", "missing", error, install)]
@@ -216,16 +214,7 @@ def judge_torch(facts: dict[str, Any], error: str, gpus: Accelerators) -> list[H
     if version < MIN_TORCH:
         return [HostCheck("torch", "missing", facts["version"], install)]
     of_gpus = HostCheck("gpu", *judge_gpus(facts, gpus))
-    return [HostCheck("torch", "ok", facts["version"]), _gloo(facts), of_gpus, _arithmetic(facts)]
-
-
-def _gloo(facts: dict[str, Any]) -> HostCheck:
-    if facts["gloo_error"]:
-        return HostCheck("gloo", "missing", facts["gloo_error"], "install a build of torch with Gloo; allow 127.0.0.1")
-    met = f"two ranks met and passed a tensor in {facts['gloo_ms']:.0f} ms"
-    if facts["tls_error"]:
-        return HostCheck("gloo", "ok", f"{met}; no TLS ({facts['tls_error']}): several hosts need --trusted-network")
-    return HostCheck("gloo", "ok", f"{met}, also over TLS")
+    return [HostCheck("torch", "ok", facts["version"]), of_gpus, _arithmetic(facts)]
 
 
 def _arithmetic(facts: dict[str, Any]) -> HostCheck:

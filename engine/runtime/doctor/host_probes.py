@@ -5,22 +5,23 @@ A child probes torch: the import would cost this process seconds, and a broken b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import EnvironmentLacksError
-from engine.runtime.hosts.run_certificate import TransferTls, new_certificate, transfer_tls
-from engine.runtime.process.network_namespace import new_network
+from engine.runtime.hosts.run_certificate import new_certificate
+from engine.runtime.ipc.link_pairs import new_ring
 from engine.runtime.process.subprocesses import inherited
 
 TORCH_TIMEOUT_S = 60.0
@@ -74,10 +75,16 @@ def loopback_error() -> str:
     return ""
 
 
-def network_error() -> str:
-    """Returns the reason why the kernel makes no network namespace for this process, or an empty string."""
+def link_error() -> str:
+    """Returns why two processes of this host cannot get the ends of a link, or an empty string."""
     try:
-        os.close(new_network())
+        with contextlib.ExitStack() as stack:
+            near, far = socket.socketpair()
+            stack.callback(near.close)
+            stack.callback(far.close)
+            socket.send_fds(near, [b"."], [new_ring(stack)])
+            for fd in socket.recv_fds(far, 1, 1)[1]:
+                os.close(fd)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -110,31 +117,18 @@ def probe_folder(folder: Path) -> tuple[int, str]:
         return 0, error.strerror or str(error)
 
 
-def certificate_error(tls: TransferTls) -> str:
-    """Makes a certificate, as for a run on several hosts, for `tls`; returns why it cannot, or an empty string."""
+def certificate_error() -> str:
+    """Makes a certificate, as for a run on several hosts; returns why it cannot, or an empty string."""
     try:
-        tls.hold(new_certificate())
+        new_certificate()
     except EnvironmentLacksError as error:
         return str(error)
-    return ""
+    return "" if ssl.HAS_TLSv1_3 else "this Python has no TLS 1.3"
 
 
-def gloo_tls_error() -> str:
-    """Returns why two ranks pass no tensor over the TLS of Gloo, or an empty string; takes seconds."""
-    with transfer_tls(True) as tls:
-        if error := certificate_error(tls):
-            return error
-        with start_torch_probe(tls.environment) as child:
-            facts, error = finish_torch_probe(child)
-    return error or str(facts["tls_error"])
-
-
-def start_torch_probe(tls: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`.
-
-    `tls` has the variables with which Gloo uses TLS.
-    """
-    command = [sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py")), json.dumps(dict(tls))]
+def start_torch_probe() -> subprocess.Popen[str]:
+    """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=inherited())
 
 

@@ -268,12 +268,12 @@ class HostWorkers:
 
     def _links(self, of: OwnProcess, data: bytes) -> bool:
         """Makes the link that a worker wants to another one of this host; returns False for one of another host."""
-        wanted = decode(data)
-        living = (each for each in self._processes.values() if not each.has_ended)
-        other = next((each for each in living if isinstance(wanted, LinkWantedMessage) and each.worker == wanted.peer), None)
-        if other is not None and isinstance(wanted, LinkWantedMessage):
+        if not isinstance(wanted := decode(data), LinkWantedMessage):
+            return False
+        living = [each for each in self._processes.values() if not each.has_ended and each.worker == wanted.peer]
+        for other in living[-1:]:
             self._pairs.link(of, other, wanted, is_near=True)
-        return other is not None
+        return bool(living)
 
     def _ended(self, of: OwnProcess) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -77,18 +77,18 @@ class SaidAgain:
 class TaughtWorkers:
     """What the workers of a host were told since they were started last: their welcomes, the cut and the borders.
 
-    Workers that begin again have another key.
+    Workers that begin again have another start.
     """
 
     def __init__(self) -> None:
-        self._key = ""
+        self._start = ""
         self._packets: dict[bytes, None] = {}
 
     def add(self, packet: bytes) -> None:
         """Takes a control message to a worker."""
         if packet.startswith(_WELCOME) and isinstance(welcome := decode(packet), WelcomeMessage):
-            if welcome.pair_key != self._key:
-                self._key = welcome.pair_key
+            if welcome.start != self._start:
+                self._start = welcome.start
                 self._packets.clear()
         elif not packet.startswith(_PLACE):
             return

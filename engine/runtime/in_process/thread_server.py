@@ -1,7 +1,8 @@
 """The fork server of a job in one process: each child is a thread that runs the code of a worker.
 
-The agent, its records, its links and its deadlines are those of every run. These differ: SIGKILL ends a child in its next wait or before its next action; other signals have no effect; the output of the workers
-goes to stderr; they all share the limits, the caches and the modules of this process.
+The agent, its records, its links and its deadlines are those of every run. These differ: SIGKILL ends a child in its
+next wait or before its next action; other signals have no effect; the output of the workers goes to stderr; they all
+share the limits, the caches and the modules of this process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The links that an agent makes between workers: on one host a socket pair and two rings, with no name and no port.
 
-Each worker gets its ends over its own link to the agent, so that no third process can have one. The agent keeps none: the
-end of a worker is the end of its links. Between hosts it tells both a token, and one of them where the other listens. A
-pair of workers has one link, however often both ask for it, and gets another one only for one that has ended.
+Each worker gets its ends over its own link to the agent, so that no third process can have one. The agent keeps none:
+the end of a worker is the end of its links. Between hosts it tells both a token, and one of them where the other
+listens. A pair of workers has one link, however often both ask for it, and gets another one only for one that has ended.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class LinkPairs:
             near, far = socket.socketpair()
             stack.callback(near.close)
             stack.callback(far.close)
-            there, back = _ring(stack), _ring(stack)
+            there, back = new_ring(stack), new_ring(stack)
             one.link.send(LinkMessage(other.worker, self._number), (near.fileno(), there, back))
             other.link.send(LinkMessage(one.worker, self._number), (far.fileno(), back, there))
 
 
-def _ring(stack: contextlib.ExitStack) -> int:
+def new_ring(stack: contextlib.ExitStack) -> int:
     """Returns the descriptor of memory that the two workers of a link share."""
     fd = os.memfd_create("bamboo-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, fd)

@@ -1,4 +1,4 @@
-"""Where the links between hosts begin: a worker listens, the other one connects, and both prove that they are of the run.
+"""Where links between hosts begin: one worker listens, the other connects, and both prove that they are of the run.
 
     worker that wants the link    listens; tells the agent its port
     agent                         tells both a token, and the other one the port

@@ -3,8 +3,8 @@
     send to a peer without a link --> LinkWantedMessage --> agent --> LinkMessage to both, with their ends
     a link that comes for a peer that has one: the worker with that number is another one now
 
-Rules: the main thread alone reads, takes in new links and finds that one has ended. The end of a link is a suspicion: it
-fails what the present group awaits from that peer, or still has to send; the agent decides why it ended.
+Rules: the main thread alone reads, takes in new links and finds that one has ended. The end of a link is a suspicion:
+it fails what the present group awaits from that peer, or still has to send; the agent decides why it ended.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class Links:
         self._wakeups.heed(self._adopt_given)
 
     def enter(self, epoch: int, party: Party) -> None:
-        """Makes a group the present one, with its first message: what comes with an older number is dropped from then on,
-        and links that have ended are made anew.
+        """Makes a group the present one, with its first message.
+
+        What comes with an older number is dropped from then on, and links that have ended are made anew.
         """
         if party is self._party:
             return

@@ -3,9 +3,9 @@
     small       header and body over the socket, in one call
     large       the body into the ring in pieces, each header over the socket; without a ring all over the socket
 
-Rules: a send never waits: what does not fit is kept, in its order, and leaves when there is room, from the main thread's
-wait. What has left a sender is its own copy. At a fence the kept messages are dropped, as their tensors may change; a
-frame whose first bytes have left is completed from a copy, and never makes a message whole.
+Rules: a send never waits: what does not fit is kept, in its order, and leaves when there is room, from the main
+thread's wait. At a fence the kept messages are dropped, as their tensors may change; a frame whose first bytes have
+left is completed from a copy.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class NcclLibrary:
         try:
             self._c: Any = ctypes.CDLL(path)
         except OSError as error:
-            raise EnvironmentLacksError(f"NCCL cannot be loaded: {error}; use --backend gloo") from None
+            raise EnvironmentLacksError(f"NCCL cannot be loaded: {error}; use --backend direct") from None
         self._c.ncclGetErrorString.restype = ctypes.c_char_p
         self._c.ncclGetLastError.restype = ctypes.c_char_p
         self._c.ncclGetLastError.argtypes = (ctypes.c_void_p,)
@@ -95,7 +95,7 @@ class NcclLibrary:
             getattr(self._c, name).argtypes = (pointer, ctypes.c_size_t, number, number, pointer, pointer)
         self.version = self._version()
         if lack := nccl_lack(self.version):
-            raise EnvironmentLacksError(f"{lack}; use --backend gloo")
+            raise EnvironmentLacksError(f"{lack}; use --backend direct")
         self._c.ncclCommAbort.argtypes = (ctypes.c_void_p,)
         self._c.ncclCommRevoke.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._c.ncclCommGetAsyncError.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))

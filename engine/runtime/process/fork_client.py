@@ -31,7 +31,6 @@ from engine.runtime.process import descendants, subprocesses
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.prctl import adopting
 from engine.runtime.process.process_state import ProcessTimes, process_state, process_times
-from engine.runtime.process.sockets import LOOPBACK
 from engine.runtime.process.subprocesses import is_readable
 
 _START_S = 60.0  # for the first answer of a server, which first imports all modules
@@ -99,7 +98,7 @@ class ForkServer:
 
     host = ""  # the name of its host, if a run has several
     later_ns = 0  # how much later the end of a child may be seen than on this host
-    address = LOOPBACK  # where the transfers of its children listen
+    address = "127.0.0.1"  # where the transfers of its children listen
     network: Mapping[str, str] | None = None  # of a run on several hosts: what their links are secured with
 
     def __init__(self, environment: Mapping[str, str] = {}) -> None:

@@ -1,4 +1,4 @@
-"""The backend of a worker process: over the host with Gloo, and between GPUs with NCCL if the job asks for it."""
+"""The backend of a worker process: its links, and NCCL between GPUs beside them if the job asks for it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from functools import partial
 
 from engine.core.config.job import Job
 from engine.core.messages import RaisedMessage, WelcomeMessage
-from engine.core.process_messages import UnprovenMessage
 from engine.core.worker_exception import GPU_ERROR, WorkerException
 from engine.files.nccl_settings import nccl_settings, nccl_stand_in
-from engine.runtime.device.device import HOST, Device
+from engine.runtime.device.device import Device
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.links.links import Links
 from engine.runtime.nccl.communicator import Communicators
 from engine.runtime.nccl.library import NcclLibrary
+from engine.runtime.nccl.meeting import AgentMeeting
 from engine.runtime.nccl.nccl_backend import NcclBackend
 from engine.runtime.nccl.nccl_communicator import NcclCommunicators
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.nccl.nccl_transport import LastResort
-from engine.runtime.links.links import Links
 from engine.runtime.transport.direct_transport import DirectBackend
-from engine.runtime.transport.gloo_backend import GlooBackend
 from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.pair_guard import PairGuard
-from engine.runtime.transport.rendezvous import Rendezvous
 from engine.runtime.transport.transport import TransportBackend
 
 
@@ -45,7 +42,7 @@ def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | Non
         over_host,
         communicators,
         welcome.worker,
-        partial(Rendezvous, control),
+        partial(AgentMeeting, control),
         queue,
         NcclThread("nccl", network_fd),
         LastResort(partial(end_this_process, control, device.name)),
