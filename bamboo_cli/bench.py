@@ -39,6 +39,10 @@ _BENCHMARKS = {
         "runs.launch_cases",
         "Time from the command to the end of the first optimizer step with 4 workers, against torchrun.",
     ),
+    "links": (
+        "hops.link_cases",
+        "Time of a hop between two workers of a host, quiet and beside a busy loop, against Gloo and torch's own calls.",
+    ),
     "audit": ("runs.audit_cases", "Time of a step with an audit of each, against steps without any."),
     "kv": ("kv.kv_cases", "Time of a call to the coordinator's store, against the bare etcd3 client."),
     "coordination": (
@@ -130,7 +134,7 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
 
     After a signal these are the rows of the cases that were finished.
     """
-    from engine.bench.results_file import bench_folder, write_bench
+    from engine.bench.figures.results_file import bench_folder, write_bench
     from engine.runtime.process.interrupts import raising
 
     folder, code = bench_folder(results), 0

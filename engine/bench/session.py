@@ -24,10 +24,11 @@ from engine.core.messages import (
     PartitionMessage,
     WelcomeMessage,
 )
-from engine.core.process_messages import ByeMessage, KeyMessage
+from engine.core.process_messages import ByeMessage, KeyMessage, LinkWantedMessage
 from engine.core.scalar import Args
 from engine.core.schedules.registry import SCHEDULES
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
+from engine.runtime.ipc.link_pairs import LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import open_events
 from engine.runtime.ipc.step_writer import open_steps
@@ -107,7 +108,7 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
 def _gather(members: dict[int, WorkerHandle]) -> dict[tuple[str, int], list[Stamps]]:
     """Serves the workers as the agent would, until all have sent their stamps; returns the stamps by (side, worker)."""
     taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
-    working = set(members)
+    working, pairs = set(members), LinkPairs()
     with selectors.DefaultSelector() as selector:
         for member in members.values():
             selector.register(member.link, selectors.EVENT_READ, member)
@@ -124,6 +125,8 @@ def _gather(members: dict[int, WorkerHandle]) -> dict[tuple[str, int], list[Stam
                         working.remove(member.worker)
                     case CutMessage():
                         tell_all(members.values(), PartitionMessage(message.starts))
+                    case LinkWantedMessage(peer=peer):
+                        pairs.link(member, members[peer], message, is_near=True)
                     case BorderMessage() | KeyMessage():
                         tell_all(members.values(), message)
     return taken

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bamboo_cli.app import app
-from engine.bench.results_file import bench_folder, write_bench
+from engine.bench.figures.results_file import bench_folder, write_bench
 from engine.core.checks.cell_result import CellResult
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError

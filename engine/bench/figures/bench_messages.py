@@ -29,3 +29,21 @@ class Round(ToWorker):
     worker: int
     ranks: tuple[int, ...]
     victim: int
+
+
+@message
+class Hops(ToWorker):
+    """The first message to a worker of the links benchmark: how many hops of each size, in bytes, each way takes."""
+
+    worker: int
+    hops: int
+    sizes: tuple[int, ...]
+
+
+@message
+class HopTimes(ToAgent):
+    """The nanoseconds of all hops of a size over one way."""
+
+    way: str
+    size: int
+    took_ns: tuple[int, ...]

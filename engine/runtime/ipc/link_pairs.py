@@ -2,7 +2,7 @@
 
 Each worker gets its ends over its own link to the agent, so that no third process can have one. The agent keeps none:
 the end of a worker is the end of its links. Between hosts it tells both a token, and one of them where the other
-listens. A pair of workers has one link, however often both ask for it, and gets another one only for one that has ended.
+listens. A pair of workers has one link, however often both ask for it; it gets another one only for one that has ended.
 """
 
 from __future__ import annotations

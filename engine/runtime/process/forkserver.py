@@ -38,6 +38,7 @@ ROLES = {
     "coordinator": ("engine.runtime.coordinator.coordinator_process", "main"),
     "bench-pipeline": ("engine.bench.pipeline", "main"),
     "bench-relay": ("engine.bench.peers.relay_worker", "main"),
+    "bench-links": ("engine.bench.peers.hop_worker", "main"),
 }
 TAKES_NOTICE = ("worker",)  # roles that block SIGTERM: a thread takes it as a notice
 PRELOAD = ("engine.runtime.worker.worker",)
