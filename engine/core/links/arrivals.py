@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-from engine.core.errors import ensure
+from engine.core.errors import InvariantError
 from engine.core.links.frame import Frame
 
 Room = TypeVar("Room")
@@ -39,15 +39,12 @@ class Incoming(Generic[Room]):
         if self._open is not None and self._open[0].epoch < floor:
             self._open = None
         if frame.start == 0:
-            is_free = self._open is None or self._open[0].epoch < frame.epoch
-            ensure(is_free, f"a message begins inside another one of its epoch: {frame}")
+            if self._open is not None and self._open[0].epoch >= frame.epoch:
+                raise InvariantError(f"a message begins inside another one of its epoch: {frame}")
             self._open, self._got = (frame, self._room_of(frame.total)), 0
-        ensure(self._open is not None and self._fits(frame), f"a piece of a message is out of order: {frame}")
-        return self._open[1] if self._open is not None else None
-
-    def _fits(self, frame: Frame) -> bool:
-        before = self._open
-        return before is not None and before[0][:3] == frame[:3] and self._got == frame.start
+        elif self._open is None or self._open[0][:3] != frame[:3] or self._got != frame.start:
+            raise InvariantError(f"a piece of a message is out of order: {frame}")
+        return self._open[1]
 
     def ended(self, frame: Frame, floor: int) -> Room | None:
         """Takes in the end of a piece; returns the memory of its message if that is whole, and of no older epoch."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from engine.core.errors import ensure
+from engine.core.errors import InvariantError
 
 _FORM = struct.Struct("<6Q")
 HEADER_BYTES = _FORM.size
@@ -49,8 +49,9 @@ class Frame(NamedTuple):
 def unpacked(header: bytes | bytearray | memoryview) -> Frame:
     """Returns the frame of a header; raises InvariantError for one that no sender makes."""
     frame = Frame(*_FORM.unpack_from(header))
-    is_whole = frame.total <= MOST_BYTES and frame.start + frame.length <= frame.total
-    ensure(is_whole and (frame.length > 0 or frame.total == 0), f"a link has a frame that no sender makes: {frame}")
+    _, _, total, start, length, _ = frame
+    if total > MOST_BYTES or start + length > total or (length == 0 and total > 0):
+        raise InvariantError(f"a link has a frame that no sender makes: {frame}")
     return frame
 
 

@@ -210,8 +210,6 @@ class Control:
         self._traffic = (self.accepted, traffic)
 
     def _await_news(self) -> None:
-        if self.wakeups.look():
-            return
         self._waits_since_ns = time.monotonic_ns()
         with self.busy() if self.is_owing() else contextlib.nullcontext():
             self.wakeups.wait()

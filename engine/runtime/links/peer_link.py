@@ -39,20 +39,20 @@ class _Outgoing:
     def __init__(self, epoch: int, key: int, parts: Sequence[Tensor]):
         self.epoch, self.key = epoch, key
         self.starts, at = [], 0
-        self.parts = [part for part in parts if len(part)]
+        self.parts = [part for part in parts if part.numel()]
         for part in self.parts:
-            self.starts.append(aligned(at))
-            at = self.starts[-1] + len(part)
+            self.starts.append(at := aligned(at))
+            at += part.numel()
         self.total, self.at, self._index = at, 0, 0
 
     @property
-    def whole(self) -> list[memoryview | bytes]:
-        """All bytes, for a message that leaves in one frame."""
-        found: list[memoryview | bytes] = []
+    def frame(self) -> list[memoryview | bytes]:
+        """The only frame of a small message, with its body."""
+        found: list[memoryview | bytes] = [Frame(self.epoch, self.key, self.total, 0, self.total).packed()]
         at = 0
         for start, part in zip(self.starts, self.parts, strict=True):
-            found += [_PADDING[: start - at]] * (start > at) + [part.numpy().data]
-            at = start + len(part)
+            found += [_PADDING[: start - at], part.numpy().data] if start > at else [part.numpy().data]
+            at = start + part.numel()
         return found
 
     def piece(self) -> tuple[Tensor, int]:
@@ -107,15 +107,19 @@ class PeerLink:
 
     def send(self, epoch: int, key: int, parts: Sequence[Tensor]) -> Lacks:
         """Begins to send a message, of tensors of bytes; returns what its rest waits for. Raises OSError if broken."""
+        message = _Outgoing(epoch, key, parts)
         with self._lock:
-            self._kept.append(_Outgoing(epoch, key, parts))
-            return self.flush()
+            if self.ends is None or self._kept or self._rest or message.total > INLINE_BYTES:
+                self._kept.append(message)
+                return self.flush()
+            self._rest = message.frame
+            return "" if self._write(self.ends) else "socket"
 
     def flush(self) -> Lacks:
         """Sends what is kept, as far as there is room; raises OSError if the link is broken."""
         with self._lock:
             while self.ends is not None:
-                if self._rest and not self._write():
+                if self._rest and not self._write(self.ends):
                     return "socket"
                 if not self._kept:
                     break
@@ -127,8 +131,7 @@ class PeerLink:
         """Makes the next frame; returns False if the ring has no room for it."""
         message = self._kept[0]
         if message.total <= INLINE_BYTES:
-            head = Frame(message.epoch, message.key, message.total, 0, message.total)
-            self._rest = [head.packed(), *message.whole]
+            self._rest = message.frame
             self._kept.popleft()
             return True
         part, length = message.piece()
@@ -145,13 +148,15 @@ class PeerLink:
             self._kept.popleft()
         return True
 
-    def _write(self) -> bool:
+    def _write(self, ends: Ends) -> bool:
         """Writes what is left of a frame; returns whether that is all of it."""
-        assert self.ends is not None
         try:
-            count = self.ends.wire.write(self._rest)
+            count = ends.wire.write(self._rest)
         except BlockingIOError:
             return False
+        if count == sum(map(len, self._rest)):
+            self._rest = []
+            return True
         while self._rest and count >= len(self._rest[0]):
             count -= len(self._rest.pop(0))
         if count:

