@@ -41,7 +41,7 @@ _BENCHMARKS = {
     ),
     "links": (
         "hops.link_cases",
-        "Time of a hop between two workers of a host, quiet and beside a busy loop, against Gloo and torch's own calls.",
+        "Time of a hop between two workers of a host, quiet and beside a busy loop, against Gloo and torch's calls.",
     ),
     "audit": ("runs.audit_cases", "Time of a step with an audit of each, against steps without any."),
     "kv": ("kv.kv_cases", "Time of a call to the coordinator's store, against the bare etcd3 client."),

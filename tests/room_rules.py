@@ -31,6 +31,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine": frozenset(),
     "engine.core": frozenset(),
     "engine.core.schedules": _GROUND,
+    "engine.core.links": _GROUND,
     "engine.core.program": _GROUND | {"engine.core.schedules"},
     "engine.core.checkpoints": _GROUND,
     "engine.core.config": _PLANS | {"engine.core.checkpoints"},
@@ -84,9 +85,12 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.runtime.store": _HOST | {"engine.core.store"},
     "engine.runtime.doctor": _HOST | {"engine.runtime.hosts", "engine.runtime.store"},
     "engine.runtime.device": _GROUND | {"engine.core.checks"},
-    "engine.runtime.transport": _HOST | {"engine.core.program", "engine.models", "engine.runtime.device"},
+    "engine.runtime.links": _GROUND | {"engine.core.links", "engine.runtime.ipc"},
+    "engine.runtime.transport": _HOST
+    | {"engine.core.links", "engine.core.program", "engine.models", "engine.runtime.device", "engine.runtime.links"},
     "engine.runtime.nccl": _GROUND
-    | {"engine.files", "engine.models", "engine.runtime.device", "engine.runtime.process", "engine.runtime.transport"},
+    | {"engine.files", "engine.models", "engine.runtime.device", "engine.runtime.ipc", "engine.runtime.process"}
+    | {"engine.runtime.transport"},
     "engine.runtime.optimizers": _GROUND | {"engine.core.checkpoints", "engine.core.config", "engine.models"},
     "engine.runtime.stage": _PLANS
     | {"engine.core.analysis", "engine.core.checks", "engine.models"}
@@ -115,8 +119,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | _ARRAYS
     | {"engine.core.recovery", "engine.core.worker", "engine.core.faults", "engine.core.checks", "engine.models"}
     | {"engine.core.checkpoints", "engine.files.checkpoints", "engine.runtime.checkpoint", "engine.runtime.faults"}
-    | {"engine.core.samples", "engine.models.sources", "engine.runtime.nccl"},
-    "engine.runtime.in_process": _HOST | {"engine.runtime.device", "engine.runtime.transport"},
+    | {"engine.core.samples", "engine.models.sources", "engine.runtime.links", "engine.runtime.nccl"},
+    "engine.runtime.in_process": _HOST | {"engine.runtime.device", "engine.runtime.links", "engine.runtime.transport"},
     "engine.runtime.coordinator": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.membership", "engine.core.store"}
     | {"engine.runtime.store"},

@@ -1,7 +1,7 @@
 """The links benchmark: the time of one hop between two workers that wait, beside Gloo's and torch's, quiet and busy.
 
-Rules: each hop begins with both ends asleep, as in a pipeline, and ends when the receiver has the tensor. The three ways
-take turns in the same two processes.
+Rules: each hop begins with both ends asleep, as in a pipeline, and ends when the receiver has the tensor. The three
+ways take turns in the same two processes.
 """
 
 from __future__ import annotations

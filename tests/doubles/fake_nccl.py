@@ -349,7 +349,6 @@ class NcclBesideLinks(NcclBackend):
             each.abandon()
         self._of_nccl.end()
 
-
     def close(self) -> None:
         """Closes the links."""
         self._over_links.close()

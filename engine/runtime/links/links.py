@@ -14,7 +14,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,12 +27,9 @@ from engine.runtime.links.host_door import GREET_S, HostDoor
 from engine.runtime.links.peer_link import Ends, Lacks, PeerLink, host_room
 from engine.runtime.links.ring import InRing, OutRing
 from engine.runtime.links.wire import SocketWire, Wire
-from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 
 _NEVER = (0, 0.0)
-Wanted = tuple[ProgramKey | AsideKey, Border]
-Arrived = Arrival[Wanted, Tensor]
+Arrived = Arrival[Any, Tensor]  # with what the transport wants to know of its receive
 
 
 class Desk(Protocol):
@@ -72,7 +69,7 @@ class Links:
         self._door = None if network is None else HostDoor(address, network, self._comes)
         self._wakeups = control.wakeups
         self._links: dict[int, PeerLink] = {}
-        self._mailbox: Mailbox[Wanted, Tensor] = Mailbox()
+        self._mailbox: Mailbox[Any, Tensor] = Mailbox()
         self._party: Party | None = None
         self._told: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was told
         self._ended: dict[int, int] = {}  # peer -> number of its newest link that has ended
@@ -101,7 +98,7 @@ class Links:
             for link in list(self._links.values()):
                 link.drop_unsent()
 
-    def post(self, source: int, key: int, wanted: Wanted) -> Arrived | None:
+    def post(self, source: int, key: int, wanted: object) -> Arrived | None:
         """Posts a receive; returns its message if that is here. Raises TransferFailedError if none can come."""
         self._adopt_given()
         arrived = self._mailbox.post(source, key, wanted)
