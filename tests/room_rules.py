@@ -150,7 +150,7 @@ ROOMS: dict[str, frozenset[str]] = {
     }
     | {"engine.runtime.agent", "engine.runtime.coordinator", "engine.bench.figures", "engine.bench.peers"}
     | {"engine.core.checkpoints", "engine.core.worker", "engine.runtime.checkpoint"},
-    "engine.bench.figures": _PLANS | {"engine.core.history"},
+    "engine.bench.figures": _PLANS | {"engine.core.history", "engine.files"},
     "engine.bench.hosts": _HOST
     | {"engine.core.config", "engine.core.history", "engine.core.checks", "engine.core.hosts", "engine.files"}
     | {"engine.harness.bed", "engine.bench.figures"},
@@ -158,7 +158,8 @@ ROOMS: dict[str, frozenset[str]] = {
     | _PLANS
     | _ARRAYS
     | {"engine.core.checkpoints", "engine.core.checks", "engine.runtime.checkpoint"}
-    | {"engine.models", "engine.models.sources", "engine.runtime.worker", "engine.bench.figures"},
+    | {"engine.models", "engine.models.sources", "engine.runtime.links", "engine.runtime.worker"}
+    | {"engine.bench.figures"},
     "engine.harness.cases": _GROUND
     | {"engine.core.config", "engine.core.faults", "engine.core.checks", "engine.core.history", "engine.files"}
     | {"engine.core.agent", "engine.core.checkpoints", "engine.files.scenarios", "engine.runtime.faults"},

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from engine.bench.figures.bench_messages import Hops, HopTimes
+from engine.bench.figures.bench_messages import GLOO, LINKS, TORCH, Hops, HopTimes
 from engine.bench.figures.rows import BenchRow, Cases, at_most, limit_row, ratio_row
 from engine.core.errors import WorkerFailedError
 from engine.core.history.step_files import FOLDER
@@ -30,7 +30,6 @@ from engine.runtime.ipc.step_writer import open_steps
 from engine.runtime.process.fork_client import ForkServer
 
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "512 KiB": 512 << 10, "4 MiB": 4 << 20}
-LINKS, GLOO, TORCH = "links", "Gloo", "torch's batch_isend_irecv"
 _OF_GLOO = 0.5
 _OF_MEDIAN = 2.0  # p90
 _HOP_S = {"quiet, 64 KiB": 45e-6}
@@ -101,7 +100,7 @@ def _measured(hops: int, folder: Path) -> _Times:
 def _served(members: dict[int, WorkerHandle]) -> _Times:
     """Serves the workers as the agent would, until the receiver has told all its times."""
     taken: _Times = {}
-    pairs = LinkPairs()
+    pairs = LinkPairs(members.get)
     with selectors.DefaultSelector() as selector:
         for member in members.values():
             selector.register(member.link, selectors.EVENT_READ, member)
@@ -111,8 +110,8 @@ def _served(members: dict[int, WorkerHandle]) -> _Times:
                 match message:
                     case None:
                         raise WorkerFailedError(f"a worker of the benchmark ended:\n{key.data.log.read_text()}")
-                    case LinkWantedMessage(peer=peer):
-                        pairs.link(key.data, members[peer], message, is_near=True)
+                    case LinkWantedMessage():
+                        pairs.link(key.data, message)
                     case KeyMessage():
                         tell_all(members.values(), message)
                     case HopTimes(way=way, size=size, took_ns=took_ns):

@@ -108,7 +108,7 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
 def _gather(members: dict[int, WorkerHandle]) -> dict[tuple[str, int], list[Stamps]]:
     """Serves the workers as the agent would, until all have sent their stamps; returns the stamps by (side, worker)."""
     taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
-    working, pairs = set(members), LinkPairs()
+    working, pairs = set(members), LinkPairs(members.get)
     with selectors.DefaultSelector() as selector:
         for member in members.values():
             selector.register(member.link, selectors.EVENT_READ, member)
@@ -125,8 +125,8 @@ def _gather(members: dict[int, WorkerHandle]) -> dict[tuple[str, int], list[Stam
                         working.remove(member.worker)
                     case CutMessage():
                         tell_all(members.values(), PartitionMessage(message.starts))
-                    case LinkWantedMessage(peer=peer):
-                        pairs.link(member, members[peer], message, is_near=True)
+                    case LinkWantedMessage():
+                        pairs.link(member, message)
                     case BorderMessage() | KeyMessage():
                         tell_all(members.values(), message)
     return taken

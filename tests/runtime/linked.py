@@ -23,18 +23,18 @@ from engine.runtime.transport.link_cuts import LinkCuts
 class Desk:
     """The place of one worker: its wait, and its way to the agent, which is a list of all desks."""
 
-    def __init__(self, desks: Desks, worker: int):
+    def __init__(self, desks: Desks, worker: int, is_near: bool):
         self.worker, self._desks = worker, desks
         self.wakeups = Wakeups()
         self.given_links: queue.SimpleQueue[tuple[LinkMessage, list[int]]] = queue.SimpleQueue()
         self.turn = Turn()
         self.child = SimpleNamespace(pid=worker)
-        self.link: Any = SimpleNamespace(send=self._given, takes_fds=True)
+        self.link: Any = SimpleNamespace(send=self._given, takes_fds=is_near)
 
     def send(self, message: Message) -> None:
         """Has the agent make a link."""
-        if isinstance(message, LinkWantedMessage) and message.peer in self._desks.by_worker:
-            self._desks.pairs.link(self, self._desks.by_worker[message.peer], message, is_near=self._desks.is_near)
+        if isinstance(message, LinkWantedMessage):
+            self._desks.pairs.link(self, message)
 
     def _given(self, message: LinkMessage, fds: Sequence[int] = ()) -> None:
         self.given_links.put((message, [os.dup(fd) for fd in fds]))
@@ -61,8 +61,8 @@ class Desks:
     """The desks of some workers; `is_near`: all are on one host."""
 
     def __init__(self, *workers: int, is_near: bool = True):
-        self.pairs, self.is_near = LinkPairs(), is_near
-        self.by_worker = {worker: Desk(self, worker) for worker in workers}
+        self.by_worker = {worker: Desk(self, worker, is_near) for worker in workers}
+        self.pairs = LinkPairs(self.by_worker.get)
         self._looking = threading.Lock()
 
     def look(self) -> bool:

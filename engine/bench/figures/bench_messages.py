@@ -5,6 +5,8 @@ from __future__ import annotations
 from engine.bench.figures.rows import Stamps
 from engine.core.message_codec import ToAgent, ToWorker, message
 
+LINKS, GLOO, TORCH = "links", "Gloo", "torch's batch_isend_irecv"  # ways of the links benchmark
+
 
 @message
 class Turns(ToWorker):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, distributed
 
-from engine.bench.figures.bench_messages import Hops, HopTimes
+from engine.bench.figures.bench_messages import GLOO, LINKS, TORCH, Hops, HopTimes
 from engine.bench.figures.rows import in_turns
-from engine.bench.hops import GLOO, LINKS, TORCH
 from engine.bench.peers.torch_side import AgentStore, join_default_group
 from engine.core.process_messages import ByeMessage
 from engine.runtime.device.device import HOST

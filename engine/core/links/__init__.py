@@ -1,1 +1,1 @@
-"""Links between workers: what travels, and what is done with it; pure."""
+"""Links between workers: frames and the messages of which they are pieces; pure."""

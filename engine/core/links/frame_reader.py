@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from engine.core.errors import required
 from engine.core.links.frame import HEADER_BYTES, Frame, unpacked
 
 _BUFFER_BYTES = 64 << 10
@@ -80,6 +81,6 @@ class FrameReader:
         return count
 
     def _ended(self) -> Frame:
-        frame, self._frame, self._into, self._is_direct = self._frame, None, None, False
-        assert frame is not None
+        frame = required(self._frame, "a frame that ends has begun")
+        self._frame, self._into, self._is_direct = None, None, False
         return frame

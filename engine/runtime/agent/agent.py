@@ -32,7 +32,7 @@ from engine.core.membership.events import Heard, LeaseExpired, Notice
 from engine.core.membership.state import Phase
 from engine.core.message_codec import Message, ToWorker
 from engine.core.messages import ExitMessage, RaisedMessage
-from engine.core.process_messages import LinkWantedMessage, NoticeMessage, PingMessage, StopMessage
+from engine.core.process_messages import NoticeMessage, PingMessage, StopMessage
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.ends_of_run import EndsOfRun
 from engine.runtime.agent.injector import Injector
@@ -76,8 +76,7 @@ class Agent(EndsOfRun):
     ):
         """`on_joiners` is called when a verdict takes workers in, before any answer to it is heard.
 
-        `before` is the agent of the workers that have ended; `members` begin after the checkpoint `begins`. `results`
-        are those of a run that is taken over.
+        `members` begin after the checkpoint `begins`, and after the agent `before`. `results`: of a run taken over.
         """
         after = begun_with(begins)
         run_state = results or RunState(job, after) if before is None else before.run_state.again(after)
@@ -87,13 +86,12 @@ class Agent(EndsOfRun):
         self._revive, self.grace_ns = revive, round(grace_s * 1e9)
         self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
         self.checkpoints = Checkpoints(keeper, self.run_state, recorder, begins)
-        self._own_parts = OwnParts(self.run_state, recorder, self.injector, self.checkpoints)
+        self._own_parts = OwnParts(self.run_state, recorder, self.injector, self.checkpoints, LinkPairs(self.living))
         if before is not None:
             self.injector.go_on(before.injector)
         self._told_ns = 0  # before the last message for the present input, if no record has followed
         self._seen_ns: dict[int, int] = {}
         self._to_strike_off: list[int] = []
-        self._pairs = LinkPairs()
 
     @property
     def _has_finished(self) -> bool:
@@ -109,9 +107,6 @@ class Agent(EndsOfRun):
         with self.failing():
             if worker in self.node.state.out:
                 return
-            if isinstance(message, LinkWantedMessage):
-                self._link(member, message)
-                return
             is_of_end = self.is_stopping and isinstance(message, RaisedMessage)
             if not is_of_end and self._own_parts.take(member, message):
                 return
@@ -123,11 +118,6 @@ class Agent(EndsOfRun):
             found = self.decide(Heard(now_ns(), worker, message, member.host or self.node.name))
             if isinstance(message, RaisedMessage) and not any(isinstance(each, outputs.Fail) for each in found):
                 self.injector.sees(worker, "raised", message.exception.error)
-
-    def _link(self, member: WorkerHandle, wanted: LinkWantedMessage) -> None:
-        other = self.members.get(wanted.peer)
-        if other is not None and other.exit_code is None:
-            self._pairs.link(member, other, wanted, is_near=member.link.takes_fds and other.link.takes_fds)
 
     def sees_end(self, member: WorkerHandle) -> None:
         """Records the time at which a worker's end was seen, and announces it before the coordinator decides."""

@@ -99,6 +99,11 @@ class EndsOfRun(ABC):
             member.child.signal(signal.SIGTERM if self.num_notices == 1 else signal.SIGKILL)
         return True
 
+    def living(self, worker: int) -> WorkerHandle | None:
+        """Returns a worker that has not ended."""
+        found = self.members.get(worker)
+        return found if found is not None and found.exit_code is None else None
+
     @property
     def own_living(self) -> list[WorkerHandle]:
         """The workers of this host, one of several, that have not ended."""

@@ -11,13 +11,14 @@ from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
 from engine.core.faults.injection_state import ToldMoment
 from engine.core.history.elastic_records import PaceRecord
 from engine.core.message_codec import Message
-from engine.core.process_messages import BusyMessage, PureMessage
+from engine.core.process_messages import BusyMessage, LinkWantedMessage, PureMessage
 from engine.core.recovery.plan_messages import InventoryMessage
 from engine.core.recovery.vote import VoteMessage
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.ipc.link_pairs import LinkPairs
 from engine.runtime.ipc.recorder import Recorder
 
 
@@ -29,6 +30,7 @@ class OwnParts:
     recorder: Recorder
     injector: Injector
     checkpoints: Checkpoints
+    pairs: LinkPairs
 
     def take(self, member: WorkerHandle, message: Message) -> bool:
         """Handles the agent's part in a message; returns whether that is all, and no matter of the coordinator.
@@ -37,7 +39,7 @@ class OwnParts:
         """
         if (take := _OWN_PARTS.get(type(message))) is not None:
             take(self, member, message)
-        return isinstance(message, KeptMessage | UnkeptMessage | BusyMessage)
+        return isinstance(message, KeptMessage | UnkeptMessage | BusyMessage | LinkWantedMessage)
 
     def close(self) -> None:
         """Completes the results after the end of every worker."""
@@ -81,7 +83,8 @@ def _on_raised(own: OwnParts, member: WorkerHandle, raised: messages.RaisedMessa
     own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
 
 
-_OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], None]] = {
+_OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], object]] = {
+    LinkWantedMessage: lambda own, member, wanted: own.pairs.link(member, wanted),
     messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
     PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
     BusyMessage: _on_busy,

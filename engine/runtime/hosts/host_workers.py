@@ -45,8 +45,7 @@ from engine.core.hosts.host_messages import (
     frame,
 )
 from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
-from engine.core.message_codec import MAX_BYTES, Message, decode, kind_of
-from engine.core.process_messages import LinkWantedMessage
+from engine.core.message_codec import MAX_BYTES, Message
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
 from engine.runtime.hosts.heard_results import HeardResults, hashes_of
@@ -67,7 +66,6 @@ _LOOK_S = 1.0  # between the records of the clock
 _ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
 _PATIENCE_S = 0.05  # for the descendants of a worker
 _HEARTBEAT = b'{"kind":"heartbeat"'
-_LINK_WANTED = f'{{"kind":"{kind_of(LinkWantedMessage)}"'.encode()
 
 
 class HostWorkers:
@@ -99,7 +97,7 @@ class HostWorkers:
         self._selector = selectors.DefaultSelector()
         self.num_notices = 0  # to this host
         self._taught = TaughtWorkers()
-        self._pairs = LinkPairs()
+        self._pairs = LinkPairs(self._living)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
         self._signs = OwnSigns(board, lambda: [*self._processes.values()])
 
@@ -257,23 +255,12 @@ class HostWorkers:
         of.heard_ns = now_ns()
         if data.startswith(_HEARTBEAT):
             of.heartbeat = data
-        elif data.startswith(_LINK_WANTED) and self._links(of, data):
-            pass
-        else:
+        elif not self._pairs.hears(of, data):
             of.said.add(data)
             if not self._is_own and (hashes := hashes_of(data)) is not None:
                 self._recorder.write(audit_record(of.worker, hashes))
             self._send(WordsHostMessage(of.number), data)
         return True
-
-    def _links(self, of: OwnProcess, data: bytes) -> bool:
-        """Makes the link that a worker wants to another one of this host; returns False for one of another host."""
-        if not isinstance(wanted := decode(data), LinkWantedMessage):
-            return False
-        living = [each for each in self._processes.values() if not each.has_ended and each.worker == wanted.peer]
-        for other in living[-1:]:
-            self._pairs.link(of, other, wanted, is_near=True)
-        return bool(living)
 
     def _ended(self, of: OwnProcess) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -284,6 +271,10 @@ class HostWorkers:
         self._send(EndedHostMessage(of.number, of.code))
         self._unwatch(of)
         self._server.end_descendants(_PATIENCE_S)
+
+    def _living(self, worker: int) -> OwnProcess | None:
+        processes = self._processes.values()
+        return next((each for each in processes if each.worker == worker and not each.has_ended), None)
 
     def _unwatch(self, of: OwnProcess) -> None:
         for each in (of.link, of.child.pidfd):

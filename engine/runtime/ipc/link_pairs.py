@@ -13,8 +13,10 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from typing import Protocol
 
+from engine.core.message_codec import decode, kind_of
 from engine.core.process_messages import LinkMessage, LinkWantedMessage
 from engine.runtime.ipc.link import Link
 
@@ -22,6 +24,7 @@ RING_BYTES = 64 << 20  # takes memory as far as it was written; an empty ring be
 COUNT_BYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a reader of a shorter file would end by SIGBUS
 _TOKEN_BYTES = 16
+_WANTED = f'{{"kind":"{kind_of(LinkWantedMessage)}"'.encode()
 
 _Process = tuple[int, int]  # a worker and its process: another one may have its number later
 
@@ -47,23 +50,35 @@ class Linked(Protocol):
 
 
 class LinkPairs:
-    """The links that one agent has made."""
+    """The links that one agent has made; `living` returns a worker that it has, and that has not ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, living: Callable[[int], Linked | None]) -> None:
+        self._living = living
         self._made: dict[frozenset[_Process], int] = {}
         self._number = time.time_ns()  # another agent may have made links before
 
-    def link(self, one: Linked, other: Linked, wanted: LinkWantedMessage, *, is_near: bool) -> None:
-        """Makes the link that worker `one` wants, unless both have got another one since the link `wanted.before`.
+    def link(self, one: Linked, wanted: LinkWantedMessage) -> bool:
+        """Makes the link that a worker wants, unless both ends have got another one since the link `wanted.before`.
 
-        `is_near`: both are processes of this host.
+        Returns False if this agent does not know the other worker.
         """
+        other = self._living(wanted.peer)
+        if other is not None:
+            self._link(one, other, wanted)
+        return other is not None
+
+    def hears(self, one: Linked, packet: bytes) -> bool:
+        """Makes the link that a packet of a worker asks for; returns False for any other, or an unknown worker."""
+        wanted = decode(packet) if packet.startswith(_WANTED) else None
+        return isinstance(wanted, LinkWantedMessage) and self.link(one, wanted)
+
+    def _link(self, one: Linked, other: Linked, wanted: LinkWantedMessage) -> None:
         pair = frozenset(((one.worker, one.child.pid), (other.worker, other.child.pid)))
         if len(pair) == 1 or self._made.get(pair, wanted.before) != wanted.before:
             return
         self._number += 1
         self._made[pair] = self._number
-        if is_near:
+        if one.link.takes_fds and other.link.takes_fds:  # both are processes of this host
             self._near(one, other)
             return
         token = secrets.token_hex(_TOKEN_BYTES)

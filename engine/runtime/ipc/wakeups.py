@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-Handler = Callable[[int], object]  # gets the events of `select.epoll`
+OnReady = Callable[[int], object]  # gets the events of `select.epoll`
 _RETRY_S = 0.0005  # for a ring that was full: its reader does not tell that there is room again
 
 
@@ -25,7 +25,7 @@ class Wakeups:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
         self._poll.register(self._event, select.EPOLLIN)
-        self._handlers: dict[int, Handler] = {}
+        self._handlers: dict[int, OnReady] = {}
         self._retries: deque[Callable[[], bool]] = deque()
         self._heeding: list[Callable[[], object]] = []
         weakref.finalize(self, _close, self._event, self._poll)
@@ -34,7 +34,7 @@ class Wakeups:
         """Ends the present wait, or the next one; any thread may call it."""
         os.eventfd_write(self._event, 1)
 
-    def watch(self, fd: int, handler: Handler, *, writable: bool = False) -> None:
+    def watch(self, fd: int, handler: OnReady, *, writable: bool = False) -> None:
         """Handles a descriptor that is readable, and with `writable` also one that is writable."""
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
         if fd in self._handlers:

@@ -4,9 +4,9 @@
     agent                         tells both a token, and the other one the port
     the other worker              connects, shows the run's certificate over TLS 1.3, and says the token
 
-Rules: both ends show the certificate of the run and take no other one, and a token is good for one link. In a network
-that the user trusts by name there is no TLS, and the token alone is the proof. Strangers get no answer, hold up nobody,
-and are closed after `GREET_S`.
+Rules: both ends show the certificate of the run and take no other one, and a token is good for one link. In a
+network that the user trusts by name there is no TLS, and the token alone is the proof. Strangers get no answer, hold up
+no link, and are closed after `GREET_S`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from engine.runtime.links.wire import SocketWire, TlsWire, Wire
 GREET_S = 10.0  # for the handshake and the token of one connection
 _TOKEN_BYTES = 16
 _MOST_GREETED = 64  # connections at a time
-_SILENT_MS = 30_000  # bytes that nobody acknowledges: the other host is gone
+_SILENT_MS = 30_000  # bytes without an acknowledgement: the other host is gone
 
-Given = Callable[[LinkMessage, Wire | None], None]  # is called in another thread; None: there is no connection
+Hand = Callable[[LinkMessage, Wire | None], None]  # is called in another thread; None: there is no connection
 
 
 class HostDoor:
     """The links of one worker to workers of other hosts; `network` has the certificate of the run, or nothing."""
 
-    def __init__(self, address: str, network: Mapping[str, str], given: Given):
+    def __init__(self, address: str, network: Mapping[str, str], given: Hand):
         self._address, self._given = address, given
         self._tls = (_context(network, ssl.PROTOCOL_TLS_SERVER), _context(network, ssl.PROTOCOL_TLS_CLIENT))
         self._awaited: dict[bytes, LinkMessage] = {}
@@ -116,12 +116,12 @@ def _wire(end: socket.socket) -> Wire:
 
 
 def _context(network: Mapping[str, str], protocol: int) -> ssl.SSLContext | None:
-    """Returns what TLS is done with: this certificate at both ends, and no other; None without one."""
+    """Returns the settings of TLS: this certificate at both ends, and no other; None without one."""
     if not network:
         return None
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # one certificate is taken, whatever names it has
+    context.check_hostname = False  # one certificate is taken, under any name
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # for authorities of the world, not for one run's
     context.load_verify_locations(cadata=network["certificate"])

@@ -1,10 +1,10 @@
-"""The links of one worker, each made at first need; they outlive the groups, whose messages go over them.
+"""The links of one worker, each made at first need; they outlive the groups whose messages they carry.
 
     send to a peer without a link --> LinkWantedMessage --> agent --> LinkMessage to both, with their ends
     a link that comes for a peer that has one: the worker with that number is another one now
 
 Rules: the main thread alone reads, takes in new links and finds that one has ended. The end of a link is a suspicion:
-it fails what the present group awaits from that peer, or still has to send; the agent decides why it ended.
+it fails if the present group awaits a message from that peer, or still has one to send; the agent decides why it ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.runtime.links.ring import InRing, OutRing
 from engine.runtime.links.wire import SocketWire, Wire
 
 _NEVER = (0, 0.0)
-Arrived = Arrival[Any, Tensor]  # with what the transport wants to know of its receive
+Arrived = Arrival[Any, Tensor]  # with the key and the border of its receive
 
 
 class Desk(Protocol):
@@ -78,7 +78,7 @@ class Links:
     def enter(self, epoch: int, party: Party) -> None:
         """Makes a group the present one, with its first message.
 
-        What comes with an older number is dropped from then on, and links that have ended are made anew.
+        Messages with an older number are dropped from then on, and links that have ended are made anew.
         """
         if party is self._party:
             return
@@ -121,7 +121,7 @@ class Links:
             raise _ended("to", target) from error
 
     def _see_to(self, link: PeerLink, lacks: Lacks) -> None:
-        """Has the rest of what a link sends leave as soon as there is room for it."""
+        """Has the rest of the messages of a link leave as soon as there is room for it."""
         if link.ends is not None and not link.is_broken:
             if lacks == "ring":
                 self._wakeups.retry(lambda: self._push(link) != "ring")
@@ -151,7 +151,7 @@ class Links:
             self._read(link)
 
     def look(self) -> None:
-        """Handles what has come, without a wait."""
+        """Handles all that has come, without a wait."""
         self._wakeups.look()
 
     def _new(self, peer: int) -> PeerLink:

@@ -3,9 +3,9 @@
     small       header and body over the socket, in one call
     large       the body into the ring in pieces, each header over the socket; without a ring all over the socket
 
-Rules: a send never waits: what does not fit is kept, in its order, and leaves when there is room, from the main
-thread's wait. At a fence the kept messages are dropped, as their tensors may change; a frame whose first bytes have
-left is completed from a copy.
+Rules: a send never waits: the part that does not fit is kept, in its order, and leaves when there is room, from the
+main thread's wait. At a fence the kept messages are dropped, as their tensors may change; a frame whose first bytes
+have left is completed from a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INLINE_BYTES = 32 << 10  # of a message that goes over the socket in one frame
 _PIECE_BYTES = 1 << 20  # the receiver copies one piece out while the sender copies the next one in
 _PADDING = bytes(64)
 
-Lacks = Literal["", "socket", "ring"]  # what the rest of the messages waits for
+Lacks = Literal["", "socket", "ring"]  # the rest of the messages waits for room there
 OnMessage = Callable[[int, int, Tensor], None]  # epoch, key, bytes
 
 
@@ -93,7 +93,7 @@ class PeerLink:
         self._reader = FrameReader(self._sink)
         self._kept: deque[_Outgoing] = deque()
         self._rest: list[memoryview | bytes] = []  # of the frame that is leaving
-        self._lock = threading.RLock()  # of what is sent: a GPU's copies are sent by another thread
+        self._lock = threading.RLock()  # of all that is sent: a GPU's copies are sent by another thread
 
     @property
     def owes(self) -> bool:
@@ -106,7 +106,7 @@ class PeerLink:
             self.ends = ends
 
     def send(self, epoch: int, key: int, parts: Sequence[Tensor]) -> Lacks:
-        """Begins to send a message, of tensors of bytes; returns what its rest waits for. Raises OSError if broken."""
+        """Begins to send tensors of bytes as a message; returns where its rest waits. Raises OSError if broken."""
         message = _Outgoing(epoch, key, parts)
         with self._lock:
             if self.ends is None or self._kept or self._rest or message.total > INLINE_BYTES:
@@ -116,7 +116,7 @@ class PeerLink:
             return "" if self._write(self.ends) else "socket"
 
     def flush(self) -> Lacks:
-        """Sends what is kept, as far as there is room; raises OSError if the link is broken."""
+        """Sends the kept messages, as far as there is room; raises OSError if the link is broken."""
         with self._lock:
             while self.ends is not None:
                 if self._rest and not self._write(self.ends):
@@ -149,7 +149,7 @@ class PeerLink:
         return True
 
     def _write(self, ends: Ends) -> bool:
-        """Writes what is left of a frame; returns whether that is all of it."""
+        """Writes the rest of a frame; returns whether all of it has left."""
         try:
             count = ends.wire.write(self._rest)
         except BlockingIOError:
@@ -164,13 +164,13 @@ class PeerLink:
         return not self._rest
 
     def drop_unsent(self) -> None:
-        """Drops what is kept, and copies the rest of the frame that is leaving: its tensors may change from now on."""
+        """Drops the kept messages, and copies the rest of the frame that is leaving: its tensors may change now."""
         with self._lock:
             self._kept.clear()
             self._rest = [b"".join(self._rest)] if self._rest else []
 
     def read(self) -> bool:
-        """Reads what has come; returns False at the end of the link. Raises InvariantError for what no sender sends."""
+        """Reads all that has come; returns False at the end of the link. Raises InvariantError for a wrong frame."""
         while (ends := self.ends) is not None:
             room = self._reader.room()
             try:

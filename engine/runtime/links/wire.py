@@ -11,7 +11,7 @@ from typing import Protocol
 _MAX_RECORD = 16 << 10  # bytes of TLS that travel together
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EBADF)
 
-Buffers = Sequence[bytes | memoryview]
+Pieces = Sequence[bytes | memoryview]
 
 
 class Wire(Protocol):
@@ -22,7 +22,7 @@ class Wire(Protocol):
     def fileno(self) -> int:
         """Returns the descriptor that is readable when something has come."""
 
-    def write(self, buffers: Buffers) -> int:
+    def write(self, buffers: Pieces) -> int:
         """Returns how many bytes have left; raises BlockingIOError for none, OSError at the end of the link."""
 
     def read_into(self, room: memoryview) -> int:
@@ -45,7 +45,7 @@ class SocketWire:
         """Returns the descriptor that is readable when something has come."""
         return self._end.fileno()
 
-    def write(self, buffers: Buffers) -> int:
+    def write(self, buffers: Pieces) -> int:
         """Returns how many bytes have left; raises BlockingIOError for none, OSError at the end of the link."""
         return self._end.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
 
@@ -68,7 +68,7 @@ class SocketWire:
 class TlsWire:
     """An end whose handshake is over."""
 
-    is_drained_short = False  # what has come may lie decrypted in memory
+    is_drained_short = False  # bytes may lie decrypted in memory
 
     def __init__(self, end: ssl.SSLSocket):
         end.setblocking(False)
@@ -78,7 +78,7 @@ class TlsWire:
         """Returns the descriptor that is readable when something has come."""
         return self._end.fileno()
 
-    def write(self, buffers: Buffers) -> int:
+    def write(self, buffers: Pieces) -> int:
         """Returns how many bytes have left; raises BlockingIOError for none, OSError at the end of the link."""
         total = 0
         if len(buffers) > 1 and sum(map(len, buffers)) <= _MAX_RECORD:
