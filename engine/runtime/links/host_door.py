@@ -27,13 +27,13 @@ _TOKEN_BYTES = 16
 _MOST_GREETED = 64  # connections at a time
 _SILENT_MS = 30_000  # bytes without an acknowledgement: the other host is gone
 
-Hand = Callable[[LinkMessage, Wire | None], None]  # is called in another thread; None: there is no connection
+OnLink = Callable[[LinkMessage, Wire | None], None]  # is called in another thread; None: there is no connection
 
 
 class HostDoor:
     """The links of one worker to workers of other hosts; `network` has the certificate of the run, or nothing."""
 
-    def __init__(self, address: str, network: Mapping[str, str], given: Hand):
+    def __init__(self, address: str, network: Mapping[str, str], given: OnLink):
         self._address, self._given = address, given
         self._tls = (_context(network, ssl.PROTOCOL_TLS_SERVER), _context(network, ssl.PROTOCOL_TLS_CLIENT))
         self._awaited: dict[bytes, LinkMessage] = {}

@@ -43,7 +43,7 @@ class DirectBackend:
 
 
 class DirectJoining:
-    """One attempt to join a group: there is nobody to wait for, unless a link is cut."""
+    """One attempt to join a group: no other member is waited for, unless a link is cut."""
 
     def __init__(self, end: DirectTransport, *, in_advance: bool = False):
         self._end, self._in_advance = end, in_advance
@@ -82,10 +82,10 @@ class DirectTransport(GroupEnd):
             self.arrives(arrived.source, key, tensors)
 
     def release_sent(self) -> None:
-        """Does nothing: what was sent is a copy."""
+        """Does nothing: a message that was sent is a copy."""
 
     def abandon(self) -> None:
-        """Drops what is not sent, and leaves the group."""
+        """Drops the messages that are not sent, and leaves the group."""
         self.cuts.leave(self)
         self.links.leave(self)
 

@@ -1,4 +1,4 @@
-"""The end of one worker in a group, as each backend has it: what has arrived, what has failed, numbers, cuts."""
+"""The end of one worker in a group, as each backend has it: arrivals, failures, numbers, cuts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GroupEnd:
 
 
 def _look_at(messages: Tensors, arriving: Arriving) -> None:
-    """Marks gradients on their way to the device by a look at the host, for which nobody waits."""
+    """Marks gradients on their way to the device by a look at the host, for which no action waits."""
     look_at(messages)
     for message, there in zip(messages, arriving.tensors if isinstance(arriving, ToDevice) else arriving, strict=True):
         marked_as(there, message)

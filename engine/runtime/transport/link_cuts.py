@@ -61,7 +61,7 @@ class LinkCuts:
         return True
 
     def heal(self, peer: int) -> None:
-        """Heals the connection to a member: what was held up comes through; any thread may call it."""
+        """Heals the connection to a member: the messages that were held up come through; any thread may call it."""
         with self._lock:
             self.there.discard(peer)
             self.back.pop(peer, None)

@@ -58,7 +58,7 @@ class Channel(Protocol[_Key_contra]):
     def take(self, source: int, key: _Key_contra) -> Tensors:
         """Waits for a posted message and returns its tensors.
 
-        Raises TransferFailedError if the connection broke, and what the waiter raises.
+        Raises TransferFailedError if the connection broke, and the errors of the waiter.
         """
 
     def take_arrived(self, source: int, key: _Key_contra) -> Tensors | None:
