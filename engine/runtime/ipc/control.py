@@ -247,10 +247,13 @@ class Control:
     def check(self) -> None:
         """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch.
 
+        Messages that wait for room are sent, and new links taken in, also between two actions that do not wait.
         Before that it carries out the agent's messages about faults, which may raise anything, or end the process.
         """
         if self._of_faults:
             self._suffer()
+        if self.wakeups.owes or not self.given_links.empty():
+            self.wakeups.look()
         if self._is_urgent:
             raise Stopped if isinstance(self.inbox.waiting[0], StopMessage) else Fenced
 

@@ -28,6 +28,7 @@ class Wakeups:
         self._handlers: dict[int, OnReady] = {}
         self._retries: deque[Callable[[], bool]] = deque()
         self._heeding: list[Callable[[], object]] = []
+        self._writing: set[int] = set()  # descriptors that are to become writable
         weakref.finalize(self, _close, self._event, self._poll)
 
     def wake(self) -> None:
@@ -37,6 +38,7 @@ class Wakeups:
     def watch(self, fd: int, handler: OnReady, *, writable: bool = False) -> None:
         """Handles a descriptor that is readable, and with `writable` also one that is writable."""
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+        (self._writing.add if writable else self._writing.discard)(fd)
         if fd in self._handlers:
             self._poll.modify(fd, events)
         else:
@@ -45,6 +47,7 @@ class Wakeups:
 
     def forget(self, fd: int) -> None:
         """Handles a descriptor no more; call it before that is closed."""
+        self._writing.discard(fd)
         if self._handlers.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
@@ -55,6 +58,11 @@ class Wakeups:
     def retry(self, work: Callable[[], bool]) -> None:
         """Calls `work` again and again, in each wait and look, until it returns True; any thread may call, and wake."""
         self._retries.append(work)
+
+    @property
+    def owes(self) -> bool:
+        """Whether something waits to be written: then the main thread looks now and then while it works."""
+        return bool(self._retries or self._writing)
 
     def look(self) -> bool:
         """Handles all that has come, without a wait; returns whether there was something."""

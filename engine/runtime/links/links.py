@@ -124,11 +124,18 @@ class Links:
         """Has the rest of the messages of a link leave as soon as there is room for it."""
         if link.ends is not None and not link.is_broken:
             if lacks == "ring":
-                self._wakeups.retry(lambda: self._push(link) != "ring")
-                self._wakeups.wake()
+                if not link.is_retried:
+                    link.is_retried = True
+                    self._wakeups.retry(lambda: self._retry(link))
+                    self._wakeups.wake()
             elif lacks or link.awaits_room:
                 link.awaits_room = lacks == "socket"
                 self._watch(link)
+
+    def _retry(self, link: PeerLink) -> bool:
+        """Sends the messages that wait for room in the ring; returns whether no more tries are needed."""
+        link.is_retried = self._push(link) == "ring"
+        return not link.is_retried
 
     def _push(self, link: PeerLink) -> Lacks:
         try:

@@ -87,7 +87,7 @@ class PeerLink:
     def __init__(self, peer: int, floor: Callable[[], int], room_of: Callable[[int], Tensor], on_message: OnMessage):
         self.peer = peer
         self.ends: Ends | None = None
-        self.is_broken = self.awaits_room = False
+        self.is_broken = self.awaits_room = self.is_retried = False
         self._floor, self._on_message = floor, on_message
         self._incoming: Incoming[Tensor] = Incoming(room_of)
         self._reader = FrameReader(self._sink)

@@ -8,6 +8,9 @@ import signal
 import sys
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from engine.core.config.job import Job
 from engine.core.messages import RaisedMessage, WelcomeMessage
 from engine.core.worker_exception import GPU_ERROR, WorkerException
@@ -73,5 +76,9 @@ def tell_end(control: Control, device: str, why: str) -> None:
 
 def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) -> DirectBackend:
     """Returns the backend of a worker that has been welcomed."""
-    links = Links(control, address=welcome.address, network=welcome.network)
+
+    def room_of(size: int) -> Tensor:
+        return device.copies.room((size,), torch.uint8)
+
+    links = Links(control, room_of, welcome.address, welcome.network)
     return DirectBackend(LinkCuts(control), links, device)
