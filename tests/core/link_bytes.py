@@ -1,0 +1,93 @@
+"""The bytes of a link for tests: messages as their sender cuts them, and an end that reads them in any chunks.
+
+The end is made of the parts of the engine, put together as `PeerLink` and `Links` do, without a socket. A `Classes`
+with a planted bug in one of them shows that a test would find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine.core.links.arrivals import Incoming, Mailbox
+from engine.core.links.frame import Frame
+from engine.core.links.frame_reader import FrameReader
+
+
+class Sent(NamedTuple):
+    """A message as it is sent: in pieces of at most `piece` bytes, of which `cut` leave, or all of them."""
+
+    epoch: int
+    key: int
+    body: bytes
+    piece: int = 1 << 30
+    cut: int | None = None
+
+    def frames(self) -> Iterator[tuple[Frame, bytes]]:
+        """Yields the pieces that leave before a fence drops the rest."""
+        size = len(self.body)
+        starts = range(0, size, self.piece) if size else [0]
+        for start in list(starts)[: self.cut]:
+            piece = self.body[start : start + self.piece]
+            yield Frame(self.epoch, self.key, size, start, len(piece)), piece
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it leaves."""
+        return self.cut is None
+
+
+def stream_of(messages: Sequence[Sent]) -> bytes:
+    """Returns the bytes of messages behind one another."""
+    return b"".join(frame.packed() + body for message in messages for frame, body in message.frames())
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The parts of an end."""
+
+    incoming: Callable[..., Incoming[bytearray]] = Incoming
+    mailbox: Callable[..., Mailbox[int, bytearray]] = Mailbox
+    reader: Callable[..., FrameReader] = FrameReader
+
+
+OURS = Classes()
+
+
+class End:
+    """The end that reads; it knows one worker, 0, and posts receives itself."""
+
+    def __init__(self, classes: Classes = OURS, size: int = 256, direct: int = 64):
+        self.mailbox = classes.mailbox()
+        self.taken: list[tuple[int, bytes]] = []  # key and bytes of each message that has met its receive
+        self._incoming = classes.incoming(bytearray)
+        self._reader = classes.reader(self._sink, size, direct)
+
+    def _sink(self, frame: Frame) -> memoryview | None:
+        room = self._incoming.begins(frame, self.mailbox.epoch)
+        return None if room is None else memoryview(room)[frame.start : frame.start + frame.length]
+
+    def read(self, data: bytes) -> None:
+        """Reads bytes as they come from a socket: as many at once as there is room for."""
+        view = memoryview(data)
+        while view:
+            room = self._reader.room()
+            count = min(len(room), len(view))
+            assert count
+            room[:count] = view[:count]
+            view = view[count:]
+            for frame in self._reader.filled(count):
+                whole = self._incoming.ended(frame, self.mailbox.epoch)
+                if whole is not None:
+                    self._note(self.mailbox.put(0, frame.key, frame.epoch, whole))
+
+    def post(self, *keys: int) -> None:
+        """Posts receives."""
+        for key in keys:
+            self._note(self.mailbox.post(0, key, key))
+
+    def _note(self, arrived: Any) -> None:
+        if arrived is not None:
+            assert arrived.wanted == arrived.key
+            self.taken.append((arrived.key, bytes(arrived.room)))
