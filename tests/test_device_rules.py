@@ -20,7 +20,6 @@ ON_THE_HOST = {
     "engine/models/networks/": "layers are built on the host, with the same bits for every device, and are then moved",
     "engine/models/traced/recorded.py": "forwards are recorded on the host",
     "engine/models/traced/source_text.py": "a piece is written for the device of its job, and has autocast of its own",
-    "engine/runtime/doctor/torch_probe.py": "two ranks of Gloo pass a tensor of the host",
 }
 CUDA = {"engine/runtime/doctor/torch_probe.py": "a process of its own, which asks torch for its GPUs and ends"}
 

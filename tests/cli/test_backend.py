@@ -16,6 +16,7 @@ from engine.core.errors import EnvironmentLacksError, Problem, UserError
 from engine.files import accelerators
 from engine.files.accelerators import Accelerators, refuse_what_this_host_lacks
 from engine.files.jobs import job_file
+from engine.files.jobs.job_value import OWN_LINKS
 from engine.files.jobs.resolved_job import Resolved
 from tests.doubles.nccl_double import STAND_IN
 
@@ -47,8 +48,16 @@ def test_a_run_says_first_that_its_workers_share_a_gpu(monkeypatch: pytest.Monke
 
 def test_nccl_on_the_cpu_is_refused() -> None:
     (problem,) = check_job(Job(device="cpu", backend="nccl"))
-    assert (problem.field, problem.expected) == ("backend", "auto or gloo with device cpu")
-    assert not check_job(Job(device="cuda", backend="nccl")) and not check_job(Job(device="cpu", backend="gloo"))
+    assert (problem.field, problem.expected) == ("backend", "auto or direct with device cpu")
+    assert not check_job(Job(device="cuda", backend="nccl")) and not check_job(Job(device="cpu", backend="direct"))
+
+
+def test_gloo_is_refused_in_one_sentence_that_names_the_links() -> None:
+    refused = CliRunner().invoke(app, ["run", "--dry-run", "--backend", "gloo"]).exception
+    assert isinstance(refused, UserError)
+    (problem,) = refused.problems
+    assert (problem.field, problem.found, problem.hint) == ("backend", "'gloo'", OWN_LINKS)
+    assert OWN_LINKS.endswith("--backend direct")
 
 
 def test_a_test_may_have_a_double_of_nccl_between_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ from engine.core.history.process_records import (
     CutShortRecord,
     DeadlyRecord,
     RestartRecord,
-    UnprovenRecord,
     WayOutRecord,
 )
 from engine.core.history.run_records import (
@@ -47,7 +46,7 @@ from engine.core.history.run_records import (
 from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
 from engine.core.membership.state import Phase
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage
-from engine.core.process_messages import ByeMessage, UnprovenMessage
+from engine.core.process_messages import ByeMessage
 from engine.core.recovery.ballot import Commit
 from engine.core.recovery.plan_messages import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.worker_exception import WorkerException
@@ -150,9 +149,6 @@ def test_relays() -> None:
     assert Note("3 are left out") in given(state, heard(0, replace(cut, notes=("3 are left out",))))[1]
     border = messages.BorderMessage(0, (((2, 2), "float32", True),))
     assert given(state, heard(0, border))[1] == (Tell((0, 1, 2), border),)
-    write, note = given(state, heard(0, UnprovenMessage(1, "sent a wrong proof")))[1]
-    assert write == Write(UnprovenRecord(of=0, peer=1, text="sent a wrong proof"))
-    assert isinstance(note, Note) and note.text.endswith("unknown process: worker 1 sent a wrong proof")
     write, *_ = given(training(), heard(0, messages.SuspicionMessage(1, "reset by peer", 1)))[1]
     assert write == Write(SuspicionRecord(of=0, text="reset by peer", peer=1))
 

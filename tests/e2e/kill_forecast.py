@@ -212,5 +212,5 @@ def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:
 
 
 def without_redundancy(job: Job) -> Job:
-    """Returns the job without redundancy, over Gloo; every run of `job` must have its trajectory."""
+    """Returns the job without redundancy, over links; every run of `job` must have its trajectory."""
     return replace(job, redundancy="none", redundancy_level=1, log_every=0, backend="auto")

@@ -1,6 +1,6 @@
 """Real kills over the calls of NCCL: processes, `ctypes` and SIGKILL, with a strict double of the library between CPUs.
 
-Each run has the bits of a twin over Gloo, and no call in it breaks a rule of NCCL. `make test` has a share; the rest,
+Each run has the bits of a twin over links, and no call in it breaks a rule of NCCL. `make test` has a share; the rest,
 every schedule and every sort of kill with every redundancy, is in `make soak-nccl`.
 """
 

@@ -1,6 +1,6 @@
 """Workers that leave, join, are started again and stand still, over the calls of NCCL: processes, and a strict double.
 
-The bits are those of twins over Gloo, and no call breaks a rule of NCCL.
+The bits are those of twins over links, and no call breaks a rule of NCCL.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from engine.files.trajectory_file import trajectory_rows
 from tests.gpu.gpu_session import BAMBOO, ROOT, WHY, note, run
 from tests.gpu.hardware_page import Figure
 
-JOB = ["--steps", "6", "--stages", "2", "--device", "cuda", "--backend", "gloo", "--share-gpu"]
+JOB = ["--steps", "6", "--stages", "2", "--device", "cuda", "--backend", "direct", "--share-gpu"]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +77,7 @@ def test_messages_between_gpus_have_the_bits_of_messages_over_the_host(figures: 
     since_s = time.monotonic()
     over_host = run(tmp_path, *JOB)
     assert run(tmp_path, *NCCL)["trajectory"] == over_host["trajectory"]
-    note(figures, "gpt over NCCL, two ranks on the GPUs here", "the trajectory of Gloo", since_s)
+    note(figures, "gpt over NCCL, two ranks on the GPUs here", "the trajectory over links", since_s)
 
 
 @pytest.mark.parametrize("kill", ["3:0:F:1", "3:1:B:2", "2:1:SEND_B:0"])
@@ -85,14 +85,14 @@ def test_a_kill_over_nccl_leaves_the_bits(figures: list[Figure], tmp_path: Path,
     since_s = time.monotonic()
     result = run(tmp_path, *NCCL, "--kill", kill)
     assert result["trajectory"] == run(tmp_path, *JOB)["trajectory"]
-    note(figures, f"gpt over NCCL, kill {kill}", f"the trajectory of Gloo; {result['recoveries']}", since_s)
+    note(figures, f"gpt over NCCL, kill {kill}", f"the trajectory over links; {result['recoveries']}", since_s)
 
 
 def test_four_ranks_over_nccl(figures: list[Figure], tmp_path: Path) -> None:
     since_s = time.monotonic()
     four = run(tmp_path, *NCCL, "--stages", "4")
     assert four["trajectory"] == run(tmp_path, *JOB, "--stages", "4")["trajectory"]
-    note(figures, "gpt over NCCL, four ranks on the GPUs here", "the trajectory of Gloo", since_s)
+    note(figures, "gpt over NCCL, four ranks on the GPUs here", "the trajectory over links", since_s)
 
 
 BLOCKS = ["--stages", "2", "--blocks", "2", "--set", "model_args.depth=6"]
@@ -111,7 +111,7 @@ def test_members_change_over_nccl(figures: list[Figure], tmp_path: Path, words: 
     changed = run(tmp_path, *NCCL, *words)
     layers = BLOCKS if "--blocks" in words else []
     assert changed["trajectory"] == run(tmp_path, *JOB, *layers)["trajectory"]
-    note(figures, f"gpt over NCCL, {' '.join(words)}", f"the trajectory of Gloo; {changed['recoveries']}", since_s)
+    note(figures, f"gpt over NCCL, {' '.join(words)}", f"the trajectory over links; {changed['recoveries']}", since_s)
 
 
 def asked(*place: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +135,7 @@ def test_a_worker_joins_over_nccl_while_the_others_train(figures: list[Figure], 
     assert not any(each["verdict"] for each in result["recoveries"])
     still = run(tmp_path, *JOB, *BLOCKS, "--steps", "120")
     assert result["trajectory"] == still["trajectory"]
-    note(figures, "gpt over NCCL, one worker joins", "no verdict; the trajectory of Gloo", since_s)
+    note(figures, "gpt over NCCL, one worker joins", "no verdict; the trajectory over links", since_s)
 
 
 def test_a_checkpoint_is_resumed_with_the_same_bits(figures: list[Figure], tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from engine.harness.hosts.taking_over import home_of, taught, wait_for_words
 OWN = Path("/h2/results/mlp-h2-2")
 
 
-def welcome(worker: int, checkpoints: str = "", key: str = "ab") -> WelcomeMessage:
-    return WelcomeMessage(worker, {}, (0,), ((),), (0,), 1, (), key, checkpoints=checkpoints, run="mlp-1")
+def welcome(worker: int, checkpoints: str = "", start: str = "ab") -> WelcomeMessage:
+    return WelcomeMessage(worker, {}, (0,), ((),), (0,), 1, (), checkpoints=checkpoints, run="mlp-1", start=start)
 
 
 @pytest.mark.parametrize("place", ["", "/shared/kept", "s3://bucket/kept", "kept"])
@@ -43,13 +43,13 @@ def test_what_newcomers_are_told_is_that_of_the_last_start() -> None:
     hosts = {
         "a": [welcome(0), welcome(2), cut[0]],
         "b": [welcome(1)],  # it was told no cut yet
-        "c": [welcome(3, key="cd"), cut[1], cut[1]],  # it has no worker since all began again
+        "c": [welcome(3, start="cd"), cut[1], cut[1]],  # it has no worker since all began again
         "d": [],
     }
     away = {name: SimpleNamespace(taught=each) for name, each in hosts.items()}
     welcomes, place = taught(cast(Any, away), {"a", "b"})
     assert (sorted(welcomes), place) == ([0, 1, 2], [cut[0]])
-    assert {each.pair_key for each in welcomes.values()} == {"ab"}
+    assert {each.start for each in welcomes.values()} == {"ab"}
 
 
 def test_the_folder_of_the_next_host_leads_to_all_checkpoints_of_the_run(tmp_path: Path) -> None:

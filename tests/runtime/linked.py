@@ -68,7 +68,8 @@ class Desks:
     def look(self) -> bool:
         """Lets each worker handle what has come, one at a time; returns whether there was something."""
         with self._looking:
-            return any([desk.wakeups.look() for desk in self.by_worker.values()])
+            found = [desk.wakeups.look() for desk in self.by_worker.values()]
+            return any(found)
 
 
 class Linked:

@@ -26,6 +26,14 @@ class Result(Message):
 
 
 @message
+class Hello(ToAgent):
+    """A peer says which worker it is, of which group of peers."""
+
+    group: str
+    worker: int
+
+
+@message
 class Word(ToAgent, ToWorker):
     """Anything; a control gives it a meaning of no kind."""
 

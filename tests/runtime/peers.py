@@ -1,7 +1,8 @@
 """Peers: functions of test modules, each called in a process of its own that a fork server has forked.
 
 The server is the engine's, run by this module with one more role. A peer gets descriptors and plain values, and
-answers with a plain value. All peers of a server meet in one file, as no agent passes their keys on.
+answers with a plain value. One that is a worker has a control, whose agent makes the links between the workers of a
+group of peers, and does nothing else; peers tell each other anything else in one file.
 """
 
 from __future__ import annotations
@@ -12,24 +13,27 @@ import itertools
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import FileStore, PrefixStore
 
+from engine.core.process_messages import LinkWantedMessage
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.link_pairs import LinkPairs
+from engine.runtime.links.links import Links
 from engine.runtime.process import forkserver
 from engine.runtime.process.fork_client import Child, ForkServer
-from engine.runtime.transport.gloo_backend import GlooBackend
-from engine.runtime.transport.gloo_transport import GlooJoining, GlooTransport
+from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.transfer_key import AsideKey, AsidePurpose, ProgramKey, ProgramPurpose
-from engine.runtime.transport.transport import Waiter
-from tests.runtime.peer_messages import Call, Result
+from tests.runtime.peer_messages import Call, Hello, Result
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 THIS_MODULE = "tests.runtime.peers"
@@ -42,6 +46,7 @@ class Peer:
     child: Child
     link: Link
     log: Path
+    agent_end: Link
 
     def result(self) -> Any:
         """Waits for the peer's answer; fails the test with the peer's output if it gives none."""
@@ -51,6 +56,41 @@ class Peer:
         return message.value
 
 
+class PeerAgent:
+    """The agent of all peers that are workers: a thread that makes their links."""
+
+    def __init__(self) -> None:
+        self._pairs = LinkPairs()
+        self._workers: dict[tuple[str, int], Any] = {}
+        self._wanted: list[tuple[str, int, LinkWantedMessage]] = []
+        self._lock = threading.Lock()
+
+    def serve(self, end: Link, pid: int) -> None:
+        """Serves a peer until it ends."""
+        threading.Thread(target=self._serve, args=(end, pid), daemon=True).start()
+
+    def _serve(self, end: Link, pid: int) -> None:
+        group, worker = "", -1
+        with contextlib.suppress(OSError):  # it was closed
+            while (message := end.receive()) is not None:
+                with self._lock:
+                    if isinstance(message, Hello):
+                        group, worker = message.group, message.worker
+                        child = SimpleNamespace(pid=pid)
+                        self._workers[group, worker] = SimpleNamespace(worker=worker, child=child, link=end)
+                    elif isinstance(message, LinkWantedMessage):
+                        self._wanted.append((group, worker, message))
+                    self._link()
+
+    def _link(self) -> None:
+        """Makes the links of workers that are all there."""
+        for each in list(self._wanted):
+            group, worker, wanted = each
+            if (other := self._workers.get((group, wanted.peer))) is not None:
+                self._wanted.remove(each)
+                self._pairs.link(self._workers[group, worker], other, wanted, is_near=True)
+
+
 class PeerServer:
     """Starts peers, and releases what it holds of them when it closes."""
 
@@ -58,19 +98,23 @@ class PeerServer:
         self.server = server
         self.logs = logs
         self.peers: list[Peer] = []
+        self._agent = PeerAgent()
         self._numbers = itertools.count()
 
     def start(self, function: Callable[..., Any], *arguments: Any, fds: Sequence[int] = ()) -> Peer:
         """Has a new process call ``function(*fds, *arguments)``; the function stands at the top of its module."""
         near, far = Link.pair()
+        agent_end, worker_end = Link.pair()
         name = f"peer-{next(self._numbers)}"
         log = self.logs / f"{name}.log"
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT)
-        child = self.server.fork("peer", name, log_fd, [far.fileno(), *fds])
+        child = self.server.fork("peer", name, log_fd, [far.fileno(), worker_end.fileno(), *fds])
         os.close(log_fd)
         far.close()
+        worker_end.close()
+        self._agent.serve(agent_end, child.pid)
         near.send(Call(function.__module__, function.__name__, arguments, str(self.logs / "keys")))
-        self.peers.append(Peer(child, near, log))
+        self.peers.append(Peer(child, near, log, agent_end))
         return self.peers[-1]
 
     def let_go(self) -> None:
@@ -78,6 +122,7 @@ class PeerServer:
         for peer in self.peers:
             peer.child.signal(signal.SIGKILL)
             peer.link.close()
+            peer.agent_end.close()
             peer.child.close()
         self.peers = []
 
@@ -108,16 +153,23 @@ def connect(group: str) -> Any:
     return PrefixStore(group, FileStore(_paths[0]))
 
 
-def backend_of(prefix: str, waiter: Waiter, worker: int) -> GlooBackend:
-    """Returns the backend of a peer that is a worker; the groups of a prefix are theirs alone."""
-    return GlooBackend(LinkCuts(waiter), worker, lambda epoch, group: connect(f"{prefix}/{group}"))
+class PeerWorker:
+    """A peer that is a worker of a group of peers: its control, its links and its ends in one epoch after the other."""
+
+    def __init__(self, group: str, worker: int):
+        self.control = Control(_ends[0])
+        self.control.send(Hello(group, worker))
+        self.links = Links(self.control)
+        self.cuts = LinkCuts(self.control)
+
+    def enter(self, epoch: int, members: Sequence[int] = (0, 1)) -> DirectTransport:
+        """Returns the end of this worker in the group of an epoch."""
+        return DirectBackend(self.cuts, self.links).joining(epoch, members).join()
 
 
-def plane_of(prefix: str, worker: int, members: Sequence[int] = (0, 1), timeout_s: float = 10.0) -> GlooTransport:
-    """Joins a group of peers that are workers, with a control of its own."""
-    near, far = Link.pair()
-    _far_ends.append(far)
-    return GlooJoining(LinkCuts(Control(near)), connect(prefix), worker, members, timeout_s=timeout_s).join()
+def plane_of(group: str, worker: int, members: Sequence[int] = (0, 1)) -> DirectTransport:
+    """Returns the end of this peer, a worker, in the first group of a group of peers."""
+    return PeerWorker(group, worker).enter(0, members)
 
 
 def an_order(number: int) -> ProgramKey:
@@ -131,15 +183,16 @@ def an_aside(number: int) -> AsideKey:
 
 
 _paths: list[str] = []  # the only one, in a peer
-_far_ends: list[Link] = []  # of controls: when one closes, the process ends
+_ends: list[Link] = []  # to the agent; the only one
 
 
-def be_peer(link_fd: int, *fds: int) -> int:
+def be_peer(link_fd: int, worker_fd: int, *fds: int) -> int:
     """What a peer does with its life."""
     link = Link.from_fd(link_fd)
     call = link.receive()
     assert isinstance(call, Call)
     _paths.append(call.keys)
+    _ends.append(Link.from_fd(worker_fd))
     function = getattr(importlib.import_module(call.module), call.function)
     link.send(Result(function(*fds, *call.arguments)))
     return 0

@@ -16,9 +16,7 @@ from engine.runtime.doctor.host_checks import HostCheck
 
 FACTS: dict[str, Any] = {
     "version": "2.13.0+cpu",
-    "gloo_ms": 20.0,
-    "gloo_error": "",
-    "tls_error": "",
+    "reconfigures": [],
     "num_gpus": 0,
     "nccl": [],
     "machine": "x86_64",
@@ -48,6 +46,8 @@ OTHER = Client(("etcdpy",), error="TypeError: no")
         (host_checks.judge_kernel(["pidfd (x)", "memfd (y)"]), "missing", "no pidfd (x), no memfd (y)", "Linux 5.4"),
         (host_checks.judge_loopback(""), "ok", "127.0.0.1", ""),
         (host_checks.judge_loopback("[Errno 13] denied"), "missing", "denied", "lo up"),
+        (host_checks.judge_links(""), "ok", "no port", ""),
+        (host_checks.judge_links("Operation not permitted"), "missing", "not permitted", "memfd_create with seals"),
         (host_checks.judge_hosts(""), "ok", "can be made of namespaces", ""),
         (host_checks.judge_hosts("no ip (x)"), "warn", "faults of hosts are not tried here: no ip (x)", "as root"),
         (host_checks.judge_certificate(""), "ok", "makes the certificate", ""),
@@ -87,15 +87,6 @@ def test_verdicts(check: HostCheck, status: str, part_of_found: str, part_of_fix
     [
         ({}, NO_GPU, "torch", "ok", "2.13.0+cpu"),
         ({"version": "2.9.1"}, NO_GPU, "torch", "missing", "2.9.1"),
-        ({}, NO_GPU, "gloo", "ok", "20 ms, also over TLS"),
-        (
-            {"tls_error": "unsupported"},
-            NO_GPU,
-            "gloo",
-            "ok",
-            "20 ms; no TLS (unsupported): several hosts need --trusted",
-        ),
-        ({"gloo_error": "no route"}, NO_GPU, "gloo", "missing", "no route"),
         ({}, NO_GPU, "gpu", "ok", "CPU"),
         ({}, Accelerators(4), "gpu", "warn", "4 GPUs that torch 2.13.0+cpu cannot use: it was built without CUDA"),
         ({}, Accelerators(1, torch_cuda="13.0"), "gpu", "warn", "1 GPU that torch"),

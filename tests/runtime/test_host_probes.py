@@ -34,6 +34,12 @@ def test_loopback_says_why_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Operation not permitted" in host_probes.loopback_error()
 
 
+def test_links_say_why_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_probes.link_error() == ""
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert host_probes.link_error() == "Operation not permitted"
+
+
 def test_folder_probe_looks_where_the_folder_would_be_and_leaves_nothing(tmp_path: Path) -> None:
     free_bytes, error = host_probes.probe_folder(tmp_path / "not" / "yet")
     assert error == ""

@@ -283,7 +283,7 @@ def test_the_configuration_is_that_of_the_header() -> None:
 
 
 def test_a_build_without_nccl_is_named() -> None:
-    with pytest.raises(EnvironmentLacksError, match=r"NCCL cannot be loaded: .*no-such-library.* --backend gloo"):
+    with pytest.raises(EnvironmentLacksError, match=r"NCCL cannot be loaded: .*no-such-library.* --backend direct"):
         NcclLibrary("no-such-library.so")
 
 

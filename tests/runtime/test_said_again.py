@@ -26,8 +26,8 @@ def test_the_parts_of_the_last_checkpoint_are_said_again() -> None:
     assert said.packets[1:] == [*(kept(2, layer) for layer in range(100)), encode(UnkeptMessage(2, "no room"))]
 
 
-def welcome(worker: int, key: str) -> bytes:
-    return encode(WelcomeMessage(worker, {}, (0, 1), ((), ()), (0, 1), 2, (), key))
+def welcome(worker: int, start: str) -> bytes:
+    return encode(WelcomeMessage(worker, {}, (0, 1), ((), ()), (0, 1), 2, (), start=start))
 
 
 def test_what_a_newcomer_is_told_is_passed_on_and_nothing_of_an_earlier_start() -> None:

@@ -14,8 +14,7 @@ from engine.core.errors import UserError
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.models.model_loader import build_model
 from engine.models.sources.open_data import open_data
-from engine.runtime.ipc.control import Control, Fenced
-from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.control import Fenced
 from engine.runtime.replica.gradient_log import LogEntry, laid_out, take_step
 from engine.runtime.replica.replica_hashes import hash_rows
 from engine.runtime.replica.replicas import Replicas
@@ -23,11 +22,9 @@ from engine.runtime.replica.sharded_stages import ShardedStages
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.stage.tensor_shards import Shard
 from tests.runtime.peer_messages import an_epoch
-from tests.runtime.peers import PeerServer, backend_of, connect
+from tests.runtime.peers import PeerServer, PeerWorker, connect, plane_of
 
 JOB = Job(model="mlp", stages=1, pipelines=2, microbatches=1, redundancy="none", fsdp=1, warmup_steps=0)
-# The far end of a control link must outlive its thread: when it closes, the process ends.
-far_ends: list[Link] = []
 
 
 def replicas_of(worker: int) -> tuple[Replicas, Ownership]:
@@ -43,9 +40,7 @@ def gradients_of(replicas: Replicas, worker: int) -> list[torch.Tensor]:
 
 def takes_a_step(prefix: str, worker: int) -> Any:
     """Puts the stage together, takes it apart, takes an optimizer step; returns what was held, and hashes."""
-    near, far = Link.pair()
-    far_ends.append(far)
-    plane = backend_of(prefix, Control(near), worker).joining(0, [0, 1]).join()
+    plane = plane_of(prefix, worker)
     replicas, ownership = replicas_of(worker)
     stage = replicas.stages[worker, 0]
     before = hash_tensors(stage.layers[0].named_parameters())
@@ -88,16 +83,14 @@ def test_a_shard_is_kept_and_a_step_of_shards_is_the_step_of_the_whole(peers: Pe
 
 def waits_alone(prefix: str, worker: int) -> Any:
     """Worker 0 puts its stage together while worker 1 stays away, and an epoch has been told."""
-    near, far = Link.pair()
-    far_ends.append(far)
-    store = connect(prefix)
-    plane = backend_of(prefix, Control(near), worker).joining(0, [0, 1]).join()
+    store, me = connect(prefix), PeerWorker(prefix, worker)
+    plane = me.enter(0)
     replicas, ownership = replicas_of(worker)
     shards = ShardedStages(worker, replicas)
     shards.enter(plane, ownership)
     outcome = "stayed away"
     if worker == 0:
-        far.send(an_epoch(1, (0, 1)))
+        me.control._take_in(an_epoch(1, (0, 1)), [])
         try:
             shards.unshard(0)
         except Fenced:

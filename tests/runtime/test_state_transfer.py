@@ -21,7 +21,7 @@ from engine.runtime.replica.state_transfer import send_state, state_of, take_sta
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.state_hash import hash_tensors
 from engine.runtime.transport.bulk_transfer import chunks_of
-from engine.runtime.transport.gloo_transport import GlooTransport
+from engine.runtime.transport.direct_transport import DirectTransport
 from engine.runtime.transport.tensor_spec import TensorSpec
 from tests.runtime.peers import PeerServer, an_aside, an_order, plane_of
 from tests.runtime.small_jobs import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
@@ -98,7 +98,7 @@ def takes(prefix: str, values: dict[str, Any]) -> Any:
     return state_bits(replicas)
 
 
-def _part(plane: GlooTransport, other: int) -> None:
+def _part(plane: DirectTransport, other: int) -> None:
     """Leaves when the other has all that it needs."""
     plane.in_order.post(other, an_order(3), (ONE,))
     plane.in_order.send(other, an_order(3), (torch.ones(1),))

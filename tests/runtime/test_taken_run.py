@@ -33,7 +33,7 @@ from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.interrupts import RunInterruptedError, breakable, holding
 
 JOB = Job(model="mlp", stages=3)
-KEY = "ab" * 32
+START = "3 workers began"
 CUT = PartitionMessage((0, 1, 2))
 NONE = cast(Any, None)
 
@@ -59,7 +59,7 @@ class Told:
 def welcome(worker: int, rank: int) -> WelcomeMessage:
     ownership = fresh_ownership(JOB)
     owners, shadows = ownership.owners, ownership.shadows
-    made = WelcomeMessage(worker, {}, owners, shadows, (0, 1, 2), 3, (), KEY, checkpoints="/kept", run="mlp-1")
+    made = WelcomeMessage(worker, {}, owners, shadows, (0, 1, 2), 3, (), checkpoints="/kept", run="mlp-1", start=START)
     return replace(made, local_rank=rank)
 
 
@@ -79,7 +79,7 @@ def _launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]
         return WorkerHandle(worker, (), cast(Any, child), cast(Any, Told()), Path("log"), host="b")
 
     monkeypatch.setattr(start_up, "start_worker", started)
-    server = SimpleNamespace(host="b", at=lambda worker: SimpleNamespace(host="b", address="127.0.0.2"))
+    server = SimpleNamespace(host="b", network=None, at=lambda worker: SimpleNamespace(host="b", address="127.0.0.2"))
     recorder = SimpleNamespace(write=lambda record: None)
     with contextlib.ExitStack() as stack:
         rest = (cast(Any, recorder), (0, 0), tmp_path, str(tmp_path))
@@ -92,7 +92,7 @@ def test_a_worker_that_comes_after_a_take_over_is_told_what_the_others_were_told
     crew.welcome(newcomer, joins=True)
     (told,) = cast(Told, newcomer.link).sent
     assert told.worker == 7  # a number that a worker has had would be out for ever
-    assert (told.pair_key, told.run, told.checkpoints) == (KEY, "mlp-1", "/kept")
+    assert (told.start, told.run, told.checkpoints) == (START, "mlp-1", "/kept")
     assert (told.waits, told.joins, told.address, told.num_lines) == (True, True, "127.0.0.2", 8)
     assert [each.local_rank for each in crew.members.values()] == [1, 0, 2]  # each has a GPU of its own
     newcomers = Newcomers(crew.members, lambda: cast(Any, SimpleNamespace(members=(0, 1), out={})))

@@ -24,6 +24,7 @@ IN_EPOCHS = ("validate_every", "checkpoint_every")
 STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"
 _MOST_TEXT = 1 << 15  # the longest has the first layers of 4096 stages
 
+OWN_LINKS = "bamboo has links of its own in the place of Gloo: --backend direct"
 _EXPECTED: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -123,6 +124,8 @@ def shown(value: Any) -> str:
 def _advice(given: Given, kind: Any) -> str:
     if kind == Args:
         return f"give each as {given.name}.NAME"
+    if (given.name, given.value) == ("backend", "gloo"):
+        return OWN_LINKS
     if get_origin(kind) is Literal:
         return nearest(str(given.value), get_args(kind))
     if kind is str and isinstance(given.value, (int, float)):
