@@ -1,4 +1,4 @@
-"""Workers without an agent, in one process: each has the desk that its links need, and gets real links to the others."""
+"""Workers without an agent, in one process: each has the desk that its links need, and real links to the others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from engine.runtime.ipc.wakeups import Wakeups
 from engine.runtime.links.links import Links
 from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport
 from engine.runtime.transport.link_cuts import LinkCuts
+
+
+WAIT_S = 20.0  # the longest wait
 
 
 class Desk:
@@ -42,7 +45,7 @@ class Desk:
 
     def wait_until(self, look: Callable[[], Any]) -> Any:
         """Waits as a control does, for some seconds."""
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + WAIT_S
         while (found := look()) is None:
             assert time.monotonic() < until_s, "this would wait for ever"
             if not self._desks.look():
@@ -75,23 +78,36 @@ class Desks:
 class Linked:
     """Workers with links, and their ends in one group after the other."""
 
-    def __init__(self, *workers: int, network: dict[str, str] | None = None):
+    def __init__(self, *workers: int, network: dict[str, str] | None = None, kind: type[Links] = Links):
         self.workers = workers
         self.desks = Desks(*workers, is_near=network is None)
         given = self.desks.by_worker.items()
-        self.links = {worker: Links(desk, address="127.0.0.1", network=network) for worker, desk in given}
+        self.links = {worker: kind(desk, address="127.0.0.1", network=network) for worker, desk in given}
         self.cuts = {worker: LinkCuts(desk) for worker, desk in given}
         self.ends: dict[int, DirectTransport] = {}
+        self._gone: list[Links] = []
 
     def enter(self, epoch: int) -> list[DirectTransport]:
         """Returns the ends of all workers in the group of an epoch."""
         for worker in self.workers:
             if worker in self.ends:
                 self.ends[worker].abandon()
-            self.ends[worker] = DirectBackend(self.cuts[worker], self.links[worker]).joining(epoch, self.workers).join()
+            self.enter_one(worker, epoch)
         return [*self.ends.values()]
+
+    def enter_one(self, worker: int, epoch: int) -> DirectTransport:
+        """Returns the end of one worker in the group of an epoch, which the others have not entered yet."""
+        joining = DirectBackend(self.cuts[worker], self.links[worker]).joining(epoch, self.workers)
+        self.ends[worker] = joining.join()
+        return self.ends[worker]
+
+    def replace(self, worker: int, links: Links) -> None:
+        """Gives the number of a worker to another one; that before keeps its ends, and reads no more."""
+        self._gone.append(self.links[worker])
+        self.links[worker] = links
+        self.cuts[worker] = LinkCuts(self.desks.by_worker[worker])
 
     def close(self) -> None:
         """Closes all links."""
-        for each in self.links.values():
+        for each in (*self.links.values(), *self._gone):
             each.close()

@@ -9,6 +9,7 @@ it fails if the present group awaits a message from that peer, or still has one 
 
 from __future__ import annotations
 
+import os
 import queue
 import select
 import socket
@@ -82,6 +83,7 @@ class Links:
         """
         if party is self._party:
             return
+        self.look()  # a link whose end has come must not be found broken in the new epoch only
         for peer, link in [*self._links.items()]:
             number, at_s = self._told.get(peer, _NEVER)
             if link.ends is None and number and time.monotonic() - at_s > GREET_S:
@@ -197,8 +199,11 @@ class Links:
         link = self._links.get(peer)
         if link is None or link.ends is not None:
             if link is not None:
+                is_missed = link.owes
                 self._close(link)
                 self._mailbox.forget(peer)
+                if self._party is not None and is_missed:
+                    self._party.fails(_ended("to", peer))
             link = self._links[peer] = self._new(peer)
         link.attach(ends)
         self._watch(link)
@@ -237,6 +242,9 @@ class Links:
         """Closes all links, as the end of the process does."""
         for link in self._links.values():
             self._close(link)
+        while not self._control.given_links.empty():
+            for fd in self._control.given_links.get()[1]:
+                os.close(fd)
         if self._door is not None:
             self._door.close()
 

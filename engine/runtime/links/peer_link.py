@@ -93,12 +93,13 @@ class PeerLink:
         self._reader = FrameReader(self._sink)
         self._kept: deque[_Outgoing] = deque()
         self._rest: list[memoryview | bytes] = []  # of the frame that is leaving
+        self._dropped: list[memoryview | bytes] = []  # that rest, if a fence came meanwhile: nobody misses it
         self._lock = threading.RLock()  # of all that is sent: a GPU's copies are sent by another thread
 
     @property
     def owes(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._kept or self._rest)
+        """Whether something waits to be sent that no fence has dropped."""
+        return bool(self._kept or (self._rest and self._rest is not self._dropped))
 
     def attach(self, ends: Ends) -> None:
         """Takes the ends of the link."""
@@ -167,7 +168,7 @@ class PeerLink:
         """Drops the kept messages, and copies the rest of the frame that is leaving: its tensors may change now."""
         with self._lock:
             self._kept.clear()
-            self._rest = [b"".join(self._rest)] if self._rest else []
+            self._rest = self._dropped = [b"".join(self._rest)] if self._rest else []
 
     def read(self) -> bool:
         """Reads all that has come; returns False at the end of the link. Raises InvariantError for a wrong frame."""
@@ -215,5 +216,8 @@ class PeerLink:
 
 
 def host_room(size: int) -> Tensor:
-    """Returns uninitialised memory of the host for a message."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
+    """Returns uninitialised memory of the host for a message; raises InvariantError for more than this host has."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise InvariantError(f"no memory for a message of {size} bytes") from error

@@ -1,0 +1,281 @@
+"""Links that end, are made anew or bring what no worker sends: nothing of one worker is ever taken for another's."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.errors import TransferFailedError
+from engine.core.links.frame import INLINE, MOST_BYTES, Frame
+from engine.core.process_messages import LinkMessage
+from engine.runtime.ipc.link_pairs import RING_BYTES
+from engine.runtime.links.links import Links
+from engine.runtime.links.peer_link import Ends
+from engine.runtime.transport.direct_transport import DirectTransport
+from engine.runtime.transport.tensor_spec import TensorSpec
+from tests.runtime.linked import Desk, Linked
+from tests.runtime.peers import an_order
+
+KEY, OTHER = an_order(1), an_order(2)
+ONE = (TensorSpec((1,), torch.float32, False),)
+LARGE = (TensorSpec((1 << 20,), torch.float32, False),)
+
+
+@pytest.fixture(name="linked")
+def _linked() -> Iterator[Linked]:
+    made = Linked(0, 1)
+    yield made
+    made.close()
+
+
+def number(value: float) -> tuple[torch.Tensor]:
+    return (torch.tensor([float(value)]),)
+
+
+def settle(linked: Linked) -> None:
+    while linked.desks.look():
+        pass
+
+
+def passes(one: DirectTransport, other: DirectTransport, value: float) -> bool:
+    """Returns whether a message goes from worker 0 to worker 1, and one back."""
+    one.in_order.send(1, KEY, number(value))
+    other.in_order.post(0, KEY, ONE)
+    other.in_order.send(0, KEY, number(-value))
+    one.in_order.post(1, KEY, ONE)
+    there, back = other.in_order.take(0, KEY)[0].item(), one.in_order.take(1, KEY)[0].item()
+    return (there, back) == (value, -value)
+
+
+def socket_of(linked: Linked, worker: int, peer: int) -> socket.socket:
+    """Returns the end of a link, to break it or to send over it what a worker would not."""
+    ends = linked.links[worker]._links[peer].ends
+    assert ends is not None
+    end: socket.socket = ends.wire._end  # type: ignore[attr-defined]
+    return end
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_link_that_breaks_is_made_anew_in_the_next_epoch(linked: Linked, is_awaited: bool) -> None:
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    if is_awaited:
+        other.in_order.post(0, OTHER, ONE)
+    socket_of(linked, 0, 1).shutdown(socket.SHUT_RDWR)
+    settle(linked)
+    assert (other.failed is not None) is is_awaited
+    with pytest.raises(TransferFailedError) as failed:
+        one.in_order.send(1, OTHER, number(2))
+    assert failed.value.peer == 1
+    numbers = [links._told[1 - worker][0] for worker, links in linked.links.items()]
+    one, other = linked.enter(1)
+    assert passes(one, other, 3)
+    again = [links._told[1 - worker][0] for worker, links in linked.links.items()]
+    assert len(set(numbers)) == len(set(again)) == 1 and again[0] > numbers[0]
+
+
+def test_an_end_that_was_not_seen_before_the_next_epoch_costs_no_second_one(linked: Linked) -> None:
+    """One end is closed; the other worker has not looked since, and sends at once when it enters."""
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    linked.links[0]._fail(linked.links[0]._links[1], TransferFailedError("planted", 1))
+    one, other = linked.enter(1)
+    other.in_order.send(0, KEY, number(5))
+    one.in_order.send(1, KEY, number(6))
+    one.in_order.post(1, KEY, ONE)
+    other.in_order.post(0, KEY, ONE)
+    assert one.in_order.take(1, KEY)[0].item() == 5
+    assert other.in_order.take(0, KEY)[0].item() == 6
+
+
+def reborn(linked: Linked, worker: int, kind: type[Links] = Links) -> None:
+    """Gives the number of a worker to another process; the one before still has its ends, and reads no more."""
+    linked.ends.pop(worker)
+    desk = Desk(linked.desks, worker)
+    desk.child.pid = 1000 + worker
+    linked.desks.by_worker[worker] = desk
+    linked.replace(worker, kind(desk))
+
+
+class KeepsLink(Links):
+    """Keeps the link that it has to a worker: a planted bug."""
+
+    def _adopt(self, peer: int, ends: Ends) -> None:
+        link = self._links.get(peer)
+        if link is None or link.ends is None:
+            super()._adopt(peer, ends)
+
+
+class KeepsEarly(Links):
+    """Keeps what came early from a worker whose number another one has: a planted bug."""
+
+    def _adopt(self, peer: int, ends: Ends) -> None:
+        before = dict(self._mailbox._early)
+        super()._adopt(peer, ends)
+        self._mailbox._early |= before
+
+
+def another_worker_gets_the_number(linked: Linked) -> None:
+    """What the process before has sent, also for coming epochs, is nothing of the one that has its number now."""
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    one.abandon()
+    ahead = linked.enter_one(0, 2)
+    ahead.in_order.send(1, KEY, number(66))
+    settle(linked)
+    reborn(linked, 0)
+    other.abandon()
+    one, other = linked.enter_one(0, 2), linked.enter_one(1, 2)
+    one.in_order.send(1, OTHER, number(4))
+    other.in_order.post(0, OTHER, ONE)
+    assert other.in_order.take(0, OTHER)[0].item() == 4
+    assert passes(one, other, 5)
+
+
+def test_another_worker_gets_the_number_of_one_that_is_gone(linked: Linked) -> None:
+    another_worker_gets_the_number(linked)
+
+
+@pytest.mark.parametrize("planted", [KeepsLink, KeepsEarly])
+def test_a_link_that_is_reused_for_another_worker_is_found(
+    planted: type[Links], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.runtime.linked.WAIT_S", 1.0)
+    linked = Linked(0, 1, kind=planted)
+    with pytest.raises((AssertionError, TransferFailedError)):
+        another_worker_gets_the_number(linked)
+    linked.close()
+
+
+def test_what_is_kept_for_a_link_that_another_one_replaces_is_a_failure(linked: Linked) -> None:
+    """It would be lost without a word: its sender counts it as sent."""
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    body = torch.zeros(RING_BYTES)
+    one.in_order.send(1, OTHER, (body,))
+    assert linked.links[0]._links[1].owes
+    made = linked.desks.by_worker[0].given_links
+    other_ends = linked.desks.by_worker[1]
+    linked.desks.pairs._near(linked.desks.by_worker[0], other_ends)  # type: ignore[arg-type]
+    assert not made.empty()
+    linked.links[0]._adopt_given()
+    assert isinstance(one.failed, TransferFailedError) and one.failed.peer == 1
+
+
+def frame(**fields: int) -> bytes:
+    return Frame(**({"epoch": 0, "key": 8, "total": 100, "start": 0, "length": 100, "offset": INLINE} | fields)).packed()
+
+
+GARBAGE = {
+    "no frame": b"GET / HTTP/1.1\r\nHost: example.com\r\nAccept: */*\r\n\r\n",
+    "too long": frame(total=MOST_BYTES + 1),
+    "beyond its message": frame(start=50),
+    "no beginning": frame(start=50, length=50),
+    "outside of the ring": frame(offset=RING_BYTES - 50),
+    "far outside of the ring": frame(offset=INLINE - 1),
+    "more than memory": frame(total=MOST_BYTES, length=100),
+    "half of one, and another": frame(length=50) + bytes(50) + frame(key=10),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_bytes_that_no_worker_sends_end_their_link_and_nothing_else(name: str) -> None:
+    linked = Linked(0, 1, 2)
+    one, other, third = linked.enter(0)
+    assert passes(one, other, 1)
+    third.in_order.send(1, KEY, number(3))
+    other.in_order.post(2, KEY, ONE)
+    assert other.in_order.take(2, KEY)[0].item() == 3
+    other.in_order.post(0, OTHER, ONE)
+    socket_of(linked, 0, 1).sendall(GARBAGE[name])
+    settle(linked)
+    assert isinstance(other.failed, TransferFailedError)
+    assert other.failed.peer == 0 and "the link to worker 0 brings no frames" in str(other.failed)
+    assert not linked.links[1]._links[2].is_broken
+    one, other, third = linked.enter(1)
+    assert passes(one, other, 2)
+    linked.close()
+
+
+class WaitsForReader(Links):
+    """Sends until all has left: a planted bug."""
+
+    def send(self, target: int, epoch: int, key: int, parts: Sequence[Any]) -> None:
+        super().send(target, epoch, key, parts)
+        for _ in range(1000):
+            if not self._links[target].owes:
+                return
+            self._push(self._links[target])
+        raise TimeoutError("nobody reads")
+
+
+def both_send_more_than_there_is_room_for(linked: Linked) -> None:
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    border = (TensorSpec((RING_BYTES,), torch.uint8, False),)
+    for end, peer in ((one, 1), (other, 0)):
+        socket_of(linked, 1 - peer, peer).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        end.in_order.send(peer, OTHER, (torch.full((RING_BYTES,), peer, dtype=torch.uint8),))
+        end.in_order.send(peer, OTHER, (torch.full((RING_BYTES,), 5 + peer, dtype=torch.uint8),))
+    for end, peer in ((one, 1), (other, 0)):
+        for expected in (1 - peer, 6 - peer):
+            end.in_order.post(peer, OTHER, border)
+            assert end.in_order.take(peer, OTHER)[0].unique().tolist() == [expected]
+    settle(linked)
+    assert not any(link.owes for links in linked.links.values() for link in links._links.values())
+
+
+def test_a_send_does_not_wait_for_its_reader(linked: Linked) -> None:
+    both_send_more_than_there_is_room_for(linked)
+
+
+def test_a_send_that_waits_for_a_reader_is_found() -> None:
+    linked = Linked(0, 1, kind=WaitsForReader)
+    with pytest.raises(TimeoutError):
+        both_send_more_than_there_is_room_for(linked)
+    linked.close()
+
+
+@pytest.mark.parametrize("wakes", [1, 2])
+def test_a_full_ring_wakes_nobody_for_ever(linked: Linked, wakes: int) -> None:
+    """What a ring had no room for is tried again until it has left, and no longer."""
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    for _ in range(wakes):
+        one.in_order.send(1, OTHER, (torch.zeros(RING_BYTES // 2),))
+    assert linked.desks.by_worker[0].wakeups._retries
+    for _ in range(wakes):
+        other.in_order.post(0, OTHER, (TensorSpec((RING_BYTES // 2,), torch.float32, False),))
+        other.in_order.take(0, OTHER)
+    settle(linked)
+    assert not linked.desks.by_worker[0].wakeups._retries
+
+
+def test_a_fence_ends_what_a_full_ring_had_no_room_for(linked: Linked) -> None:
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    for _ in range(3):
+        one.in_order.send(1, OTHER, (torch.zeros(RING_BYTES // 2),))
+    one, other = linked.enter(1)
+    settle(linked)
+    assert passes(one, other, 2)
+    settle(linked)
+    assert not linked.desks.by_worker[0].wakeups._retries
+
+
+def test_a_message_before_its_link_is_there_is_kept_and_a_fence_drops_it(linked: Linked) -> None:
+    desk: Any = linked.desks.by_worker[0]
+    held: list[Callable[[], None]] = []
+    given = desk.link.send
+    desk.link.send = lambda message, fds=(): held.append(lambda: given(message, fds))
+    one, other = linked.enter(0)
+    one.in_order.send(1, KEY, number(1))
+    assert linked.links[0]._links[1].ends is None and linked.links[0]._links[1].owes
+    one.abandon()
+    assert not linked.links[0]._links[1].owes
+    desk.link.send = given
+    assert len(held) == 1 and isinstance(LinkMessage(1, 1), LinkMessage)
