@@ -178,8 +178,9 @@ class Forgetful(FrameReader):
 class Unasked(Incoming[bytearray]):
     """Takes any piece for the next one: a planted bug."""
 
-    def _fits(self, frame: Frame) -> bool:
-        return True
+    def begins(self, frame: Frame, floor: int) -> bytearray | None:
+        """Takes the memory that is there."""
+        return super().begins(frame, floor) if self._open is None else self._open[1]
 
 
 def test_a_reader_that_loses_half_a_header_is_found() -> None:

@@ -108,6 +108,8 @@ class KeepsLink(Links):
         link = self._links.get(peer)
         if link is None or link.ends is None:
             super()._adopt(peer, ends)
+        else:
+            ends.wire.close()
 
 
 class KeepsEarly(Links):
@@ -167,7 +169,9 @@ def test_what_is_kept_for_a_link_that_another_one_replaces_is_a_failure(linked: 
 
 
 def frame(**fields: int) -> bytes:
-    return Frame(**({"epoch": 0, "key": 8, "total": 100, "start": 0, "length": 100, "offset": INLINE} | fields)).packed()
+    return Frame(
+        **({"epoch": 0, "key": 8, "total": 100, "start": 0, "length": 100, "offset": INLINE} | fields)
+    ).packed()
 
 
 GARBAGE = {
@@ -224,7 +228,7 @@ def both_send_more_than_there_is_room_for(linked: Linked) -> None:
     for end, peer in ((one, 1), (other, 0)):
         for expected in (1 - peer, 6 - peer):
             end.in_order.post(peer, OTHER, border)
-            assert end.in_order.take(peer, OTHER)[0].unique().tolist() == [expected]
+            assert bool((end.in_order.take(peer, OTHER)[0] == expected).all())
     settle(linked)
     assert not any(link.owes for links in linked.links.values() for link in links._links.values())
 
