@@ -4,9 +4,9 @@
     agent                         tells both a token, and the other one the port
     the other worker              connects, shows the run's certificate over TLS 1.3, and says the token
 
-Rules: both ends show the certificate of the run and take no other one, and a token is good for one link. In a
-network that the user trusts by name there is no TLS, and the token alone is the proof. Strangers get no answer, hold up
-no link, and are closed after `GREET_S`.
+Rules: both ends show the certificate of the run and take no other one, and a token is good for one link. In a network
+that the user trusts by name there is no TLS, and the token alone is the proof. Strangers get no answer and are closed
+after `GREET_S`, or before if others come: the one that has been here for longest makes room, as a worker is quick.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from engine.runtime.links.wire import SocketWire, TlsWire, Wire
 GREET_S = 10.0  # for the handshake and the token of one connection
 _TOKEN_BYTES = 16
 _MOST_GREETED = 64  # connections at a time
+_PAUSE_S = 0.05  # when no descriptor or thread is left
 _SILENT_MS = 30_000  # bytes without an acknowledgement: the other host is gone
 
 OnLink = Callable[[LinkMessage, Wire | None], None]  # is called in another thread; None: there is no connection
@@ -39,7 +40,7 @@ class HostDoor:
         self._awaited: dict[bytes, LinkMessage] = {}
         self._changed = threading.Condition()
         self._listener: socket.socket | None = None
-        self._greeted = threading.BoundedSemaphore(_MOST_GREETED)
+        self._greeted: list[socket.socket] = []  # which have not shown yet that they are of the run
 
     def port(self) -> int:
         """Returns the port on which this worker listens, from its first link on."""
@@ -59,39 +60,65 @@ class HostDoor:
             self._changed.notify_all()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
+        while listener.fileno() >= 0:
+            try:
                 end, _ = listener.accept()
-                if self._greeted.acquire(blocking=False):
-                    threading.Thread(target=self._greet, args=(end,), name="greeting", daemon=True).start()
-                else:
-                    end.close()
+                threading.Thread(target=self._greet, args=(end,), name="greeting", daemon=True).start()
+            except (OSError, RuntimeError):
+                time.sleep(_PAUSE_S)
 
     def _greet(self, end: socket.socket) -> None:
-        until_s = time.monotonic() + GREET_S
+        told: LinkMessage | None = None
         try:
-            end, token = self._secured(end, is_server=True), b""
-            while len(token) < _TOKEN_BYTES:
-                end.settimeout(max(0.001, until_s - time.monotonic()))
-                if not (more := end.recv(_TOKEN_BYTES - len(token))):
-                    raise OSError("it ended before its token")
-                token += more
-            with self._changed:
-                self._changed.wait_for(lambda: token in self._awaited, until_s - time.monotonic())
-                told = self._awaited.pop(token, None)
+            end.getpeername()  # `ssl` would leave one open that has been reset
+            end = self._secured(end, is_server=True)
+            with self._room_for(end):
+                told = self._proven(end, time.monotonic() + GREET_S)
         except OSError:  # TimeoutError and the errors of TLS are some too
-            told = None
-        finally:
-            self._greeted.release()
+            pass
         if told is None:
             end.close()
         else:
             self._given(told, _wire(end))
 
+    @contextlib.contextmanager
+    def _room_for(self, end: socket.socket) -> Iterator[None]:
+        """Counts a stranger inside the block; those who have been here for longest are hung up for it."""
+        with self._changed:
+            self._greeted.append(end)
+            late, self._greeted = self._greeted[:-_MOST_GREETED], self._greeted[-_MOST_GREETED:]
+            self._changed.notify_all()
+        for each in late:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(each, socket.SHUT_RDWR)  # not that of TLS, which another thread is in
+        try:
+            yield
+        finally:
+            with self._changed:
+                if end in self._greeted:
+                    self._greeted.remove(end)
+
+    def _proven(self, end: socket.socket, until_s: float) -> LinkMessage | None:
+        """Returns the link whose token a connection says; raises OSError if it says none in time."""
+        if isinstance(end, ssl.SSLSocket):
+            end.do_handshake()
+        token = b""
+        while len(token) < _TOKEN_BYTES:
+            end.settimeout(max(0.001, until_s - time.monotonic()))
+            if not (more := end.recv(_TOKEN_BYTES - len(token))):
+                raise OSError("it ended before its token")
+            token += more
+        with self._changed:
+            is_over = lambda: token in self._awaited or end not in self._greeted  # noqa: E731
+            self._changed.wait_for(is_over, until_s - time.monotonic())
+            return self._awaited.pop(token, None)
+
     def _connect(self, told: LinkMessage) -> None:
         wire: Wire | None = None
         with contextlib.suppress(OSError):
             end = self._secured(socket.create_connection((told.address, told.port), GREET_S), is_server=False)
+            if isinstance(end, ssl.SSLSocket):
+                end.do_handshake()
             end.sendall(bytes.fromhex(told.token))
             wire = _wire(end)
         self._given(told, wire)
@@ -108,6 +135,8 @@ class HostDoor:
     def close(self) -> None:
         """Listens no more."""
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
             self._listener.close()
 
 

@@ -90,6 +90,8 @@ class Links:
                 self._close(link)  # the other end did not come
             if link.is_broken or (link.ends is None and not number):  # the agent that was asked may be gone
                 del self._links[peer]
+                if link.ends is None and number:  # the other end may still wait for it
+                    self._want(peer)
         self._party = party
         self._mailbox.enter(epoch)
 
@@ -112,15 +114,20 @@ class Links:
         """Begins to send a message; raises TransferFailedError if its link has ended."""
         link = self._links.get(target)
         if link is None:
-            link = self._links[target] = self._new(target)
-            port = 0 if self._door is None else self._door.port()
-            self._control.send(LinkWantedMessage(target, self._ended.get(target, 0), self._address, port))
+            link = self._want(target)
         if link.is_broken:
             raise _ended("to", target)
         try:
             self._see_to(link, link.send(epoch, key, parts))
         except OSError as error:
             raise _ended("to", target) from error
+
+    def _want(self, peer: int) -> PeerLink:
+        """Has the agent make a link."""
+        link = self._links[peer] = self._new(peer)
+        port = 0 if self._door is None else self._door.port()
+        self._control.send(LinkWantedMessage(peer, self._ended.get(peer, 0), self._address, port))
+        return link
 
     def _see_to(self, link: PeerLink, lacks: Lacks) -> None:
         """Has the rest of the messages of a link leave as soon as there is room for it."""
@@ -222,8 +229,8 @@ class Links:
 
     def _lose(self, peer: int) -> None:
         """Gives up a link to another host that could not begin."""
-        link = self._links.get(peer)
-        if link is not None and link.ends is None:
+        link = self._links.setdefault(peer, self._new(peer))
+        if link.ends is None:
             self._fail(link, TransferFailedError(f"worker {peer} cannot be reached", peer))
 
     def _fail(self, link: PeerLink, error: Exception) -> None:
