@@ -1,7 +1,7 @@
 """The messages of a link as their pieces come, and those of a group as they meet their receives.
 
     Incoming    the one message of a link that has begun and not ended
-    Mailbox     what is awaited, what came early, what belongs to an older epoch
+    Mailbox     awaited messages, early ones, those of an older epoch
 
 Rules: a piece of an older epoch than the reader's is dropped, however much of its message has come. A message of a
 newer epoch waits until the reader enters that epoch: its sender heard of it first. Messages and receives of one source
@@ -110,5 +110,5 @@ class Mailbox(Generic[Wanted, Room]):
         return any(wanted for (other, _), wanted in self._posted.items() if other == source)
 
     def forget(self, source: int) -> None:
-        """Forgets what came early from a worker whose number another one has now."""
+        """Forgets early messages from a worker whose number another one has now."""
         self._early = {address: each for address, each in self._early.items() if address[0] != source}
