@@ -1,4 +1,4 @@
-"""The space of a ring of shared memory, as its writer sees it: the place of the next piece, and the bytes that are free.
+"""The space of a ring of shared memory, as its writer sees it: the place of the next piece, and the free bytes.
 
 The reader frees pieces in the order in which they were placed, and tells how many bytes that were in all. An empty ring
 begins again at its first byte, so that a link with little on its way touches little memory.
