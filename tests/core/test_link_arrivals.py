@@ -25,7 +25,7 @@ KEYS = (1, 2)
 class Read(NamedTuple):
     """The reader gets so many bytes of what is under way."""
 
-    count: int
+    size: int
 
 
 class Fence(NamedTuple):
@@ -88,8 +88,8 @@ def play(given_moves: list[Any], classes: Classes = OURS) -> None:
     for move in given_moves:
         match move:
             case Read():
-                end.read(under_way[: move.count])
-                under_way = under_way[move.count :]
+                end.read(under_way[: move.size])
+                under_way = under_way[move.size :]
             case Enter():
                 _enter(end, reference)
                 sender_epoch = max(sender_epoch, reference.epoch)

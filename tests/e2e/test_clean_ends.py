@@ -59,7 +59,7 @@ def culprit(launcher: Launcher, worker: int) -> str:
     return f"worker {worker} (pid {pid})"
 
 
-def test_a_run_leaves_nothing_and_listens_on_loopback_only(launch: Launch) -> None:
+def test_a_run_leaves_nothing_and_listens_nowhere(launch: Launch) -> None:
     launcher = launch("run", "--stages", "3", "--steps", "6", "--validate-every", "0")
     seen: set[Listener] = set()
     names: set[str] = set()
@@ -71,10 +71,7 @@ def test_a_run_leaves_nothing_and_listens_on_loopback_only(launch: Launch) -> No
     assert launcher.leftovers() == []
     assert {"launcher", "bamboo-fork", "bamboo-0", "bamboo-1", "bamboo-2"} <= names
     assert sum(name.startswith("etcd-") for name in names) == 1
-    (pairs,) = launcher.events("pairs")  # ports in a namespace of the run are none of the host's
-    of_workers = {"bamboo-0", "bamboo-1", "bamboo-2"} if pairs["guard"] == "proof" else set()
-    assert {each.process for each in seen} == of_workers
-    assert {each.address for each in seen} <= {"127.0.0.1"}
+    assert seen == set(), "links of one host have no port"
     assert launcher.listeners() == set()
     assert sorted(each.name for each in launcher.folder.iterdir()) == ["results", "stderr", "stdout", "tmp"]
     run = launcher.run_folder.resolve()

@@ -60,8 +60,8 @@ class PeerAgent:
     """The agent of all peers that are workers: a thread that makes their links."""
 
     def __init__(self) -> None:
-        self._pairs = LinkPairs()
-        self._workers: dict[tuple[str, int], Any] = {}
+        self._workers: dict[str, dict[int, Any]] = {}  # by group and number
+        self._pairs: dict[str, LinkPairs] = {}
         self._wanted: list[tuple[str, int, LinkWantedMessage]] = []
         self._lock = threading.Lock()
 
@@ -76,8 +76,9 @@ class PeerAgent:
                 with self._lock:
                     if isinstance(message, Hello):
                         group, worker = message.group, message.worker
-                        child = SimpleNamespace(pid=pid)
-                        self._workers[group, worker] = SimpleNamespace(worker=worker, child=child, link=end)
+                        workers = self._workers.setdefault(group, {})
+                        workers[worker] = SimpleNamespace(worker=worker, child=SimpleNamespace(pid=pid), link=end)
+                        self._pairs.setdefault(group, LinkPairs(workers.get))
                     elif isinstance(message, LinkWantedMessage):
                         self._wanted.append((group, worker, message))
                     self._link()
@@ -86,9 +87,8 @@ class PeerAgent:
         """Makes the links of workers that are all there."""
         for each in list(self._wanted):
             group, worker, wanted = each
-            if (other := self._workers.get((group, wanted.peer))) is not None:
+            if self._pairs[group].link(self._workers[group][worker], wanted):
                 self._wanted.remove(each)
-                self._pairs.link(self._workers[group, worker], other, wanted, is_near=True)
 
 
 class PeerServer:

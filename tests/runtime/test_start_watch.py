@@ -70,7 +70,7 @@ def test_the_agent_names_the_part_of_the_start_until_the_worker_has_joined(monke
     child: Any = type("Child", (), {"pid": 12})
     none: Any = None
     member = WorkerHandle(0, ((0, 0),), child, none, Path("worker-0.log"))
-    own = OwnParts(none, none, none, none)
+    own = OwnParts(none, none, none, none, none)
     monkeypatch.setattr(worker_handles, "now_ns", lambda: 608 * S)
     assert own.take(member, BusyMessage("tries its layers", "mine.py:28, in forward", 8 * S))
     assert member.doing == "tries its layers for 600 s (mine.py:28, in forward)"

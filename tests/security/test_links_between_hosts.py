@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ import torch
 from engine.core.errors import TransferFailedError
 from engine.core.links.frame import MOST_BYTES, Frame
 from engine.core.process_messages import LinkMessage
-from engine.runtime.hosts.run_certificate import NAME, RunCertificate, new_certificate
+from engine.runtime.hosts.run_certificate import RunCertificate, new_certificate
 from engine.runtime.links import host_door
 from engine.runtime.links.host_door import GREET_S, HostDoor, _context
 from engine.runtime.links.wire import TlsWire, Wire
@@ -74,7 +75,7 @@ def over_tls(port: int, held: Held, certificate: RunCertificate | None, said: by
         assert found is not None
         context = found
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    end = context.wrap_socket(reach(port, held), server_hostname=NAME)
+    end = context.wrap_socket(reach(port, held))
     held.append(end)
     with contextlib.suppress(OSError):  # it was refused
         end.sendall(said)
@@ -280,7 +281,7 @@ def test_a_worker_that_cannot_be_reached_is_suspected_by_number(made: RunCertifi
     def astray(message: LinkMessage, fds: Any = ()) -> None:
         with socket.create_server((HERE, 0)) as server:
             port = server.getsockname()[1]
-        real(LinkMessage(message.peer, message.number, message.token, HERE, port))
+        real(replace(message, port=port if message.port else 0))
 
     linked.desks.by_worker[1].link.send = astray
     one.in_order.send(1, KEY, (torch.ones(1),))

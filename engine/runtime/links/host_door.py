@@ -100,8 +100,7 @@ class HostDoor:
 
     def _proven(self, end: socket.socket, until_s: float) -> LinkMessage | None:
         """Returns the link whose token a connection says; raises OSError if it says none in time."""
-        if isinstance(end, ssl.SSLSocket):
-            end.do_handshake()
+        _shake_hands(end)
         token = b""
         while len(token) < _TOKEN_BYTES:
             end.settimeout(max(0.001, until_s - time.monotonic()))
@@ -117,10 +116,12 @@ class HostDoor:
         wire: Wire | None = None
         with contextlib.suppress(OSError):
             end = self._secured(socket.create_connection((told.address, told.port), GREET_S), is_server=False)
-            if isinstance(end, ssl.SSLSocket):
-                end.do_handshake()
-            end.sendall(bytes.fromhex(told.token))
-            wire = _wire(end)
+            try:
+                _shake_hands(end)
+                end.sendall(bytes.fromhex(told.token))
+                wire = _wire(end)
+            except OSError:
+                end.close()
         self._given(told, wire)
 
     def _secured(self, end: socket.socket, *, is_server: bool) -> socket.socket:
@@ -130,7 +131,7 @@ class HostDoor:
         context = self._tls[0 if is_server else 1]
         if context is None:
             return end
-        return context.wrap_socket(end, server_side=is_server)
+        return context.wrap_socket(end, server_side=is_server, do_handshake_on_connect=False)
 
     def close(self) -> None:
         """Listens no more."""
@@ -138,6 +139,11 @@ class HostDoor:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
             self._listener.close()
+
+
+def _shake_hands(end: socket.socket) -> None:
+    if isinstance(end, ssl.SSLSocket):
+        end.do_handshake()
 
 
 def _wire(end: socket.socket) -> Wire:
