@@ -19,7 +19,6 @@ from engine.runtime.links.links import Links
 from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport
 from engine.runtime.transport.link_cuts import LinkCuts
 
-
 WAIT_S = 20.0  # the longest wait
 
 
