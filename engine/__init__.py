@@ -46,7 +46,7 @@ backend: what carries tensors between workers: direct (links), or NCCL between G
 nccl: the library of NVIDIA that sends between GPUs.
 communicator: the group of GPUs in which NCCL sends, one for each epoch.
 plane: the connections of one epoch over which transfers go.
-shard: the part of each tensor that one worker of a sharded stage keeps.
+shard: the part of each tensor of a stage that the replicas of one slot keep, where the pipelines share the stage.
 unshard: to gather the tensors of a sharded stage before they are used.
 trajectory: the hashes of weights, optimizer state and loss, one row per (step, layer).
 

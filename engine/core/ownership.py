@@ -20,6 +20,8 @@ class Grid:
     """The shape of a step: D x P slots, M microbatches; `ties` are groups of stages that share a parameter.
 
     With more than one of `blocks` in a stage of the job, `stages` counts blocks, and so does every number of a stage.
+    With `fsdp` a slot has its own shard of the stage, and no slot stands for that of another pipeline; at most so many
+    stages of a worker are whole at once.
     """
 
     stages: int
@@ -27,6 +29,7 @@ class Grid:
     pipelines: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
     blocks: int = 1
+    fsdp: int = 0
 
     @property
     def noun(self) -> str:

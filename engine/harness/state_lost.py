@@ -55,10 +55,9 @@ class LostState:
     def why(self) -> str:
         """Returns why no worker holds the state any more."""
         job = self.job
-        if job.fsdp:
-            return "with --fsdp each owner of a stage holds one shard of it, and no other worker has a copy"
         if job.redundancy == "none":
-            return f"no redundancy: each {job.slot_noun} is held by its owners only"
+            held = "shard is held by its owner" if job.fsdp else f"{job.slot_noun} is held by its owners"
+            return f"no redundancy: each {held} only"
         if self.workers == 1:
             return f"there was one worker, and no other to hold a {job.slot_noun}"
         level = 1 if job.redundancy == "reroute" else job.redundancy_level
@@ -66,22 +65,21 @@ class LostState:
         kept = min(level, self.workers - 1) + 1
         gone = "one was" if len(self.gone) == 1 else f"{len(self.gone)} were"
         return (
-            f"{name} keeps each {job.slot_noun} on at least {kept} of {self.workers} workers; "
+            f"{name} keeps each {'shard' if job.fsdp else job.slot_noun} on at least {kept} of {self.workers} workers; "
             f"{gone} gone before others held it"
         )
 
     def advice(self) -> list[str]:
         """Returns the options that each would have kept the state."""
         job, gone = self.job, len(self.gone)
-        if job.fsdp:
-            whole = replace(self, job=replace(job, fsdp=0))
-            enough = fewest_holders(whole.job) > gone
-            return ["--fsdp 0"] if enough else [f"--fsdp 0 {each}" for each in whole.advice()]
         found = []
         if gone < self.workers:
             level = f"--redundancy-level {gone}" if gone > job.redundancy_level else ""
             lazy = "--redundancy lazy" if job.redundancy in ("none", "reroute") else ""
             found += [" ".join(filter(None, (lazy, level)))] if lazy or level else []
+        if job.fsdp:  # a shard is in one pipeline
+            whole = replace(self, job=replace(job, fsdp=0))
+            return found or [f"--fsdp 0 {each}" for each in whole.advice()]
         pipelines = job.pipelines + 1
         while fewest_holders(replace(job, pipelines=pipelines)) <= gone:
             pipelines += 1
@@ -89,7 +87,7 @@ class LostState:
 
 
 def fewest_holders(job: Job) -> int:
-    """Returns the smallest number of workers that hold a stage, in any pipeline, before failures; without fsdp."""
+    """Returns the smallest number of workers that hold a stage, in any pipeline, before failures; or a shard."""
     return min(map(len, holders(job)))
 
 

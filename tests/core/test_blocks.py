@@ -93,7 +93,7 @@ def test_gpipe_stays_gpipe() -> None:
 
 
 def test_every_refusal_comes_with_its_reason() -> None:
-    shards = "shards lie over whole stages, and no worker can take over from a shard"
+    shards = "shards lie over whole stages, which keep their owners until one dies"
     order = "its order of actions is made for one slot per stage"
     job = Job(stages=4, blocks=2, pipelines=2, fsdp=1, redundancy="none", schedule="zbv", stages_per_worker=2)
     assert [str(each) for each in check_job(job)] == [

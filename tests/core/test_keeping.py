@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from engine.core.checkpoints.keeping import Keeping, keeping_of, may_go, writers
-from engine.core.ownership import Grid, Redundancy, fresh, with_shadows
+from engine.core.checkpoints.keeping import Keeping, StateShare, keeping_of, may_go, shares_of, writers
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 
 MINUTE_NS = 60 * 10**9
 
@@ -69,8 +70,15 @@ def test_pipelines_share_the_work() -> None:
     assert sorted(writers(both).values()) == [(0,), (0,), (1,), (1,)]
 
 
-def test_owners_of_shards_write_their_own() -> None:
-    assert writers(fresh(Grid(2, 4, 3)), fsdp=True) == {0: (0, 2, 4), 1: (1, 3, 5)}
+def test_a_replica_of_each_shard_writes_it() -> None:
+    ownership = fresh(Grid(2, 4, 3, fsdp=1))
+    assert writers(ownership) == {0: (0, 2, 4), 1: (1, 3, 5)}
+    shadowed = replace(ownership, shadows=((1,), (0,), (3,), (), (5, 1), (4,)))
+    assert writers(shadowed) == {0: (1, 3, 5), 1: (0, 3, 4)}
+    heirs = replace(shadowed, owners=(0, 0, 2, 3, 4, 5), shadows=((),) * 6)
+    assert shares_of(heirs, 0) == (StateShare((0, 0), 0, 3), StateShare((0, 1), 0, 3))
+    both = Ownership(Grid(1, 4, 2, fsdp=1), (0, 0))
+    assert shares_of(both, 0) == (StateShare((0, 0), 0, 2), StateShare((1, 0), 1, 2))
 
 
 def test_old_ones_go_but_never_the_newest_good_one_or_one_in_use() -> None:

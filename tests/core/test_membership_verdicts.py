@@ -53,6 +53,18 @@ def test_the_same_stage_of_another_pipeline_inherits_after_the_shadows() -> None
     assert heirs(shadowed, (1, 3, 5)).shadows == ((), (), (), (), (), ())
 
 
+def test_a_shard_goes_to_its_own_shadow_only() -> None:
+    state = running()._replace(
+        options=Options(stages=2, redundant=True, sharded=True),
+        members=(0, 1, 2, 3),
+        owners=(0, 1, 2, 3),
+        shadows=((1,), (0,), (), (2,)),
+    )
+    assert heirs(state, (1,)) == ((0, 0, 2, 3), ((), (), (), (2,)), ())
+    assert heirs(state, (2,)) == ((0, 1, 2, 3), ((1,), (0,), (), ()), (2,))
+    assert heirs(state, (3,), hand_over=True).owners == (0, 1, 2, 2)
+
+
 def test_who_can_never_leave_is_known_with_its_stages() -> None:
     assert unable_to_leave(running()) == unable_to_leave(leaving(1)) == unable_to_leave(leaving(0, 1)) == {}
     assert unable_to_leave(leaving(0, 1, 2)) == {0: (0,), 1: (1,), 2: (2,)}

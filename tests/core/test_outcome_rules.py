@@ -42,7 +42,12 @@ RECOVERED, LOST = Expect(), Expect("state-lost")
         ),
         ((wanted("a", at(3, "1B2"), "exit"),), RECOVERED, {"redundancy": "none"}, "expected state-lost"),
         ((KILL,), RECOVERED, {"stages": 1, "redundancy": "lazy"}, "(first ends a worker, and the job has one worker)"),
-        ((KILL,), RECOVERED, {"redundancy": "none", "pipelines": 2, "fsdp": 1}, "with fsdp no other worker holds its"),
+        (
+            (KILL,),
+            RECOVERED,
+            {"redundancy": "none", "pipelines": 2, "fsdp": 1},
+            "redundancy none no other worker holds its shards",
+        ),
         ((PAIR,), RECOVERED, {}, "(pair ends workers 1 and 2 at once, and no other worker holds stage 2)"),
         ((wanted("all", at(3, "1B2"), count=4),), RECOVERED, {"redundancy_level": 3}, "no other worker holds stage 0"),
         ((wanted("all", at(3, "1B2"), count=8),), RECOVERED, {"pipelines": 2}, "no other worker holds stage 0"),

@@ -28,7 +28,7 @@ def test_a_negative_number_is_refused() -> None:
 def test_shards_and_other_schedules_are_refused_all_at_once_with_the_reason(field: str, off: str) -> None:
     found = refused(field, pipelines=2, fsdp=1, redundancy="none", schedule="interleaved", stages_per_worker=2)
     assert len(found) == 3
-    assert f"{off} with fsdp" in found[0] and "no worker can take over from a shard" in found[0]
+    assert f"{off} with fsdp" in found[0] and "which keep their owners until one dies" in found[0]
     assert f"{off} with stages_per_worker 2" in found[1]
     assert f"{off} with schedule interleaved" in found[2] and "these take blocks: 1f1b, " in found[2]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.action import COMPUTE_OPS, Action, Op, Program
 from engine.core.config.job import Job
 from engine.core.config.job_rules import check_job
-from engine.core.ownership import Grid, Ownership, fresh
+from engine.core.ownership import Grid, Ownership, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.unshard_pass import with_unshards
 from engine.core.program.verify import verify
@@ -23,9 +23,9 @@ PLACED = ("interleaved", 4, 2)  # schedule, stages, stages of a worker
 def built(
     schedule: str, stages: int, stages_per_worker: int, fsdp: int, microbatches: int = 4
 ) -> tuple[Program, Ownership]:
-    grid = Grid(stages, microbatches, pipelines=2)
+    grid = Grid(stages, microbatches, pipelines=2, fsdp=fsdp)
     ownership = fresh(grid, stages_per_worker, SCHEDULES[schedule].placement)
-    return build_program(schedule, ownership, fsdp=fsdp), ownership
+    return build_program(schedule, ownership), ownership
 
 
 def most_whole(actions: tuple[Action, ...]) -> int:
@@ -56,6 +56,21 @@ def test_every_program_keeps_the_rules(schedule: str, workers: int, per_worker: 
         assert most_whole(actions) <= min(fsdp, per_worker)
     without, _ = built(schedule, workers * per_worker, per_worker, 0, microbatches)
     assert computed(program) == computed(without)
+
+
+@given(st.integers(1, 3), st.integers(2, 3), st.integers(1, 4), st.data())
+def test_pipelines_in_different_orders_gather_all_stages_first(
+    stages: int, pipelines: int, microbatches: int, data: st.DataObject
+) -> None:
+    grid = Grid(stages, microbatches, pipelines, fsdp=1)
+    owners = tuple(data.draw(st.integers(0, pipelines * stages - 1)) for _ in grid.slots())
+    ownership = with_shadows(Ownership(grid, owners), "lazy", 1, range(pipelines * stages))
+    program = build_program("1f1b", ownership, "lazy")
+    assert verify(program, ownership) == ()
+    for worker, line in program.items():
+        own = sorted({stage for _, stage in ownership.slots_of(worker)})
+        assert [each.stage for each in line if each.op is Op.UNSHARD] == own
+        assert [each.stage for each in line if each.op is Op.RESHARD] == own
 
 
 def computed(program: Program) -> dict[int, list[Action]]:
@@ -107,7 +122,9 @@ def test_nobody_else_may_put_a_stage_together() -> None:
         ({"pipelines": 2, "redundancy": "none", "stages_per_worker": 2, "schedule": "interleaved"}, []),
         ({"pipelines": 2, "redundancy": "none"}, ["fsdp: expected a whole number <= 1, found 2"]),
         ({"redundancy": "none"}, ["fsdp: expected 0 with one pipeline, found 2"]),
-        ({"pipelines": 2}, ["fsdp: expected 0 with redundancy, found 2"]),
+        ({"pipelines": 2, "redundancy": "eager"}, ["fsdp: expected 0 with redundancy eager, found 2"]),
+        ({"pipelines": 2, "redundancy": "reroute"}, ["fsdp: expected 0 with redundancy reroute, found 2"]),
+        ({"pipelines": 2, "redundancy": "lazy", "stages_per_worker": 2, "schedule": "interleaved"}, []),
     ],
 )
 def test_a_job_is_refused_where_shards_cannot_be(fields: dict[str, Any], told: list[str]) -> None:

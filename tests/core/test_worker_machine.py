@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.checkpoints.keeping import StateShare, shares_of
+from engine.core.checkpoints.keeping import StateShare
 from engine.core.errors import ExitCode, Impossible, InvariantError
 from engine.core.messages import (
     CommitMessage,
@@ -335,10 +335,26 @@ def test_a_worker_that_has_missed_a_kept_commit_hashes_it_and_writes_when_traini
     assert [each for each in outputs if isinstance(each, Keep)] == [Keep(3, (StateShare((0, 0)), StateShare((0, 1))))]
 
 
-def test_with_fsdp_each_owner_writes_its_own_shard() -> None:
-    both = Ownership(Grid(1, 4, 2), (0, 1), ((), ()))
-    assert shares_of(both, 1, True) == (StateShare((1, 0), 1, 2),)
-    assert shares_of(both, 1, False) == ()
+def test_with_shards_an_epoch_hashes_the_last_commit_when_training_goes_on() -> None:
+    """The hash gathers shards, and a wait for them may have ended with the epoch."""
+    shards = replace(ALONE, grid=replace(GRID, fsdp=1))
+    state = fed(running(3), Told(epoch(2, commit=kept(3))), Counted(HOLDS, (0, 1)), Told(document(2, 3)))
+    state, outputs = step(fed(state, PlanMade(plan(2, 3)._replace(ownership=shards))), StepTaken(kept(3)))
+    assert not [each for each in outputs if isinstance(each, Audit)]
+    state, outputs = step(fed(state, GroupFormed(2)), Told(GO))
+    found = [each for each in outputs if isinstance(each, Enter | Audit | Run)]
+    assert found == [Enter(shards), Audit(3, HELD), Run("plan")]
+
+
+@pytest.mark.parametrize(("then", "audits"), [("step", [Audit(3, HELD)]), ("end", [Audit(3, HELD)]), ("epoch", [])])
+def test_a_gather_for_a_hash_comes_behind_the_checkpoint_and_never_right_before_an_epoch(
+    then: str, audits: list[Output]
+) -> None:
+    shards = replace(ALONE, grid=replace(GRID, pipelines=2, fsdp=1), owners=(0,) * 4, shadows=())
+    _, outputs = step(voted(3)._replace(ownership=shards), StepTaken(kept(3, then)))
+    first, *rest = [each for each in outputs if isinstance(each, Keep | Audit)]
+    assert isinstance(first, Keep)
+    assert rest == audits
 
 
 def test_the_last_commit_leads_to_an_audit_a_validation_and_the_end() -> None:

@@ -114,7 +114,7 @@ class Forecast:
 
     def _state(self) -> State:
         grid = self.ownership.grid
-        options = Options(stages=grid.stages, redundant=self.job.redundancy != "none")
+        options = Options(stages=grid.stages, redundant=self.job.redundancy != "none", sharded=grid.fsdp > 0)
         shadows = self.ownership.shadows or tuple(() for _ in grid.slots())
         return begin(options, self.ownership.owners, shadows, self.job.steps - 1, 0)._replace(members=self.members)
 
@@ -212,5 +212,5 @@ def bystanders(job: Job, kills: Sequence[Kill]) -> tuple[int, ...]:
 
 
 def without_redundancy(job: Job) -> Job:
-    """Returns the job without redundancy, over links; every run of `job` must have its trajectory."""
-    return replace(job, redundancy="none", redundancy_level=1, log_every=0, backend="auto")
+    """Returns the job without redundancy and shards; every run of `job` must have its trajectory."""
+    return replace(job, redundancy="none", redundancy_level=1, log_every=0, backend="auto", fsdp=0)

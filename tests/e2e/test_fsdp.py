@@ -1,7 +1,8 @@
-"""Real runs of stages in shards: the bits of whole stages, resumed too; a death ends them cleanly."""
+"""Real runs of stages in shards: the bits of whole stages, resumed too, and when workers die."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from engine.core.errors import ExitCode
 from engine.runtime.agent.run_view import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
-from tests.e2e.kill_runs import Runs
+from tests.e2e.kill_forecast import plan_kills
+from tests.e2e.kill_runs import SETTINGS, Runs, job_of
 from tests.kills import parse_kill
 from tests.runtime.kept_states import keeping_all, kept_states, run_and_keep
 from tests.runtime.thread_runs import run_in_threads
@@ -101,3 +103,23 @@ def test_a_death_ends_the_run_and_says_what_is_lost(runs: Runs) -> None:
     assert ending.exit_code == ExitCode.STATE_LOST
     assert "the state of stage 0 is lost" in str(ending.error)
     assert "last committed step 0" in str(ending.error)
+
+
+@pytest.mark.parametrize("name", ["mlp-shards-x2", "gpt-shards-x2", "mlp-shards-x4"])
+def test_deaths_are_taken_over_with_the_bits_of_whole_stages(runs: Runs, name: str) -> None:
+    kills = plan_kills(job_of(name), (), seed=1, most=2)
+    assert len(kills) == 2
+    assert runs.strike(job_of(name), kills) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_sixty_deaths_are_taken_over(runs: Runs) -> None:
+    names, count = [name for name in SETTINGS if job_of(name).fsdp], 0
+    for seed in itertools.count(2):
+        job = job_of(names[seed % len(names)])
+        kills = plan_kills(job, (), seed)
+        assert runs.strike(job, kills) == [], (names[seed % len(names)], seed)
+        count += len(kills)
+        if count >= 60:
+            break

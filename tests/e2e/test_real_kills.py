@@ -48,6 +48,7 @@ SIX_STAGES: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp", "model_args": {"depth": 5, "dropout": 0.1}},
     "gpt": {"model": "gpt", "model_args": {"width": 16, "heads": 2, "tied": True}},
 }
+UNSHARDED = [name for name in SETTINGS if not job_of(name).fsdp]  # `test_fsdp.py` has the others
 SPINNING: dict[str, Any] = {**SMALL, "model": "tests.e2e.kill_models:spinning", "validate_every": 0}
 
 
@@ -68,13 +69,13 @@ def covering(settings: Sequence[str], sorts: Iterable[Sort]) -> tuple[tuple[str,
 @functools.cache
 def suite(redundancy: str) -> tuple[tuple[str, tuple[Kill, ...]], ...]:
     """Returns the runs of the soak, which have every sort of kill with this redundancy."""
-    return covering([name for name in SETTINGS if job_of(name).redundancy == redundancy], KINDS[redundancy])
+    return covering([name for name in UNSHARDED if job_of(name).redundancy == redundancy], KINDS[redundancy])
 
 
 @functools.cache
 def sample() -> tuple[tuple[str, tuple[Kill, ...]], ...]:
     """Returns the runs of `make test`, which have every sort of kill once."""
-    return covering([name for name in SETTINGS if name not in LONGEST], SORTS)
+    return covering([name for name in UNSHARDED if name not in LONGEST], SORTS)
 
 
 @pytest.fixture(name="runs", scope="module")
@@ -108,9 +109,9 @@ def test_every_sort_of_kill_is_in_the_suite() -> None:
         struck = Counter(kill.sort for _, kills in suite(redundancy) for kill in kills)
         assert struck.keys() >= set(sorts)
     assert sum(len(kills) for redundancy in KINDS for _, kills in suite(redundancy)) >= LEAST_KILLS
-    assert {setting for redundancy in KINDS for setting, _ in suite(redundancy)} == set(SETTINGS)
+    assert {setting for redundancy in KINDS for setting, _ in suite(redundancy)} == set(UNSHARDED)
     assert {kill.sort for _, kills in sample() for kill in kills} == set(SORTS)
-    assert {setting for setting, _ in sample()} == set(SETTINGS) - set(LONGEST)
+    assert {setting for setting, _ in sample()} == set(UNSHARDED) - set(LONGEST)
 
 
 def soaked(*values: Any) -> Any:
@@ -118,13 +119,13 @@ def soaked(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if name not in LONGEST])
+@pytest.mark.parametrize("setting", [name for name in UNSHARDED if name not in LONGEST])
 def test_nothing_comes_of_any_kill(runs: Runs, setting: str) -> None:
     strike_all(runs, setting, sample())
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", UNSHARDED)
 def test_nothing_comes_of_any_kill_with_any_redundancy(runs: Runs, setting: str) -> None:
     strike_all(runs, setting, suite(job_of(setting).redundancy))
 

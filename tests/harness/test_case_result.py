@@ -205,16 +205,6 @@ def test_kills_are_a_scenario_that_expects_the_weights_of_the_twin() -> None:
     assert scenario_of([], Job(audit=0), with_twin=True) == Scenario("", "", Job(audit=0), ())
 
 
-def test_of_shards_nobody_is_called_the_heir() -> None:
-    verdict = {"epoch": 1, "owners": [0, 1, 1], "verdict": [[2, "died"]], "reason": "", "at_ns": 6}
-    events: list[dict[str, Any]] = [*STRUCK[1:], {"event": "epoch", **verdict}]
-    for job, heirs in ((JOB, "; worker 1 was to take over stage 2"), (replace(JOB, pipelines=2, fsdp=1), "")):
-        seen = Observed(80, "", made_history([{"event": "job", "stages": 3, "fsdp": job.fsdp}, *events]))
-        found = judged(replace(SCENARIO, job=job), (FAULT,), Path("x"), seen)
-        found = replace(found, summary={"steps": 1})
-        assert found.recovery_lines() == [f"worker 2 died after 2RECV_B3 of step 5{heirs}; not recovered"]
-
-
 def test_a_check_that_a_signal_left_undecided_is_not_judged() -> None:
     """An interrupted run without a step passed its limits, and a run without faults the check of its faults."""
     expect = Expect(trajectory="identical", steps_lost=0, culprit="exact", samples="exactly-once")

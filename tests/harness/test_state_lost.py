@@ -71,10 +71,17 @@ def loss(job: Job, workers: int, gone: int) -> LostState:
         (
             SHARDED,
             *(6, 1),
-            "with --fsdp each owner of a stage holds one shard of it, and no other worker has a copy",
-            ["--fsdp 0"],
+            "no redundancy: each shard is held by its owner only",
+            ["--redundancy lazy"],
         ),
-        (SHARDED, 6, 2, "", ["--fsdp 0 --redundancy lazy --redundancy-level 2", "--fsdp 0 --pipelines 3"]),
+        (SHARDED, 6, 2, "", ["--redundancy lazy --redundancy-level 2"]),
+        (SHARDED, 6, 6, "", ["--fsdp 0 --pipelines 7"]),
+        (
+            replace(SHARDED, redundancy="lazy"),
+            *(6, 2),
+            "lazy redundancy of level 1 keeps each shard on at least 2 of 6 workers; 2 were gone before others held it",
+            ["--redundancy-level 2"],
+        ),
     ],
 )
 def test_why_and_what_to_do(job: Job, workers: int, gone: int, why: str, advice: list[str]) -> None:

@@ -44,6 +44,7 @@ def takes_a_step(prefix: str, worker: int) -> Any:
     replicas, ownership = replicas_of(worker)
     stage = replicas.stages[worker, 0]
     before = hash_tensors(stage.layers[0].named_parameters())
+    replicas.learn(((),))
     shards = ShardedStages(worker, replicas)
     shards.enter(plane, ownership)
     sizes = [sum(each.untyped_storage().nbytes() for each in stage.trained())]
@@ -56,7 +57,7 @@ def takes_a_step(prefix: str, worker: int) -> Any:
     take_step(stage, LogEntry(laid_out(stage, gradients_of(replicas, worker)), ((), ()), ()), 0.1, 0.5)
     states = [each for optimizer in stage.optimizers.values() for _, each in optimizer.state_tensors() if each.dim()]
     local = sum(each.numel() for each in states)
-    after = [row[:3] for _, row in shards.hash_rows(0)]
+    after = [row[:3] for _, row in shards.hash_rows()]
     shards.unshard(0)
     again = hash_tensors((name, each.detach().clone()) for name, each in stage.layers[0].named_parameters())
     plane.release_sent()
@@ -86,6 +87,7 @@ def waits_alone(prefix: str, worker: int) -> Any:
     store, me = connect(prefix), PeerWorker(prefix, worker)
     plane = me.enter(0)
     replicas, ownership = replicas_of(worker)
+    replicas.learn(((),))
     shards = ShardedStages(worker, replicas)
     shards.enter(plane, ownership)
     outcome = "stayed away"
@@ -125,4 +127,4 @@ def test_weights_in_another_order_are_refused() -> None:
     linear = next(each for each in layer.modules() if isinstance(each, nn.Linear))
     linear.weight.data = linear.weight.data.t().contiguous().t()
     with pytest.raises(UserError, match="weights that are not contiguous"):
-        ShardedStages(0, replicas)
+        replicas.learn(((),))

@@ -32,6 +32,10 @@ JOBS = {
     "resnet18, kept": replace(RESNET, redundancy="lazy", checkpoint_every="1"),
     "resnet18 alone": replace(RESNET, redundancy="none"),
     "two pipelines, at the end": replace(SMALL, **TWICE, checkpoint_every="end"),
+    "shards with shadows, kept": replace(
+        SMALL, model="mlp", stages=2, pipelines=2, fsdp=1, redundancy="lazy", checkpoint_every="1"
+    ),
+    "shards alone": replace(SMALL, model="mlp", stages=2, pipelines=2, fsdp=1, redundancy="none"),
 }
 
 
@@ -51,12 +55,14 @@ def held_by(executor: Executor) -> WorkerBytes:
         for named in optimizer.state.values()
         for each in named.values()
     ]
+    kept = [each for stage in stages.values() for one in stage.optimizers.values() for each in one.kept.values()]
+    whole = [each for layer in layers for each in layer.parameters() if each.untyped_storage().nbytes()]
     sent = [each for entry in logged.values() for named in entry.gradients.values() for each in named.values()]
     grads = [each.grad for stage in stages.values() for each in stage.trained() if each.grad is not None]
     boundary = [each for stage in stages.values() for buffers in stage.boundary for each in buffers]
     values = [each for kept in executor.value_store._tensors.values() for each in tensors_of(kept)]
     return WorkerBytes(
-        weights=counted(each for layer in layers for each in layer.parameters()),
+        weights=counted([*kept, *whole]),
         optimizer=counted(states),
         gradients=counted([*grads, *sent]),
         buffers=counted([*boundary, *(each for layer in layers for each in layer.buffers())]),
@@ -83,10 +89,18 @@ def test_the_model_predicts_the_tensors_of_each_worker(
     history = read_history(tmp_path / "events.jsonl")
     ownership = shadowed(job, fresh_ownership(job), range(job.stages * job.pipelines))
     sizes = {stage: StageBytes(*rest) for done in history.of(FinishedRecord) for stage, *rest in done.sizes}
-    predicted = {worker: worker_bytes(job, ownership, worker, sizes) for worker in ownership.workers()}
+    told = {(done.of, stage): StageBytes(*rest) for done in history.of(FinishedRecord) for stage, *rest in done.sizes}
+    of_slot = {slot: told[ownership.owner(*slot), slot[1]] for slot in job.grid.slots()}  # shards differ by a row
+    predicted = {
+        worker: worker_bytes(
+            job, ownership, worker, sizes | {slot[1]: of_slot[slot] for slot in ownership.held_by(worker)}
+        )
+        for worker in ownership.workers()
+    }
     assert predicted.keys() == most.keys()
     for worker, found in most.items():
-        assert (found.weights, found.optimizer, found.gradients) == predicted[worker][:3]
+        gathered = sum(sizes[stage].whole for _, stage in ownership.slots_of(worker) if job.fsdp)  # until the step
+        assert (found.weights + gathered, found.optimizer, found.gradients) == predicted[worker][:3]
         assert found.buffers == predicted[worker].buffers
         assert predicted[worker].borders * job.retains == found.borders
     kept = [each.bytes for each in history.of(KeptRecord)]

@@ -23,7 +23,9 @@ from tests.simulation.compiled import (
     REDO,
     REDUCE,
     REDUCED,
+    SHARD,
     TAKE_LOG,
+    UNSHARD,
     VOTE,
     key_of,
     parts_of,
@@ -63,9 +65,15 @@ def _keep(worker: Executor, key: int, value: Any, goes_elsewhere: bool = False) 
         worker.lasting.add(key)
 
 
+def _whole(worker: Executor, slot: tuple[int, int]) -> Replica:
+    if worker.case.fsdp and slot[1] not in worker.whole:
+        raise Violation(f"worker {worker.number} computes slot {slot} with a shard of its weights")
+    return _replica(worker, slot)
+
+
 def _forward(worker: Executor, action: Action) -> bool:
     code, slot, microbatch, source, made, kept, goes_elsewhere = action
-    replica = _replica(worker, slot)
+    replica = _whole(worker, slot)
     given = provenance.data(worker.step, slot[0], microbatch) if source == NOTHING else _use(worker, source)
     before = replica.buffers_before(microbatch)
     output = provenance.activation(replica.weights, before, given)
@@ -86,7 +94,7 @@ def _forward(worker: Executor, action: Action) -> bool:
 
 def _backward(worker: Executor, action: Action) -> bool:
     code, slot, microbatch, source, made, kept, goes_elsewhere = action
-    replica = _replica(worker, slot)
+    replica = _whole(worker, slot)
     if kept not in worker.values:
         raise Violation(f"worker {worker.number} has no residual for {code} {microbatch} of slot {slot}")
     memory = worker.values.pop(kept)
@@ -106,7 +114,7 @@ def _weights(worker: Executor, action: Action) -> bool:
     _, slot, microbatch, _, _, pending, _ = action
     if pending not in worker.values:
         raise Violation(f"worker {worker.number} in step {worker.step} lacks {parts_of(pending)}")
-    _replica(worker, slot).add_backward(microbatch, *worker.values.pop(pending))
+    _whole(worker, slot).add_backward(microbatch, *worker.values.pop(pending))
     return True
 
 
@@ -183,6 +191,31 @@ def _reduce(worker: Executor, action: Action) -> bool:
     return True
 
 
+def _unshard(worker: Executor, action: Action) -> bool:
+    """Each owner sends the shards of its slots to all others, and must get those of the same step."""
+    _, stage, mine, owners, number = action
+    if worker.parted != worker.cursor:
+        worker.parted = worker.cursor
+        for pipeline in mine:
+            replica = _replica(worker, (pipeline, stage))
+            others = tuple(dict.fromkeys(each for each in owners if each != worker.number))
+            _send_to(worker, others, key_of(SHARD, pipeline, stage, number), (replica.version, replica.weights))
+    awaited = list(inputs_of(action, worker.number).items())
+    if not _all_there(worker, awaited):
+        return False
+    here = _replica(worker, (mine[0], stage))
+    for key, owner in awaited:
+        if worker.take(key, owner) != (here.version, here.weights):
+            raise Violation(f"worker {worker.number} gathers stage {stage} from shards of several steps")
+    worker.whole.add(stage)
+    return True
+
+
+def _reshard(worker: Executor, action: Action) -> bool:
+    worker.whole.remove(action[1])
+    return True
+
+
 def reduction(parts: list[Any], owners: tuple[int, ...]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Returns the sum in the order of pipelines, and the buffers and the losses of all of them."""
     sums, buffers, losses = zip(*parts, strict=True)
@@ -196,6 +229,9 @@ def inputs_of(action: Action, worker: int) -> dict[int, int]:
         return {action[2]: action[3]}
     if code == MAKE_LOG:
         return {key: source for _, key, source in action[4] if source != NOTHING}
+    if code == UNSHARD:
+        _, stage, _, owners, number = action
+        return {key_of(SHARD, each, stage, number): owner for each, owner in enumerate(owners) if owner != worker}
     if code == REDUCE:
         owners = enumerate(action[3])
         return {key_of(PART, pipeline, action[1]): owner for pipeline, owner in owners if owner != worker}
@@ -298,5 +334,6 @@ _DO: tuple[Callable[[Executor, Action], bool], ...] = (
     *(_forward, _forward, _backward, _backward, _weights),
     *(_send, _receive, _give, _heal, _reduce, _make_log, _take_log, _vote, _stream, _take_stream),
     *(_stream, _take_stream),
+    *(_unshard, _reshard),
 )
 assert REDO == 1, "the table stands in the order of the codes"

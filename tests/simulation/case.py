@@ -104,6 +104,7 @@ class Case:
     schedule: str = "1f1b"
     stages_per_worker: int = 1
     blocks: int = 1
+    fsdp: int = 0
     ties: tuple[tuple[int, ...], ...] = ()
     log_every: int = 0
     validate_every: int = 0

@@ -6,14 +6,15 @@ The routes of values are found here once for all workers, from the effects of ac
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
-from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
+from engine.core.action import RECEIVE_OPS, SEND_OPS, SHARD_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
 from engine.core.value import Kind
 from tests.simulation.case import Violation
 
-ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING = range(9)
+ACTIVATION, GRADIENT, RESIDUAL, STATE, REDUCED, LOGGED, PART, STREAMED, PENDING, SHARD = range(10)
 KINDS = {
     Kind.ACTIVATION: ACTIVATION,
     Kind.GRADIENT: GRADIENT,
@@ -27,9 +28,26 @@ KINDS = {
 NOTHING = -1
 # Codes of actions; computations first, because they take time.
 FORWARD, REDO, BACKWARD, INPUT, WEIGHTS, SEND, RECEIVE, GIVE, HEAL, REDUCE = range(10)
-MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM, HAND, TAKE_HAND = range(10, 17)
+MAKE_LOG, TAKE_LOG, VOTE, STREAM, TAKE_STREAM, HAND, TAKE_HAND, UNSHARD, RESHARD = range(10, 19)
 COMPUTE = WEIGHTS
-POINT_OF = ("F", "f", "B", "I", "W", "", "", "HEAL", "HEAL", "REDUCE_GRAD", "LOG", "LOG", "COMMIT", *("STREAM",) * 4)
+POINT_OF = (
+    "F",
+    "f",
+    "B",
+    "I",
+    "W",
+    "",
+    "",
+    "HEAL",
+    "HEAL",
+    "REDUCE_GRAD",
+    "LOG",
+    "LOG",
+    "COMMIT",
+    *("STREAM",) * 4,
+    "UNSHARD",
+    "RESHARD",
+)
 NAMES = (
     "F",
     "f",
@@ -48,10 +66,12 @@ NAMES = (
     "STREAM (takes)",
     "HAND",
     "HAND (takes)",
+    "UNSHARD",
+    "RESHARD",
 )
 VALUES = (
     *("activation", "gradient", "residual", "state", "reduced gradient", "log", "share of the reduction", "stream"),
-    "pending",
+    *("pending", "shard"),
 )
 CARRIED = (TAKE_STREAM, TAKE_HAND)
 OPS = {FORWARD: Op.F, BACKWARD: Op.B, WEIGHTS: Op.W, STREAM: Op.STREAM, TAKE_STREAM: Op.STREAM} | dict.fromkeys(
@@ -104,6 +124,7 @@ def compiled(program: Program, ownership: Ownership) -> dict[int, Compiled]:
     found = {}
     for worker, actions in program.items():
         done = tuple(_compiled(action, worker, ownership, routes) for action in actions if action.op is not Op.STEP)
+        done = _numbered(done)
         if any(action.op is Op.STEP for action in actions[: len(done)]):
             raise Violation(f"worker {worker} steps before its last vote")
         votes = [place for place, each in enumerate(done) if each[0] == VOTE]
@@ -176,7 +197,24 @@ def _compiled(action: Action, worker: int, ownership: Ownership, routes: _Routes
         owners = tuple(ownership.owner(each, stage) for each in range(ownership.grid.pipelines))
         sends = tuple((each, routes.targets(worker, key_of(REDUCED, each, stage))) for each in mine)
         return REDUCE, stage, mine, owners, sends
+    if action.op in SHARD_OPS:
+        stage, mine = action.stage, ownership.pipelines_of(worker, action.stage)
+        owners = tuple(ownership.owner(each, stage) for each in range(ownership.grid.pipelines))
+        return (UNSHARD, stage, mine, owners) if action.op is Op.UNSHARD else (RESHARD, stage)
     return _of_replica(action, worker, ownership, routes)
+
+
+def _numbered(actions: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...]:
+    """Returns actions whose gathers of a stage have a number each, so that their messages are told apart."""
+    counts = Counter[int]()
+    found = []
+    for action in actions:
+        if action[0] == UNSHARD:
+            found.append((*action, counts[action[1]]))
+            counts[action[1]] += 1
+        else:
+            found.append(action)
+    return tuple(found)
 
 
 def _computed(action: Action, ownership: Ownership) -> tuple[Any, ...]:

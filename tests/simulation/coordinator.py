@@ -37,12 +37,14 @@ def job_of(
     keep_every: int = 0,
     blocks: int = 1,
     elastic: bool = False,
+    fsdp: int = 0,
 ) -> Job:
     """Returns the job of a case, as far as a coordinator reads it."""
     return Job(
         stages=stages // blocks,
         blocks=blocks,
         elastic=elastic,
+        fsdp=fsdp,
         pipelines=pipelines,
         microbatches=microbatches,
         steps=steps,

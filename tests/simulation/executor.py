@@ -58,6 +58,7 @@ class Executor:
         self.inbox: dict[int, tuple[int, int, int, Any]] = {}
         self.ahead: dict[int, tuple[int, int, int, Any]] = {}  # transfers of the next step
         self.broken: set[int] = set()
+        self.whole: set[int] = set()  # the stages in shards that are put together here
         self.lost: set[int] = set()  # peers that did not get what it sent
         self.sent: Counter[int] = Counter()  # transfers in this group, by peer
         self.taken: Counter[int] = Counter()
@@ -87,6 +88,7 @@ class Executor:
     def enter(self, share: Compiled) -> None:
         """Begins its share of a program."""
         self.actions, self.steps = share
+        self.whole = set()
 
     def begin_program(self) -> None:
         """Runs its program from the beginning."""

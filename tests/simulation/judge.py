@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from engine.core.coordinator.inputs import CoordinatorInput, Passed
@@ -182,13 +182,16 @@ class Judge:
         self.ownership = ownership
         self.holders = self._holders(ownership)
 
-    def _holders(self, ownership: Ownership) -> list[set[int]]:
-        """Returns for each stage the workers that hold a replica of the last commit, and must keep it."""
-        pipelines = range(ownership.grid.pipelines)
-        return [
-            {worker for pipeline in pipelines for worker in ownership.replicas(pipeline, stage)}
-            for stage in range(ownership.grid.stages)
-        ]
+    def _holders(self, ownership: Ownership) -> dict[Slot, set[int]]:
+        """Returns for each slot the workers that hold its state at the last commit, and must keep it."""
+        return {
+            slot: {worker for pipeline in self._alike(slot) for worker in ownership.replicas(pipeline, slot[1])}
+            for slot in ownership.grid.slots()
+        }
+
+    def _alike(self, slot: Slot) -> Collection[int]:
+        """Returns the pipelines with the same state of a stage as in a slot: all, unless it is in shards."""
+        return (slot[0],) if self.grid.fsdp else range(self.grid.pipelines)
 
     def _state_changed(self, old: State, new: State, is_tick: bool) -> None:
         """Checks a decision of the protocol."""
@@ -197,7 +200,7 @@ class Judge:
         if new.epoch == old.epoch and new.phase is old.phase:
             return
         self._check_plans(old, new)
-        lost = tuple(stage for stage in range(self.grid.stages) if not self._is_held(stage, new))
+        lost = tuple(sorted({slot[1] for slot in self.grid.slots() if not self._is_held(slot, new)}))
         if new.phase is Phase.FINISHED:
             if new.lost_stages and new.lost_stages != lost:
                 raise Violation(f"finished with {new.lost_stages} lost ({lost} indeed): {new.reason}")
@@ -269,12 +272,12 @@ class Judge:
                 continue
             if before in new.going:
                 self.world.turns.add(INSIDE)
-                if slot not in self.world.workers[after].replicas and after not in self.holders[slot[1]]:
+                if slot not in self.world.workers[after].replicas and after not in self.holders[slot]:
                     raise Violation(f"worker {after} takes over slot {slot} inside the step without a replica")
                 continue
             if not new.planned:
                 raise Violation(f"slot {slot} leaves worker {before} in an open step: {new.reason}")
-            if after not in self.holders[slot[1]]:
+            if after not in self.holders[slot]:
                 raise Violation(f"worker {after} inherits slot {slot} without a whole replica: {new.reason}")
             if before not in old.leaving:
                 self.world.turns.add(MOVED)
@@ -282,7 +285,7 @@ class Judge:
     def _check_given_up(self, worker: int, old: State) -> None:
         """Checks that the worker can be replaced, and lies on the most dark edges of all that can be."""
         others = old._replace(members=tuple(each for each in old.members if each != worker))
-        if any(owner == worker and not self._is_held(stage, others) for (_, stage), owner in self._owners(old)):
+        if any(owner == worker and not self._is_held(slot, others) for slot, owner in self._owners(old)):
             raise Violation(f"worker {worker} is given up, and nobody else holds what it owns")
         if old.look:
             return  # transfers broke: only the rule of the struck ones
@@ -301,9 +304,7 @@ class Judge:
     def _is_replaceable(self, worker: int, state: State) -> bool:
         """Whether other members hold all that a worker owns, as of the last commit."""
         others = {*state.members} - {worker}
-        return all(
-            owner != worker or not self.holders[stage].isdisjoint(others) for (_, stage), owner in self._owners(state)
-        )
+        return all(owner != worker or not self.holders[slot].isdisjoint(others) for slot, owner in self._owners(state))
 
     def _must_bear(self, state: State) -> bool:
         """Whether links are broken for long, and no member with such a fault can be replaced."""
@@ -331,17 +332,17 @@ class Judge:
                 return True
         return False
 
-    def _is_held(self, stage: int, state: State) -> bool:
-        """Whether a member has a complete replica of a stage: of the last commit, or with the log that leads to it.
+    def _is_held(self, slot: Slot, state: State) -> bool:
+        """Whether a member has a complete replica for a slot: of the last commit, or with the log that leads to it.
 
         A worker with a replica at the commit must still have it.
         """
         committed = len(self.outcomes)
-        return not self.holders[stage].isdisjoint(state.members) or any(
+        return not self.holders[slot].isdisjoint(state.members) or any(
             replica.version == committed or (replica.version == committed - 1 and replica.logged is not None)
             for number in state.members
-            for (_, each), replica in self.world.workers[number].replicas.items()
-            if each == stage
+            for (pipeline, each), replica in self.world.workers[number].replicas.items()
+            if each == slot[1] and pipeline in self._alike(slot)
         )
 
     def end(self) -> None:

@@ -45,9 +45,12 @@ def check_plan(given: PlanInput, plan: Plan) -> None:
 def lost_stages(given: PlanInput) -> tuple[int, ...]:
     """Returns the stages with a slot whose owner has no replica."""
     ownership = given.ownership
-    held = {each.worker: {stage for _, stage in each.whole} for each in given.inventories}
+    held: dict[int, set[Slot]] = {each.worker: set(each.whole) for each in given.inventories}
+    if not ownership.grid.fsdp:  # a slot stands for those of other pipelines
+        pipelines = range(ownership.grid.pipelines)
+        held = {worker: {(each, stage) for _, stage in whole for each in pipelines} for worker, whole in held.items()}
     return tuple(
-        sorted({slot[1] for slot in ownership.grid.slots() if slot[1] not in held.get(ownership.owner(*slot), ())})
+        sorted({slot[1] for slot in ownership.grid.slots() if slot not in held.get(ownership.owner(*slot), ())})
     )
 
 

@@ -128,7 +128,7 @@ def adopted(worker: Executor, slots: tuple[Slot, ...]) -> None:
     for slot in slots:
         if slot not in worker.replicas:
             pipelines = [pipeline for pipeline, stage in sorted(worker.replicas) if stage == slot[1]]
-            if not pipelines:
+            if not pipelines or worker.case.fsdp:
                 raise Violation(f"worker {worker.number} cannot adopt {slot}")
             worker.world.turns.add("replica is adopted")
             source = worker.replicas[pipelines[0], slot[1]]

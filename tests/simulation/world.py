@@ -63,7 +63,8 @@ def first_state(ownership: Ownership, redundancy: Redundancy, steps: int) -> Sta
     """Returns the first state of the membership protocol."""
     shadows = ownership.shadows or ((),) * len(ownership.owners)
     redundant = redundancy != "none"
-    options = Options(stages=ownership.grid.stages, redundant=redundant, max_restarts=MOST_RESTARTS)
+    grid = ownership.grid
+    options = Options(stages=grid.stages, redundant=redundant, sharded=grid.fsdp > 0, max_restarts=MOST_RESTARTS)
     return first_membership(options, ownership.owners, shadows, steps - 1, 0)
 
 
@@ -82,8 +83,8 @@ class World:
         self.trace = 0
         self.turns: set[str] = set()  # the rare events that have happened
         self.next_tick = 0
-        grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties, case.blocks)
-        self.retains = case.redundancy != "none" or case.pipelines > 1
+        grid = Grid(case.stages, case.microbatches, case.pipelines, case.ties, case.blocks, case.fsdp)
+        self.retains = case.redundancy != "none" or (case.pipelines > 1 and not case.fsdp)
         how = (case.redundancy, case.level, case.stages_per_worker, case.schedule)
         self.ownership = self.placed(first_ownership(grid, *how), case)
         self.job = job_of(
@@ -92,6 +93,7 @@ class World:
             case.keep_every,
             case.blocks,
             case.elastic,
+            case.fsdp,
         )
         self.grid = grid
         self.members = self.ownership.workers()

@@ -1,7 +1,7 @@
 """The memory model: the bytes of tensors that a worker holds at most, from the sizes of its stages.
 
-- A replica, owned or shadowed, has weights, optimizer state and buffers. With fsdp an owner has a shard of the first
-  two, and in a step the whole weights too.
+- A replica, owned or shadowed, has weights, optimizer state and buffers. With fsdp it has a shard of the first two, and
+  in a step its owner has the whole weights too.
 - An owner has accumulators of the gradients, and with several pipelines their mean. A shadow receives it by the log.
 - Where another worker can take over, a replica also has the buffers of each pipeline at the last boundary. An owner
   keeps the values that go to other owners until the commit, of each microbatch.
@@ -78,7 +78,7 @@ def worker_bytes(job: Job, ownership: Ownership, worker: int, sizes: Mapping[int
     means = {stage for _, stage in own} if job.pipelines > 1 else set()
     copied = sum(
         size.weights + size.optimizer + size.buffers * job.pipelines
-        for size in (sizes[share.slot[1]] for share in shares_of(ownership, worker, job.fsdp > 0))
+        for size in (sizes[share.slot[1]] for share in shares_of(ownership, worker))
     )
     return WorkerBytes(
         weights=sum(each.weights for each in held) + sum(sizes[stage].whole for _, stage in own if job.fsdp),

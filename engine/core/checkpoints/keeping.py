@@ -1,8 +1,8 @@
 """Decides which commits are kept as checkpoints, which worker writes each stage, and which checkpoints may go.
 
 Rules: a stage is written once, by a shadow if it has one, so that its owner pays nothing; stages are shared evenly over
-the workers. With sharded stages each owner writes its own shard. Every replica of the ownership of a commit is whole,
-because each one has voted for it. The newest good checkpoint never goes, nor does one that is in use.
+the workers. A shard is written by the first shadow of its slot, or the owner. Every replica of the ownership of a
+commit is whole, because each one has voted for it. The newest good checkpoint never goes, nor does one that is in use.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def keeps_any(text: str) -> bool:
     return keeping_of(text) != Keeping(last=False)
 
 
-def writers(ownership: Ownership, fsdp: bool = False) -> Mapping[int, tuple[int, ...]]:
-    """Returns the workers that write each stage, in the order of the shards; there is one without `fsdp`."""
+def writers(ownership: Ownership) -> Mapping[int, tuple[int, ...]]:
+    """Returns the workers that write each stage, in the order of the shards; there is one without shards."""
     grid = ownership.grid
-    if fsdp:
-        return {stage: ownership.owners_of(stage) for stage in range(grid.stages)}
+    if grid.fsdp:
+        last = {slot: ownership.replicas(*slot)[:2][-1] for slot in grid.slots()}  # the first shadow, or the owner
+        return {stage: tuple(last[each, stage] for each in range(grid.pipelines)) for stage in range(grid.stages)}
     candidates = {}
     for stage in range(grid.stages):
         owners = ownership.owners_of(stage)
@@ -105,13 +106,14 @@ class StateShare(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shares_of(ownership: Ownership, worker: int, fsdp: bool = False) -> tuple[StateShare, ...]:
-    """Returns the shares of a checkpoint that a worker writes, one for each of its stages."""
-    held = sorted(ownership.held_by(worker))
+def shares_of(ownership: Ownership, worker: int) -> tuple[StateShare, ...]:
+    """Returns the shares of a checkpoint that a worker writes, one for each of its stages, or of their shards."""
+    held, is_cut = sorted(ownership.held_by(worker)), ownership.grid.fsdp > 0
     return tuple(
-        StateShare(next(slot for slot in held if slot[1] == stage), chosen.index(worker), len(chosen))
-        for stage, chosen in writers(ownership, fsdp).items()
-        if worker in chosen
+        StateShare((shard, stage) if is_cut else next(slot for slot in held if slot[1] == stage), shard, len(chosen))
+        for stage, chosen in writers(ownership).items()
+        for shard, writer in enumerate(chosen)
+        if writer == worker
     )
 
 

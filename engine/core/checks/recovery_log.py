@@ -126,11 +126,8 @@ class RecoveryLog:
         verdict = tuple(each for epoch in self.epochs for each in epoch.verdict)
         out = {each.worker for each in verdict}
         now = self.history.owners
-        is_lost = commit is None and bool(self.history.job.fsdp)  # no other worker can take over a shard
         moved = (
-            (slot, old, now[slot])
-            for slot, old in sorted(self.owners.items())
-            if not (after_end or is_lost) and now[slot] != old
+            (slot, old, now[slot]) for slot, old in sorted(self.owners.items()) if not after_end and now[slot] != old
         )
         begin_ns = self._begin_ns()
         points = self._points_ns(begin_ns)

@@ -14,9 +14,9 @@ from engine.core.program.build import build_program
 def initial_program(job: Job) -> tuple[Program, Ownership]:
     """Returns the program of one step of a job, and its ownership."""
     ownership = fresh_ownership(job)
-    return _program(job.schedule, ownership, job.redundancy, job.log_every, job.fsdp), ownership
+    return _program(job.schedule, ownership, job.redundancy, job.log_every), ownership
 
 
 @lru_cache(maxsize=8)  # the cells of a matrix that follow each other have few shapes
-def _program(schedule: str, ownership: Ownership, redundancy: Redundancy, log_every: int, fsdp: int) -> Program:
-    return build_program(schedule, ownership, redundancy, log_every=log_every, fsdp=fsdp)
+def _program(schedule: str, ownership: Ownership, redundancy: Redundancy, log_every: int) -> Program:
+    return build_program(schedule, ownership, redundancy, log_every=log_every)

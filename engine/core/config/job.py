@@ -214,7 +214,7 @@ class Job:
     @property
     def grid(self) -> Grid:
         """The slots of all pipelines; without the ties of the model."""
-        return Grid(self.slots, self.microbatches, self.pipelines, blocks=self.blocks)
+        return Grid(self.slots, self.microbatches, self.pipelines, blocks=self.blocks, fsdp=self.fsdp)
 
     @property
     def most_workers(self) -> int:

@@ -71,7 +71,7 @@ def no_blocks(job: Job) -> list[tuple[str, str]]:
     known = SCHEDULES.get(job.schedule)
     found = []
     if job.fsdp:
-        found.append(("fsdp", "shards lie over whole stages, and no worker can take over from a shard"))
+        found.append(("fsdp", "shards lie over whole stages, which keep their owners until one dies"))
     if job.stages_per_worker > 1:
         found.append((f"stages_per_worker {job.stages_per_worker}", order))
     if is_text(job.schedule) or FACTORY.fullmatch(job.schedule):
@@ -121,9 +121,9 @@ def _check_shards(job: Job) -> list[Problem]:
     expected = hint = ""
     if job.fsdp and job.pipelines == 1:
         expected, hint = "0 with one pipeline", "shards lie over the pipelines: give --pipelines 2 or more"
-    elif job.fsdp and job.redundancy != "none":
-        expected = "0 with redundancy"
-        hint = "a shadow holds whole stages and cannot take over from shards: give --redundancy none"
+    elif job.fsdp and job.redundancy not in ("none", "lazy"):
+        expected = f"0 with redundancy {job.redundancy}"
+        hint = "the shadow of a shard holds that shard, and runs no forwards: give --redundancy lazy or none"
     elif job.fsdp > job.stages_per_worker >= 1:
         expected = f"a whole number <= {job.stages_per_worker}"
         hint = f"a worker has {job.stages_per_worker} of the stages (stages_per_worker)"

@@ -40,8 +40,13 @@ def shadowed(
 
 
 def holders(job: Job) -> list[frozenset[int]]:
-    """Returns for each slot of a pipeline the workers that hold its state at the start, in any pipeline; no fsdp."""
+    """Returns for each slot of a pipeline the workers that hold its state at the start, in any pipeline.
+
+    With shards each pipeline has its own state, and all of them stand one after the other.
+    """
     ownership = fresh_ownership(job)
+    if job.fsdp:
+        return [frozenset(ownership.replicas(*slot)) for slot in job.grid.slots()]
     return [
         frozenset(worker for pipeline in range(job.pipelines) for worker in ownership.replicas(pipeline, stage))
         for stage in range(job.slots)

@@ -60,8 +60,7 @@ def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> De
     """Returns the state with the way out of a worker, and its record and line if it is a new one."""
     known = state.membership
     spent_ns = now_ns - known.committed_ns
-    can_give = has_heirs(known, worker) and not state.job.fsdp
-    way = way_out(left_ns, spent_ns, known.steps_ns, can_give)
+    way = way_out(left_ns, spent_ns, known.steps_ns, has_heirs(known, worker))
     if way is state.ways.get(worker) or worker in state.staying:
         return state, ()
     step, rest_s = known.committed + 1, until_boundary_ns(spent_ns, known.steps_ns) / 1e9

@@ -123,6 +123,7 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1, lat
         stages=job.slots,
         noun=job.slot_noun,
         redundant=job.redundancy != "none",
+        sharded=job.fsdp > 0,
         form_ns=patience_ns,
         max_restarts=_MAX_RESTARTS,
         workers=len(ownership.workers()),

@@ -144,7 +144,7 @@ def _victims(injection: Injection, fault: Fault, state: State) -> Victims:
         slot = (action.pipeline, action.stage)
         if action.op is Op.CHECKPOINT and fault.victims == (slot_owner(action),):
             ownership = Ownership(injection.grid, state.owners, state.shadows)
-            return ((writers(ownership, injection.job.fsdp > 0)[action.stage][0], slot),)
+            return ((writers(ownership)[action.stage][0], slot),)
         return find_victims(fault.victims, injection.grid, state, slot, ())
     cause_id = fault.moment.fault
     cause = next(each for each in injection.struck if each.fault.id == cause_id)

@@ -79,29 +79,25 @@ def _why_lost(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
         at = wanted.trigger
         if not isinstance(at, At) or wanted.do not in ending or wanted.do in WITH_NOTICE or _is_at_the_end(at, job):
             continue
-        if job.fsdp:
-            return f"{wanted.id} ends a worker, and with fsdp no other worker holds its shards"
         if all(len(each) == 1 for each in holders(job)):
             alone = len(fresh_ownership(job).workers()) == 1
-            why = (
-                "the job has one worker"
-                if alone
-                else f"with redundancy {job.redundancy} no other worker holds its {job.slot_noun}s"
-            )
-            return f"{wanted.id} ends a worker, and {why}"
+            held = "shards" if job.fsdp else f"{job.slot_noun}s"
+            why = f"with redundancy {job.redundancy} no other worker holds its {held}"
+            return f"{wanted.id} ends a worker, and {'the job has one worker' if alone else why}"
         if not _comes_first(wanted, at, faults, ending):
             continue
         victims = _victims(wanted, at, job)
         for stage, workers in enumerate(holders(job)):
             if workers <= victims:
                 named = numbered("worker", sorted(workers), " and ")
-                return f"{wanted.id} ends {named} at once, and no other worker holds {job.slot_noun} {stage}"
+                what = f"{'a shard of ' if job.fsdp else ''}{job.slot_noun} {stage % job.slots}"
+                return f"{wanted.id} ends {named} at once, and no other worker holds {what}"
     return ""
 
 
 def _why_kept(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]) -> str:
     """Returns why the state of every stage is surely kept; empty if a run may lose it."""
-    if job.fsdp or not all(each.do in ending or _is_harmless(each) for each in faults.values()):
+    if not all(each.do in ending or _is_harmless(each) for each in faults.values()):
         return ""
     dead = sum(_most_victims(each) for each in faults.values() if not _is_harmless(each))
     kept = min(len(each) for each in holders(job))

@@ -41,10 +41,14 @@ GATHERING = (Phase.FAILING_OVER, Phase.RECONFIGURING)  # inventories, then the p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The parameters of the protocol. `stages` is per pipeline; `redundant` is false if the job has no shadows."""
+    """The parameters of the protocol. `stages` is per pipeline; `redundant` is false if the job has no shadows.
+
+    With `sharded` each pipeline has its own shards of the stages.
+    """
 
     stages: int
     redundant: bool
+    sharded: bool = False
     noun: str = "stage"  # for a slot of a pipeline, in texts
     form_ns: int = 60 * _S  # until every worker has joined
     hail_ns: int = 60 * _S  # until the first message of each worker

@@ -58,7 +58,12 @@ def _holds(state: State, slot: int, worker: int) -> bool:
 
 
 def holders_in_other_pipelines(state: State, slot: int) -> list[int]:
-    """Returns the members that hold the stage of a slot in other pipelines: owners first, next pipeline first."""
+    """Returns the members that hold the stage of a slot in other pipelines: owners first, next pipeline first.
+
+    None does with shards: there each pipeline has others.
+    """
+    if state.options.sharded:
+        return []
     num_slots, stages = len(state.owners), state.options.stages
     others = [(slot + more) % num_slots for more in range(stages, num_slots, stages)]
     holders = [state.owners[each] for each in others] + [worker for each in others for worker in state.shadows[each]]

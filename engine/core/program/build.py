@@ -16,7 +16,7 @@ from engine.core.program.redundant_forward_pass import with_redundant_forwards
 from engine.core.program.step_end_pass import with_end_of_step
 from engine.core.program.stream_pass import with_streams
 from engine.core.program.transfer_pass import with_transfers
-from engine.core.program.unshard_pass import with_unshards
+from engine.core.program.unshard_pass import with_unshards, with_whole_stages
 from engine.core.schedules.compute import ComputeLists, in_blocks
 from engine.core.schedules.csv_text import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
 from engine.core.schedules.overlap_pairs import with_pairs_together
@@ -29,21 +29,19 @@ def build_program(
     redundancy: Redundancy = "none",
     healing: Collection[tuple[int, Slot]] = (),
     log_every: int = 0,
-    fsdp: int = 0,
 ) -> Program:
     """Returns the whole program of one step, for every worker that owns or shadows a slot.
 
     `schedule`, a name or compute lists as CSV, orders the actions while every worker owns the stages of a fresh job;
     otherwise the list scheduler does. `healing` are the shadows, as (worker, slot), that get the state of their slot
-    during this step. Accumulators are streamed after every `log_every` microbatches; 0 turns this off. `fsdp` stages of
-    a worker may be whole at once; 0 turns shards off.
+    during this step. Accumulators are streamed after every `log_every` microbatches; 0 turns this off.
     """
     lists = _lists(schedule, ownership)
     program = merged_compute(ownership) if lists is None else on_owners(lists, ownership)
     if redundancy == "eager":
         program = with_redundant_forwards(program, ownership, healing=healing)
-    if fsdp:
-        program = with_unshards(program, fsdp)
+    if fsdp := ownership.grid.fsdp:
+        program = with_whole_stages(program, ownership) if lists is None else with_unshards(program, fsdp)
     program = _for_all_workers(with_transfers(program, ownership), ownership)
     if lists is not None and overlaps(schedule):
         program = with_pairs_together(program)

@@ -8,7 +8,7 @@ circle. A value that is held at the start is not made again.
 
 The owner of a slot sends its state to a new shadow before the owner's first wait, so the state arrives even if other
 workers fail later. It cannot be sooner on the first stage: the other workers wait for its first forwards. The shadow
-receives the state behind its last SEND: from there on other workers wait for it at the end of the step only.
+receives the state behind its last SEND or UNSHARD: from there on other workers wait for it at the end of the step only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from engine.core.op_row import Where
 from engine.core.ownership import Ownership, Slot
 from engine.core.value import Held, Kind, Value
 
-_MAY_WAIT = frozenset(op for op, row in OP_TABLE.items() if any(term.at is Where.WIRE for term in row.needs))
+_MEETS = frozenset(op for op, row in OP_TABLE.items() if row.meets)
+_MAY_WAIT = _MEETS | {op for op, row in OP_TABLE.items() if any(term.at is Where.WIRE for term in row.needs)}
+_AWAITED = _MEETS | SEND_OPS
 
 
 def with_end_of_step(
@@ -50,7 +52,7 @@ def _with_heals(
 ) -> list[Action]:
     sent = {slot for _, slot in healing if ownership.owner(*slot) == worker}
     taken = {slot for taker, slot in healing if taker == worker}
-    last = max((position for position, action in enumerate(actions, 1) if action.op in SEND_OPS), default=0)
+    last = max((position for position, action in enumerate(actions, 1) if action.op in _AWAITED), default=0)
     waits = (position for position, action in enumerate(actions) if action.op in _MAY_WAIT)
     first = min(next(waits, 0), last)  # the receipt of a state is a wait too
     return [*actions[:first], *_heals(sent), *actions[first:last], *_heals(taken), *actions[last:]]

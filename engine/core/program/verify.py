@@ -194,7 +194,7 @@ def _taken_away(program: Program) -> list[Violation]:
     violations = []
     for worker, actions in program.items():
         closed: dict[Slot, tuple[int, Action]] = {}  # up to which microbatch, and by which action
-        forms: dict[Slot, WeightForm] = {}
+        forms: dict[int, WeightForm] = {}  # by stage: a worker gathers one for all pipelines in which it owns it
         for position, action in enumerate(actions):
             stage, op, microbatch, pipeline = action
             place = _PLACES.get(op)
@@ -208,9 +208,9 @@ def _taken_away(program: Program) -> list[Violation]:
                 violations.append(Violation(worker, position, str(action), rule))
             if closes is not None and (limit := closes if closes == ALL else microbatch + closes) > reached:
                 closed[slot] = (limit, action)
-            if first and finds and forms.get(slot, first) is not finds:
-                rule = f"finds its stage {_AS_READ[forms.get(slot, first)]}"
+            if first and finds and forms.get(stage, first) is not finds:
+                rule = f"finds its stage {_AS_READ[forms.get(stage, first)]}"
                 violations.append(Violation(worker, position, str(action), rule))
             if leaves:
-                forms[slot] = leaves
+                forms[stage] = leaves
     return violations

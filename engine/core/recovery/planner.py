@@ -26,6 +26,7 @@ from engine.core.program.remaining_tasks import tasks_left
 from engine.core.program.replay import replayed, shown_by
 from engine.core.program.step_end_pass import with_end_of_step
 from engine.core.program.transfer_pass import with_transfers
+from engine.core.program.unshard_pass import with_whole_stages
 from engine.core.recovery.handing import Hand, hands_in, held_after, with_hands
 from engine.core.recovery.inventory import Inventory
 from engine.core.recovery.plan import Plan
@@ -48,7 +49,8 @@ def make_plan(given: PlanInput) -> Plan:
     ownership, step = given.ownership, given.committed + 1
     whole = {inventory.worker: frozenset(inventory.whole) for inventory in given.inventories}
     adopted = tuple(slot for slot in ownership.grid.slots() if slot not in whole[ownership.owner(*slot)])
-    lost = tuple(sorted({slot[1] for slot in adopted if not _stands_for(slot, whole[ownership.owner(*slot)])}))
+    is_lost = [ownership.grid.fsdp or not _stands_for(slot, whole[ownership.owner(*slot)]) for slot in adopted]
+    lost = tuple(sorted({slot[1] for slot, gone in zip(adopted, is_lost, strict=True) if gone}))
     if lost:
         return _digested(Plan(step, {}, (), lost, ""))
     done, hands, held = _done(given), _hands(given), held_at_start(given)
@@ -56,6 +58,7 @@ def make_plan(given: PlanInput) -> Plan:
     tasks = tasks_left(ownership, there, done)
     compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
     members = {worker: compute.get(worker, ()) for worker in whole}
+    members = with_whole_stages(members, ownership) if ownership.grid.fsdp else members
     sent = with_hands(with_transfers(members, ownership, held), hands, ownership)
     program = with_end_of_step(sent, ownership, held, healing_in(given))
     refuse_stuck(program, ownership, held)

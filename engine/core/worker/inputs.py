@@ -45,7 +45,7 @@ class Built(Input):
     """The worker has joined: its stages are built, and the first group is formed.
 
     `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with.
-    `is_sharded`: with FSDP. `waits`: it owns nothing, and has joined no group; an epoch makes it a member, with `joins`
+    `waits`: it owns nothing, and has joined no group; an epoch makes it a member, with `joins`
     without a failure, too.
     """
 
@@ -54,7 +54,6 @@ class Built(Input):
     validate_every: int
     audit_every: int
     step: int = 0
-    is_sharded: bool = False
     waits: bool = False
     joins: bool = False
 

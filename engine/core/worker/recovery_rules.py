@@ -144,7 +144,8 @@ def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: 
 
 def catches_up(state: WorkerState, taken: inputs.StepTaken) -> Stepped:
     """Goes on with the plan after the commit that this worker had missed."""
-    return _caught_up(state._replace(step=state.step + 1, kept=()), audit(state, taken.commit, state.held))
+    audits = () if state.ownership.grid.fsdp else audit(state, taken.commit, state.held)
+    return _caught_up(state._replace(step=state.step + 1, kept=()), audits)
 
 
 def _caught_up(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
@@ -196,6 +197,12 @@ def _goes_now(state: WorkerState) -> Stepped:
         outputs = (*outputs, PlanNextStep(new.step, new.ownership, new.members, new.leaving, new.wanted, new.hosts))
     if state.go.keep:
         new, outputs = keeps(new, outputs)
+    if (
+        new.ownership.grid.fsdp
+        and new.plan is not None
+        and (commit := required(new.told, "an epoch is entered").commit)
+    ):
+        outputs = (*outputs, *audit(new, commit, new.held))
     if state.go.validate:
         return new._replace(mode=Mode.VALIDATING), (*outputs, Validate(new.step - 1, new.ownership))
     return go_on(new, outputs)

@@ -57,7 +57,6 @@ class WorkerState(NamedTuple):
     has_given_notice: bool = False
     validate_every: int = 0
     audit_every: int = 0
-    is_sharded: bool = False
     kept: tuple[Slot, ...] = ()  # the slots whose state after the last step it has begun to write
 
     @property

@@ -54,7 +54,6 @@ def joins(state: WorkerState, built: inputs.Built) -> Stepped:
         members=built.ownership.workers(),
         validate_every=built.validate_every,
         audit_every=built.audit_every,
-        is_sharded=built.is_sharded,
     )
     return new, (Say(messages.WaitingMessage(built.joins) if built.waits else messages.ReadyMessage()),)
 
@@ -92,10 +91,13 @@ def opens_step(state: WorkerState, taken: inputs.StepTaken) -> Stepped:
     is_over = commit.then == "end"
     new = state._replace(step=state.step + 1, is_over=is_over, opens=state.program != "usual", kept=())
     # A replica without a part in the step has missed it.
-    outputs: tuple[Output, ...] = (Drop(state.held), *audit(state, commit, state.held))
+    audits, gathers = audit(state, commit, state.held), tuple[Output, ...]()
+    if state.ownership.grid.fsdp:  # an epoch may end the wait, and what is behind it; one that is due gathers itself
+        audits, gathers = (), audits if commit.then != "epoch" else ()
+    outputs: tuple[Output, ...] = (Drop(state.held), *audits)
     if commit.keep:
         new, outputs = keeps(new, outputs)
-    outputs = (*outputs, ReleaseSends())
+    outputs = (*outputs, *gathers, ReleaseSends())
     if commit.then == "epoch":
         return new._replace(mode=Mode.BOUNDARY), outputs  # its GoMessage orders the validation of this step
     if is_due(state.validate_every, commit.step, is_over):
@@ -141,7 +143,7 @@ def is_validated(state: WorkerState, told: messages.ValidatedMessage) -> Stepped
 
 def keeps(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
     """Writes this worker's share of the state after the last step, as far as that has not begun."""
-    shares = shares_of(state.ownership, state.worker, state.is_sharded)
+    shares = shares_of(state.ownership, state.worker)
     new = tuple(each for each in shares if each.slot not in state.kept)
     if not new:
         return state, before
@@ -149,7 +151,10 @@ def keeps(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def audit(state: WorkerState, commit: messages.CommitMessage, slots: tuple[Slot, ...]) -> tuple[Output, ...]:
-    """Returns the order to send the hashes of these slots, if an audit is due after the step."""
+    """Returns the order to send the hashes of these slots, if an audit is due after the step.
+
+    With shards a member must be in its group for it: they are gathered. An epoch that ends this wait begins with it.
+    """
     is_asked = commit.keep or is_due(state.audit_every, commit.step, commit.then == "end")
     return (Audit(commit.step, slots),) if is_asked and slots else ()
 

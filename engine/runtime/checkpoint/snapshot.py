@@ -17,6 +17,7 @@ from engine.core.checkpoints.keeping import StateShare
 from engine.core.ownership import Slot
 from engine.runtime.checkpoint.layer_file import LayerImage, laid_out
 from engine.runtime.checkpoint.state_dict_names import state_dict_names
+from engine.runtime.stage.buffers import named_copies
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.stage import Stage
 
@@ -73,14 +74,7 @@ def _own_tensors(optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:
 def _buffers_of(stage: Stage, stages: Mapping[Slot, Stage], index: int) -> dict[int, dict[int, NamedTensors]]:
     """Returns the buffers of each pipeline by layer: those of the boundary, or copies where there are none."""
     if stage.boundary:
-        numbers = {id(buffer): number for number, buffer in enumerate(stage.buffers())}
-        return {
-            pipeline: {
-                at: [(name, kept[numbers[id(buffer)]]) for name, buffer in layer.named_buffers()]
-                for at, layer in stage.layers.items()
-            }
-            for pipeline, kept in enumerate(stage.boundary)
-        }
+        return {pipeline: named_copies(stage.layers, kept) for pipeline, kept in enumerate(stage.boundary)}
     return {
         pipeline: {at: copies_of(list(layer.named_buffers())) for at, layer in each.layers.items()}
         for (pipeline, other), each in sorted(stages.items())

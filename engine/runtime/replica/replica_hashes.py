@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from engine.core.message_codec import CUT, cut
 from engine.runtime.device.device import Device
@@ -19,12 +19,12 @@ def hash_rows(replica: Stage, device: Device) -> Iterator[Any]:
     """Yields the row of each layer of a replica at a step boundary."""
     for layer, module in replica.layers.items():
         with device.waiting():
-            yield row_of(layer, module, marked_hash(replica.optimizers[layer].state_tensors()))
+            yield row_of(layer, module.named_buffers(), marked_hash(replica.optimizers[layer].state_tensors()))
 
 
-def row_of(layer: int, module: nn.Module, state: MarkedHash) -> Any:
+def row_of(layer: int, buffers: Iterable[tuple[str, Tensor]], state: MarkedHash) -> Any:
     """Returns the row of a layer whose weights and optimizer state have this hash."""
-    (of_state, marks), (of_buffers, marks_of_buffers) = state, marked_hash(module.named_buffers())
+    (of_state, marks), (of_buffers, marks_of_buffers) = state, marked_hash(buffers)
     return layer, of_state, of_buffers, _short(marks), _short(marks_of_buffers)
 
 

@@ -2,7 +2,8 @@
 
 Rules: a replica is whole if it has the weights, the optimizer state and the buffers of the last step boundary. A whole
 replica of a stage can take over the same stage of any pipeline: weights and optimizer state are equal in all pipelines,
-and it has the boundary buffers of all of them. A replica that is not whole waits for its HEAL.
+and it has the boundary buffers of all of them. A replica that is not whole waits for its HEAL. With FSDP a replica has
+a shard of weights and optimizer state, that of its pipeline, and can take over its own slot only.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from engine.core.config.job import Job
+from engine.core.errors import Problem, UserError
 from engine.core.ownership import Slot
 from engine.models.layers import Model
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.buffers import overwrite
 from engine.runtime.stage.stage import Stage
+from engine.runtime.stage.tensor_shards import Shard
 from engine.runtime.transport.tensor_spec import Border
 
 
@@ -36,19 +39,27 @@ class Replicas:
         pipeline, stage = slot
         ends = (*self._starts[1:], len(self.model.layers))
         built = Stage(self.job, self.model, pipeline, self._starts[stage], ends[stage], self.device)
-        built.border = self._borders[stage] if self._borders else None
+        if self._borders:
+            self._complete(slot, built)
         return built
 
     def learn(self, borders: Sequence[Border]) -> None:
-        """Sets the border behind the stage of every replica, present and future; `borders` has one per stage."""
+        """Sets the border behind the stage of every replica, present and future; `borders` has one per stage.
+
+        With FSDP each keeps its shard from then on. Raises UserError for weights that cannot be cut.
+        """
         self._borders = borders
-        for (_, stage), replica in self.stages.items():
-            replica.border = borders[stage]
+        for slot, replica in self.stages.items():
+            self._complete(slot, replica)
+
+    def _complete(self, slot: Slot, replica: Stage) -> None:
+        pipeline, stage = slot
+        replica.border = self._borders[stage]
+        if self.job.fsdp:
+            _keep_a_shard(replica, Shard(pipeline, self.job.pipelines))
 
     def whole(self) -> tuple[Slot, ...]:
-        """Returns the slots with a whole replica here, in order; none with FSDP, as a shard is not whole."""
-        if self.job.fsdp:
-            return ()
+        """Returns the slots with a whole replica here, in order; with FSDP it has all that its owner keeps."""
         return tuple(sorted(self.stages.keys() - self._unfilled))
 
     def adopt(self, slot: Slot) -> None:
@@ -84,3 +95,22 @@ class Replicas:
         """Removes a replica."""
         del self.stages[slot]
         self._unfilled.discard(slot)
+
+
+def _keep_a_shard(stage: Stage, shard: Shard) -> None:
+    """Leaves a replica a shard of its weights, in memory of its own."""
+    for index, layer in stage.layers.items():
+        for name, parameter in layer.named_parameters():
+            if not parameter.is_contiguous():
+                hint = f"{name} of {stage.where(index)} has the strides {parameter.stride()}"
+                raise UserError([Problem("fsdp", "0 with weights that are not contiguous", repr(stage.job.fsdp), hint)])
+            parameter.data = parameter.detach().clone()  # numpy may have seen the first one, which then stays
+        stage.optimizers[index].keep(shard)
+    free_weights(stage)
+
+
+def free_weights(stage: Stage) -> None:
+    """Frees the memory of the parameters of a replica that keeps a shard of them."""
+    for layer in stage.layers.values():
+        for parameter in layer.parameters():
+            parameter.untyped_storage().resize_(0)

@@ -1,12 +1,14 @@
-"""FSDP: each owner of a stage keeps a shard of its weights and optimizer state; it unshards the stage to compute.
+"""FSDP: the replicas of a slot keep its shard of weights and optimizer state; its owner unshards the stage to compute.
 
-    owner of (0, s)  shard 0 ---> whole weights        each sends its shard to all others, and puts theirs beside it
-    owner of (1, s)  shard 1 ---> whole weights
+    owner of (0, s)   shard 0 ---> whole weights       each sends its shard to all others, and puts theirs beside it
+    owner of (1, s)   shard 1 ---> whole weights
+    shadow of (0, s)  shard 0                          takes the same optimizer steps, and can take over the slot
 
 Rules: the parameters of a layer stay the same objects, because graphs have them; their memory is there from an unshard
 to a reshard only. The engine accumulates and reduces the gradients itself, in pipeline order, so that no bit changes;
-then each owner takes the optimizer step of its shard. A gather is messages aside: a new epoch ends it as any wait. All
-owners of a stage gather it equally often. No worker can take over from a shard: the loss of a worker ends the run.
+then each replica takes the optimizer step of its shard. A gather is messages aside: a new epoch ends it as any wait.
+All owners of a stage gather it equally often, and several stages in their order. A worker gathers a stage once for all
+pipelines in which it owns it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.core.errors import Problem, UserError
 from engine.core.ownership import Ownership
 from engine.runtime.replica.replica_hashes import row_of
-from engine.runtime.replica.replicas import Replicas
+from engine.runtime.replica.replicas import Replicas, free_weights
+from engine.runtime.stage.buffers import named_copies
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import marked_hash
 from engine.runtime.stage.tensor_shards import Shard
@@ -31,16 +33,16 @@ from engine.runtime.transport.transport import Transport
 
 
 class ShardedStages:
-    """The shards of one worker: that of a slot has the number of its pipeline."""
+    """The stages of one worker, in shards: that of a slot has the number of its pipeline."""
 
     def __init__(self, worker: int, replicas: Replicas):
         self._worker, self._stages = worker, replicas.stages
-        for (pipeline, _), stage in self._stages.items():
-            _keep_a_shard(stage, Shard(pipeline, replicas.job.pipelines))
 
     def enter(self, plane: Transport, ownership: Ownership) -> None:
-        """Sets the plane and the ownership of the next epoch."""
+        """Sets the plane and the ownership of the next program, which finds all stages in shards."""
         self._channel, self._ownership = plane.aside, ownership
+        for replica in self._stages.values():
+            free_weights(replica)
 
     def unshard(self, stage: int) -> None:
         """Gathers the weights of a stage; raises Fenced, Stopped or TransferFailedError as any wait does."""
@@ -54,28 +56,36 @@ class ShardedStages:
     def reshard(self, stage: int) -> None:
         """Frees the gathered weights of a stage."""
         for replica in self._own(stage).values():
-            _free(replica)
+            free_weights(replica)
 
     @contextlib.contextmanager
     def all_whole(self) -> Iterator[None]:
         """Keeps all stages that this worker owns unsharded during the block."""
-        stages = dict.fromkeys(stage for _, stage in self._ownership.slots_of(self._worker))
-        for stage in stages:
+        for stage in self._owned():
             self.unshard(stage)
         yield
-        for stage in stages:
+        for stage in self._owned():
             self.reshard(stage)
 
-    def hash_rows(self, stage: int) -> Iterator[tuple[int, Any]]:
-        """Yields the row of each layer of a stage, whole, with each pipeline in which it is owned here.
+    def hash_rows(self) -> Iterator[tuple[int, Any]]:
+        """Yields the row of each layer of the stages that are owned here, whole, with each pipeline of it.
 
-        Each owner of the stage must call it; raises as `unshard` does.
+        The open step may have begun; buffers that it has changed have no row, unless those of the boundary are kept.
+        All workers must call it; raises as `unshard` does.
         """
-        own = self._own(stage)
-        for layer in next(iter(own.values())).layers:
-            state = marked_hash(self._whole_state(stage, layer))
-            for pipeline, replica in own.items():
-                yield pipeline, row_of(layer, replica.layers[layer], state)
+        for stage in self._owned():
+            own = self._own(stage)
+            for layer in next(iter(own.values())).layers:
+                state = marked_hash(self._whole_state(stage, layer))
+                for pipeline, replica in own.items():
+                    if replica.boundary:
+                        buffers = named_copies(replica.layers, replica.boundary[pipeline])[layer]
+                        yield pipeline, row_of(layer, buffers, state)
+                    elif not replica.counted:
+                        yield pipeline, row_of(layer, replica.layers[layer].named_buffers(), state)
+
+    def _owned(self) -> list[int]:
+        return sorted({stage for _, stage in self._ownership.slots_of(self._worker)})
 
     def _whole_state(self, stage: int, layer: int) -> list[tuple[str, Tensor]]:
         """Gathers the weights and the optimizer state of one layer, in the order of their hashes."""
@@ -112,22 +122,5 @@ class ShardedStages:
         return {each: self._stages[each, stage] for each in self._ownership.pipelines_of(self._worker, stage)}
 
 
-def _keep_a_shard(stage: Stage, shard: Shard) -> None:
-    """Leaves a replica a shard of its weights, in memory of its own; raises UserError for weights out of order."""
-    for index, layer in stage.layers.items():
-        for name, parameter in layer.named_parameters():
-            if not parameter.is_contiguous():
-                hint = f"{name} of {stage.where(index)} has the strides {parameter.stride()}"
-                raise UserError([Problem("fsdp", "0 with weights that are not contiguous", repr(stage.job.fsdp), hint)])
-            parameter.data = parameter.detach().clone()  # numpy may have seen the first one, which then stays
-        stage.optimizers[index].keep(shard)
-    _free(stage)
-
-
 def _parameters(stage: Stage) -> list[nn.Parameter]:
     return [each for layer in stage.layers.values() for each in layer.parameters()]
-
-
-def _free(stage: Stage) -> None:
-    for parameter in _parameters(stage):
-        parameter.untyped_storage().resize_(0)

@@ -202,3 +202,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     many = len(one) // 8 * 8 if len(one) >= _MANY else 0
     in_eights = torch.equal(one[:many].view(torch.int64), other[:many].view(torch.int64))
     return in_eights and torch.equal(one[many:], other[many:])
+
+
+def named_copies(layers: Mapping[int, nn.Module], kept: Sequence[Tensor]) -> dict[int, list[tuple[str, Tensor]]]:
+    """Returns copies of the distinct buffers of layers, in their order, by layer and with their names."""
+    distinct = dict.fromkeys(id(buffer) for layer in layers.values() for buffer in layer.buffers())
+    numbers = {each: number for number, each in enumerate(distinct)}
+    return {
+        index: [(name, kept[numbers[id(buffer)]]) for name, buffer in layer.named_buffers()]
+        for index, layer in layers.items()
+    }

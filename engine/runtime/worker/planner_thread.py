@@ -73,7 +73,7 @@ class PlannerThread:
     ) -> WorkerProgram:
         """Returns this worker's part of a whole step; `healing` has the new shadow and the slot of each HEAL."""
         job = self._context.job
-        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every, job.fsdp)
+        program = build_program(job.schedule, ownership, job.redundancy, healing, job.log_every)
         return self._part(program, ownership)
 
     def usual_actions(self, ownership: Ownership) -> tuple[Action, ...]:
@@ -94,7 +94,7 @@ class PlannerThread:
         context = self._context
         with self._turn_in(told.plan.committed):  # the step whose commit begins the epoch
             plan = plan_epoch(self._grid, told.plan)
-            if plan.plan.lost_stages or context.shards is not None:  # shards are no replicas
+            if plan.plan.lost_stages:
                 return
             self._prepared.append((plan, self.worker_program(plan)))
             context.recorder.write(PreparedRecord(epoch=told.plan.epoch))

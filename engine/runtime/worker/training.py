@@ -54,7 +54,7 @@ class Training:
         self._protocol = protocol
         self._grid = ownership.grid
         job = context.job
-        how = (job.fsdp > 0, plane is None, joins)
+        how = (plane is None, joins)
         self._built = inputs.Built(context.worker, ownership, job.validate_every, job.audit, step, *how)
         self._group = plane
         self._ownership = ownership
@@ -234,10 +234,9 @@ class Training:
         replicas, shards = self.context.replicas, self.context.shards
         rows: dict[int, list[Any]] = {}  # by pipeline: many slots need no message each
         if shards is not None:
-            for index in dict.fromkeys(stage for _, stage in output.slots):
-                for pipeline, row in shards.hash_rows(index):
-                    rows.setdefault(pipeline, []).append(row)
-        for pipeline, index in (slot for slot in output.slots if slot in replicas.whole()):
+            for pipeline, row in shards.hash_rows():
+                rows.setdefault(pipeline, []).append(row)
+        for pipeline, index in (slot for slot in output.slots if slot in replicas.whole() and shards is None):
             rows.setdefault(pipeline, []).extend(hash_rows(replicas.stages[pipeline, index], replicas.device))
         for pipeline, of_pipeline in rows.items():
             for part in in_messages(of_pipeline):

@@ -1,0 +1,61 @@
+"""Stages in shards in the simulation: deaths, hand-overs and broken links; and a bug that must be caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.core.action import SEND_OPS
+from engine.core.membership.state import Phase
+from engine.core.program import step_end_pass
+from tests.simulation import plans
+from tests.simulation.case import Case
+from tests.simulation.planting import all_well, caught
+from tests.simulation.schedules import (
+    hand_overs,
+    link_faults,
+    pair_cases,
+    random_case,
+    single_kills,
+    startup_deaths,
+    take_overs,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+SHARDS = (
+    Case(2, 2, 2, fsdp=1),
+    Case(3, 2, 2, fsdp=1, level=2, ties=((0, 2),)),
+    Case(1, 2, 3, fsdp=1),
+    Case(4, 2, 2, fsdp=1, stages_per_worker=2, schedule="interleaved"),
+    Case(2, 2, 4, fsdp=1),
+    Case(2, 3, 2, fsdp=1, log_every=1, validate_every=1),
+)
+RANDOM = 100
+
+
+@pytest.mark.parametrize("case", SHARDS, ids=lambda each: f"{each.stages}x{each.pipelines}-{each.schedule}")
+def test_a_shard_survives_every_death(case: Case) -> None:
+    histories = all_well(single_kills(case, 11))
+    assert all(len(history.struck) == 1 and history.epoch >= 2 for history in histories)
+    assert {history.phase for history in histories} == {Phase.FINISHED}
+    for cases in (pair_cases(case, 797), take_overs(case, 19), hand_overs(case, 97), link_faults(case, 41)):
+        all_well(cases)
+    all_well(startup_deaths(case))
+
+
+def test_random_histories() -> None:
+    cases = (random_case(number) for number in range(RANDOM * 8))
+    wanted = [each for each in cases if each.pipelines > 1 and each.blocks == 1 and each.redundancy in ("lazy", "none")]
+    assert len(all_well(replace(each, fsdp=1) for each in wanted[:RANDOM])) == RANDOM
+
+
+def test_a_heal_that_does_not_mind_gathers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_end_pass, "_AWAITED", SEND_OPS)
+    monkeypatch.setattr(step_end_pass, "_MAY_WAIT", step_end_pass._MAY_WAIT - step_end_pass._MEETS)
+    plans.forget()
+    try:
+        caught(single_kills(replace(SHARDS[0], microbatches=1, schedule="gpipe", steps=2)), "the clock had to rule")
+    finally:
+        plans.forget()
