@@ -105,6 +105,7 @@ ROOMS: dict[str, frozenset[str]] = {
         "engine.runtime.transport",
     },
     "engine.runtime.keeping": _HOST
+    | {"engine.files.evidence"}
     | {"engine.core.checkpoints", "engine.core.config", "engine.files.checkpoints", "engine.files.jobs"},
     "engine.runtime.checkpoint": _GROUND
     | {"engine.core.checkpoints", "engine.core.checks", "engine.core.config", "engine.core.worker"}
@@ -167,13 +168,14 @@ ROOMS: dict[str, frozenset[str]] = {
     "engine.harness.breaking": _HOST
     | {"engine.core.checks", "engine.core.config", "engine.core.evidence", "engine.core.faults", "engine.core.merging"}
     | {"engine.files.evidence", "engine.files.merging", "engine.files.scenarios"}
-    | {"engine.harness", "engine.harness.bed", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.doctor"},
+    | {"engine.harness", "engine.harness.bed", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.doctor"}
+    | {"engine.runtime.keeping"},
     "engine.harness.hosts": _HOST
     | {"engine.core.config", "engine.core.coordinator", "engine.core.hosts", "engine.files.jobs", "engine.models"}
     | {"engine.core.store"}
     | {"engine.core.launch"}
     | {"engine.harness", "engine.harness.cases", "engine.runtime.agent", "engine.runtime.hosts"}
-    | {"engine.runtime.requests", "engine.runtime.store"},
+    | {"engine.runtime.keeping", "engine.runtime.requests", "engine.runtime.store"},
     "engine.harness": _HOST
     | {"engine.runtime.requests"}
     | {"engine.harness.cases"}

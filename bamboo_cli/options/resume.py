@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bamboo_cli.terminal.echo import echo
-from engine.core.errors import Problem, UserError
+from engine.core.errors import BambooError, Problem, UserError
 
 if TYPE_CHECKING:
+    from engine.files.jobs.checkpoint_choice import Found
     from engine.files.jobs.resolved_job import Resolved
 
 _PANEL = "Checkpoints"
@@ -46,13 +47,35 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     Raises:
         BambooError: the text is empty, there is no good checkpoint, or the job would give other bits.
     """
-    from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits
+    from engine.files.jobs.checkpoint_choice import refuse_other_bits
 
     if not text:  # as of a variable that is not set
         raise UserError([Problem("--resume", "latest, a run, or a folder or URL of checkpoints", "''")])
     folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
-    found = find_checkpoint(text, folder, lambda line: echo(line, err=True))
+    found = _found(text, folder)
     resolved = resolve(kept=found.document)
     refuse_other_bits(found, resolved.job, other_bits)
     echo(found.words, err=True)
     return replace(resolved, origin=replace(found.origin, other_bits=other_bits or found.origin.other_bits))
+
+
+def _found(text: str, folder: Path) -> Found:
+    """Returns the checkpoint that `text` names; another process reads, as a disk may have stopped."""
+    from engine.files.jobs.checkpoint_choice import Found, find_checkpoint
+    from engine.runtime.keeping.away import READ_LIMIT_S, answered, heard, told
+
+    def read() -> list[Any]:
+        said: list[str] = []
+        try:
+            return [said, find_checkpoint(text, folder, said.append).to_plain(), None]
+        except BambooError as error:
+            return [said, None, told(error)]
+
+    place = text if os.sep in text else str(folder)
+    answered(place, lambda: Path(place.partition("@")[0]).exists() and None)  # soon, on a disk that has not stopped
+    said, found, error = answered(place, read, READ_LIMIT_S)
+    for each in said:
+        echo(each, err=True)
+    if error is not None:
+        raise heard(error)
+    return Found.of_plain(found)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.evaluations import evaluation_words
-from engine.core.errors import BambooError, ExitCode, Problem, UserError
+from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
 from engine.core.scalar import finite
 from engine.files.jobs.resolved_job import Resolved, secret_arguments
 
 if TYPE_CHECKING:
+    from engine.core.config.job import Job
     from engine.harness.cases.case_result import CaseResult
 
 
@@ -50,7 +51,6 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     """
     from bamboo_cli.terminal.live import untold
     from engine.core.texts import not_kept_words
-    from engine.files.jobs.checkpoint_choice import resume_command
 
     if result.error is not None:
         error: BambooError = result.error
@@ -59,7 +59,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
         for line in str(error).splitlines():
             echo(f"bamboo: {line}", err=True)
     goes_on = result.may_go_on(resolved.job.steps)
-    resume = resume_command(Path(summary["run_dir"]), resolved.job) if goes_on else ""
+    resume = _resume_command(Path(summary["run_dir"]), resolved.job) if goes_on else ""
     if summary["exit_code"] in (ExitCode.STATE_LOST, ExitCode.STOPPED_RESUMABLE):
         from engine.harness.state_lost import state_lost_lines
 
@@ -75,6 +75,18 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     if not as_json:
         commands = [*([resume] if resume else []), *_next_commands(summary, result, resolved)]
         echo(f"next: {'  |  '.join(commands)}", err=True)
+
+
+def _resume_command(run: Path, job: Job) -> str:
+    """Returns the command that goes on with a run; empty without one, and from a disk that does not answer."""
+    from engine.files.jobs.checkpoint_choice import resume_command
+    from engine.runtime.keeping.away import answered
+
+    try:
+        return str(answered(str(run), lambda: resume_command(run, job)))
+    except StorageError as error:
+        echo(f"bamboo: {error}", err=True)
+        return ""
 
 
 def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:

@@ -79,12 +79,17 @@ class RunFolder:
         return self.path.stat().st_uid == os.geteuid()
 
     def write_run_json(self, mapping: Mapping[str, object]) -> None:
-        """Replaces run.json; a number that is not finite becomes null.
+        """Replaces run.json.
 
         Raises:
             StorageError: the file could not be written.
         """
-        write_atomically(self.run_json, json.dumps(finite(mapping), indent=2, allow_nan=False) + "\n")
+        write_atomically(self.run_json, run_json_text(mapping))
+
+
+def run_json_text(mapping: Mapping[str, object]) -> str:
+    """Returns the text of run.json; a number that is not finite becomes null."""
+    return json.dumps(finite(mapping), indent=2, allow_nan=False) + "\n"
 
 
 def create_run_folder(

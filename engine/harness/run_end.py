@@ -6,41 +6,36 @@ Without these records the run would look like one whose launcher was killed.
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.errors import BY_SIGNAL, BambooError, StorageError
-from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
+from engine.core.errors import BambooError, StorageError
+from engine.core.history.process_records import EndedRecord
 
 if TYPE_CHECKING:
     from engine.files.run_folder import RunFolder
     from engine.runtime.agent.run_view import Ending
+    from engine.runtime.keeping.scribe import Scribe
 
 
 @contextlib.contextmanager
-def in_new_folder(results: str, name: str, say: Callable[[str], None]) -> Iterator[RunFolder]:
-    """Makes a run folder and holds it; whatever ends the command during the block is recorded there."""
-    from engine.files.run_folder import create_run_folder
-    from engine.runtime.process.folder_lock import folder_used
+def in_new_folder(scribe: Scribe, results: str, name: str, say: Callable[[str], None]) -> Iterator[RunFolder]:
+    """Makes a run folder, which the `scribe` holds; whatever ends the command during the block is recorded there."""
     from engine.runtime.process.interrupts import holding
 
-    folder = create_run_folder(Path(results), name, datetime.now(), secrets.token_hex(2), say)
+    folder = scribe.make_run_folder(results, name, say)
     with (
         holding() as interrupts,
-        folder_used(folder.path),
-        failure_recorded(folder),
-        interrupts.forcing(partial(note_forced_end, folder)),
+        failure_recorded(folder, scribe),
+        interrupts.forcing(partial(note_forced_end, folder, scribe)),
     ):
         yield folder
 
 
 @contextlib.contextmanager
-def failure_recorded(folder: RunFolder) -> Iterator[None]:
+def failure_recorded(folder: RunFolder, scribe: Scribe) -> Iterator[None]:
     """Records an error that ends the command before the run has a verdict, such as a store that refuses.
 
     The folder of a run that has recorded nothing is deleted. An error of the system becomes one of bamboo.
@@ -55,42 +50,22 @@ def failure_recorded(folder: RunFolder) -> Iterator[None]:
         except OSError as error:
             raise of_system(error) from error
     except BambooError as error:
-        if folder.events.exists():
-            record_failure(folder, error)
-        else:
-            _delete(folder.path)
+        record_failure(folder, scribe, error)
         raise
 
 
-def record_failure(folder: RunFolder, error: BambooError) -> None:
-    """Records that this error ended the command, if the disk takes it."""
-    from engine.files.events_file import read_history
-    from engine.files.evidence.chained_append import add_records
-
+def record_failure(folder: RunFolder, scribe: Scribe, error: BambooError) -> None:
+    """Records that this error ended the command, if the disk takes it; deletes a folder without any record."""
     with contextlib.suppress(StorageError):
-        history = read_history(folder.events)
-        outcome, code = "interrupted" if error.exit_code in BY_SIGNAL else "failed", int(error.exit_code)
-        failed = [] if history.error else [FailedRecord(error=str(error))]
-        training = [] if history.training_ended else [TrainingEndedRecord(outcome=outcome, exit_code=code)]
-        if not history.is_empty and history.ended is None:
-            add_records(folder.events, *failed, *training, EndedRecord(outcome=outcome, exit_code=code))
+        scribe.ask("fail", str(folder.path), str(error), int(error.exit_code))
 
 
-def _delete(run: Path) -> None:
-    """Deletes the folder of a run that has not begun, if its files are bamboo's own; ``latest`` is the run before."""
-    from engine.files.own_files import delete_tree
-    from engine.files.run_folder import point_latest_to_newest
-
-    delete_tree(run, run.parent)
-    point_latest_to_newest(run.parent)
-
-
-def note_forced_end(folder: RunFolder, number: int) -> None:
+def note_forced_end(folder: RunFolder, scribe: Scribe, number: int) -> None:
     """Records that a second signal ended the command at once."""
-    from engine.files.evidence.chained_append import add_records
+    from engine.runtime.agent.run_view import telling_unwritten
 
-    if folder.events.exists():
-        add_records(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))
+    with telling_unwritten():
+        scribe.end_by_force(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))
 
 
 def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from engine.core.config.job import Job
     from engine.files.run_folder import RunFolder
     from engine.runtime.agent.run_view import Ending
+    from engine.runtime.keeping.scribe import Scribe
 
 # Errors of a run.json of another version, of one that is half written, and of a file that only has its name.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 def twin_rows(
-    job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending], say: Callable[[str], None]
+    job: Job, folder: RunFolder, scribe: Scribe, run: Callable[[Job, RunFolder], Ending], say: Callable[[str], None]
 ) -> list[TrajectoryRow]:
     """Returns the rows of the twin of a run; `run` makes a new twin, whose files go to ``twin/`` in `folder`.
 
@@ -32,36 +33,29 @@ def twin_rows(
         BambooError: the twin did not finish.
     """
     from engine.core.history.verdict_records import TwinRecord
-    from engine.files.evidence.chained_append import add_records
-    from engine.files.twin_file import keep_twin, kept_twin
+    from engine.files.trajectory_file import trajectory_rows, trajectory_text
 
     name = _naming()(job)
     twin = None
     if name:
         try:
-            twin = kept_twin(Path(job.results), name)
+            kept = scribe.ask("kept twin", job.results, name)
+            twin = None if kept is None else trajectory_rows(kept, folder.twin.trajectory)
         except StorageError as error:
             say(f"the kept twin does not count: {error}")
+    is_new = twin is None
     if twin is None:
-        twin = _new_rows(job, folder, run)
-        if name:
-            try:
-                keep_twin(Path(job.results), name, twin)
-            except StorageError as error:
-                say(f"the twin is not kept for later runs: {error}")
-    write_twin(folder, twin)
+        twin = _new_rows(job, folder, scribe, run)
+    scribe.make_folder(folder.twin.path, folder.path)
+    scribe.write(folder.twin.trajectory, trajectory_text(twin))
+    if is_new and name:
+        try:
+            scribe.ask("keep twin", job.results, name, str(folder.twin.trajectory))
+        except StorageError as error:
+            say(f"the twin is not kept for later runs: {error}")
     losses = {row.step: row.loss for row in twin if row.loss is not None}
-    add_records(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
+    scribe.add(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
     return twin
-
-
-def write_twin(folder: RunFolder, rows: list[TrajectoryRow]) -> None:
-    """Writes the trajectory of the twin beside the run: its comparison can be computed again."""
-    from engine.files.atomic_write import make_folder
-    from engine.files.trajectory_file import write_trajectory
-
-    make_folder(folder.twin.path, folder.path)
-    write_trajectory(folder.twin.trajectory, rows)
 
 
 def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
@@ -88,18 +82,16 @@ def _naming() -> Callable[[Job], str | None]:
     return lambda job: fingerprint(with_weights_hash(job), facts, sources, data_files(job))
 
 
-def _new_rows(job: Job, folder: RunFolder, run: Callable[[Job, RunFolder], Ending]) -> list[TrajectoryRow]:
+def _new_rows(
+    job: Job, folder: RunFolder, scribe: Scribe, run: Callable[[Job, RunFolder], Ending]
+) -> list[TrajectoryRow]:
     from engine.core.checks.twin import twin_of
     from engine.core.history.process_records import EndedRecord
-    from engine.files.atomic_write import storage_errors
-    from engine.files.evidence.chained_append import add_records
 
     own = folder.twin
-    with storage_errors("make", own.logs):
-        own.path.mkdir(mode=0o700)
-        own.logs.mkdir(mode=0o700)
+    scribe.make_folder(own.logs, folder.path)
     ending = run(twin_of(job), own)
-    add_records(own.events, EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+    scribe.add(own.events, EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
     if ending.exit_code:
         is_interrupted = ending.outcome == "interrupted"
         why = "interrupted in the twin" if is_interrupted else f"the fault-free twin did not finish: {ending.error}"

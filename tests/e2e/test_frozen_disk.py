@@ -1,4 +1,4 @@
-"""A file system that is frozen under the checkpoints, as a dead file server is: the launcher ends all the same."""
+"""A file system that is frozen under results or checkpoints, as a dead file server is: the launcher ends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from engine.core.errors import ExitCode
 from engine.core.history.run_records import UnkeptRecord
+from engine.files.events_file import read_history
 from engine.runtime.agent import checkpoints
 from engine.runtime.keeping.keeper import fork_keeper
 from engine.runtime.process.fork_client import ForkServer
@@ -21,6 +26,8 @@ from engine.runtime.process.process_state import process_state
 from engine.runtime.process.subprocesses import is_readable
 from tests.runtime.test_keeper import Run
 
+LIMIT_S = 2.0  # in place of half a minute
+ENDS_S = 25.0  # that the ends of all processes may take behind it: four kinds of them, of which each has seconds
 TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze")
 
 
@@ -38,7 +45,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     image, place = tmp_path / "image", tmp_path / "disk"
     place.mkdir()
     with image.open("wb") as file:
-        file.truncate(16 << 20)
+        file.truncate(256 << 20)  # of which a store takes 64 MiB
     call("mkfs.ext4", "-q", "-O", "^has_journal", image)
     try:
         call("mount", "-o", "loop", image, place)
@@ -71,3 +78,152 @@ def test_a_frozen_disk_holds_no_launcher(disk: Path, monkeypatch: pytest.MonkeyP
     call("fsfreeze", "-u", disk)
     assert is_readable(pidfd, 20.0), "it ends with the thaw"
     os.close(pidfd)
+
+
+CODE = """
+import subprocess, sys
+from engine.harness import case_runner
+from engine.runtime.agent import session
+from engine.runtime.keeping import away
+
+def freezes(module, name, disk):
+    before = getattr(module, name)
+    def freeze(*given, **more):
+        subprocess.run(["fsfreeze", "-f", disk], check=True)
+        return before(*given, **more)
+    setattr(module, name, freeze)
+
+limit_s, place, disk = float(sys.argv[1]), sys.argv[2], sys.argv[3]
+away.LIMIT_S = limit_s or away.LIMIT_S
+if place:
+    freezes({"session": session, "case_runner": case_runner}[place.split(".")[0]], place.split(".")[1], disk)
+sys.argv = ["bamboo", *sys.argv[4:]]
+from bamboo_cli.__main__ import main
+main()
+"""
+
+
+class Frozen:
+    """A run whose results lie on a disk of its own, to freeze."""
+
+    def __init__(self, disk: Path, steps: int, *options: str, limit_s: float = LIMIT_S, place: str = ""):
+        self.disk, self.results, self.log = disk, disk / "results", disk.parent / "log"
+        job = ["run", "--model", "mlp", "--stages", "2", "--steps", str(steps), "--results", str(self.results)]
+        command = [sys.executable, "-c", CODE, str(limit_s), place, str(disk), *job, *options]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def said(self) -> str:
+        """All that the command has printed."""
+        return self.log.read_text()
+
+    def freeze_after(self, words: str) -> None:
+        """Freezes the disk once the command has printed some words."""
+        until_s = time.monotonic() + 60
+        while words not in self.said:
+            assert time.monotonic() < until_s, self.said
+            time.sleep(0.05)
+        call("fsfreeze", "-f", self.disk)
+
+    def end(self, within_s: float) -> int:
+        """Returns the exit code; the disk is frozen until then."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"a frozen disk holds the launcher:\n{self.said}")
+        finally:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                call("fsfreeze", "-u", self.disk)
+            self.process.kill()
+            self.process.wait(20)
+
+    def report(self) -> str:
+        """Returns the words of a report, once the processes that were left behind have ended."""
+        for pid in map(int, re.findall(r"\(pid (\d+)\) (?:does|is)", self.said)):
+            with contextlib.suppress(ProcessLookupError):
+                assert is_readable(os.pidfd_open(pid), 20.0), "it ends with the thaw"
+        command = [sys.executable, "-m", "bamboo_cli", "report", str(self.results / "latest")]
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(150)
+def test_results_that_freeze_in_mid_run_end_the_run_in_time(disk: Path) -> None:
+    """The launcher waited in `write`, and then in `unlinkat` for the files of its store, until the thaw."""
+    run = Frozen(disk, 100_000)
+    run.freeze_after("\nstep ")
+    assert run.end(LIMIT_S + ENDS_S) == ExitCode.STORAGE
+    assert re.search(rf"bamboo: '{run.results}/\S+' has not answered for 2 s; ", run.said), run.said
+    assert re.search(r"bamboo-scribe \(pid \d+\) does not end by SIGKILL: left behind; last committed step", run.said)
+    assert "missing: the last records, trajectory.csv, the result in run.json, the seal" in run.said
+    assert "The end of this run is not recorded" in run.report()
+    history = read_history(run.results / "latest" / "events.jsonl")
+    assert list(history.commits.steps) == list(range(len(history.commits)))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("place", "missing"), [("session.ended", r"\d+ records?"), ("case_runner.summary_of", r"trajectory\.csv")]
+)
+def test_results_that_freeze_when_all_steps_are_committed_end_the_run_in_time(
+    disk: Path, place: str, missing: str
+) -> None:
+    """No signal ended it: two SIGINTs and SIGKILL did nothing until the thaw."""
+    run = Frozen(disk, 3, place=place)
+    assert run.end(60 + LIMIT_S + ENDS_S) == ExitCode.STORAGE
+    assert re.search(rf"has not answered for 2 s; not written: {missing}", run.said)
+    assert "failed: 3 steps in" in run.said
+    report = run.report()
+    assert "3 of 3 steps were committed" in report or "All 3 steps were committed" in report
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("place", ["", "session.ended"])
+def test_two_signals_end_a_run_whose_results_are_frozen(disk: Path, place: str) -> None:
+    run = Frozen(disk, 3 if place else 100_000, limit_s=0.0, place=place)
+    if place:
+        until_s = time.monotonic() + 60
+        while not _is_frozen(run):
+            assert time.monotonic() < until_s, run.said
+            time.sleep(0.05)
+    else:
+        run.freeze_after("\nstep ")
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end(2.0 + 3.0) == ExitCode.INTERRUPTED  # promised in 2 s, and this machine may be busy
+    assert "left behind" in run.said
+
+
+def _is_frozen(run: Frozen) -> bool:
+    """Whether the launcher waits for a scribe that waits for the disk."""
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    return any(process_state(int(each), os.pidfd_open(int(each))) == "D" for each in children)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(150)
+def test_a_freeze_that_passes_costs_no_worker(disk: Path) -> None:
+    """Neither was anyone put out before: the launcher stood still too. It no longer does."""
+    run = Frozen(disk, 40, limit_s=0.0)
+    run.freeze_after("\nstep ")
+    time.sleep(8.0)  # more than a worker may hang
+    call("fsfreeze", "-u", disk)
+    assert run.process.wait(90) == 0, run.said
+    history = read_history(run.results / "latest" / "events.jsonl")
+    assert ([each.epoch for each in history.epochs], len(history.commits)) == ([1], 40)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+def test_a_place_of_checkpoints_that_is_frozen_before_the_start_is_named_in_one_line(disk: Path) -> None:
+    call("fsfreeze", "-f", disk)
+    command = [sys.executable, "-c", CODE, str(LIMIT_S), "", str(disk), "run", "--model", "mlp"]
+    command += ["--results", str(disk.parent / "results"), "--checkpoints", str(disk / "kept")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S + 20)
+    assert done.returncode == ExitCode.STORAGE
+    (told,) = [each for each in done.stderr.splitlines() if each.startswith("bamboo:")]
+    assert told.startswith(f"bamboo: '{disk / 'kept'}' has not answered for 2 s; bamboo-scribe (pid")

@@ -124,8 +124,7 @@ def test_a_run_keeps_the_scenario_with_its_job() -> None:
     Path("scenarios/s.yaml").write_text(HEAD + FAULTS)
     loaded = load_scenario("scenarios/s.yaml", kinds(), offered=ANYTHING.trusting(True))
     assert [each.field for each in loaded.foreign] == ["results"]
-    Path("kept.yaml").write_text(whole_text(loaded))
-    record = scenario_record(loaded, Path("kept.yaml"))
+    record = scenario_record(loaded, whole_text(loaded))
     Path("bamboo.yaml").write_text("stages: 7\n")
     again = load_document(Path("again.yaml"), read_text(record.text, "again.yaml"), kinds(), record.seed)
     assert again.source.is_whole

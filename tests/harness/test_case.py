@@ -19,17 +19,19 @@ from engine.files.events_file import read_history
 from engine.files.run_folder import create_run_folder, latest_name, run_names
 from engine.files.scenarios.library import find_scenario
 from engine.files.scenarios.scenario_file import load_scenario
-from engine.harness.cases.case import scenario_record
+from engine.harness.cases.case import scenario_record, whole_text
 from engine.harness.run_end import in_new_folder
 from engine.runtime.faults.registry import kinds
+from engine.runtime.keeping.scribe_work import scribe_for
 
 
 def test_a_scenario_whose_file_is_gone_meanwhile_is_told_as_it_was(tmp_path: Path) -> None:
     path = shutil.copyfile(find_scenario("kill-first-stage"), tmp_path / "mine.yaml")
     text = path.read_text()
     loaded = load_scenario(str(path), kinds(), 7, [f"results={tmp_path}", "steps=9"])
-    copy = path.rename(tmp_path / "scenario.yaml")
-    record = scenario_record(loaded, copy)
+    kept = whole_text(loaded)
+    path.unlink()
+    record = scenario_record(loaded, kept)
     assert record == ScenarioRecord(scenario="scenario.yaml", text=text, seed=7, settings=("steps=9",))
 
 
@@ -83,7 +85,7 @@ def test_too_few_descriptors_leave_nothing_or_a_run_with_its_end(tmp_path: Path,
 
 
 def _fail(results: Path, error: Exception) -> None:
-    with in_new_folder(str(results), "mlp", print) as folder:
+    with scribe_for(is_in_process=False) as scribe, in_new_folder(scribe, str(results), "mlp", print) as folder:
         folder.write_run_json({})
         assert latest_name(results) == folder.path.name
         raise error

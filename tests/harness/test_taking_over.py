@@ -14,7 +14,7 @@ from engine.core.faults.scenario import Scenario
 from engine.core.messages import PartitionMessage, WelcomeMessage
 from engine.files.jobs.checkpoint_place import places_of
 from engine.files.run_folder import CHECKPOINTS_FOLDER, RunFolder
-from engine.harness.cases.case import Case, write_facts
+from engine.harness.cases.case import Case, facts_text
 from engine.harness.hosts.taking_over import home_of, taught, wait_for_words
 
 OWN = Path("/h2/results/mlp-h2-2")
@@ -56,7 +56,7 @@ def test_the_folder_of_the_next_host_leads_to_all_checkpoints_of_the_run(tmp_pat
     job = Job(model="mlp", checkpoints=str(tmp_path / "kept"))
     folder = RunFolder(tmp_path / "mlp-h2-2")
     folder.path.mkdir()
-    write_facts(folder, Case("mlp", Scenario("mlp", "", job, ()), begun_as="mlp-1"))
+    folder.run_json.write_text(facts_text(Case("mlp", Scenario("mlp", "", job, ()), begun_as="mlp-1"), "mlp-h2-2"))
     (place,) = places_of(folder)
     assert (place.run, place.asked) == ("mlp-1", "mlp-h2-2")
 

@@ -21,7 +21,8 @@ from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpo
 from engine.runtime.agent import checkpoints
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.keeping.keeper import Keeper, StartKeeper, keeper_for, start_program, start_thread
+from engine.runtime.keeping.away import StartAway
+from engine.runtime.keeping.keeper import Keeper, keeper_for, start_program, start_thread
 from engine.runtime.process.fork_client import Child
 from tests.files.made_checkpoints import bytes_of, sha256, state_hash, weights_of
 
@@ -64,7 +65,7 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
 class Run:
     """The checkpoints of a run of one layer, and all that is told of them."""
 
-    def __init__(self, folder: Path, start: StartKeeper):
+    def __init__(self, folder: Path, start: StartAway):
         self.records: list[Any] = []
         self.state = RunState(Job(checkpoint_every="1"))
         self.keeper = Keeper(start, Job(checkpoint_every="1"), str(folder))

@@ -19,6 +19,7 @@ from engine.files.twin_file import keep_twin, kept_twin
 from engine.harness.twin_run import twin_rows
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_view import Ending, RunView
+from engine.runtime.keeping.scribe_work import scribe_for
 
 NOBODY = 65534
 ROWS = [TrajectoryRow(step, layer, "ab" * 32, "cd" * 32, 0.1) for step in range(3) for layer in range(2)]
@@ -101,7 +102,8 @@ class _Twins:
         """Returns the rows of the twin of a new run."""
         folder = RunFolder(Path(self.job.results) / f"run-{self.num_made}-{len(self.told)}")
         folder.path.mkdir(parents=True)
-        found = twin_rows(self.job, folder, self._make, self.told.append)
+        with scribe_for(is_in_process=True) as scribe:
+            found = twin_rows(self.job, folder, scribe, self._make, self.told.append)
         shutil.rmtree(folder.path)
         return found
 

@@ -169,7 +169,7 @@ def test_the_copy_and_the_record_of_a_scenario_have_no_secret(tmp_path: Path) ->
     assert found.scenario.job.data_args["token"] == TOKEN
     copy = tmp_path / "copy.yaml"
     copy.write_text(whole_text(found))
-    record = scenario_record(found, copy)
+    record = scenario_record(found, copy.read_text())
     assert TOKEN not in copy.read_text() + encoded(record)
     assert "--set 'model_args.api_key=***'" in shlex.join(["--set", *record.settings])
     with pytest.raises(UserError) as refusal:

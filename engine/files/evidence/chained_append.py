@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,21 @@ def add_records(path: Path, *records: StampedRecord) -> None:
     Raises:
         StorageError: the file could not be written.
     """
-    stamp = {"worker": AGENT, "pid": os.getpid(), "at_ns": time.monotonic_ns()}
+    add_lines(path, stamped(records), os.getpid())
+
+
+def stamped(records: Iterable[StampedRecord], pid: int = 0) -> list[str]:
+    """Returns records of a process, by default of this one, as texts with the present time."""
+    stamp = {"worker": AGENT, "pid": pid or os.getpid(), "at_ns": time.monotonic_ns()}
+    return [encoded(replace(each, **stamp)) for each in records]
+
+
+def add_lines(path: Path, texts: Iterable[str], pid: int) -> None:
+    """Appends the records of a process, as texts.
+
+    Raises:
+        StorageError: the file could not be written.
+    """
     with open(open_to_append(path), "ab", buffering=0) as file, storage_errors("write", path):
-        for each in records:
-            chain_of(file.fileno(), os.getpid()).append(file.fileno(), encoded(replace(each, **stamp)))
+        for each in texts:
+            chain_of(file.fileno(), pid).append(file.fileno(), each)

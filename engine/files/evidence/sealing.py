@@ -6,7 +6,7 @@ Rule: behind the seal only events may grow, and the files of steps of a run that
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,18 +20,24 @@ _TWIN = "twin/"
 _MOST_FILES = 100_000
 
 
-def seal_of(run: Path) -> SealRecord:
-    """Returns the seal of the evidence in a run folder as it is now.
+def seal_of(run: Path, goes_on: Callable[[], object] = lambda: None) -> SealRecord:
+    """Returns the seal of the evidence in a run folder as it is now; `goes_on` is called after each part of a file.
 
     Raises:
         StorageError: a file cannot be read.
     """
-    return SealRecord(files=tuple((*_sealed(run, file),) for file in evidence_files(run)))
+    return SealRecord(files=tuple((*_sealed(run, file, goes_on),) for file in evidence_files(run)))
 
 
-def _sealed(run: Path, file: str) -> SealedFile:
+def _sealed(run: Path, file: str, goes_on: Callable[[], object]) -> SealedFile:
     with evidence(run, file) as (opened, size):
-        return sealed(file, size, parts(opened, size, part_bytes(size)))
+        return sealed(file, size, _told(parts(opened, size, part_bytes(size)), goes_on))
+
+
+def _told(found: Iterable[bytes], goes_on: Callable[[], object]) -> Iterator[bytes]:
+    for part in found:
+        goes_on()
+        yield part
 
 
 def evidence_files(run: Path) -> Iterator[str]:

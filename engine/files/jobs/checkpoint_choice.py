@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.core.checkpoints.manifest import Manifest
+from engine.core.checkpoints.manifest import Manifest, draft, draft_of
 from engine.core.checkpoints.resumption import Resumption
 from engine.core.config.bit_fields import OF_TENSORS, BitDifference, bit_differences, is_same_job
 from engine.core.config.job import Job
@@ -66,6 +66,16 @@ class Found(NamedTuple):
         paths += ((name, key) for name, value in self.job.items() if isinstance(value, dict) for key in value)
         places = dict.fromkeys(paths, (1, 1))
         return Document(self.source, dict(self.job), places, places)
+
+    def to_plain(self) -> list[Any]:
+        """Returns it as plain values, for another process."""
+        return [asdict(self.origin), draft(self.manifest), self.heir]
+
+    @classmethod
+    def of_plain(cls, plain: list[Any]) -> Found:
+        """Returns what another process has found."""
+        origin, manifest, heir = plain
+        return cls(Resumption(**origin), draft_of(manifest), None if heir is None else ResumedRun(*heir))
 
     @property
     def words(self) -> str:

@@ -23,8 +23,6 @@ from engine.core.errors import BambooError, ExitCode
 from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import read_history
-from engine.files.evidence.chained_append import add_records
-from engine.files.evidence.sealing import seal_of
 from engine.files.own_files import delete_tree
 from engine.files.run_folder import RunFolder
 from engine.files.scenarios.scenario_text import scenario_text
@@ -34,18 +32,21 @@ from engine.harness.bed.host_bed import HostBed
 from engine.harness.breaking.bed_agents import BedAgents, BedPlan
 from engine.harness.breaking.bed_history import write_history
 from engine.harness.breaking.host_striker import HostStriker
-from engine.harness.cases.case import Case, case_of_file, scenario_record, whole_text, write_facts
+from engine.harness.cases.case import Case, case_of_file, facts_text, scenario_record, whole_text
 from engine.harness.cases.case_result import CaseResult, judged
 from engine.harness.run_end import in_new_folder
 from engine.harness.twin_run import twin_rows
 from engine.runtime.doctor.leak_check import LeakCheck
+from engine.runtime.keeping.scribe_work import scribe_for
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
 
 if TYPE_CHECKING:
     from engine.core.history.run_history import RunHistory
+    from engine.core.history.run_records import ScenarioRecord
     from engine.files.scenarios.scenario_file import Loaded
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_view import Ending
+    from engine.runtime.keeping.scribe import Scribe
 
 APART_S = 3600  # the clock of each host is so far ahead of that of the one before
 _LOOK_S = 0.01
@@ -75,13 +76,18 @@ def run_on_bed(loaded: Loaded, num_hosts: int, lease_s: int, screen: Screen) -> 
     started_s = time.monotonic()
     case = case_of_file(loaded)
     job = case.scenario.job
-    with HostBed(num_hosts, APART_S) as bed, in_new_folder(job.results, case.name, screen.say) as folder:
-        write_atomically(folder.path / "scenario.yaml", whole_text(loaded))
-        write_facts(folder, case)
+    with (
+        scribe_for(is_in_process=False) as scribe,
+        HostBed(num_hosts, APART_S) as bed,
+        in_new_folder(scribe, job.results, case.name, screen.say) as folder,
+    ):
+        scribe.write(folder.path / "scenario.yaml", text := whole_text(loaded))
+        scribe.write(folder.run_json, facts_text(case, folder.path.name))
         traces = LeakCheck() if case.scenario.expect.leftovers else None
         ended = _trained(case, bed, folder, lease_s, screen)
         left = None if traces is None else traces.left(folder.logs, folder.path.name, None, 0)
-        return _concluded(case, loaded, folder, ended, left, time.monotonic() - started_s, lease_s, screen)
+        wall_s = time.monotonic() - started_s
+        return _concluded(case, scenario_record(loaded, text), folder, scribe, ended, left, wall_s, lease_s, screen)
 
 
 def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: Screen) -> _BedEnd:
@@ -155,8 +161,9 @@ def _followed(agents: BedAgents, striker: HostStriker, job: Job, say: Callable[[
 
 def _concluded(
     case: Case,
-    loaded: Loaded,
+    scenario: ScenarioRecord,
     folder: RunFolder,
+    scribe: Scribe,
     end: _BedEnd,
     left: list[str] | None,
     wall_s: float,
@@ -167,24 +174,24 @@ def _concluded(
     if not end.folders:
         raise end.error or BambooError(f"no host has begun the run: {_last_words(folder)}", _code(end))
     told = write_history(folder, end.folders, end.ahead_ns, end.strikes)
-    add_records(folder.events, scenario_record(loaded, folder.path / "scenario.yaml"))
+    scribe.add(folder.events, scenario)
     history = read_history(folder.events)
     code = _code(end)
     error = str(end.error) if end.error else history.error or (_last_words(folder) if code else "")
     seen = Observed(code, error, history, leftovers=left)
     job, expect = case.scenario.job, case.scenario.expect
     if why := why_no_twin(expect, (), seen):
-        add_records(folder.events, NotComparedRecord(why=why))
+        scribe.add(folder.events, NotComparedRecord(why=why))
     else:
-        seen = replace(seen, twin=_compared(job, history, folder, screen))
+        seen = replace(seen, twin=_compared(job, history, folder, scribe, screen))
     result = judged(case.scenario, (), folder.path, seen)
     own = host_checks(case.scenario.host_faults, end.strikes, end.codes, history, lease_s * 1_000_000_000)
     result = _with_checks(result, (*own, *result.checks))
     summary = _summary(folder) | {"wall_s": round(wall_s, 3), "hosts": told["hosts"]}
     result = replace(result, summary=summary, is_scenario=True, run_error=end.error)
-    write_facts(folder, case, result.to_plain())
-    add_records(folder.events, *result.records())
-    add_records(folder.events, seal_of(folder.path), result.ended)
+    scribe.write(folder.run_json, facts_text(case, folder.path.name, result.to_plain()))
+    scribe.add(folder.events, *result.records())
+    scribe.seal(folder, result.ended)
     return result
 
 
@@ -220,21 +227,26 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     return {**(found if isinstance(found, dict) else {}), "run_dir": str(folder.path)}
 
 
-def _compared(job: Job, history: RunHistory, folder: RunFolder, screen: Screen) -> ComparisonRecord | BambooError:
+def _compared(
+    job: Job, history: RunHistory, folder: RunFolder, scribe: Scribe, screen: Screen
+) -> ComparisonRecord | BambooError:
     """Records and returns the comparison with the twin on one host, or the error of the twin."""
 
     def run(twin: Job, own: RunFolder) -> Ending:
         from engine.runtime.agent.session import run_session
+        from engine.runtime.agent.taken_run import Seat
 
         screen.say("running the fault-free twin on one host, to compare the weights with")
-        return run_session(twin, own.events, own.logs, run_id=f"{folder.path.name}-twin", injectable=False)
+        return run_session(
+            twin, own.events, own.logs, run_id=f"{folder.path.name}-twin", injectable=False, seat=Seat(scribe=scribe)
+        )
 
-    add_records(folder.events, ComparingRecord())
+    scribe.add(folder.events, ComparingRecord())
     try:
         rows = trajectory_rows(folder.trajectory.read_text(encoding="utf-8"), folder.trajectory)
-        found = compare(rows, twin_rows(job, folder, run, screen.say), history)
+        found = compare(rows, twin_rows(job, folder, scribe, run, screen.say), history)
     except BambooError as error:
-        add_records(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
+        scribe.add(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
         return error
-    add_records(folder.events, found)
+    scribe.add(folder.events, found)
     return found

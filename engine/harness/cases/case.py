@@ -20,7 +20,6 @@ from engine.core.faults.scenario import Scenario
 from engine.core.history.run_records import ScenarioRecord
 
 if TYPE_CHECKING:
-    from engine.files.run_folder import RunFolder
     from engine.files.scenarios.scenario_file import Loaded
 
 _MOST_OF_NAME = 1_000  # characters of a text that are looked at for a folder's name
@@ -79,31 +78,29 @@ def whole_text(loaded: Loaded) -> str:
     return head + scenario_text(scenario_plain(replace(loaded.scenario, job=usual)))
 
 
-def scenario_record(loaded: Loaded, copy: Path) -> ScenarioRecord:
-    """Returns the record with all that is needed to run the scenario again.
-
-    The text comes from the `copy` that the run made at its start, because the user may have changed the file since.
-    """
+def scenario_record(loaded: Loaded, text: str) -> ScenarioRecord:
+    """Returns the record with all that is needed to run the scenario again; `text` is as it was at the start."""
     from engine.files.scenarios.library import library
 
     name = loaded.scenario.name
     is_shipped = loaded.path == library() / f"{name}.yaml"
     return ScenarioRecord(
         scenario=name if is_shipped and loaded.source.is_whole else "scenario.yaml",
-        text=copy.read_text(encoding="utf-8"),
+        text=text,
         seed=loaded.seed,
         settings=loaded.settings_but_results,
         needs_trust=bool(loaded.foreign),
     )
 
 
-def write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = None) -> None:
-    """Writes `run.json`, with the result of the case once it is known."""
+def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> str:
+    """Returns the text of `run.json` in the folder of this name, with the result of the case once it is known."""
     from engine.files.host_facts import host_facts
+    from engine.files.run_folder import run_json_text
     from engine.files.twin_file import own_sources
 
     facts: dict[str, Any] = {
-        "run": case.begun_as or folder.path.name,
+        "run": case.begun_as or run,
         "job": asdict(case.scenario.job.masked),
         "origins": case.origins,
         "injectable": case.injectable,
@@ -126,4 +123,4 @@ def write_facts(folder: RunFolder, case: Case, result: dict[str, Any] | None = N
         }
     elif case.faults:
         facts["kill"] = [fault.id for fault in case.faults]
-    folder.write_run_json(facts | {"result": result})
+    return run_json_text(facts | {"result": result})

@@ -10,7 +10,6 @@ Rule: workers run on meanwhile.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import threading
 import time
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 from engine.core.config.update_rules import preloads
 from engine.core.errors import CoordinatorUnavailableError
@@ -26,7 +24,6 @@ from engine.core.history.process_records import EndedRecord
 from engine.core.history.request_records import RefusedRecord
 from engine.files.host_facts import host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
-from engine.files.run_folder import create_run_folder
 from engine.harness.hosts.coordinating import HostRunEnd, OwnHost, left, place_of_host
 from engine.runtime.agent.start_up import recording
 from engine.runtime.hosts.host_registry import Elected, HostOutcome, HostRegistry
@@ -34,7 +31,7 @@ from engine.runtime.hosts.host_workers import HostWorkers
 from engine.runtime.hosts.wire import WireClient, WireServer
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.process.folder_lock import folder_used
+from engine.runtime.keeping.scribe_work import scribe_for
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
 from engine.runtime.requests.request_files import REQUEST, RequestFiles
@@ -50,11 +47,11 @@ def serve(
     """Serves the host that coordinates with the workers of this host, until the outcome is known; may take over."""
     interrupts.let_wait()  # also while this host takes over: a signal is a notice for its workers
     own, job, (name, run_id) = at.registry.own, at.job, at.label.rsplit("/", 1)
-    folder = create_run_folder(Path(job.results), f"{name}-{own.name.lower()}", datetime.now(), secrets.token_hex(2))
     host = replace(host_record(datetime.now()), node=own.name, run_id=run_id)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(folder_used(folder.path))
-        recorder, record_fds = recording(stack, folder.events, with_whole_place(job), True, host)
+        scribe = stack.enter_context(scribe_for(is_in_process=False))
+        folder = scribe.make_run_folder(job.results, f"{name}-{own.name.lower()}", at.screen.say)
+        recorder, record_fds = recording(stack, folder.events, with_whole_place(job), True, host, scribe=scribe)
         board = ProgressBoard.create(job.num_workers)
         stack.callback(board.close)
         stack.enter_context(server.adopting(preloads(job)))
@@ -76,13 +73,15 @@ def serve(
                 chosen, wire_server = stands
                 stack.callback(wire_server.close)
                 stream = partial(_stream, at, chosen, workers)
-                return take_over(at, chosen, elected, wire_server, workers, folder, stream)
+                return take_over(at, chosen, elected, wire_server, workers, (folder, scribe), stream)
             with contextlib.suppress(CoordinatorUnavailableError):  # the lease of this host says how long it may wait
                 elected = at.registry.waited_for_elected() or elected
 
 
 def _refuse_requests(requests: RequestFiles, recorder: Recorder, chief: str) -> None:
     """Refuses requests for faults in the folder of this host, which the one that coordinates does not see."""
+    if not recorder.look():
+        return
     for each in requests.new():
         reason = f"host {chief} coordinates the run: inject there, into its folder"
         recorder.write(RefusedRecord(request=each.name, reason=reason))

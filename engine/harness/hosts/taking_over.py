@@ -33,6 +33,7 @@ from engine.runtime.hosts.host_workers import HostWorkers
 from engine.runtime.hosts.run_certificate import network_of
 from engine.runtime.hosts.wire import WireServer
 from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.keeping.scribe import Scribe
 from engine.runtime.process.fork_client import Child
 
 _COME_S = SILENT_NS / 1e9  # from the election until a host has to have come
@@ -46,12 +47,13 @@ def take_over(
     before: Elected,
     wire_server: WireServer,
     workers: HostWorkers,
-    folder: RunFolder,
+    own_place: tuple[RunFolder, Scribe],
     stream: Callable[[], AbstractContextManager[object]],
 ) -> HostRunEnd:
     """Goes on with the run as the host that coordinates it; the workers of this host are served by a thread.
 
-    `stream` opens the stream of this host to itself.
+    `own_place` is the folder of this host, and the scribe that has written there. `stream` opens the stream of this
+    host to itself.
     """
     away = {each.name: AwayServer(each, takes_over=True) for each in at.registry.of_run(chosen)}
     own = away[chosen.name]
@@ -68,11 +70,11 @@ def take_over(
             if not each.has_said.is_set():
                 servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
         try:
-            taken = _taken(at, before, away, servers, workers, folder.path)
+            taken = _taken(at, before, away, servers, workers, own_place[0].path)
         except BambooError as error:
             tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
             raise
-        return coordinate(at.run, servers, at.registry, Seat(at.lease, folder, taken), at.give_back)
+        return coordinate(at.run, servers, at.registry, Seat(at.lease, own_place[0], taken, own_place[1]), at.give_back)
 
 
 def wait_for_words(away: Collection[AwayServer], patience_s: float = _COME_S) -> None:

@@ -27,10 +27,11 @@ from engine.core.message_codec import ToWorker
 from engine.files.checkpoints.checkpoint_folder import CheckpointName, NewestGood, RefusedCheckpoint
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.keeping.away import LIMIT_S, READ_LIMIT_S
 from engine.runtime.keeping.keeper import Keeper
 
-_END_S = 30.0  # that the end of a run waits for the last manifest
-_READ_S = 600.0  # for every byte of the newest good checkpoint
+_END_S = LIMIT_S  # that the end of a run waits for the last manifest
+_READ_S = READ_LIMIT_S
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class Checkpoints:
             self._orders.put(None)
             self._thread.join(_END_S)
             if self._thread.is_alive():
-                if name := self._keeper.give_up(_END_S):
+                if name := self._keeper.stop_waiting(_END_S):
                     self._run_state.note(f"{name}, which writes the manifests, does not end by SIGKILL: left behind")
                 self._thread.join(_END_S)  # nobody keeps it waiting any more
         self.record()

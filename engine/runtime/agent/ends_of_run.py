@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 from engine.core.agent import ends
 from engine.core.agent.ends import HostAgent, HostEnd, HostOutput
 from engine.core.checkpoints.resumption import Resumption
-from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError
 from engine.core.history import process_records as records
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.ipc.recorder import Recorder, now_ns
 
 _START_GRACE_NS = 300_000_000
+_GONE_S = 2.0  # from SIGKILL, where no record can be written any more
 _FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
 
 
@@ -66,6 +68,17 @@ class EndsOfRun(ABC):
         self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
         self.run_state.note(f"{member.name} does not end by SIGKILL and is left behind")
 
+    def abandon(self) -> None:
+        """Kills every worker, and leaves those behind that wait for a disk which has stopped."""
+        living = [each for each in self.members.values() if each.exit_code is None and not each.is_left_behind]
+        for member in living:
+            member.child.signal(signal.SIGKILL)
+        until_s = time.monotonic() + _GONE_S
+        for member in living:
+            if member.child.wait(max(0.0, until_s - time.monotonic())) is None:
+                with contextlib.suppress(StorageError):
+                    self.leave_behind(ends.LeaveBehind(member.worker))
+
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """Makes an error of the coordinator, of the run state or of a store the end of the run."""
@@ -78,6 +91,7 @@ class EndsOfRun(ABC):
         """Keeps the first cause and stops every worker; an interrupted run has nothing to recover."""
         if self.cause is None and (self.interrupted is None or cause.exit_code in _FINDINGS):
             if isinstance(cause, CoordinatorUnavailableError):
+                self.recorder.settle()  # raises, if its store lies on a disk that has stopped
                 cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
             self.cause = cause
             self.recorder.write(records.FailedRecord(error=str(cause), notice=cause.notice))

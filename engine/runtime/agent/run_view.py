@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +62,13 @@ class Ending:
     missing: tuple[str, ...] = ()
     loggers: tuple[Mapping[str, Any], ...] = ()
 
+    def unstored(self, error: StorageError) -> Ending:
+        """Returns the ending of a run whose records or results are not all on disk; one by a signal keeps its code."""
+        if self.outcome == "interrupted":
+            return replace(self, error=self.error or error)
+        cause = self.error or StorageError(f"{error}; {self.view.run_state.progress()}")
+        return replace(self, outcome="failed", exit_code=int(error.exit_code), error=cause)
+
 
 def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None, *, is_slow: bool) -> WorkerView:
     """Returns the picture of a worker now."""
@@ -82,7 +91,17 @@ def ended(recorder: Recorder, ending: Ending) -> Ending:
     """Records the end of training; returns it, or the end of a run whose events cannot be written any more."""
     try:
         recorder.write(TrainingEndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+        recorder.settle()
     except StorageError as error:
         if ending.error is None:
-            return replace(ending, outcome="failed", exit_code=int(error.exit_code), error=error)
+            return ending.unstored(error)
     return ending
+
+
+@contextlib.contextmanager
+def telling_unwritten() -> Iterator[None]:
+    """Tells the user of records that a process which ends by force leaves unwritten."""
+    try:
+        yield
+    except StorageError as error:
+        os.write(2, f"bamboo: {error}\n".encode())

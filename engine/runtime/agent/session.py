@@ -34,7 +34,7 @@ from engine.runtime.agent.event_loop import supervise
 from engine.runtime.agent.fault_requests import FaultRequests
 from engine.runtime.agent.notice_source import NoticeSource, asked_for
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending, RunView, ended, worker_view
+from engine.runtime.agent.run_view import Ending, RunView, ended, telling_unwritten, worker_view
 from engine.runtime.agent.start_up import Crew, Launch, recording
 from engine.runtime.agent.taken_run import NO_SEAT, HandedOverError, Seat, TakenRun
 from engine.runtime.agent.worker_handles import give_slots, start_coordinator
@@ -84,7 +84,7 @@ def run_session(
     folder, ranks = str(seat.taken.home if seat.taken else events.parent), ranks or ownership.workers()
     first = first_state(job, ownership, now_ns(), begun_with(origin), server.later_ns if server else 0)
     with contextlib.ExitStack() as files, holding() as interrupts:
-        recorder, record_fds = recording(files, events, job, injectable, host, server, is_new=seat.folder is None)
+        recorder, record_fds = recording(files, events, job, injectable, host, server, seat.scribe, not seat.folder)
         try:
             with contextlib.ExitStack() as stack, interrupts.forcing(partial(_forced, recorder, stack)):
                 (interrupts.let_wait if seat.taken else interrupts.check)()
@@ -210,13 +210,15 @@ def _supervise(server: ForkServer, interrupts: Interrupts, agent: Agent) -> None
         raise
     except StorageError as error:
         agent.cause = StorageError(f"{error}; {agent.run_state.progress()}")
+        agent.abandon()
 
 
 def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Signals) -> None:
     """Records the end of training whose process is about to end, and releases its resources, also on a full disk."""
-    with stack, contextlib.suppress(StorageError):
+    with stack, telling_unwritten():
         recorder.write(InterruptRecord(signal=number.name))
         recorder.write(TrainingEndedRecord(outcome="interrupted", exit_code=128 + number))
+        recorder.settle(at_once=True)
 
 
 class _Look:
@@ -230,6 +232,8 @@ class _Look:
         self._gpus = GpuLook() if job.device == "cuda" else None
 
     def tick(self, agent: Agent) -> None:
+        if not agent.recorder.look():  # all of this reads the folder of the run
+            return
         self._watch(_view(agent, self._crew.board))
         self._requests.look(agent.injector)
         if self._source is not None:

@@ -28,6 +28,7 @@ from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.ipc.step_writer import StepWriter, open_steps
 from engine.runtime.ipc.thinning import Thinning
 from engine.runtime.keeping.keeper import place_of
+from engine.runtime.keeping.scribe import Scribe
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.network_namespace import new_network
 
@@ -39,19 +40,17 @@ def recording(
     injectable: bool,
     host: HostRecord | None,
     server: ForkServer | None = None,
-    *,
+    scribe: Scribe | None = None,
     is_new: bool = True,
 ) -> tuple[Recorder, tuple[int, int]]:
     """Opens the files of a run's records, and returns their descriptors for the workers; a `server` hears of records.
 
-    The first record of new files is the job, the second one the host if it is given.
+    The first record of new files is the job, the second one the host if it is given. Without a `scribe` this process
+    waits for the disk itself.
     """
-    events_fd, steps_fd = record_fds = open_events(events), open_steps(events.parent / FOLDER)
+    recorder, record_fds = _opened(events, job) if scribe is None else scribe.recorder(events, job)
     for fd in record_fds:
         stack.callback(os.close, fd)
-    span, limit = span_of(job), parse_size(job.events_max)
-    thinning = Thinning(steps_fd, events_fd, span, limit) if limit else None
-    recorder = Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning)
     stack.callback(recorder.close)
     if server is not None:
         recorder.tell = server.hear
@@ -62,6 +61,13 @@ def recording(
     if host is not None:
         recorder.write(host)
     return recorder, record_fds
+
+
+def _opened(events: Path, job: Job) -> tuple[Recorder, tuple[int, int]]:
+    events_fd, steps_fd = open_events(events), open_steps(events.parent / FOLDER)
+    span, limit = span_of(job), parse_size(job.events_max)
+    thinning = Thinning(steps_fd, events_fd, span, limit) if limit else None
+    return Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning), (events_fd, steps_fd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from engine.core.messages import WelcomeMessage
 from engine.core.store.kv import Lease
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent.run_state import RunState
+from engine.runtime.keeping.scribe import Scribe
 from engine.runtime.process.fork_client import Child
 
 
@@ -51,14 +52,16 @@ class TakenRun(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """What a host that coordinates has beside its servers: a lease that a thread keeps, and a run to go on with.
+    """What a session has beside its servers: the scribe of its records; of several hosts a lease and a run to go on with.
 
-    The `folder` is there if this host has served another one before. Without a run all workers begin again.
+    A thread keeps the lease. The `folder` is there if this host has served another one before. Without a run all workers
+    begin again. Without a scribe this process waits for the disk itself.
     """
 
     lease: Lease | None = None
     folder: RunFolder | None = None
     taken: TakenRun | None = None
+    scribe: Scribe | None = None
 
 
 NO_SEAT = Seat()

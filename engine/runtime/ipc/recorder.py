@@ -34,7 +34,10 @@ now_ns = time.monotonic_ns  # one clock for all processes of a host
 class Recorder:
     """Appends to events.jsonl through a descriptor opened with O_APPEND, and to the files of `steps` if it has them."""
 
-    def __init__(self, fd: int, worker: int, steps: StepWriter | None = None, thinning: Thinning | None = None):
+    def __init__(
+        self, fd: int, worker: int, steps: StepWriter | None = None, thinning: Thinning | None = None, pid: int = 0
+    ):
+        """`pid` is that of the process whose records it writes, by default this one."""
         self.fd = fd
         self.worker = worker
         self.steps = steps
@@ -42,7 +45,7 @@ class Recorder:
         self.tell: Callable[[StampedRecord, str], None] | None = None  # is called with each record and its line
         self.last = (-1, "")  # the last action, behind its step
         self._chains: dict[int, Chain] = {}  # by descriptor: of the events, and of the open file of hashes
-        self._pid = os.getpid()
+        self._pid = pid or os.getpid()
         self._lost = LostRecord(records=0, why="")
 
     def action(self, epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> None:
@@ -66,6 +69,21 @@ class Recorder:
             self.write(thinned)
             self._thinning.delete()
 
+    def put(self, text: str, step: int | None) -> None:
+        """Writes a record that its process has stamped; the hashes of a `step` go to the files of steps.
+
+        Raises:
+            StorageError: a record of the agent could not be written.
+        """
+        self._record(self._put, text, step)
+
+    def look(self) -> bool:
+        """Returns whether the disk answers now, where another process writes; raises StorageError if it has not."""
+        return True
+
+    def settle(self, *, at_once: bool = False) -> None:
+        """Waits until all records are written, with `at_once` a moment only; raises StorageError if one is not."""
+
     def close(self) -> None:
         """Closes the files of the steps."""
         if self.steps is not None:
@@ -83,13 +101,14 @@ class Recorder:
     def _append(self, record: StampedRecord) -> None:
         stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
         text = encoded(stamped)
-        fd = self.fd
-        if isinstance(record, AuditRecord) and self.steps is not None:
-            fd = self.steps.fd_of(record.step)
-        self._chain(fd).append(fd, text)
+        self._put(text, record.step if isinstance(record, AuditRecord) else None)
         if self.tell is not None:
             self.tell(stamped, text)
         self.hear(stamped)
+
+    def _put(self, text: str, step: int | None) -> None:
+        fd = self.fd if step is None or self.steps is None else self.steps.fd_of(step)
+        self._chain(fd).append(fd, text)
 
     def _chain(self, fd: int) -> Chain:
         """Returns the chain in a file; the next file of hashes is opened before the last one is closed."""

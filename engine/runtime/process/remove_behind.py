@@ -1,10 +1,10 @@
 """``python .../remove_behind.py FD FOLDER`` deletes FOLDER when the last writer of the pipe FD has ended.
 
-The launcher and the store that writes to the folder hold the pipe open. A launcher that ends by itself deletes the
-folder and then kills this process. After SIGKILL of the launcher only a process that outlives it can delete files.
+The launcher and the store that writes to the folder hold the pipe open. After SIGKILL of the launcher only a process
+that outlives it can delete files; and a launcher that ends by itself waits for no disk.
 
-Rule: this file imports nothing until then, and is run as a file, because it starts beside every run: an import costs a
-launch more than the rest of this process. Ctrl-C is blocked, as its parent has left it.
+Rule: this file imports nothing, and is run as a file, because it starts beside every run: an import costs a launch more
+than the rest of this process. Ctrl-C is blocked, as its parent has left it.
 """
 
 import os
@@ -14,10 +14,18 @@ import sys
 def main(fd: int, folder: str) -> None:
     """Waits for the end of the pipe, then deletes the folder; does not follow links."""
     os.read(fd, 1)
-    if os.path.isdir(folder):
-        import shutil
+    for path, folders, files in os.walk(folder, topdown=False):
+        for remove, names in ((os.unlink, files), (os.unlink, folders), (os.rmdir, folders)):
+            for name in names:
+                _try(remove, f"{path}/{name}")
+    _try(os.rmdir, folder)
 
-        shutil.rmtree(folder, ignore_errors=True)
+
+def _try(remove, path):  # type: ignore[no-untyped-def]  # types need an import
+    try:
+        remove(path)
+    except OSError:  # a link to a folder is removed as a file, and a folder is none
+        return
 
 
 if __name__ == "__main__":

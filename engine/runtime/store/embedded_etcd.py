@@ -1,8 +1,8 @@
 """A private etcd for one run, used if the user gives no endpoint.
 
 Rules: it dies with the thread that started it, which must be the main thread. It listens on a socket in the folder of
-its data, which only this user can enter, and on no port. `stop` deletes its data and keeps its log; after SIGKILL of
-this process another process deletes the data. It does not sync to disk, because no run outlives a power cut.
+its data, which only this user can enter, and on no port. Another process deletes its data, at `stop` and after SIGKILL
+of this process, which waits for no disk; the log stays. It does not sync to disk, because no run outlives a power cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
 
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, InvariantError, StorageError, ensure
 from engine.files.atomic_write import open_to_append
@@ -95,7 +94,7 @@ class EmbeddedEtcd:
         command += self._flags
         with open(open_to_append(self.log), "ab") as log:
             if self._remover is None:  # before there is a folder that SIGKILL would leave behind
-                self._start_remover(log, environment)
+                self._start_remover()
             self._data.mkdir(mode=0o700, exist_ok=True)
             (self._data / SOCKET).unlink(missing_ok=True)  # of an etcd that was killed
             self._process = subprocesses.start(
@@ -103,10 +102,10 @@ class EmbeddedEtcd:
             )
         self.pidfd = os.pidfd_open(self._process.pid)
 
-    def _start_remover(self, log: IO[bytes], environment: Mapping[str, str]) -> None:
+    def _start_remover(self) -> None:
         ended_fd, self._alive_fd = os.pipe()
         command = [sys.executable, "-I", "-S", _REMOVER, str(ended_fd), str(self._data.absolute())]
-        self._remover = subprocesses.start(command, fd=ended_fd, log=log, environment=environment)
+        self._remover = subprocesses.start(command, fd=ended_fd, log=subprocess.DEVNULL)
         os.close(ended_fd)
 
     def settings(self) -> EtcdSettings:
@@ -140,15 +139,16 @@ class EmbeddedEtcd:
             raise
 
     def stop(self) -> None:
-        """Kills it, even if it is stopped, and deletes its data."""
+        """Kills it, even if it is stopped, and has its data deleted, unless the disk has stopped."""
         if self._process is not None:
             self._process.kill()
             self._reap()
-        shutil.rmtree(self._data, ignore_errors=True)
         if self._remover is not None:
-            self._remover.kill()  # its work is done
-            subprocesses.end(self._remover, _STOP_GRACE_S)
+            if self._remover.poll() is not None:  # it was killed
+                os.close(self._alive_fd)
+                self._start_remover()
             os.close(self._alive_fd)
+            subprocesses.end(self._remover, _STOP_GRACE_S)
             self._remover = None
 
     def _reap(self) -> None:

@@ -12,7 +12,7 @@ import signal
 import time
 from types import FrameType
 
-from engine.core.errors import EnvironmentLacksError
+from engine.core.errors import EnvironmentLacksError, StorageError
 from engine.core.history.process_records import StoreEndedRecord
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.subprocesses import is_readable
@@ -49,5 +49,6 @@ class StoreKeeper:
         while is_readable(self._etcd.pidfd) and time.monotonic() - self._started_s > _MIN_LIFE_S:
             self._started_s = time.monotonic()
             self._recorder.write(StoreEndedRecord())
-            with contextlib.suppress(EnvironmentLacksError, OSError):
+            with contextlib.suppress(EnvironmentLacksError, StorageError, OSError):
+                self._recorder.settle()  # it starts on a disk that answers
                 self._etcd.start()
