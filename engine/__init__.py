@@ -124,6 +124,7 @@ check: the judgement of one expectation.
 case: one run of a scenario, with its checks.
 matrix: a scenario with axes, which stands for many cells.
 cell: one scenario of a matrix.
+evidence: the records, hashes and losses of a run and of its twin, from which its verdict is computed.
 twin: the same job without faults, whose trajectory a run must equal.
 """
 

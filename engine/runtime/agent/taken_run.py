@@ -52,10 +52,10 @@ class TakenRun(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """What a session has beside its servers: the scribe of its records; of several hosts a lease and a run to go on with.
+    """What a session has beside its servers: its scribe; on a host of several a lease and a run to go on with.
 
-    A thread keeps the lease. The `folder` is there if this host has served another one before. Without a run all workers
-    begin again. Without a scribe this process waits for the disk itself.
+    A thread keeps the lease. The `folder` is there if this host has served another one before. Without a run all
+    workers begin again. Without a scribe this process waits for the disk itself.
     """
 
     lease: Lease | None = None
