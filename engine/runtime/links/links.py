@@ -33,7 +33,7 @@ _NEVER = (0, 0.0)
 Arrived = Arrival[Any, Tensor]  # with the key and the border of its receive
 
 
-class Desk(Protocol):
+class LinkControl(Protocol):
     """The part of a worker's control that links need."""
 
     wakeups: Wakeups
@@ -58,7 +58,7 @@ class Links:
 
     def __init__(
         self,
-        control: Desk,
+        control: LinkControl,
         room_of: Callable[[int], Tensor] = host_room,
         address: str = "",
         network: Mapping[str, str] | None = None,
