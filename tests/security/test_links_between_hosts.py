@@ -283,9 +283,8 @@ def test_a_worker_that_cannot_be_reached_is_suspected_by_number(made: RunCertifi
         real(replace(message, port=port if message.port else 0))
 
     linked.desks.by_worker[1].link.send = astray
-    one.in_order.send(1, KEY, (torch.ones(1),))
     other.in_order.post(0, KEY, ONE)
-    other.in_order.send(0, KEY, (torch.ones(1),))
+    one.in_order.send(1, KEY, (torch.ones(1),))
     with pytest.raises(TransferFailedError, match="worker 0 cannot be reached") as failed:
         other.in_order.take(0, KEY)
     assert failed.value.peer == 0
