@@ -78,6 +78,23 @@ def test_there_the_sender_notices_nothing_and_the_rest_goes_through(pair: Linked
         each.close()
 
 
+def test_a_link_that_has_ended_behind_a_cut_fails_the_group_once_that_is_healed(pair: Linked) -> None:
+    """The error was raised in the thread that heals, and the main thread waited on."""
+    one, other = pair.enter(0)
+    post(other, 0, 1)
+    send(one, 1, 1)
+    assert take(other, 0, 1) == [1.0]
+    assert pair.cuts[0].cut(1, "there")
+    send(one, 1, 2)
+    pair.links[1].close()
+    pair.desks.look()
+    healing = threading.Thread(target=pair.cuts[0].heal, args=(1,))
+    healing.start()
+    healing.join()
+    with pytest.raises(TransferFailedError, match="to worker 1 failed"):
+        one.in_order.take(0, an_order(9))
+
+
 def test_back_the_receiver_finds_nothing_until_the_time_is_over(pair: Linked) -> None:
     one, other = pair.enter(0)
     post(one, 1, 1, 2)

@@ -142,12 +142,19 @@ class EndChannel(Generic[AnyKey]):
         end.num_sent[target] += 1
         leaving = end.device.copies.fetched(tensors)
         end.bytes_sent += sum([each.nbytes for each in tensors_of(leaving)])
-        if target not in end.cuts.there or not end.cuts.keeps(target, partial(self._leave, target, key, leaving)):
+        if target not in end.cuts.there or not end.cuts.keeps(target, partial(self._leave_late, target, key, leaving)):
             self._leave(target, key, leaving)
 
     def _leave(self, target: int, key: AnyKey, leaving: Leaving) -> None:
         end = self._of
         end.device.copies.when_fetched(leaving, partial(self._begin, target, key), partial(end.fails_to, target))
+
+    def _leave_late(self, target: int, key: AnyKey, leaving: Leaving) -> None:
+        """Starts a message that a cut has held up, in the thread that heals it: the main thread gets its error."""
+        try:
+            self._leave(target, key, leaving)
+        except TransferFailedError as error:
+            self._of.fails(error)
 
     def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
         raise NotImplementedError
