@@ -89,6 +89,7 @@ from engine.runtime.keeping import away
 def freezes(module, name, disk):
     before = getattr(module, name)
     def freeze(*given, **more):
+        setattr(module, name, before)
         subprocess.run(["fsfreeze", "-f", disk], check=True)
         return before(*given, **more)
     setattr(module, name, freeze)

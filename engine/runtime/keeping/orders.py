@@ -74,6 +74,11 @@ class Orders(Away):
         """Returns the answer of a work; raises its error, and StorageError if the disk does not answer in time."""
         return self.question(name, given, named, limit_s).value
 
+    @property
+    def answers(self) -> bool:
+        """Whether the disk had answered at the last look."""
+        return self._touched is None or self._touched.is_answered
+
     def look(self) -> bool:
         """Returns whether the disk answers now.
 

@@ -110,6 +110,10 @@ class _ToldRecorder(Recorder):
         super().__init__(-1, AGENT)
         self._scribe, self._number = scribe, number
 
+    @property
+    def answers(self) -> bool:
+        return self._scribe.answers
+
     def look(self) -> bool:
         return self._scribe.look()
 
