@@ -206,7 +206,7 @@ class Orders(Away):
             self._give_up_with("the process that writes the files of the run has ended")
 
     def _stop_waiting(self, limit_s: float) -> None:
-        self._give_up_with(f"{self.place!r} has not answered for {limit_s:g} s")
+        self._give_up_with(f"{self.place!r} has not answered for {limit_s:.3g} s")
         raise StorageError(self.why)
 
     def _give_up_with(self, why: str) -> None:
