@@ -25,6 +25,7 @@ RECORD = "record"
 _AT_ONCE_S = 0.1  # that a disk has, instead of the limit, while this process ends by force
 _GONE_S = 0.15  # from SIGKILL to the end of the process
 _PATIENCE_S = 0.02  # that a look waits for a disk that has answered the last one
+_STANDS_S = 0.5  # less than a worker may hang: from then on the disk stands
 _MOST_BYTES = 64 << 20  # that wait for a disk that does not answer
 
 
@@ -76,8 +77,9 @@ class Orders(Away):
 
     @property
     def answers(self) -> bool:
-        """Whether the disk had answered at the last look."""
-        return self._touched is None or self._touched.is_answered
+        """Whether the disk has answered at the last looks; a busy machine answers late."""
+        last = self._touched
+        return last is None or last.is_answered or time.monotonic() - last.asked_s < _STANDS_S
 
     def look(self) -> bool:
         """Returns whether the disk answers now.
