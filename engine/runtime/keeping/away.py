@@ -53,10 +53,12 @@ class Away:
 
     def begin(self) -> None:
         """Starts the process; raises BambooError if that cannot be done."""
-        self.near, far = socket.socketpair()
-        with far:
+        near, far = socket.socketpair()
+        with far, contextlib.ExitStack() as unless_started:
+            unless_started.callback(near.close)
             self._child = self._start(far.fileno())
-        self.why = ""
+            unless_started.pop_all()
+        self.near, self.why = near, ""
 
     def give_up(self, why: str, patience_s: float = _GONE_S) -> str:
         """Kills the process, and lets no thread wait for it; returns its name if SIGKILL does not end it in time."""
