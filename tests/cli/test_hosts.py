@@ -12,7 +12,6 @@ from bamboo_cli.hosts import host_agent
 from bamboo_cli.hosts.agent import agent
 from bamboo_cli.hosts.host_agent import is_own_address, is_scenario, usual_address
 from engine.core.errors import UserError
-from engine.runtime.doctor import host_probes
 
 APP = typer.Typer()
 APP.command()(agent)
@@ -32,8 +31,8 @@ def problems(*arguments: str) -> list[str]:
 
 def test_all_mistakes_come_at_once_and_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(host_probes, "gloo_tls_error", lambda: "as in torch's builds for the CPU")
     line = ["--hosts", "9", "--node", "-", "--address", "192.0.2.1", "--workers", "-1", "--lease", "1"]
+    line += ["--trusted-network", "nowhere"]
     assert problems(*line, "--set", "stages=2") == [
         "--hosts",
         "--run",
