@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from bamboo_cli.app import app
 from engine.core.errors import EnvironmentLacksError, UserError
 from engine.core.launch.kubernetes_manifests import TLS_FILES
-from engine.runtime.doctor import host_probes
 
 ETCD = ["--etcd", "10.0.0.1:2379", "--etcd-plain-http", "--trusted-network", "10.0.0.0/8"]
 JOB = "model: gpt\nstages: 3\nsteps: 4\ncheckpoint_every: 0\n"
@@ -35,7 +34,6 @@ def _job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(f"BAMBOO_ETCD_{each}" for each in ("USER", "PASSWORD", "PASSWORD_FILE")),
     ):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(host_probes, "gloo_tls_error", lambda: "as in torch's builds for the CPU")
     path = tmp_path / "my job.yaml"  # a shell has to be told that this is one word
     path.write_text(JOB)
     return path
@@ -281,7 +279,7 @@ def test_a_pod_per_node_is_replaced_alone_and_has_the_job_and_the_certificates(
     [
         ("torchrun", ["--hosts", "3", *ETCD], ["PLACE: .*torchrun ends every process when one ends"]),
         ("kubernets", ["--hosts", "3", *ETCD], ["PLACE: .*found 'kubernets'"]),
-        ("slrm", ["--hosts", "3", "--etcd", "etcd"], ["PLACE: .*did you mean 'slurm'", "--etcd", "--trusted-network"]),
+        ("slrm", ["--hosts", "3", "--etcd", "etcd"], ["PLACE: .*did you mean 'slurm'", "--etcd"]),
         (
             "slurm",
             ["--hosts", "300", "--etcd", "etcd", "--set", "steps=no"],
@@ -309,7 +307,6 @@ def test_a_pod_per_node_is_replaced_alone_and_has_the_job_and_the_certificates(
                 "--name",
                 "--grace",
                 "--hosts: expected --etcd",
-                "--trusted-network",
                 "--hosts: expected at most one host",
             ],
         ),

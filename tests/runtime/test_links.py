@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -282,3 +284,19 @@ def test_a_message_before_its_link_is_there_is_kept_and_a_fence_drops_it(linked:
     assert not linked.links[0]._links[1].owes
     desk.link.send = given
     assert len(held) == 1
+
+
+def test_without_room_for_a_ring_all_goes_over_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files, `ulimit -f`, is one of shared memory too: no link could be made."""
+
+    def refused(*given: object) -> int:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", refused)
+    linked = Linked(0, 1)
+    one, other = linked.enter(0)
+    large = torch.arange(1 << 20, dtype=torch.float32)
+    other.in_order.post(0, an_order(1), (TensorSpec((1 << 20,), torch.float32, False),))
+    one.in_order.send(1, an_order(1), (large,))
+    assert torch.equal(other.in_order.take(0, an_order(1))[0], large)
+    linked.close()

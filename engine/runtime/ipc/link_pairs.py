@@ -90,9 +90,11 @@ class LinkPairs:
             near, far = socket.socketpair()
             stack.callback(near.close)
             stack.callback(far.close)
-            there, back = new_ring(stack), new_ring(stack)
-            one.link.send(LinkMessage(other.worker, self._number), (near.fileno(), there, back))
-            other.link.send(LinkMessage(one.worker, self._number), (far.fileno(), back, there))
+            rings: tuple[int, ...] = ()
+            with contextlib.suppress(OSError):  # files of this user may not be so large: all goes over the socket
+                rings = new_ring(stack), new_ring(stack)
+            one.link.send(LinkMessage(other.worker, self._number), (near.fileno(), *rings))
+            other.link.send(LinkMessage(one.worker, self._number), (far.fileno(), *reversed(rings)))
 
 
 def new_ring(stack: contextlib.ExitStack) -> int:

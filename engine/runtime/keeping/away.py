@@ -29,7 +29,7 @@ from engine.core.errors import (
 )
 from engine.files.atomic_write import of_system
 from engine.runtime.process.fork_client import Child
-from engine.runtime.process.prctl import name_process
+from engine.runtime.process.prctl import blank_environment, name_process
 
 LIMIT_S = 30.0  # for a disk to answer
 READ_LIMIT_S = 600.0  # for every byte of a checkpoint
@@ -138,6 +138,7 @@ def _become(name: str, work: Callable[[int], object], fd: int) -> NoReturn:
         os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
         gc.freeze()  # an object of this process that is collected there would close a descriptor with its number
         name_process(name)
+        blank_environment()
         work(fd)
     finally:
         os._exit(0)

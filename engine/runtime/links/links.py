@@ -188,8 +188,7 @@ class Links:
             told, fds = self._control.given_links.get()
             self._told[told.peer] = told.number, time.monotonic()
             if fds:
-                end, out, back = fds
-                self._adopt(told.peer, Ends(SocketWire(socket.socket(fileno=end)), OutRing(out), InRing(back)))
+                self._adopt(told.peer, _near_ends(*fds))
             elif self._door is not None:
                 self._door.take(told)
         while not self._came.empty():
@@ -254,6 +253,12 @@ class Links:
                 os.close(fd)
         if self._door is not None:
             self._door.close()
+
+
+def _near_ends(end: int, out: int = -1, back: int = -1) -> Ends:
+    """Returns the ends of a link on one host, from their descriptors."""
+    wire = SocketWire(socket.socket(fileno=end))
+    return Ends(wire) if out < 0 else Ends(wire, OutRing(out), InRing(back))
 
 
 def _ended(direction: str, peer: int) -> TransferFailedError:
