@@ -58,9 +58,7 @@ def blank_environment() -> None:
     """
     with open("/proc/self/stat", encoding="ascii") as file:
         begin, end = map(int, file.read().rpartition(")")[2].split()[47:49])
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        memory.seek(begin)
-        memory.write(bytes(end - begin))
+    ctypes.memset(begin, 0, end - begin)
 
 
 def name_process(name: str) -> None:
