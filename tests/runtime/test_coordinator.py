@@ -223,6 +223,7 @@ def test_the_history_of_verdicts_is_bounded(backend: Backend) -> None:
     assert len(keys_of(client)) == 6
 
 
+@pytest.mark.timeout(300)  # 10,000 transactions of etcd, on a machine that may be busy
 @pytest.mark.parametrize("backend", ["etcd"], indirect=True)
 def test_ten_thousand_steps_leave_no_more_keys_than_a_hundred(backend: Backend) -> None:
     client = backend.client()
