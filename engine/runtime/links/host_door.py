@@ -18,6 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from engine.core.process_messages import LinkMessage
 from engine.runtime.links.wire import SocketWire, TlsWire, Wire
@@ -70,7 +71,6 @@ class HostDoor:
     def _greet(self, end: socket.socket) -> None:
         told: LinkMessage | None = None
         try:
-            end.getpeername()  # `ssl` would leave one open that has been reset
             end = self._secured(end, is_server=True)
             with self._room_for(end):
                 told = self._proven(end, time.monotonic() + GREET_S)
@@ -141,6 +141,18 @@ class HostDoor:
             self._listener.close()
 
 
+class _ClosingSocket(ssl.SSLSocket):
+    """A socket that closes when its connection was reset before TLS began: `ssl` would leave it open."""
+
+    def getpeername(self) -> Any:
+        """Returns the address of the other end; raises OSError if there is none."""
+        try:
+            return super().getpeername()
+        except OSError:
+            self.close()
+            raise
+
+
 def _shake_hands(end: socket.socket) -> None:
     if isinstance(end, ssl.SSLSocket):
         end.do_handshake()
@@ -155,6 +167,7 @@ def _context(network: Mapping[str, str], protocol: int) -> ssl.SSLContext | None
     if not network:
         return None
     context = ssl.SSLContext(protocol)
+    context.sslsocket_class = _ClosingSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # one certificate is taken, under any name
     context.verify_mode = ssl.CERT_REQUIRED
