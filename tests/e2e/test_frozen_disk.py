@@ -104,6 +104,9 @@ main()
 """
 
 
+STEPS = 120  # of a run that tells a step before its end: it does so after some seconds
+
+
 class Frozen:
     """A run whose results lie on a disk of its own, to freeze."""
 
@@ -209,13 +212,13 @@ def _is_frozen(run: Frozen) -> bool:
 @pytest.mark.timeout(150)
 def test_a_freeze_that_passes_costs_no_worker(disk: Path) -> None:
     """Neither was anyone put out before: the launcher stood still too. It no longer does."""
-    run = Frozen(disk, 40, limit_s=0.0)
+    run = Frozen(disk, STEPS, limit_s=0.0)
     run.freeze_after("\nstep ")
-    time.sleep(8.0)  # more than a worker may hang
+    time.sleep(7.0)  # more than a worker may hang; etcd, whose disk it is too, takes little more
     call("fsfreeze", "-u", disk)
     assert run.process.wait(90) == 0, run.said
     history = read_history(run.results / "latest" / "events.jsonl")
-    assert ([each.epoch for each in history.epochs], len(history.commits)) == ([1], 40)
+    assert ([each.epoch for each in history.epochs], len(history.commits)) == ([1], STEPS)
 
 
 @pytest.mark.e2e
