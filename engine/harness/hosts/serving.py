@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 
 from engine.core.config.update_rules import preloads
-from engine.core.errors import CoordinatorUnavailableError
+from engine.core.errors import CoordinatorUnavailableError, StorageError
 from engine.core.history.process_records import EndedRecord
 from engine.core.history.request_records import RefusedRecord
 from engine.files.host_facts import host_record
@@ -65,6 +65,8 @@ def serve(
                     workers.end_workers()
                     recorder.write(EndedRecord(outcome=found.words.partition(":")[0], exit_code=found.code))
                     if wire.peer.ended_ns is None:
+                        with contextlib.suppress(StorageError):
+                            recorder.settle()  # the last record is shipped from the disk
                         workers.lines.finish()
                     return HostRunEnd(found)
             if (stands := _stand(at, elected, workers)) is not None:

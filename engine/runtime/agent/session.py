@@ -206,6 +206,8 @@ def _supervise(server: ForkServer, interrupts: Interrupts, agent: Agent) -> None
     try:
         supervise(agent, server, interrupts)
     except HandedOverError:
+        with contextlib.suppress(StorageError):
+            agent.recorder.settle()  # the last records are shipped from the disk
         server.leave()
         raise
     except StorageError as error:
