@@ -176,7 +176,14 @@ class Links:
             if arrived is not None and self._party is not None:
                 self._party.take_in(arrived)
 
-        return PeerLink(peer, lambda: self._mailbox.epoch, self._room_of, take_in)
+        return PeerLink(peer, lambda: self._mailbox.epoch, self._room, take_in)
+
+    def _room(self, size: int) -> Tensor:
+        """Returns memory for a message; raises InvariantError for more than there is: no worker sends so much."""
+        try:
+            return self._room_of(size)
+        except RuntimeError as error:
+            raise InvariantError(f"no memory for a message of {size} bytes") from error
 
     def _comes(self, told: LinkMessage, wire: Wire | None) -> None:
         self._came.put((told, wire))
