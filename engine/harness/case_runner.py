@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -55,44 +56,36 @@ def run_case(
 
     Raises BambooError if the run could not be started.
     """
-    from engine.runtime.keeping.scribe_work import scribe_for
-
-    started_s = time.monotonic()
-    if seat is not None and seat.scribe is not None:
-        return _run_with(seat.scribe, case, etcd, screen, server, started_s, seat)
-    with scribe_for(_is_in_process(server), {"sweep": _sweep}) as scribe:
-        return _run_with(scribe, case, etcd, screen, server, started_s, seat)
-
-
-def _run_with(
-    scribe: Scribe,
-    case: Case,
-    etcd: EtcdSettings | None,
-    screen: Screen,
-    server: ForkServer | None,
-    started_s: float,
-    seat: Seat | None,
-) -> CaseResult:
     from engine.files.jobs import trust
     from engine.files.jobs.checkpoint_place import with_whole_place
     from engine.files.jobs.given_weights import hash_as_given
     from engine.models.model_registry import unreadable_files
     from engine.runtime.process.interrupts import holding
 
-    job = case.scenario.job
-    scribe.try_place(job, _is_in_process(server))
-    if problems := unreadable_files(job, begins=case.origin is None):
-        raise UserError(problems)
-    init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
-    case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
-    trust.note(case.scenario.job)
-    known = seat.folder if seat else None
-    if known is not None:
-        with holding() as interrupts, interrupts.forcing(partial(note_forced_end, known, scribe)):
-            return _run_in(known, scribe, case, etcd, screen, server, started_s, seat)
-    with in_new_folder(scribe, job.results, case.name, screen.say) as folder:
-        scribe.tell("sweep", job.results, named="")
-        return _run_in(folder, scribe, case, etcd, screen, server, started_s, seat)
+    started_s, job = time.monotonic(), case.scenario.job
+    with _scribe_of(server, seat) as scribe:
+        scribe.try_place(job, _is_in_process(server))
+        if problems := unreadable_files(job, begins=case.origin is None):
+            raise UserError(problems)
+        init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
+        case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
+        trust.note(case.scenario.job)
+        known = seat.folder if seat else None
+        if known is not None:
+            with holding() as interrupts, interrupts.forcing(partial(note_forced_end, known, scribe)):
+                return _run_in(known, scribe, case, etcd, screen, server, started_s, seat)
+        with in_new_folder(scribe, job.results, case.name, screen.say) as folder:
+            scribe.tell("sweep", job.results, named="")
+            return _run_in(folder, scribe, case, etcd, screen, server, started_s, seat)
+
+
+def _scribe_of(server: ForkServer | None, seat: Seat | None) -> AbstractContextManager[Scribe]:
+    """Returns a scribe of this run; a host that takes over has one already, which outlives the run here."""
+    from engine.runtime.keeping.scribe_work import scribe_for
+
+    if seat is not None and seat.scribe is not None:
+        return nullcontext(seat.scribe)
+    return scribe_for(_is_in_process(server), {"sweep": _sweep})
 
 
 def _sweep(desk: object, results: str) -> None:
