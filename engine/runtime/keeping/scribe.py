@@ -60,11 +60,6 @@ class Scribe(Orders):
         self.place = path
         return RunFolder(Path(path))
 
-    def use_folder(self, folder: RunFolder) -> None:
-        """Holds a folder as used until the end."""
-        self.place = str(folder.path)
-        self.ask("use", self.place)
-
     def recorder(self, events: Path, job: Job) -> tuple[Recorder, tuple[int, int]]:
         """Opens the files of the records of a run; returns their recorder, and their descriptors."""
         limit = parse_size(job.events_max) or 0

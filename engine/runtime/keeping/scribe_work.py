@@ -208,7 +208,6 @@ def _add(desk: Desk, events: str, texts: list[str]) -> None:
 
 WORK: Mapping[str, Duty] = {
     "create": _create,
-    "use": _use,
     "open": _open,
     "hear": _hear,
     "close": _close,

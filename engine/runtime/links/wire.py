@@ -65,18 +65,10 @@ class SocketWire:
         self._end.close()
 
 
-class TlsWire:
+class TlsWire(SocketWire):
     """An end whose handshake is over."""
 
     is_drained_short = False  # bytes may lie decrypted in memory
-
-    def __init__(self, end: ssl.SSLSocket):
-        end.setblocking(False)
-        self._end = end
-
-    def fileno(self) -> int:
-        """Returns the descriptor that is readable when something has come."""
-        return self._end.fileno()
 
     def write(self, buffers: Pieces) -> int:
         """Returns how many bytes have left; raises BlockingIOError for none, OSError at the end of the link."""
@@ -103,7 +95,3 @@ class TlsWire:
             raise BlockingIOError from error
         except OSError:  # also of TLS: a link with a wrong byte has ended
             return 0
-
-    def close(self) -> None:
-        """Closes this end."""
-        self._end.close()

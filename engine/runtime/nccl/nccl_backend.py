@@ -18,7 +18,6 @@ from engine.runtime.nccl.issue_queue import IssueQueue
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.nccl.nccl_transport import LastResort, NcclTransport
 from engine.runtime.transport.group_end import GroupEnd
-from engine.runtime.transport.suspicion import suspecting
 from engine.runtime.transport.transport import CutLink
 
 _HERE = "here"  # a member, by its rank; the first one tells the id of the communicator
@@ -115,9 +114,11 @@ class NcclJoining:
     def join(self) -> NcclTransport:
         """Waits until all members have joined, over NCCL too, and their GPUs are connected unless it is in advance."""
         end = self._inner.join()
-        with suspecting("meeting for NCCL"):
+        try:
             self._meeting.set(f"{_HERE}-{self._rank}", self._backend.new_id() if self._rank == 0 else b"")
             group_id, *_ = [self._meeting.get(f"{_HERE}-{rank}") for rank in range(len(end.num_sent))]
+        except RuntimeError as error:
+            raise TransferFailedError(f"meeting for NCCL failed: {error}") from error
         transport = self._transport = self._backend.transport(end, group_id, self._rank)
         if self._is_abandoned:
             transport.abandon()

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.core.errors import EnvironmentLacksError, TransferFailedError, ensure
+from engine.core.errors import TransferFailedError, ensure
 from engine.core.links.frame import aligned
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Leaving
@@ -36,10 +36,6 @@ class DirectBackend:
         """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
         end = DirectTransport(self._cuts, self._links, members, epoch, self._device)
         return DirectJoining(end, in_advance=attempt > 0)
-
-    def open_collectives(self, name: str, workers: Sequence[int]) -> None:
-        """Raises EnvironmentLacksError: torch has one process group for each process."""
-        raise EnvironmentLacksError("sharded stages need a process for each worker, and this job runs in one process")
 
 
 class DirectJoining:

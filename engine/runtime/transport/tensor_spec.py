@@ -46,10 +46,6 @@ class TensorSpec:
         """Returns the spec of the gradient of such a tensor."""
         return replace(self, needs_grad=False)
 
-    def room(self, device: Device) -> Tensor:
-        """Returns uninitialised host memory for a receive."""
-        return device.copies.room(self.shape, self.dtype)
-
     def empty(self, device: Device) -> Tensor:
         """Returns an uninitialised tensor on a device."""
         return torch.empty(self.shape, dtype=self.dtype, device=device.place)
