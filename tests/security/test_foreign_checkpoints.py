@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,17 @@ def test_a_run_goes_on_in_its_own_folder_of_results_on_another_machine(tmp_path:
     assert call(f"run --resume {moved} --other-bits")[0] == 2
 
 
-def test_a_folder_of_a_run_here_needs_no_word_in_another_folder(tmp_path: Path) -> None:
-    keep(Path("elsewhere"), RUN, (3,), Job(model="mlp", results=str(tmp_path / "runs")))
-    trust.note(Job(results=f"../{tmp_path.name}/runs"))
-    assert Path.cwd().parent == tmp_path.parent or call(RESUME)[0] == 2
-    trust.note(Job(results=str(tmp_path / "runs")))
-    assert call(RESUME)[0] == 99
+def test_a_folder_of_a_run_here_needs_no_word_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[Job]
+) -> None:
+    """A place is the same from each current folder, however it was written; code is not."""
+    runs = tmp_path / "runs"
+    place = keep(Path("elsewhere"), RUN, (3,), Job(model="mlp", results=str(runs))).absolute()
+    assert [each.field for each in call(f"run --resume {place} --other-bits")[1]] == ["results"]
+    trust.note(Job(results=os.path.relpath(runs)))
+    monkeypatch.chdir(tmp_path)
+    assert call(f"run --resume {place} --other-bits")[0] == 99
+    assert [each.results for each in opened] == [str(runs)]
 
 
 def test_code_that_the_user_names_beside_it_needs_no_word() -> None:
