@@ -161,11 +161,16 @@ def import_cycles(modules: Iterable[Module]) -> list[str]:
 
 
 def misplaced_imports(modules: Iterable[Module]) -> list[str]:
-    """Tables belong to engine/report and the interface for programs; nothing heavy at the top of the command line."""
+    """Tables belong to engine/report and the interface for programs, gRPC comes by the module that makes forks safe.
+
+    Nothing heavy stands at the top of the command line.
+    """
     problems = []
     for module in modules:
         floor = floor_of(module.name)
         for line, target in imports_of(module.tree):
+            if target.split(".")[0] == "grpc" and module.name != "engine.runtime.process.grpc_import":
+                problems.append(f"{module.path}:{line}: grpc not by engine.runtime.process.grpc_import")
             if target.split(".")[0] in REPORT_ONLY and floor not in ("engine.report", "engine.api"):
                 problems.append(f"{module.path}:{line}: {target.split('.')[0]} outside engine.report")
         if floor == "bamboo_cli":

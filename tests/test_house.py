@@ -164,6 +164,7 @@ def test_heavy_packages_rule_can_fail() -> None:
     assert house_rules.misplaced_imports(planted("import pandas as pd", "engine/runtime/a.py"))
     assert house_rules.misplaced_imports(planted("from pandas import io", "engine/files/a.py"))
     assert house_rules.misplaced_imports(planted("import torch", "bamboo_cli/a.py"))
+    assert house_rules.misplaced_imports(planted("import grpc", "engine/runtime/a.py"))
     assert not house_rules.misplaced_imports(planted("def f():\n    import torch", "bamboo_cli/a.py"))
     assert not house_rules.misplaced_imports(planted("import pandas", "engine/report/a.py"))
 

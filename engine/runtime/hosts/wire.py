@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
-
 from engine.core.errors import EnvironmentLacksError, InvariantError
 from engine.core.hosts.bundle import MOST_BUNDLE_BYTES, bundle, frames_of
 from engine.core.hosts.frame_rules import Packets, read_from_coordinator, read_from_host
@@ -29,6 +27,7 @@ from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_codec import Message
 from engine.runtime.hosts.run_certificate import NAME, RunCertificate
 from engine.runtime.hosts.stream_end import StreamEnd
+from engine.runtime.process.grpc_import import grpc
 
 _SERVICE, _METHOD = "bamboo.Hosts", "Join"
 _OPTIONS = (

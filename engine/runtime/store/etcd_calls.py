@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
+from engine.runtime.process.grpc_import import grpc
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd3_import import import_etcd3
 from engine.runtime.store.etcd_settings import PASSWORD_FILE, SOCKET, USER, Endpoint, EtcdSettings, SocketEndpoint
