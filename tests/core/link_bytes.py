@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from engine.core.links.arrivals import Incoming, Mailbox
 from engine.core.links.frame import Frame
 from engine.core.links.frame_reader import FrameReader
+
+_ROOM_SIZES = (100, 10, 10, 120, 60, 60, 1, 0)  # of receives, in turn
 
 
 class Sent(NamedTuple):
@@ -60,9 +63,14 @@ class End:
 
     def __init__(self, classes: Classes = OURS, size: int = 256, direct: int = 64):
         self.mailbox = classes.mailbox()
-        self.taken: list[tuple[int, bytes]] = []  # key and bytes of each message that has met its receive
-        self._incoming = classes.incoming(bytearray)
+        self._taken: list[tuple[int, bytearray]] = []  # key and memory of each message that has met its receive
+        self._sizes = cycle(_ROOM_SIZES)
+        self._incoming = classes.incoming(self._room_of)
         self._reader = classes.reader(self._sink, size, direct)
+
+    def _room_of(self, frame: Frame) -> bytearray:
+        room = self.mailbox.room_for(0, frame)
+        return bytearray(frame.total) if room is None else room
 
     def _sink(self, frame: Frame) -> memoryview | None:
         room = self._incoming.begins(frame, self.mailbox.epoch)
@@ -82,12 +90,24 @@ class End:
                 if whole is not None:
                     self._note(self.mailbox.put(0, frame.key, frame.epoch, whole))
 
+    @property
+    def taken(self) -> list[tuple[int, bytes]]:
+        """The messages that have met their receives, as their memory is now."""
+        return [(key, bytes(room)) for key, room in self._taken]
+
+    def forget_taken(self) -> None:
+        """Forgets these."""
+        self._taken.clear()
+
     def post(self, *keys: int) -> None:
-        """Posts receives."""
+        """Posts receives, with memory that has the size of their message or another one."""
         for key in keys:
-            self._note(self.mailbox.post(0, key, key))
+            if (early := self.mailbox.take_early(0, key)) is not None:
+                self._taken.append((key, early))
+            else:
+                self.mailbox.post(0, key, key, bytearray(next(self._sizes)))
 
     def _note(self, arrived: Any) -> None:
         if arrived is not None:
             assert arrived.wanted == arrived.key
-            self.taken.append((arrived.key, bytes(arrived.room)))
+            self._taken.append((arrived.key, arrived.room))

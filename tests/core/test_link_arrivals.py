@@ -120,7 +120,7 @@ def _enter(end: End, reference: Reference) -> None:
         assert bodies == expected.get(key, [])[: len(bodies)]
     reference.epoch += 1
     reference.posted = {}
-    end.taken.clear()
+    end.forget_taken()
     end.mailbox.enter(reference.epoch)
 
 
@@ -141,8 +141,10 @@ INSIDE = [(1, 100, 40, 1), (2, 60, 60, None), Read(300), Enter(), Post(2), Post(
 EARLY = [Fence(), (1, 100, 100, None), Read(300), Enter(), Post(1)]
 SEVERAL = [Post(1), (1, 10, 10, None), (1, 20, 10, None), (1, 30, 10, None), Read(300), Read(300), Post(1), Post(1)]
 
+TWO = [Post(2), Post(1), Post(1), (1, 10, 10, None), (1, 10, 10, None)]  # both receives have memory of this size
 
-@pytest.mark.parametrize("case", [OLD, HALF, INSIDE, EARLY, SEVERAL])
+
+@pytest.mark.parametrize("case", [OLD, HALF, INSIDE, EARLY, SEVERAL, TWO])
 def test_a_case(case: list[Any]) -> None:
     play(case)
 
@@ -197,9 +199,20 @@ class KeepsOne(Mailbox[int, bytearray]):
         return arrived
 
 
+class GivesLast(Mailbox[int, bytearray]):
+    """Gives a message the memory of the last receive of its key instead of the first."""
+
+    def room_for(self, source: int, frame: Frame) -> bytearray | None:
+        """Gives memory that several messages get."""
+        posted = self._posted.get((source, frame.key))
+        room = posted[-1][1] if posted else None
+        return room if room is not None and len(room) == frame.total else None
+
+
 @pytest.mark.parametrize(
     ("case", "classes"),
     [
+        (TWO, Classes(mailbox=GivesLast)),
         (OLD, Classes(incoming=DeliversOld, mailbox=TakesOld)),
         (HALF, Classes(incoming=CompletesHalf)),
         (INSIDE, Classes(incoming=CompletesHalf)),
@@ -212,7 +225,7 @@ def test_planted_bugs_are_found(case: list[Any], classes: Classes) -> None:
         play(case, classes)
 
 
-@pytest.mark.parametrize("planted", [LosesEarly, KeepsOne])
+@pytest.mark.parametrize("planted", [LosesEarly, KeepsOne, GivesLast])
 def test_the_property_finds_planted_bugs_too(planted: Callable[[], Mailbox[int, bytearray]]) -> None:
     @settings(max_examples=150, database=None, derandomize=True, phases=[Phase.generate])
     @given(moves)
@@ -238,7 +251,8 @@ def test_a_message_of_a_newer_epoch_begins_inside_of_an_older_one_that_the_reade
 def test_a_mailbox_awaits_what_is_posted_and_has_not_come() -> None:
     box: Mailbox[str, bytes] = Mailbox()
     box.enter(1)
-    assert box.post(7, 1, "wanted") is None
+    assert box.take_early(7, 1) is None
+    box.post(7, 1, "wanted")
     assert box.awaits(7) and not box.awaits(8)
     assert box.put(7, 1, 1, b"x") == (7, 1, "wanted", b"x")
     assert not box.awaits(7)
@@ -246,7 +260,22 @@ def test_a_mailbox_awaits_what_is_posted_and_has_not_come() -> None:
     box.put(8, 1, 2, b"kept")
     box.forget(7)  # another worker has its number
     box.enter(2)
-    assert box.post(7, 1, "wanted") is None
-    assert box.post(8, 1, "other") == (8, 1, "other", b"kept")
+    assert box.take_early(7, 1) is None
+    box.post(7, 1, "wanted")
+    assert (box.take_early(8, 1), box.take_early(8, 1)) == (b"kept", None)
     box.enter(3)
     assert not box.awaits(7), "receives of a group that was left"
+
+
+def test_a_message_comes_into_the_memory_of_its_receive_if_that_has_its_size() -> None:
+    box: Mailbox[str, bytearray] = Mailbox()
+    box.enter(1)
+    first, second = bytearray(10), bytearray(20)
+    box.post(7, 1, "one", first)
+    box.post(7, 1, "other", second)
+    assert box.room_for(7, Frame(1, 1, 10, 0, 10)) is first
+    assert box.room_for(7, Frame(1, 1, 20, 0, 20)) is None, "it is not the first"
+    assert box.room_for(7, Frame(2, 1, 10, 0, 10)) is None, "of a newer epoch"
+    assert box.room_for(8, Frame(1, 1, 10, 0, 10)) is None
+    box.put(7, 1, 1, first)
+    assert box.room_for(7, Frame(1, 1, 20, 0, 20)) is second

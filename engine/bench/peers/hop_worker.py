@@ -22,6 +22,7 @@ from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.links.links import Links
+from engine.runtime.links.memory import memory_of
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport
 from engine.runtime.transport.link_cuts import LinkCuts
@@ -43,13 +44,14 @@ class _Hop:
 
     def __post_init__(self) -> None:
         self.tensor = torch.zeros(self.size // 8, dtype=torch.int64)
+        self._times = memory_of(self.tensor).cast("q")
         self._number = 0
 
     def run(self) -> None:
         """Sends one message, or receives one and keeps its time."""
         if self.worker == 0:
             time.sleep(_PAUSE_S)
-            self.tensor[0] = now_ns()
+            self._times[0] = now_ns()
             self.send()
             self.answered()
             return

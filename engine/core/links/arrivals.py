@@ -11,20 +11,20 @@ and key meet in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Generic, NamedTuple, TypeVar
 
 from engine.core.errors import InvariantError
 from engine.core.links.frame import Frame
 
-Room = TypeVar("Room")
+Room = TypeVar("Room", bound=Sized)
 Wanted = TypeVar("Wanted")
 
 
 class Incoming(Generic[Room]):
-    """The open message of one link; `room_of` makes memory for a number of bytes."""
+    """The open message of one link; `room_of` returns the memory for the message of a frame."""
 
-    def __init__(self, room_of: Callable[[int], Room]):
+    def __init__(self, room_of: Callable[[Frame], Room]):
         self._room_of = room_of
         self._open: tuple[Frame, Room] | None = None
         self._got = 0
@@ -41,7 +41,7 @@ class Incoming(Generic[Room]):
         if frame.start == 0:
             if self._open is not None and self._open[0].epoch >= frame.epoch:
                 raise InvariantError(f"a message begins inside another one of its epoch: {frame}")
-            self._open, self._got = (frame, self._room_of(frame.total)), 0
+            self._open, self._got = (frame, self._room_of(frame)), 0
         elif self._open is None or self._open[0][:3] != frame[:3] or self._got != frame.start:
             raise InvariantError(f"a piece of a message is out of order: {frame}")
         return self._open[1]
@@ -71,7 +71,7 @@ class Mailbox(Generic[Wanted, Room]):
 
     def __init__(self) -> None:
         self.epoch = -1
-        self._posted: dict[tuple[int, int], deque[Wanted]] = {}
+        self._posted: dict[tuple[int, int], deque[tuple[Wanted, Room | None]]] = {}
         self._early: dict[tuple[int, int], deque[tuple[int, Room]]] = {}
 
     def enter(self, epoch: int) -> None:
@@ -84,16 +84,25 @@ class Mailbox(Generic[Wanted, Room]):
             if not kept:
                 del self._early[address]
 
-    def post(self, source: int, key: int, wanted: Wanted) -> Arrival[Wanted, Room] | None:
-        """Posts a receive; returns the message if it came early."""
+    def take_early(self, source: int, key: int) -> Room | None:
+        """Returns the message that came before its receive, which need not be posted then; None if none has."""
         early = self._early.get((source, key))
         if not early or early[0][0] != self.epoch:
-            self._posted.setdefault((source, key), deque()).append(wanted)
             return None
         _, room = early.popleft()
         if not early:
             del self._early[source, key]
-        return Arrival(source, key, wanted, room)
+        return room
+
+    def post(self, source: int, key: int, wanted: Wanted, room: Room | None = None) -> None:
+        """Posts a receive of which no message has come early, with memory for it."""
+        self._posted.setdefault((source, key), deque()).append((wanted, room))
+
+    def room_for(self, source: int, frame: Frame) -> Room | None:
+        """Returns the memory of the receive that the message of a frame will meet; None if it has another size."""
+        posted = self._posted.get((source, frame.key)) if frame.epoch == self.epoch else None
+        room = posted[0][1] if posted else None
+        return room if room is not None and len(room) == frame.total else None
 
     def put(self, source: int, key: int, epoch: int, room: Room) -> Arrival[Wanted, Room] | None:
         """Takes in a whole message; returns it if its receive is posted, keeps it if it may still be."""
@@ -103,7 +112,7 @@ class Mailbox(Generic[Wanted, Room]):
         if epoch > self.epoch or not posted:
             self._early.setdefault((source, key), deque()).append((epoch, room))
             return None
-        return Arrival(source, key, posted.popleft(), room)
+        return Arrival(source, key, posted.popleft()[0], room)
 
     def awaits(self, source: int) -> bool:
         """Returns whether a receive from a worker is posted, and its message has not come."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from engine.core.errors import required
 from engine.core.links.frame import HEADER_BYTES, Frame, unpacked
 
-_BUFFER_BYTES = 64 << 10
+_BUFFER_BYTES = 80 << 10  # a small message in one read
 _DIRECT_BYTES = 16 << 10  # the rest of a body from which it is read without a copy
 
 Sink = Callable[[Frame], memoryview | None]  # the memory of the piece that a frame announces; None drops it
@@ -59,13 +59,14 @@ class FrameReader:
             if self._frame is None:
                 if self._have - at < HEADER_BYTES:
                     break
-                self._frame = unpacked(self._buffer[at : at + HEADER_BYTES])
+                self._frame = unpacked(self._buffer, at)
                 at += HEADER_BYTES
                 self._left = self._frame.inline
                 self._into = self._sink(self._frame)
-            at += self._copy(at)
             if self._left:
-                break
+                at += self._copy(at)
+                if self._left:
+                    break
             yield self._ended()
         rest = self._have - at
         if at and rest:
@@ -81,6 +82,5 @@ class FrameReader:
         return count
 
     def _ended(self) -> Frame:
-        frame = required(self._frame, "a frame that ends has begun")
-        self._frame, self._into, self._is_direct = None, None, False
-        return frame
+        frame, self._frame, self._into, self._is_direct = self._frame, None, None, False
+        return required(frame, "a frame that ends has begun")

@@ -15,9 +15,8 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.links.arrivals import Arrival, Mailbox
@@ -25,12 +24,13 @@ from engine.core.message_codec import ToAgent
 from engine.core.process_messages import LinkMessage, LinkWantedMessage
 from engine.runtime.ipc.wakeups import Wakeups
 from engine.runtime.links.host_door import GREET_S, HostDoor
-from engine.runtime.links.peer_link import Ends, Lacks, PeerLink, host_room
+from engine.runtime.links.memory import host_room
+from engine.runtime.links.peer_link import Ends, Lacks, PeerLink
 from engine.runtime.links.ring import InRing, OutRing
 from engine.runtime.links.wire import SocketWire, Wire
 
 _NEVER = (0, 0.0)
-Arrived = Arrival[Any, Tensor]  # with the key and the border of its receive
+Arrived = Arrival[Any, memoryview]
 
 
 class LinkControl(Protocol):
@@ -59,7 +59,7 @@ class Links:
     def __init__(
         self,
         control: LinkControl,
-        room_of: Callable[[int], Tensor] = host_room,
+        room_of: Callable[[int], memoryview] = host_room,
         address: str = "",
         network: Mapping[str, str] | None = None,
     ):
@@ -70,8 +70,8 @@ class Links:
         self._door = None if network is None else HostDoor(address, network, self._comes)
         self._wakeups = control.wakeups
         self._links: dict[int, PeerLink] = {}
-        self._mailbox: Mailbox[Any, Tensor] = Mailbox()
-        self._party: Party | None = None
+        self._mailbox: Mailbox[Any, memoryview] = Mailbox()
+        self.party: Party | None = None
         self._told: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was told
         self._ended: dict[int, int] = {}  # peer -> number of its newest link that has ended
         self._wakeups.heed(self._adopt_given)
@@ -81,8 +81,6 @@ class Links:
 
         Messages with an older number are dropped from then on, and links that have ended are made anew.
         """
-        if party is self._party:
-            return
         self.look()  # a link whose end has come must not be found broken in the new epoch only
         for peer, link in [*self._links.items()]:
             number, at_s = self._told.get(peer, _NEVER)
@@ -92,25 +90,28 @@ class Links:
                 del self._links[peer]
                 if link.ends is None and number:  # the other end may still wait for it
                     self._want(peer)
-        self._party = party
+        self.party = party
         self._mailbox.enter(epoch)
 
     def leave(self, party: Party) -> None:
         """Drops all that a group has not sent yet."""
-        if self._party is party:
-            self._party = None
+        if self.party is party:
+            self.party = None
             for link in list(self._links.values()):
                 link.drop_unsent()
 
-    def post(self, source: int, key: int, wanted: object) -> Arrived | None:
-        """Posts a receive; returns its message if that is here. Raises TransferFailedError if none can come."""
+    def take_early(self, source: int, key: int) -> memoryview | None:
+        """Returns a message whose receive is not posted, if it is here."""
         self._adopt_given()
-        arrived = self._mailbox.post(source, key, wanted)
-        if arrived is None and (link := self._links.get(source)) is not None and link.is_broken:
-            raise _ended("from", source)
-        return arrived
+        return self._mailbox.take_early(source, key)
 
-    def send(self, target: int, epoch: int, key: int, parts: Sequence[Tensor]) -> None:
+    def post(self, source: int, key: int, wanted: object, room: memoryview) -> None:
+        """Posts a receive of no early message, with memory for it; raises TransferFailedError if none can come."""
+        self._mailbox.post(source, key, wanted, room)
+        if (link := self._links.get(source)) is not None and link.is_broken:
+            raise _ended("from", source)
+
+    def send(self, target: int, epoch: int, key: int, parts: Sequence[memoryview]) -> None:
         """Begins to send a message; raises TransferFailedError if its link has ended."""
         link = self._links.get(target)
         if link is None:
@@ -118,9 +119,11 @@ class Links:
         if link.is_broken:
             raise _ended("to", target)
         try:
-            self._see_to(link, link.send(epoch, key, parts))
+            lacks = link.send(epoch, key, parts)
         except OSError as error:
             raise _ended("to", target) from error
+        if lacks:
+            self._see_to(link, lacks)
 
     def _want(self, peer: int) -> PeerLink:
         """Has the agent make a link."""
@@ -158,7 +161,7 @@ class Links:
     def _watch(self, link: PeerLink) -> None:
         if link.ends is not None:
             fd = link.ends.wire.fileno()
-            self._wakeups.watch(fd, lambda mask: self._handle(link, mask), writable=link.awaits_room)
+            self._wakeups.watch(fd, partial(self._handle, link), writable=link.awaits_room)
 
     def _handle(self, link: PeerLink, mask: int) -> None:
         if mask & select.EPOLLOUT:
@@ -171,14 +174,13 @@ class Links:
         self._wakeups.look()
 
     def _new(self, peer: int) -> PeerLink:
-        def take_in(epoch: int, key: int, whole: Tensor) -> None:
-            arrived = self._mailbox.put(peer, key, epoch, whole)
-            if arrived is not None and self._party is not None:
-                self._party.take_in(arrived)
+        return PeerLink(peer, self._mailbox, self.room, self._take_in)
 
-        return PeerLink(peer, lambda: self._mailbox.epoch, self._room, take_in)
+    def _take_in(self, arrived: Arrived) -> None:
+        if self.party is not None:
+            self.party.take_in(arrived)
 
-    def _room(self, size: int) -> Tensor:
+    def room(self, size: int) -> memoryview:
         """Returns memory for a message; raises InvariantError for more than there is: no worker sends so much."""
         try:
             return self._room_of(size)
@@ -215,8 +217,8 @@ class Links:
                 is_missed = link.owes
                 self._close(link)
                 self._mailbox.forget(peer)
-                if self._party is not None and is_missed:
-                    self._party.fails(_ended("to", peer))
+                if self.party is not None and is_missed:
+                    self.party.fails(_ended("to", peer))
             link = self._links[peer] = self._new(peer)
         link.attach(ends)
         self._watch(link)
@@ -242,8 +244,8 @@ class Links:
     def _fail(self, link: PeerLink, error: Exception) -> None:
         is_missed = link.owes or self._mailbox.awaits(link.peer)
         self._close(link)
-        if self._party is not None and is_missed:
-            self._party.fails(error)
+        if self.party is not None and is_missed:
+            self.party.fails(error)
 
     def _close(self, link: PeerLink) -> None:
         self._ended[link.peer] = self._told.get(link.peer, _NEVER)[0]

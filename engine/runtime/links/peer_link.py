@@ -13,36 +13,34 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any, Literal, NamedTuple
 
 from engine.core.errors import InvariantError
-from engine.core.links.arrivals import Incoming
-from engine.core.links.frame import INLINE, Frame, aligned
+from engine.core.links.arrivals import Arrival, Incoming, Mailbox
+from engine.core.links.frame import FORM, HEADER_BYTES, INLINE, Frame, aligned
 from engine.core.links.frame_reader import FrameReader
 from engine.runtime.links.ring import InRing, OutRing
 from engine.runtime.links.wire import Wire
 
-INLINE_BYTES = 32 << 10  # of a message that goes over the socket in one frame
-_PIECE_BYTES = 1 << 20  # the receiver copies one piece out while the sender copies the next one in
+INLINE_BYTES = 64 << 10  # of a message that goes over the socket in one frame
+_PIECE_BYTES = 256 << 10  # the receiver copies one piece out while the sender copies the next one in
 _PADDING = bytes(64)
 
 Lacks = Literal["", "socket", "ring"]  # the rest of the messages waits for room there
-OnMessage = Callable[[int, int, Tensor], None]  # epoch, key, bytes
+OnArrival = Callable[[Arrival[Any, memoryview]], None]
+AnyMailbox = Mailbox[Any, memoryview]
 
 
 class _Outgoing:
     """A message on its way: its parts as bytes, and how many bytes of it have left."""
 
-    def __init__(self, epoch: int, key: int, parts: Sequence[Tensor]):
+    def __init__(self, epoch: int, key: int, parts: Sequence[memoryview]):
         self.epoch, self.key = epoch, key
         self.starts, at = [], 0
-        self.parts = [part for part in parts if part.numel()]
+        self.parts = [part for part in parts if len(part)]
         for part in self.parts:
             self.starts.append(at := aligned(at))
-            at += part.numel()
+            at += len(part)
         self.total, self.at, self._index = at, 0, 0
 
     @property
@@ -51,11 +49,11 @@ class _Outgoing:
         found: list[memoryview | bytes] = [Frame(self.epoch, self.key, self.total, 0, self.total).packed()]
         at = 0
         for start, part in zip(self.starts, self.parts, strict=True):
-            found += [_PADDING[: start - at], part.numpy().data] if start > at else [part.numpy().data]
-            at = start + part.numel()
+            found += [_PADDING[: start - at], part] if start > at else [part]
+            at = start + len(part)
         return found
 
-    def piece(self) -> tuple[Tensor, int]:
+    def piece(self) -> tuple[memoryview, int]:
         """Returns the next bytes, of one part, and the length of their piece, with the padding behind a part."""
         part, start = self.parts[self._index], self.starts[self._index]
         begin = self.at - start
@@ -84,12 +82,12 @@ class Ends(NamedTuple):
 class PeerLink:
     """The link to worker `peer`; without ends at first, until the agent has made them."""
 
-    def __init__(self, peer: int, floor: Callable[[], int], room_of: Callable[[int], Tensor], on_message: OnMessage):
+    def __init__(self, peer: int, mailbox: AnyMailbox, room_of: Callable[[int], memoryview], on_arrival: OnArrival):
         self.peer = peer
         self.ends: Ends | None = None
         self.is_broken = self.awaits_room = self.is_retried = False
-        self._floor, self._on_message = floor, on_message
-        self._incoming: Incoming[Tensor] = Incoming(room_of)
+        self._mailbox, self._room_of, self._on_arrival = mailbox, room_of, on_arrival
+        self._incoming: Incoming[memoryview] = Incoming(self._room_for)
         self._reader = FrameReader(self._sink)
         self._kept: deque[_Outgoing] = deque()
         self._rest: list[memoryview | bytes] = []  # of the frame that is leaving
@@ -106,21 +104,21 @@ class PeerLink:
         with self._lock:
             self.ends = ends
 
-    def send(self, epoch: int, key: int, parts: Sequence[Tensor]) -> Lacks:
-        """Begins to send tensors of bytes as a message; returns where its rest waits. Raises OSError if broken."""
-        message = _Outgoing(epoch, key, parts)
+    def send(self, epoch: int, key: int, parts: Sequence[memoryview]) -> Lacks:
+        """Begins to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
         with self._lock:
-            if self.ends is None or self._kept or self._rest or message.total > INLINE_BYTES:
-                self._kept.append(message)
+            if len(parts) > 1 or self.ends is None or self._kept or self._rest or len(parts[0]) > INLINE_BYTES:
+                self._kept.append(_Outgoing(epoch, key, parts))
                 return self.flush()
-            self._rest = message.frame
-            return "" if self._write(self.ends) else "socket"
+            size = len(parts[0])  # in few calls: the peer may wait
+            self._rest = [FORM.pack(epoch, key, size, 0, size, INLINE), parts[0]]
+            return "" if self._write(self.ends, HEADER_BYTES + size) else "socket"
 
     def flush(self) -> Lacks:
         """Sends the kept messages, as far as there is room; raises OSError if the link is broken."""
         with self._lock:
             while self.ends is not None:
-                if self._rest and not self._write(self.ends):
+                if self._rest and not self._write(self.ends, sum(map(len, self._rest))):
                     return "socket"
                 if not self._kept:
                     break
@@ -139,7 +137,7 @@ class PeerLink:
         offset: int | None = INLINE
         body: list[memoryview | bytes] = []
         if ends.out is None:
-            body = [part.numpy().data, *[_PADDING[: length - len(part)]] * (length > len(part))]
+            body = [part, *[_PADDING[: length - len(part)]] * (length > len(part))]
         else:
             offset = ends.out.put(part, length)
         if offset is None:
@@ -149,13 +147,13 @@ class PeerLink:
             self._kept.popleft()
         return True
 
-    def _write(self, ends: Ends) -> bool:
-        """Writes the rest of a frame; returns whether all of it has left."""
+    def _write(self, ends: Ends, size: int) -> bool:
+        """Writes the rest of a frame, of a size in bytes; returns whether all of it has left."""
         try:
             count = ends.wire.write(self._rest)
         except BlockingIOError:
             return False
-        if count == sum(map(len, self._rest)):
+        if count == size:
             self._rest = []
             return True
         while self._rest and count >= len(self._rest[0]):
@@ -190,11 +188,15 @@ class PeerLink:
     def _sink(self, frame: Frame) -> memoryview | None:
         if frame.offset != INLINE:
             return None
-        room = self._incoming.begins(frame, self._floor())
-        return None if room is None else room.numpy().data[frame.start : frame.start + frame.length]
+        room = self._incoming.begins(frame, self._mailbox.epoch)
+        return None if room is None else room[frame.start : frame.start + frame.length]
+
+    def _room_for(self, frame: Frame) -> memoryview:
+        room = self._mailbox.room_for(self.peer, frame)
+        return self._room_of(frame.total) if room is None else room
 
     def _end_piece(self, ends: Ends, frame: Frame) -> None:
-        floor = self._floor()
+        floor = self._mailbox.epoch
         if frame.offset != INLINE:
             if ends.back is None:
                 raise InvariantError(f"a link without a ring has a frame of one: {frame}")
@@ -203,7 +205,9 @@ class PeerLink:
             ends.back.take(frame.offset, frame.length, into)
         whole = self._incoming.ended(frame, floor)
         if whole is not None:
-            self._on_message(frame.epoch, frame.key, whole)
+            arrived = self._mailbox.put(self.peer, frame.key, frame.epoch, whole)
+            if arrived is not None:
+                self._on_arrival(arrived)
 
     def close(self) -> None:
         """Closes this end."""
@@ -213,8 +217,3 @@ class PeerLink:
             self._rest = []
             if self.ends is not None:
                 self.ends.wire.close()
-
-
-def host_room(size: int) -> Tensor:
-    """Returns uninitialised memory of the host for a message."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import Tensor
 
 from engine.core.links.ring_space import RingSpace
 from engine.runtime.ipc.link_pairs import COUNT_BYTES, RING_BYTES
+from engine.runtime.links.memory import memory_of
 
 
 class _Ring:
@@ -20,10 +20,11 @@ class _Ring:
 
     def __init__(self, fd: int):
         size = RING_BYTES + COUNT_BYTES  # torch keeps no descriptor of it, as a map of Python's does
-        memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8, device="cpu")
+        path = f"/proc/self/fd/{fd}"
+        memory = memory_of(torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu"))
         os.close(fd)
-        self.bytes: Tensor = memory[:RING_BYTES]
-        self._count = memory[RING_BYTES : RING_BYTES + 8].numpy().data.cast("Q")
+        self.bytes: memoryview = memory[:RING_BYTES]
+        self._count = memory[RING_BYTES : RING_BYTES + 8].cast("Q")
 
     @property
     def freed(self) -> int:
@@ -42,21 +43,21 @@ class OutRing(_Ring):
         super().__init__(fd)
         self._space = RingSpace(RING_BYTES)
 
-    def put(self, part: Tensor, length: int) -> int | None:
+    def put(self, part: memoryview, length: int) -> int | None:
         """Copies bytes into a piece of `length`, at least theirs; returns its offset, or None if there is no room."""
         offset = self._space.place(length, self.freed)
         if offset is not None:
-            self.bytes[offset : offset + len(part)].copy_(part)
+            self.bytes[offset : offset + len(part)] = part
         return offset
 
 
 class InRing(_Ring):
     """The end that reads."""
 
-    def take(self, offset: int, length: int, into: Tensor | None) -> None:
+    def take(self, offset: int, length: int, into: memoryview | None) -> None:
         """Copies a piece out, unless it is dropped, and frees it; raises ValueError for one outside of the ring."""
         if offset + length > RING_BYTES:
             raise ValueError(f"a piece of {length} bytes at {offset} is outside of the ring")
         if into is not None:
-            into.copy_(self.bytes[offset : offset + length])
+            into[:] = self.bytes[offset : offset + length]
         self.freed += length

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from engine.core.errors import TransferFailedError, ensure
+from engine.core.errors import TransferFailedError
 from engine.core.links.frame import aligned
 from engine.models.layers import Tensors
-from engine.runtime.device.copies import Leaving
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.links.links import Arrived, Links
+from engine.runtime.links.memory import memory_of, tensor_in
 from engine.runtime.transport.group_end import EndChannel, GroupEnd
 from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.tensor_spec import Border, bytes_of
+from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
 from engine.runtime.transport.transport import AnyKey, CutLink
 
@@ -69,13 +69,19 @@ class DirectTransport(GroupEnd):
 
     def take_in(self, arrived: Arrived) -> None:
         """Takes in a message whose receive was posted."""
-        key, border = arrived.wanted
-        tensors = viewed(arrived.room, border)
-        if tensors is None:
-            told = f"{key} from worker {arrived.source} has {len(arrived.room)} bytes, which are not those of its specs"
-            self.fails(TransferFailedError(told, arrived.source))
+        posted: _Posted = arrived.wanted
+        if arrived.room is posted.room:
+            self.arrives(arrived.source, posted.key, posted.tensors)
         else:
-            self.arrives(arrived.source, key, tensors)
+            self.take_in_late(arrived.source, posted.key, posted.border, arrived.room)
+
+    def take_in_late(self, source: int, key: ProgramKey | AsideKey, border: Border, room: memoryview) -> None:
+        """Takes in a message that lies in memory of its own."""
+        if len(room) == size_of(border):
+            self.arrives(source, key, viewed(room, border))
+        else:
+            told = f"{key} from worker {source} has {len(room)} bytes, which are not those of its specs"
+            self.fails(TransferFailedError(told, source))
 
     def release_sent(self) -> None:
         """Does nothing: a message that was sent is a copy."""
@@ -90,6 +96,15 @@ class DirectTransport(GroupEnd):
         self.abandon()
 
 
+class _Posted(NamedTuple):
+    """A receive, and the tensors of its message, which comes straight into their memory."""
+
+    key: ProgramKey | AsideKey
+    border: Border
+    room: memoryview
+    tensors: Tensors
+
+
 class _DirectChannel(EndChannel[AnyKey]):
     """One of the two channels of an end."""
 
@@ -100,16 +115,15 @@ class _DirectChannel(EndChannel[AnyKey]):
     def post(self, source: int, key: AnyKey, border: Border) -> None:
         """Posts the receive of one message."""
         end = self._end
-        end.links.enter(end.number, end)
-        arrived = end.links.post(source, 2 * key.number + self._is_aside, (key, border))
+        if end.links.party is not end:
+            end.links.enter(end.number, end)
         end.num_posted[source] += 1
-        if arrived is not None:
-            end.take_in(arrived)
-
-    def send(self, target: int, key: AnyKey, tensors: Leaving) -> None:
-        """Starts one message, of which the transport has a copy, or keeps the tensors until it leaves."""
-        self._end.links.enter(self._end.number, self._end)
-        super().send(target, key, tensors)
+        number = 2 * key.number + self._is_aside
+        if (early := end.links.take_early(source, number)) is not None:
+            end.take_in_late(source, key, border, early)
+            return
+        room = end.links.room(size_of(border))
+        end.links.post(source, number, _Posted(key, border, room, viewed(room, border)), room)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
         """Returns whether `take` would return at once."""
@@ -119,32 +133,37 @@ class _DirectChannel(EndChannel[AnyKey]):
         return super().has_arrived(source, key)
 
     def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
-        parts = [bytes_of(each.detach().contiguous()) for each in tensors]
-        self._end.links.send(target, self._end.number, 2 * key.number + self._is_aside, parts)
+        end = self._end
+        if end.links.party is not end:
+            end.links.enter(end.number, end)
+        parts = [memory_of(each if each.is_contiguous() else each.detach().contiguous()) for each in tensors]
+        end.links.send(target, end.number, 2 * key.number + self._is_aside, parts)
 
 
-def viewed(room: Tensor, border: Border) -> Tensors | None:
-    """Returns the tensors of a message in its own memory, of shape and dtype as in `border`; None if it has others.
+def size_of(border: Border) -> int:
+    """Returns the bytes of a message with such tensors."""
+    size = 0
+    for spec in border:
+        size = (aligned(size) if spec.num_bytes else size) + spec.num_bytes
+    return size
+
+
+def viewed(room: memoryview, border: Border) -> Tensors:
+    """Returns the tensors of a message in its own memory, of shape and dtype as in `border`, of which it has the size.
 
     Each has a version counter of its own: a change of one in place is none of the others.
     """
+    whole = tensor_in(room)
     if len(border) == 1:
         (spec,) = border
-        return (room.view(spec.dtype).view(spec.shape),) if room.numel() == spec.num_bytes else None
-    places, at = [], 0
+        return (whole.view(spec.dtype).view(spec.shape),)
+    tensors, at, storage = [], 0, whole.untyped_storage()
     for spec in border:
-        places.append(aligned(at) if spec.num_bytes else at)
-        at = places[-1] + spec.num_bytes
-    if at != room.numel():
-        return None
-    ensure(room.device.type == "cpu", "messages come to memory of the host")
-    storage = room.untyped_storage()
-    return tuple(
-        torch.empty(0, dtype=spec.dtype, device="cpu").set_(
-            storage, place // spec.dtype.itemsize, spec.shape, _strides(spec.shape)
-        )
-        for spec, place in zip(border, places, strict=True)
-    )
+        place = aligned(at) if spec.num_bytes else at
+        at = place + spec.num_bytes
+        own = torch.empty(0, dtype=spec.dtype, device="cpu")
+        tensors.append(own.set_(storage, place // spec.dtype.itemsize, spec.shape, _strides(spec.shape)))
+    return tuple(tensors)
 
 
 @cache

@@ -61,7 +61,7 @@ class GroupEnd:
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
         """Takes in a message whose receive was posted; any thread may call it, and wakes the main thread then."""
         try:
-            arriving = self.device.copies.landed(tensors)
+            arriving = tensors if self.device.is_host else self.device.copies.landed(tensors)
             if not self.device.is_host and key.purpose is ProgramPurpose.GRADIENT:
                 _look_at(tensors, arriving)
         except RuntimeError as error:  # of the device: this thread is not the one that may end
@@ -140,9 +140,14 @@ class EndChannel(Generic[AnyKey]):
         """Starts one message, or keeps it behind a cut; it must not change before the moment that `Channel` names."""
         end = self._of
         end.num_sent[target] += 1
+        if end.device.is_host and target not in end.cuts.there:  # in few calls: the peer may wait
+            here: Tensors = tensors  # type: ignore[assignment]  # no copies of a GPU
+            end.bytes_sent += sum([each.nbytes for each in here])
+            self._begin(target, key, here)
+            return
         leaving = end.device.copies.fetched(tensors)
         end.bytes_sent += sum([each.nbytes for each in tensors_of(leaving)])
-        if target not in end.cuts.there or not end.cuts.keeps(target, partial(self._leave_late, target, key, leaving)):
+        if not end.cuts.keeps(target, partial(self._leave_late, target, key, leaving)):
             self._leave(target, key, leaving)
 
     def _leave(self, target: int, key: AnyKey, leaving: Leaving) -> None:

@@ -9,7 +9,6 @@ import sys
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from engine.core.config.job import Job
 from engine.core.messages import RaisedMessage, WelcomeMessage
@@ -20,6 +19,7 @@ from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.links.links import Links
+from engine.runtime.links.memory import memory_of
 from engine.runtime.nccl.communicator import Communicators
 from engine.runtime.nccl.library import NcclLibrary
 from engine.runtime.nccl.meeting import AgentMeeting
@@ -77,8 +77,8 @@ def tell_end(control: Control, device: str, why: str) -> None:
 def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) -> DirectBackend:
     """Returns the backend of a worker that has been welcomed."""
 
-    def room_of(size: int) -> Tensor:
-        return device.copies.room((size,), torch.uint8)
+    def room_of(size: int) -> memoryview:
+        return memory_of(device.copies.room((size,), torch.uint8))
 
     links = Links(control, room_of, welcome.address, welcome.network)
     return DirectBackend(LinkCuts(control), links, device)
