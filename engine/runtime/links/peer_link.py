@@ -18,10 +18,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.errors import InvariantError
+from engine.core.errors import InvariantError, required
 from engine.core.links.arrivals import Incoming
+from engine.core.links.disturbance import Disturbance, FrameCount
 from engine.core.links.frame import INLINE, Frame, aligned
 from engine.core.links.frame_reader import FrameReader
+from engine.runtime.links.disturbed_wire import Met, disturbed
 from engine.runtime.links.ring import InRing, OutRing
 from engine.runtime.links.wire import Wire
 
@@ -105,6 +107,14 @@ class PeerLink:
         """Takes the ends of the link."""
         with self._lock:
             self.ends = ends
+
+    def disturb(self, disturbance: Disturbance, met: Met) -> None:
+        """Has the link disturbed, from the next byte on; it has ends."""
+        with self._lock:
+            ends = required(self.ends, "a link without ends carries nothing")
+            rest, self._rest = b"".join(self._rest), []
+            wire = disturbed(ends.wire, disturbance, rest, FrameCount(*self._reader.rest), met)
+            self.ends = ends._replace(wire=wire)
 
     def send(self, epoch: int, key: int, parts: Sequence[Tensor]) -> Lacks:
         """Begins to send tensors of bytes as a message; returns where its rest waits. Raises OSError if broken."""
