@@ -6,7 +6,9 @@ Delays and resets put out no worker.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
+from engine.runtime.in_process.thread_server import ThreadServer
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Event, Runs, differences
 from tests.kills import parse_kill
@@ -94,6 +97,26 @@ def test_a_silent_border_costs_one_end_of_it_and_no_bit(runs: Runs, do: str, dir
 def test_a_late_or_a_broken_border_costs_no_worker_and_no_bit(
     runs: Runs, do: str, direction: str, pipelines: int
 ) -> None:
+    costs_no_worker_and_no_bit(runs, do, direction, pipelines)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("do", ["delay-link", "reset-link"])
+def test_the_same_holds_in_one_process(tmp_path: Path, do: str) -> None:
+    with ThreadServer() as threads:
+        costs_no_worker_and_no_bit(Runs(tmp_path, threads), do, "both", 2)
+
+
+def test_a_fault_of_a_link_that_carries_nothing_is_not_confirmed(runs: Runs) -> None:
+    job = Job(**SMALL, stages=6, validate_every=0)
+    faults = [at_border(do, job, 3, (0, stage))[0] for do, stage in (("stall-link", 0), ("reset-link", 1))]
+    far = [replace(each, parameters={"peer": 3}) for each in faults]
+    ending, events = runs.run(job, far)
+    assert list(differences(ending, runs.twin(job))) == []
+    assert {event["fault"] for event in events if event["event"] == "unconfirmed"} == {each.id for each in far}
+
+
+def costs_no_worker_and_no_bit(runs: Runs, do: str, direction: str, pipelines: int) -> None:
     stages, slots = SHAPES[pipelines]
     job = Job(**SMALL, stages=stages, pipelines=pipelines, validate_every=0)
     given = {"direction": direction} | ({"by_ns": 15_000_000} if do == "delay-link" else {})
