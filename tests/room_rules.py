@@ -114,7 +114,7 @@ ROOMS: dict[str, frozenset[str]] = {
     | {"engine.runtime.replica"},
     "engine.runtime.faults": _HOST
     | {"engine.core.faults", "engine.files.checkpoints", "engine.runtime.device", "engine.runtime.stage"}
-    | {"engine.runtime.replica"},
+    | {"engine.core.links", "engine.runtime.replica", "engine.runtime.transport"},
     "engine.runtime.worker": _HOST
     | _PLANS
     | _ARRAYS

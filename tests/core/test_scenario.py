@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.config.job import Job
 from engine.core.faults.fault import After
-from engine.core.faults.fault_kind import Parameter
+from engine.core.faults.fault_kind import ON_LINKS, Parameter, kind_problems
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario
 from engine.core.faults.scenario_rules import check_scenario
 from tests.core.scenario_cases import ENDING, JOB, KINDS, at, scenario, wanted
@@ -113,6 +113,15 @@ def test_a_good_scenario_has_no_problem(case: Scenario) -> None:
 def test_what_can_never_be_is_told_before_the_run(fault: FaultSpec, problem: str) -> None:
     found = problems(scenario(fault))
     assert len(found) == 1 and found[0].startswith(f"faults.0.{problem}"), found
+
+
+@pytest.mark.parametrize("kind", sorted(ON_LINKS))
+def test_a_link_has_no_tensor_that_nccl_sends(kind: str) -> None:
+    assert [str(each) for each in kind_problems(kind, {}, replace(JOB, device="cuda", backend="nccl"))] == [
+        f"do: expected a kind for a job over links, found {kind!r} "
+        "(NCCL sends between GPUs, past the links: set backend: direct, or take cut-link)"
+    ]
+    assert list(kind_problems(kind, {}, JOB)) == list(kind_problems("cut-link", {}, JOB)) == []
 
 
 def test_healing_needs_a_failure_in_an_earlier_step_and_somebody_to_heal() -> None:

@@ -15,7 +15,8 @@ from engine.runtime.faults.registry import WorkerFaultContext, fault_kind, kinds
 
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
-    *("oom", "slow", "hang", "nan", "flip-bit", "noop", "cut-link"),
+    *("oom", "slow", "hang", "nan", "flip-bit", "noop"),
+    *("cut-link", "delay-link", "stall-link", "reset-link"),
     *("disk-full", "disk-error", "damage"),
     *("gpu-error", "gpu-sticky", "gpu-hang", "gpu-oom"),
 }

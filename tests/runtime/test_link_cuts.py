@@ -133,17 +133,22 @@ def test_no_group_forms_over_a_cut_connection_until_it_is_healed(pair: Linked) -
         each.close()
 
 
-def test_the_fault_is_confirmed_if_the_peer_is_a_member(pair: Linked) -> None:
+@pytest.mark.parametrize("direction", ["there", "back"])
+def test_the_fault_is_confirmed_by_the_first_message_that_it_holds_up(pair: Linked, direction: str) -> None:
     one, other = pair.enter(0)
     told: list[str] = []
     control: Any = None
+    faults = DirectBackend(pair.cuts[0], pair.links[0]).link_faults
     for peer in (1, 5):
-        parameters = {"peer": peer, "direction": "there"}
-        context = WorkerFaultContext(
-            "cut", parameters, None, control, told.append, lambda *slow: None, pair.cuts[0].cut, HOST
-        )
-        cut_link(context)
-    assert told == ["the connection to worker 1 is cut (there)"]
+        parameters = {"peer": peer, "direction": direction}
+        cut_link(WorkerFaultContext("cut", parameters, None, control, told.append, lambda *slow: None, faults, HOST))
+    post(one, 1, 1)
+    sender, target, way = (one, 1, "there") if direction == "there" else (other, 0, "back")
+    send(other, 0, 1) if direction == "there" else send(one, 1, 1)
+    assert told == [], "the other way is not cut"
+    send(sender, target, 2, 1)
+    assert comes(pair, one, 1, 1, within_s=5.0 if way == "there" else 0.1) is (way == "there")
+    assert told == [f"the connection to worker 1 is cut ({direction}): it held up a message {way}"]
     assert not pair.cuts[1].cut(7, "both")
     for each in (one, other):
         each.close()

@@ -20,6 +20,7 @@ WITH_NOTICE = frozenset({"terminate"})  # kinds whose victim may hand its stages
 HARMLESS = frozenset({"noop"})  # kinds without an effect
 ON_DISKS = frozenset({"disk-full", "disk-error", "damage"})  # kinds that act on files of checkpoints
 ON_GPUS = frozenset({"gpu-error", "gpu-sticky", "gpu-hang", "gpu-oom"})  # kinds that act on the GPU of a worker
+ON_LINKS = frozenset({"delay-link", "stall-link", "reset-link"})  # kinds that act on frames
 WITHOUT_GPU, DOUBLE = "without_gpu", "double"  # the parameter of these kinds for a job on the CPU, and its value
 
 MOST_NS = 24 * 3600 * 10**9  # no wait is longer: a system call may refuse it
@@ -123,6 +124,9 @@ def kind_problems(kind: str, parameters: Parameters, job: Job) -> Iterator[Probl
     if kind in ON_DISKS and keeping_of(job.checkpoint_every) == Keeping(last=False):
         hint = "no checkpoint is written there: set checkpoint_every in the job"
         yield Problem("do", "a kind for a job that keeps checkpoints", repr(kind), hint)
+    if kind in ON_LINKS and job.backend == "nccl":
+        hint = "NCCL sends between GPUs, past the links: set backend: direct, or take cut-link"
+        yield Problem("do", "a kind for a job over links", repr(kind), hint)
     yield from gpu_problems(kind, parameters, job)
 
 

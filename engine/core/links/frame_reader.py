@@ -36,6 +36,11 @@ class FrameReader:
         """Whether no frame has begun and not ended."""
         return self._frame is None and self._have == 0
 
+    @property
+    def rest(self) -> tuple[bytes, int]:
+        """The frame that has begun and not ended: a part of its header, or the bytes of its body that are to come."""
+        return bytes(self._buffer[: self._have]), self._left
+
     def room(self) -> memoryview:
         """Returns the memory for the next bytes; it has at least one."""
         self._is_direct = self._into is not None and self._left >= self._direct

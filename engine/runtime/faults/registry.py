@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.runtime.device.device import Device
     from engine.runtime.ipc.control import Control
     from engine.runtime.stage.stage import Stage
+    from engine.runtime.transport.transport import LinkFaults
 
 Shows = Callable[[Sign, Any, Parameters], bool]  # whether a sign and its value confirm the effect
 
@@ -32,9 +33,9 @@ class WorkerFaultContext:
     """The context of a fault by the worker itself; `stage` is its replica of the target slot, if it has one.
 
     `tell` confirms the effect with a description. `slow_down(factor, ns)` slows down compute actions from now on, for
-    `ns` nanoseconds or, with None, to the end of the step. `cut_link(peer, direction, ns)` cuts the connection to a
-    worker for a time, or for good with None, and returns whether there is one. `troubles` are those of the disk under
-    the worker's checkpoints, None if it writes none. `device` is the one that it computes on.
+    `ns` nanoseconds or, with None, to the end of the step. `links` are the faults of connections, which tell of
+    the first message or frame that they meet. `troubles` are those of the disk under the worker's checkpoints, None if
+    it writes none. `device` is the one that it computes on.
     """
 
     fault: str
@@ -43,7 +44,7 @@ class WorkerFaultContext:
     control: Control
     tell: Callable[[str], None]
     slow_down: Callable[[float, int | None], None]
-    cut_link: Callable[[int, str, int | None], bool]
+    links: LinkFaults
     device: Device
     troubles: DiskTroubles | None = None
 

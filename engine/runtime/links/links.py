@@ -20,9 +20,11 @@ from typing import Any, Protocol
 
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.links.arrivals import Arrival, Mailbox
+from engine.core.links.disturbance import Disturbance
 from engine.core.message_codec import ToAgent
 from engine.core.process_messages import LinkMessage, LinkWantedMessage
 from engine.runtime.ipc.wakeups import Wakeups
+from engine.runtime.links.disturbed_wire import Met
 from engine.runtime.links.host_door import GREET_S, HostDoor
 from engine.runtime.links.memory import host_room
 from engine.runtime.links.peer_link import Ends, Lacks, PeerLink
@@ -124,6 +126,17 @@ class Links:
             raise _ended("to", target) from error
         if lacks:
             self._see_to(link, lacks)
+
+    def disturb(self, peer: int, disturbance: Disturbance, met: Met) -> bool:
+        """Has the link to a worker disturbed from now on, which is told once it meets a frame; False without a link."""
+        self._adopt_given()
+        link = self._links.get(peer)
+        if link is None or link.ends is None or link.is_broken:
+            return False
+        self._wakeups.forget(link.ends.wire.fileno())
+        link.disturb(disturbance, met)
+        self._watch(link)
+        return True
 
     def _want(self, peer: int) -> PeerLink:
         """Has the agent make a link."""

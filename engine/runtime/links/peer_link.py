@@ -15,10 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from engine.core.errors import InvariantError
+from engine.core.errors import InvariantError, required
 from engine.core.links.arrivals import Arrival, Incoming, Mailbox
+from engine.core.links.disturbance import Disturbance, FrameCount
 from engine.core.links.frame import FORM, HEADER_BYTES, INLINE, Frame, aligned
 from engine.core.links.frame_reader import FrameReader
+from engine.runtime.links.disturbed_wire import Met, disturbed
 from engine.runtime.links.ring import InRing, OutRing
 from engine.runtime.links.wire import Wire
 
@@ -104,10 +106,18 @@ class PeerLink:
         with self._lock:
             self.ends = ends
 
+    def disturb(self, disturbance: Disturbance, met: Met) -> None:
+        """Has the link disturbed, from the next byte on; it has ends."""
+        with self._lock:
+            ends = required(self.ends, "a link without ends carries nothing")
+            rest, self._rest = b"".join(self._rest), []
+            wire = disturbed(ends.wire, disturbance, rest, FrameCount(*self._reader.rest), met)
+            self.ends = ends._replace(wire=wire)
+
     def send(self, epoch: int, key: int, parts: Sequence[memoryview]) -> Lacks:
         """Begins to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
         with self._lock:
-            if len(parts) > 1 or self.ends is None or self._kept or self._rest or len(parts[0]) > INLINE_BYTES:
+            if len(parts) != 1 or self.ends is None or self._kept or self._rest or len(parts[0]) > INLINE_BYTES:
                 self._kept.append(_Outgoing(epoch, key, parts))
                 return self.flush()
             size = len(parts[0])  # in few calls: the peer may wait

@@ -18,7 +18,7 @@ from engine.runtime.nccl.issue_queue import IssueQueue
 from engine.runtime.nccl.nccl_thread import NcclThread
 from engine.runtime.nccl.nccl_transport import LastResort, NcclTransport
 from engine.runtime.transport.group_end import GroupEnd
-from engine.runtime.transport.transport import CutLink
+from engine.runtime.transport.transport import LinkFaults
 
 _HERE = "here"  # a member, by its rank; the first one tells the id of the communicator
 
@@ -49,7 +49,7 @@ class HostJoining(Protocol):
 class HostBackend(Protocol):
     """The groups of one worker over the host."""
 
-    cut: CutLink
+    link_faults: LinkFaults
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> HostJoining:
         """Returns the attempt to join the group of an epoch; with a number it is one in advance."""
@@ -70,7 +70,7 @@ class NcclBackend:
         *,
         is_audited: bool,
     ):
-        self.cut: CutLink = inner.cut
+        self.link_faults = inner.link_faults  # a disturbed link holds no message between GPUs
         self._inner, self._communicators, self._worker, self._meet = inner, communicators, worker, meet
         self._queue, self._thread, self._last_resort, self._is_audited = queue, thread, last_resort, is_audited
         self._left: list[IssueQueue] = []

@@ -22,14 +22,14 @@ from engine.runtime.transport.group_end import EndChannel, GroupEnd
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
-from engine.runtime.transport.transport import AnyKey, CutLink
+from engine.runtime.transport.transport import AnyKey, LinkFaults
 
 
 class DirectBackend:
     """The groups of one worker over its links."""
 
     def __init__(self, cuts: LinkCuts, links: Links, device: Device = HOST):
-        self.cut: CutLink = cuts.cut
+        self.link_faults = LinkFaults(cuts.cut, links.disturb)
         self._cuts, self._links, self._device = cuts, links, device
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> DirectJoining:

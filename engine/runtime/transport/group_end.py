@@ -70,6 +70,8 @@ class GroupEnd:
         with self._counting:
             self.arrived[source, key] = arriving
             self._num_received[source] += 1
+        if source in self.cuts.back:
+            self.cuts.holds_up(source, "back")
 
     def fails(self, error: Exception) -> None:
         """Ends every wait for a message by an error; any thread may call it."""

@@ -29,6 +29,7 @@ class LinkCuts:
         self._lock = threading.RLock()  # a timer heals
         self._group: Transport | None = None  # the present one
         self._kept: list[tuple[int, Callable[[], None]]] = []  # a member, and the begin of a message to it
+        self._met: dict[int, Callable[[str], None]] = {}  # by member, of a cut that has held up no message yet
 
     def enter(self, group: Transport) -> None:
         """Takes the group whose connections can be cut from now on."""
@@ -41,15 +42,18 @@ class LinkCuts:
             if self._group is group:
                 self._group, self._kept = None, []
 
-    def cut(self, peer: int, direction: str, for_ns: int | None = None) -> bool:
+    def cut(
+        self, peer: int, direction: str, for_ns: int | None = None, met: Callable[[str], None] = lambda way: None
+    ) -> bool:
         """Cuts the connection to a member ("there", "back" or "both") for a time, or for good with None.
 
-        Returns False if the present group has no such member.
+        Returns False if the present group has no such member. `met` gets the way of the first message that is held up.
         """
         with self._lock:
             traffic = self._group.traffic().get(peer) if self._group is not None else None
             if traffic is None:
                 return False
+            self._met[peer] = met
             if direction != "back":
                 self.there.add(peer)
             if direction != "there":
@@ -65,6 +69,7 @@ class LinkCuts:
         with self._lock:
             self.there.discard(peer)
             self.back.pop(peer, None)
+            self._met.pop(peer, None)
             kept = [begin for target, begin in self._kept if target == peer]
             self._kept = [each for each in self._kept if each[0] != peer]
             for begin in kept:
@@ -76,7 +81,14 @@ class LinkCuts:
         with self._lock:
             if target in self.there:
                 self._kept.append((target, begin))
+                self.holds_up(target, "there")
             return target in self.there
+
+    def holds_up(self, peer: int, way: str) -> None:
+        """Tells of the first message that a cut holds up; any thread may call it."""
+        with self._lock:
+            if (met := self._met.pop(peer, None)) is not None:
+                met(way)
 
     def await_whole(self, members: Iterable[int], is_abandoned: Callable[[], bool]) -> None:
         """Waits until no connection to `members` is cut; raises TransferFailedError once the wait is abandoned."""

@@ -14,16 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from engine.core.links.disturbance import Disturbance
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Leaving
 from engine.runtime.device.device import Device
+from engine.runtime.links.disturbed_wire import Met
 from engine.runtime.transport.tensor_spec import Border
 from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey
 
-CutLink = Callable[[int, str, int | None], bool]  # `LinkCuts.cut`: member, direction, nanoseconds
 Found = TypeVar("Found")
 AnyKey = TypeVar("AnyKey", bound=ProgramKey | AsideKey)
 _Key_contra = TypeVar("_Key_contra", contravariant=True)
+
+
+class LinkFaults(NamedTuple):
+    """The faults of a worker's connections: `LinkCuts.cut` and `Links.disturb`; by default it has no connection."""
+
+    cut: Callable[[int, str, int | None, Callable[[str], None]], bool] = lambda *given: False
+    disturb: Callable[[int, Disturbance, Met], bool] = lambda *given: False
 
 
 class Waiter(Protocol):
@@ -138,7 +146,7 @@ class Joining(Protocol):
 class TransportBackend(Protocol):
     """How one worker joins its groups; made with the waiter of its main thread."""
 
-    cut: CutLink
+    link_faults: LinkFaults
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> Joining:
         """Returns the attempt of this worker, one of `members`, to join the group of `epoch`.

@@ -26,7 +26,7 @@ from engine.runtime.faults.registry import WorkerFaultContext, registered
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.replica.replicas import Replicas
-from engine.runtime.transport.transport import CutLink
+from engine.runtime.transport.transport import LinkFaults
 
 _PATIENCE_NS = 10_000_000_000  # to wait for a strike; without a strike the fault has not fired, and its case fails
 _OWN_PHASES = ("fence", "regroup")  # phases that the agent knows from messages of the workers alone
@@ -51,13 +51,13 @@ class Failpoints:
         control: Control,
         faults: Sequence[Fault] = (),
         replicas: Replicas | None = None,
-        cut: CutLink = lambda peer, direction, for_ns: False,
+        links: LinkFaults = LinkFaults(),  # noqa: B008 - it does not change
         troubles: DiskTroubles | None = None,
     ):
         self.control = control
         self.faults: list[Fault] = []
         self.replicas = replicas
-        self._cut = cut
+        self._links = links
         self._troubles = troubles
         self._slowdown: _Slowdown | None = None
         self._due: Fault | None = None  # the fault that is to strike during the present action
@@ -134,7 +134,7 @@ class Failpoints:
             control=self.control,
             tell=lambda how: self.control.send(SufferedMessage(message.fault, how)),
             slow_down=partial(self._slow_down, message.fault),
-            cut_link=self._cut,
+            links=self._links,
             device=replicas.device,
             troubles=self._troubles,
         )

@@ -226,7 +226,8 @@ def join(
     replicas.learn(borders)
     checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints, welcome.run) if welcome.checkpoints else None
     troubles = checkpoints.troubles if checkpoints else None
-    failpoints = Failpoints(control, [from_plain(each) for each in welcome.faults], replicas, backend.cut, troubles)
+    faults = [from_plain(each) for each in welcome.faults]
+    failpoints = Failpoints(control, faults, replicas, backend.link_faults, troubles)
     shards = ShardedStages(worker, replicas) if job.fsdp else None
     fixed = (job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend)
     context = WorkerContext(*fixed, shards, checkpoints, has_hosts=bool(welcome.address))
