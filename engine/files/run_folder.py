@@ -20,7 +20,7 @@ from engine.core.errors import NothingMatchedError, Problem, StorageError, UserE
 from engine.core.evidence.seal import EVENTS
 from engine.core.history.step_files import FOLDER as STEPS
 from engine.core.scalar import finite
-from engine.files.atomic_write import BLOCK_BYTES, is_hollow, storage_errors, write_atomically
+from engine.files.atomic_write import BLOCK_BYTES, is_hollow, storage_errors
 
 LATEST = "latest"
 RUN_NAME = r"[0-9]{8}-[0-9]{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}"
@@ -77,14 +77,6 @@ class RunFolder:
     def is_own(self) -> bool:
         """Whether it belongs to the user of this process."""
         return self.path.stat().st_uid == os.geteuid()
-
-    def write_run_json(self, mapping: Mapping[str, object]) -> None:
-        """Replaces run.json.
-
-        Raises:
-            StorageError: the file could not be written.
-        """
-        write_atomically(self.run_json, run_json_text(mapping))
 
 
 def run_json_text(mapping: Mapping[str, object]) -> str:

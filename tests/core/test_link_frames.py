@@ -92,11 +92,11 @@ def test_a_large_body_is_read_in_place_and_a_small_one_with_what_is_behind_it() 
     room = reader.room()
     assert room.obj is place and len(room) == 100
     assert not list(reader.filled(60))
-    assert reader.room().obj is not place and not reader.is_between  # the rest is small
+    assert reader.room().obj is not place and reader.rest == (b"", 40)  # it is small
     small = body(40) + Frame(0, 2, 0, 0, 0).packed()[:20]
     reader.room()[: len(small)] = small
     assert [frame.key for frame in reader.filled(len(small))] == [1]
-    assert place[60:] == body(40) and not reader.is_between
+    assert place[60:] == body(40) and reader.rest == (Frame(0, 2, 0, 0, 0).packed()[:20], 0)
 
 
 def test_a_frame_is_its_48_bytes() -> None:

@@ -68,7 +68,7 @@ def some(*fast: tuple[str, str, int], kinds: tuple[str, ...]) -> list[Any]:
 @pytest.mark.parametrize(
     ("do", "direction", "pipelines"),
     some(
-        *(("cut-link", "there", 1), ("cut-link", "back", 2), ("stall-link", "both", 1)),
+        *(("cut-link", "back", 2), ("stall-link", "both", 1)),
         kinds=("cut-link", "stall-link"),
     ),
 )

@@ -208,6 +208,7 @@ def _is_frozen(run: Frozen) -> bool:
     return any(process_state(int(each), os.pidfd_open(int(each))) == "D" for each in children)
 
 
+@pytest.mark.soak
 @pytest.mark.e2e
 @pytest.mark.timeout(150)
 def test_a_freeze_that_passes_costs_no_worker(disk: Path) -> None:

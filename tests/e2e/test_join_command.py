@@ -46,7 +46,8 @@ def _run(tmp_path: Path) -> Iterator[Run]:
             fd = open_events(folder.events)
             Recorder(fd, -1).write(JobRecord(version=VERSION, job=job, injectable=True))
             os.close(fd)
-            folder.write_run_json({"host": {**host_facts(Path.cwd()), **facts}, "sources": own_sources()})
+            facts_now = {"host": {**host_facts(Path.cwd()), **facts}, "sources": own_sources()}
+            folder.run_json.write_text(json.dumps(facts_now))
         return folder
 
     with folder_used(folder.path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from unittest.mock import patch
@@ -40,7 +41,7 @@ def make_evidence(run: Path, steps: int = 12, *, is_compared: bool = True, wrong
     run.mkdir(parents=True)
     rows = _session(folder, job, wrong_step)
     write_trajectory(folder.trajectory, rows)
-    folder.write_run_json({"job": {}, "result": None})
+    folder.run_json.write_text(json.dumps({"job": {}, "result": None}))
     if is_compared:
         add_records(folder.events, ComparingRecord())
         folder.twin.path.mkdir()

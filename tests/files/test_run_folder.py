@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ExitCode, NothingMatchedError, StorageError, UserError
-from engine.files.run_folder import RunFolder, create_run_folder, find_run
+from engine.files.atomic_write import write_atomically
+from engine.files.run_folder import RunFolder, create_run_folder, find_run, run_json_text
 
 NOON = datetime(2026, 3, 4, 12, 5, 6)
 
@@ -78,8 +79,8 @@ def test_a_latest_that_cannot_be_changed_ends_no_run(tmp_path: Path, monkeypatch
 
 def test_run_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = create_run_folder(tmp_path, "gpt", NOON, "0a1f")
-    run.write_run_json({"steps": 1})
-    run.write_run_json({"steps": 2})
+    for steps in (1, 2):
+        write_atomically(run.run_json, run_json_text({"steps": steps}))
     assert json.loads(run.run_json.read_text()) == {"steps": 2}
 
     def disk_is_full(descriptor: int) -> None:
@@ -87,14 +88,14 @@ def test_run_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "fsync", disk_is_full)
     with pytest.raises(StorageError, match=r"cannot write '.*/run\.json': No space left on device"):
-        run.write_run_json({"steps": 3})
+        write_atomically(run.run_json, run_json_text({"steps": 3}))
     assert json.loads(run.run_json.read_text()) == {"steps": 2}
     assert names(run.path) == ["logs", "run.json"]
 
 
-def test_run_json_holds_finite_numbers_only(tmp_path: Path) -> None:
-    RunFolder(tmp_path).write_run_json({"loss": float("nan"), "sets": [{"loss": float("-inf")}, (1.5,)]})
-    assert json.loads((tmp_path / "run.json").read_text()) == {"loss": None, "sets": [{"loss": None}, [1.5]]}
+def test_run_json_holds_finite_numbers_only() -> None:
+    text = run_json_text({"loss": float("nan"), "sets": [{"loss": float("-inf")}, (1.5,)]})
+    assert json.loads(text) == {"loss": None, "sets": [{"loss": None}, [1.5]]}
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_too_few_descriptors_leave_nothing_or_a_run_with_its_end(tmp_path: Path,
 
 def _fail(results: Path, error: Exception) -> None:
     with scribe_for(is_in_process=False) as scribe, in_new_folder(scribe, str(results), "mlp", print) as folder:
-        folder.write_run_json({})
+        folder.run_json.write_text("{}")
         assert latest_name(results) == folder.path.name
         raise error
 

@@ -35,7 +35,7 @@ def _run(tmp_path: Path) -> Iterator[Callable[[Job], RunFolder]]:
         fd = open_events(folder.events)
         Recorder(fd, -1).write(JobRecord(version=VERSION, job=job, injectable=True))
         os.close(fd)
-        folder.write_run_json({"host": host_facts(Path.cwd()), "sources": own_sources()})
+        folder.run_json.write_text(json.dumps({"host": host_facts(Path.cwd()), "sources": own_sources()}))
         return folder
 
     folder = RunFolder(tmp_path / NAME)
@@ -93,7 +93,7 @@ def test_other_code_or_arithmetic_is_refused_with_both_values(tmp_path: Path, ru
     facts = json.loads(folder.run_json.read_text())
     place = facts if field == "sources" else facts["host"]
     now, place[field] = place[field], "another"
-    folder.write_run_json(facts)
+    folder.run_json.write_text(json.dumps(facts))
     code, text = refused(tmp_path)
     assert code == ExitCode.ENVIRONMENT
     assert f"{field}: expected 'another' as in run {NAME}, found {now!r}" in text

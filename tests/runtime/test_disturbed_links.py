@@ -165,7 +165,7 @@ def test_a_fault_may_begin_inside_a_frame(pair: Linked, worker: int) -> None:
     other.in_order.post(0, an_order(1), (TensorSpec((size,), torch.float32, False),))
     one.in_order.send(1, an_order(1), (large,))
     pair.desks.look()
-    assert pair.links[0]._links[1]._rest and not pair.links[1]._links[0]._reader.is_between
+    assert pair.links[0]._links[1]._rest and pair.links[1]._links[0]._reader.rest != (b"", 0)
     met = disturb(pair, Disturbance("delay", "both", by_ns=20_000_000), worker)
     assert torch.equal(other.in_order.take(0, an_order(1))[0], large)
     assert [each[worker] > 0 == each[1 - worker] for each in met] == [True]

@@ -104,7 +104,7 @@ def test_no_matrix_of_another_user_is_resumed(tmp_path: Path) -> None:
 Write = Callable[[Path], object]
 # The file that is written, from the folder that bamboo uses -> the function that writes it.
 WRITERS: dict[str, Write] = {
-    "run.json": lambda folder: RunFolder(folder).write_run_json({"steps": 1}),
+    "run.json": lambda folder: write_atomically(folder / "run.json", '{"steps": 1}'),
     "trajectory.csv": lambda folder: write_trajectory(folder / "trajectory.csv", ROWS),
     "scenario.yaml": lambda folder: write_atomically(folder / "scenario.yaml", "name: x"),
     "twins/a.csv": lambda folder: keep_twin(folder, "a", ROWS),

@@ -32,11 +32,6 @@ class FrameReader:
         self._is_direct = False
 
     @property
-    def is_between(self) -> bool:
-        """Whether no frame has begun and not ended."""
-        return self._frame is None and self._have == 0
-
-    @property
     def rest(self) -> tuple[bytes, int]:
         """The frame that has begun and not ended: a part of its header, or the bytes of its body that are to come."""
         return bytes(self._buffer[: self._have]), self._left

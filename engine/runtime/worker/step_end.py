@@ -111,7 +111,7 @@ class StepEnd:
     def tell_new(self, slot: Slot, after: int) -> None:
         """Sends the hashes of a new replica after a step: the one host that knows those of its owner may be lost."""
         job = self.context.job
-        if self.context.has_hosts and not job.fsdp and after >= 0 and is_due(job.audit, after, False):
+        if self.context.has_hosts and after >= 0 and is_due(job.audit, after, False):
             for rows in in_messages(list(hash_rows(self.replicas.stages[slot], self.replicas.device))):
                 self.context.control.send(AuditMessage(after, slot[0], rows))
 

@@ -230,7 +230,7 @@ def join(
     failpoints = Failpoints(control, faults, replicas, backend.link_faults, troubles)
     shards = ShardedStages(worker, replicas) if job.fsdp else None
     fixed = (job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend)
-    context = WorkerContext(*fixed, shards, checkpoints, has_hosts=bool(welcome.address))
+    context = WorkerContext(*fixed, shards, checkpoints, has_hosts=welcome.network is not None)
     return GroupMember(context, ownership, plane)
 
 
