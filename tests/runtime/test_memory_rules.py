@@ -85,7 +85,7 @@ class Scripted(nn.Module):
     ],
     ids=["scripted", "lazy", "sparse buffer", "sparse gradient"],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_layer_of_other_than_plain_tensors_is_refused(layer: Any, found: str) -> None:
     specs = (LayerSpec("first", "Linear", lambda: nn.Linear(WIDTH, WIDTH)), LayerSpec("odd", "Odd", layer))
     with pytest.raises(UserError, match=found):

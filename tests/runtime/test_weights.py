@@ -208,7 +208,11 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
             hash_as_given(str(tmp_path / name), "")  # before a run begins; the class of torch's error was told after it
     assert hash_as_given(str(tmp_path / "nested.pt"), "")
     torch.save({"0.weight": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
-    assert refusal(tmp_path / "sparse.pt")[0].expected == "dense tensors"
+    # torch 2.14 does not read them either
+    assert refusal(tmp_path / "sparse.pt")[0].expected in (
+        "dense tensors",
+        "weights that torch.load(weights_only=True) reads",
+    )
     (tmp_path / "folder").mkdir()
     assert refusal(tmp_path / "folder")[0].expected == "a folder with safetensors files"
     (tmp_path / "folder" / INDEX).write_text(json.dumps({"weight_map": {"a": "../m.safetensors"}}))
