@@ -252,7 +252,7 @@ def test_a_mailbox_awaits_what_is_posted_and_has_not_come() -> None:
     box: Mailbox[str, bytes] = Mailbox()
     box.enter(1)
     assert box.take_early(7, 1) is None
-    box.post(7, 1, "wanted")
+    box.post(7, 1, "wanted", b"")
     assert box.awaits(7) and not box.awaits(8)
     assert box.put(7, 1, 1, b"x") == (7, 1, "wanted", b"x")
     assert not box.awaits(7)
@@ -261,7 +261,7 @@ def test_a_mailbox_awaits_what_is_posted_and_has_not_come() -> None:
     box.forget(7)  # another worker has its number
     box.enter(2)
     assert box.take_early(7, 1) is None
-    box.post(7, 1, "wanted")
+    box.post(7, 1, "wanted", b"")
     assert (box.take_early(8, 1), box.take_early(8, 1)) == (b"kept", None)
     box.enter(3)
     assert not box.awaits(7), "receives of a group that was left"

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from engine.runtime.links.memory import host_room, memory_of, tensor_in
+from engine.runtime.links.memory import host_room, memory_of, tensor_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
@@ -40,9 +40,15 @@ def test_a_tensor_lives_as_long_as_a_part_of_its_memory() -> None:
 @pytest.mark.parametrize("size", [0, 1, 4096])
 def test_a_room_is_a_tensor_of_its_bytes_which_keeps_it(size: int) -> None:
     room = host_room(size)
-    tensor = tensor_in(room)
+    tensor = tensor_of(room)
     room[:] = bytes(range(256)) * (size // 256) if size > 1 else b"\7" * size
     expected = bytes(room)
     del room
     gc.collect()
     assert tensor.numpy().tobytes() == expected and tensor.dtype is torch.uint8
+
+
+def test_a_memory_leads_back_to_its_tensor_and_to_no_other_storage() -> None:
+    tensor = torch.ones(5, dtype=torch.uint8)
+    assert tensor_of(memory_of(tensor)) is tensor
+    assert tensor_of(memory_of(tensor)[1:3]) is tensor

@@ -71,7 +71,7 @@ class Mailbox(Generic[Wanted, Room]):
 
     def __init__(self) -> None:
         self.epoch = -1
-        self._posted: dict[tuple[int, int], deque[tuple[Wanted, Room | None]]] = {}
+        self._posted: dict[tuple[int, int], deque[tuple[Wanted, Room]]] = {}
         self._early: dict[tuple[int, int], deque[tuple[int, Room]]] = {}
 
     def enter(self, epoch: int) -> None:
@@ -94,15 +94,14 @@ class Mailbox(Generic[Wanted, Room]):
             del self._early[source, key]
         return room
 
-    def post(self, source: int, key: int, wanted: Wanted, room: Room | None = None) -> None:
+    def post(self, source: int, key: int, wanted: Wanted, room: Room) -> None:
         """Posts a receive of which no message has come early, with memory for it."""
         self._posted.setdefault((source, key), deque()).append((wanted, room))
 
     def room_for(self, source: int, frame: Frame) -> Room | None:
         """Returns the memory of the receive that the message of a frame will meet; None if it has another size."""
         posted = self._posted.get((source, frame.key)) if frame.epoch == self.epoch else None
-        room = posted[0][1] if posted else None
-        return room if room is not None and len(room) == frame.total else None
+        return posted[0][1] if posted and len(posted[0][1]) == frame.total else None
 
     def put(self, source: int, key: int, epoch: int, room: Room) -> Arrival[Wanted, Room] | None:
         """Takes in a whole message; returns it if its receive is posted, keeps it if it may still be."""

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from engine.core.errors import InvariantError
 
-FORM = struct.Struct("<6Q")
-HEADER_BYTES = FORM.size
+_FORM = struct.Struct("<6Q")
+HEADER_BYTES = _FORM.size
 INLINE = (1 << 64) - 1
 MOST_BYTES = 1 << 40  # of a message: a length beyond is an accident or an attack
 ALIGNMENT = 64  # of each tensor in a message: the receiver views its bytes in place
@@ -38,7 +38,7 @@ class Frame(NamedTuple):
 
     def packed(self) -> bytes:
         """Returns the header as it travels."""
-        return FORM.pack(*self)
+        return _FORM.pack(*self)
 
     @property
     def inline(self) -> int:
@@ -48,11 +48,11 @@ class Frame(NamedTuple):
 
 def unpacked(buffer: bytes | bytearray | memoryview, at: int = 0) -> Frame:
     """Returns the frame of the header at a place of a buffer; raises InvariantError for one that no sender makes."""
-    epoch, key, total, start, length, offset = FORM.unpack_from(buffer, at)
+    frame = Frame(*_FORM.unpack_from(buffer, at))
+    _, _, total, start, length, _ = frame
     if total > MOST_BYTES or start + length > total or (length == 0 and total > 0):
-        wrong = Frame(epoch, key, total, start, length, offset)
-        raise InvariantError(f"a link has a frame that no sender makes: {wrong}")
-    return Frame(epoch, key, total, start, length, offset)
+        raise InvariantError(f"a link has a frame that no sender makes: {frame}")
+    return frame
 
 
 def aligned(size: int) -> int:

@@ -63,10 +63,9 @@ class FrameReader:
                 at += HEADER_BYTES
                 self._left = self._frame.inline
                 self._into = self._sink(self._frame)
+            at += self._copy(at)
             if self._left:
-                at += self._copy(at)
-                if self._left:
-                    break
+                break
             yield self._ended()
         rest = self._have - at
         if at and rest:
@@ -82,5 +81,6 @@ class FrameReader:
         return count
 
     def _ended(self) -> Frame:
-        frame, self._frame, self._into, self._is_direct = self._frame, None, None, False
-        return required(frame, "a frame that ends has begun")
+        frame = required(self._frame, "a frame that ends has begun")
+        self._frame, self._into, self._is_direct = None, None, False
+        return frame

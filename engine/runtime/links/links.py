@@ -66,14 +66,14 @@ class Links:
         network: Mapping[str, str] | None = None,
     ):
         """With a `network` the run has several hosts: it has the run's certificate, or nothing for clear text."""
-        self._control, self._room_of = control, room_of
+        self._control, self.room_of = control, room_of
         self._address = address
         self._came: queue.SimpleQueue[tuple[LinkMessage, Wire | None]] = queue.SimpleQueue()  # from other hosts
         self._door = None if network is None else HostDoor(address, network, self._comes)
         self._wakeups = control.wakeups
         self._links: dict[int, PeerLink] = {}
         self._mailbox: Mailbox[Any, memoryview] = Mailbox()
-        self.party: Party | None = None
+        self._party: Party | None = None
         self._told: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was told
         self._ended: dict[int, int] = {}  # peer -> number of its newest link that has ended
         self._wakeups.heed(self._adopt_given)
@@ -83,6 +83,8 @@ class Links:
 
         Messages with an older number are dropped from then on, and links that have ended are made anew.
         """
+        if party is self._party:
+            return
         self.look()  # a link whose end has come must not be found broken in the new epoch only
         for peer, link in [*self._links.items()]:
             number, at_s = self._told.get(peer, _NEVER)
@@ -92,13 +94,13 @@ class Links:
                 del self._links[peer]
                 if link.ends is None and number:  # the other end may still wait for it
                     self._want(peer)
-        self.party = party
+        self._party = party
         self._mailbox.enter(epoch)
 
     def leave(self, party: Party) -> None:
         """Drops all that a group has not sent yet."""
-        if self.party is party:
-            self.party = None
+        if self._party is party:
+            self._party = None
             for link in list(self._links.values()):
                 link.drop_unsent()
 
@@ -187,16 +189,16 @@ class Links:
         self._wakeups.look()
 
     def _new(self, peer: int) -> PeerLink:
-        return PeerLink(peer, self._mailbox, self.room, self._take_in)
+        return PeerLink(peer, self._mailbox, self._room, self._take_in)
 
     def _take_in(self, arrived: Arrived) -> None:
-        if self.party is not None:
-            self.party.take_in(arrived)
+        if self._party is not None:
+            self._party.take_in(arrived)
 
-    def room(self, size: int) -> memoryview:
+    def _room(self, size: int) -> memoryview:
         """Returns memory for a message; raises InvariantError for more than there is: no worker sends so much."""
         try:
-            return self._room_of(size)
+            return self.room_of(size)
         except RuntimeError as error:
             raise InvariantError(f"no memory for a message of {size} bytes") from error
 
@@ -230,8 +232,8 @@ class Links:
                 is_missed = link.owes
                 self._close(link)
                 self._mailbox.forget(peer)
-                if self.party is not None and is_missed:
-                    self.party.fails(_ended("to", peer))
+                if self._party is not None and is_missed:
+                    self._party.fails(_ended("to", peer))
             link = self._links[peer] = self._new(peer)
         link.attach(ends)
         self._watch(link)
@@ -257,8 +259,8 @@ class Links:
     def _fail(self, link: PeerLink, error: Exception) -> None:
         is_missed = link.owes or self._mailbox.awaits(link.peer)
         self._close(link)
-        if self.party is not None and is_missed:
-            self.party.fails(error)
+        if self._party is not None and is_missed:
+            self._party.fails(error)
 
     def _close(self, link: PeerLink) -> None:
         self._ended[link.peer] = self._told.get(link.peer, _NEVER)[0]

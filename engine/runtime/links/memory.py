@@ -29,8 +29,10 @@ def host_room(size: int) -> memoryview:
     return memory_of(torch.empty(size, dtype=torch.uint8, device="cpu"))
 
 
-def tensor_in(memory: memoryview) -> Tensor:
-    """Returns a memory as a tensor of bytes."""
-    if not len(memory):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(memory, dtype=torch.uint8)
+def tensor_of(memory: memoryview) -> Tensor:
+    """Returns the tensor of which `memory_of` made this memory, or a part of it.
+
+    It is the same one: torch knows pinned memory by its storage, and takes it back before its copies are over if these
+    are made from another storage at the same place.
+    """
+    return memory.obj.tensor  # type: ignore[attr-defined]

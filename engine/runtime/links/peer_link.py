@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from engine.core.errors import InvariantError, required
 from engine.core.links.arrivals import Arrival, Incoming, Mailbox
 from engine.core.links.disturbance import Disturbance, FrameCount
-from engine.core.links.frame import FORM, HEADER_BYTES, INLINE, Frame, aligned
+from engine.core.links.frame import INLINE, Frame, aligned
 from engine.core.links.frame_reader import FrameReader
 from engine.runtime.links.disturbed_wire import Met, disturbed
 from engine.runtime.links.ring import InRing, OutRing
@@ -121,14 +121,14 @@ class PeerLink:
                 self._kept.append(_Outgoing(epoch, key, parts))
                 return self.flush()
             size = len(parts[0])  # in few calls: the peer may wait
-            self._rest = [FORM.pack(epoch, key, size, 0, size, INLINE), parts[0]]
-            return "" if self._write(self.ends, HEADER_BYTES + size) else "socket"
+            self._rest = [Frame(epoch, key, size, 0, size).packed(), parts[0]]
+            return "" if self._write(self.ends) else "socket"
 
     def flush(self) -> Lacks:
         """Sends the kept messages, as far as there is room; raises OSError if the link is broken."""
         with self._lock:
             while self.ends is not None:
-                if self._rest and not self._write(self.ends, sum(map(len, self._rest))):
+                if self._rest and not self._write(self.ends):
                     return "socket"
                 if not self._kept:
                     break
@@ -157,13 +157,13 @@ class PeerLink:
             self._kept.popleft()
         return True
 
-    def _write(self, ends: Ends, size: int) -> bool:
-        """Writes the rest of a frame, of a size in bytes; returns whether all of it has left."""
+    def _write(self, ends: Ends) -> bool:
+        """Writes the rest of a frame; returns whether all of it has left."""
         try:
             count = ends.wire.write(self._rest)
         except BlockingIOError:
             return False
-        if count == size:
+        if count == sum(map(len, self._rest)):
             self._rest = []
             return True
         while self._rest and count >= len(self._rest[0]):

@@ -17,7 +17,7 @@ from engine.core.links.frame import aligned
 from engine.models.layers import Tensors
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.links.links import Arrived, Links
-from engine.runtime.links.memory import memory_of, tensor_in
+from engine.runtime.links.memory import memory_of, tensor_of
 from engine.runtime.transport.group_end import EndChannel, GroupEnd
 from engine.runtime.transport.link_cuts import LinkCuts
 from engine.runtime.transport.tensor_spec import Border
@@ -115,14 +115,13 @@ class _DirectChannel(EndChannel[AnyKey]):
     def post(self, source: int, key: AnyKey, border: Border) -> None:
         """Posts the receive of one message."""
         end = self._end
-        if end.links.party is not end:
-            end.links.enter(end.number, end)
+        end.links.enter(end.number, end)
         end.num_posted[source] += 1
         number = 2 * key.number + self._is_aside
         if (early := end.links.take_early(source, number)) is not None:
             end.take_in_late(source, key, border, early)
             return
-        room = end.links.room(size_of(border))
+        room = end.links.room_of(size_of(border))
         end.links.post(source, number, _Posted(key, border, room, viewed(room, border)), room)
 
     def has_arrived(self, source: int, key: AnyKey) -> bool:
@@ -134,18 +133,23 @@ class _DirectChannel(EndChannel[AnyKey]):
 
     def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
         end = self._end
-        if end.links.party is not end:
-            end.links.enter(end.number, end)
+        end.links.enter(end.number, end)
         parts = [memory_of(each if each.is_contiguous() else each.detach().contiguous()) for each in tensors]
         end.links.send(target, end.number, 2 * key.number + self._is_aside, parts)
 
 
 def size_of(border: Border) -> int:
     """Returns the bytes of a message with such tensors."""
-    size = 0
+    return _layout(border)[1]
+
+
+def _layout(border: Border) -> tuple[list[int], int]:
+    """Returns where each tensor of a message begins, and the bytes of all."""
+    places, at = [], 0
     for spec in border:
-        size = (aligned(size) if spec.num_bytes else size) + spec.num_bytes
-    return size
+        places.append(aligned(at) if spec.num_bytes else at)
+        at = places[-1] + spec.num_bytes
+    return places, at
 
 
 def viewed(room: memoryview, border: Border) -> Tensors:
@@ -153,17 +157,17 @@ def viewed(room: memoryview, border: Border) -> Tensors:
 
     Each has a version counter of its own: a change of one in place is none of the others.
     """
-    whole = tensor_in(room)
+    whole = tensor_of(room)
     if len(border) == 1:
         (spec,) = border
         return (whole.view(spec.dtype).view(spec.shape),)
-    tensors, at, storage = [], 0, whole.untyped_storage()
-    for spec in border:
-        place = aligned(at) if spec.num_bytes else at
-        at = place + spec.num_bytes
-        own = torch.empty(0, dtype=spec.dtype, device="cpu")
-        tensors.append(own.set_(storage, place // spec.dtype.itemsize, spec.shape, _strides(spec.shape)))
-    return tuple(tensors)
+    storage = whole.untyped_storage()
+    return tuple(
+        torch.empty(0, dtype=spec.dtype, device="cpu").set_(
+            storage, place // spec.dtype.itemsize, spec.shape, _strides(spec.shape)
+        )
+        for spec, place in zip(border, _layout(border)[0], strict=True)
+    )
 
 
 @cache

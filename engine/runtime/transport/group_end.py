@@ -61,7 +61,7 @@ class GroupEnd:
     def arrives(self, source: int, key: ProgramKey | AsideKey, tensors: Tensors) -> None:
         """Takes in a message whose receive was posted; any thread may call it, and wakes the main thread then."""
         try:
-            arriving = tensors if self.device.is_host else self.device.copies.landed(tensors)
+            arriving = self.device.copies.landed(tensors)
             if not self.device.is_host and key.purpose is ProgramPurpose.GRADIENT:
                 _look_at(tensors, arriving)
         except RuntimeError as error:  # of the device: this thread is not the one that may end
