@@ -11,6 +11,7 @@ import ast
 import functools
 import importlib.util
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from engine.core.scalar import MOST_FLOAT, Args, Scalar
 Factory = Callable[..., Any]
 
 _SHARES = frozenset({"dropout", "beta1", "beta2"})
+_parsing = (
+    threading.Lock()
+)  # two threads that parse at once break each other's count of recursions (CPython's gh-106905)
 
 
 def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
@@ -46,7 +50,8 @@ def builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
     if spec is None or spec.origin is None:
         raise InvariantError(f"no source of {module}")
     # Read as a file, because not every loader returns sources (pytest's loader of plugins does not).
-    found = _definition(ast.parse(Path(spec.origin).read_bytes()).body, name)
+    with _parsing:
+        found = _definition(ast.parse(Path(spec.origin).read_bytes()).body, name)
     if isinstance(found, ast.ClassDef):
         found = _definition(found.body, "__init__")
     if not isinstance(found, ast.FunctionDef):
