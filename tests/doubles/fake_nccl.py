@@ -313,7 +313,7 @@ class NcclBesideLinks(NcclBackend):
         self._paused, self._of_nccl = control.turn.paused, NcclThread(f"nccl of worker {worker}")
         self._transports: list[NcclTransport] = []
         self._own = FakeCommunicators(nccl, worker)
-        self._nccl, self._name = nccl, device.name
+        self._nccl, self._name, self._has_left = nccl, device.name, threading.Event()
         super().__init__(
             self._over_links,
             self._own,
@@ -345,13 +345,16 @@ class NcclBesideLinks(NcclBackend):
         """Ends what the end of the process would end."""
         self._over_links.leave()
         self._of_nccl.give(self._own.leave)
+        self._of_nccl.give(self._has_left.set)
         for each in list(self._transports):
             each.abandon()
         self._of_nccl.end()
 
     def close(self) -> None:
-        """Closes the links."""
+        """Closes the links, and waits for the calls of the thread of NCCL, unless one is to stand."""
         self._over_links.close()
+        if self._own.worker not in self._nccl.stands:
+            self._has_left.wait(_TIMEOUT_S)
 
 
 class _PausedJoining:
