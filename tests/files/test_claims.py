@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -118,3 +119,32 @@ def test_a_run_lives_as_long_as_one_of_the_hosts_that_have_coordinated_it(tmp_pa
         assert sweep(str(tmp_path)) == ()
     assert sweep(str(tmp_path)) == (part,)
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_claim_waits_for_an_earlier_keeper_of_its_run_that_is_dying(tmp_path: Path) -> None:
+    """One that was given up may still hold its claim when the next one begins, which is no mistake of the user's."""
+    steps = list[str]()
+
+    def next_one() -> None:
+        with claimed(str(tmp_path), "run"):
+            steps.append("claimed again")
+
+    following = threading.Thread(target=next_one)
+    with claimed(str(tmp_path), "run"):
+        following.start()
+        following.join(0.1)
+        steps.append("released")
+    following.join(10)
+    assert steps == ["released", "claimed again"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_claim_that_a_dead_keeper_of_the_run_has_left_is_taken_over(tmp_path: Path) -> None:
+    with claimed(str(tmp_path), "run"):
+        (name,) = os.listdir(tmp_path)
+        left = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(left)
+    (tmp_path / name).chmod(0o600)
+    with claimed(str(tmp_path), "run"):
+        assert (tmp_path / name).read_bytes() == left
+    assert os.listdir(tmp_path) == []

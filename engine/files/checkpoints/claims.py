@@ -85,15 +85,25 @@ def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tupl
 
 
 def _locked(disk: OwnDisk, name: str) -> int:
-    """Returns a descriptor of a new claim with its lock; a sweep may remove it before it has that."""
+    """Returns a descriptor of a claim with its lock; a sweep may remove it before it has that.
+
+    A claim that is there is of an earlier keeper of the same run, which may be dying: its lock is waited for.
+    """
     while True:
-        fd = disk.create(name)
         try:
-            os.write(fd, _START.read_bytes())
-        except OSError:  # as on a full disk
-            os.close(fd)
-            disk.remove(name)
-            raise
+            fd = disk.create(name)
+        except FileExistsError:
+            try:
+                fd = disk.open(name)
+            except FileNotFoundError:
+                continue
+        else:
+            try:
+                os.write(fd, _START.read_bytes())
+            except OSError:  # as on a full disk
+                os.close(fd)
+                disk.remove(name)
+                raise
         with contextlib.suppress(OSError):  # a file system without locks: nothing will prove a death there
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
