@@ -47,13 +47,13 @@ COMMANDS = {
 }
 # Name of a command -> its module and function, where they have other names.
 _PLACES = {
-    "list": ("stock.listing", "show_list"),
-    "clean": ("stock.clean", "clean"),
-    "checkpoint": ("stock.checkpoint", "checkpoint"),
-    "export": ("stock.export", "export"),
-    "agent": ("hosts.agent", "agent"),
-    "collect": ("hosts.collect", "collect"),
-    "launch": ("hosts.launch", "launch"),
+    "list": ("listing", "show_list"),
+    "clean": ("clean", "clean"),
+    "checkpoint": ("checkpoint", "checkpoint"),
+    "export": ("export", "export"),
+    "agent": ("agent", "agent"),
+    "collect": ("collect", "collect"),
+    "launch": ("launch", "launch"),
 }
 
 
@@ -112,7 +112,7 @@ def _readable_messages() -> Iterator[None]:
 
 def _as_field(unknown: Any) -> list[str]:
     """Returns how the value of an unknown option is given, if its name is a field of a job that --set takes."""
-    from engine.core.config.job import Job
+    from engine.core.job.job import Job
 
     name = unknown.option_name.lstrip("-").replace("-", "_")
     takes_fields = any("--set" in each.opts for each in unknown.ctx.command.params)

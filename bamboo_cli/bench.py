@@ -18,7 +18,7 @@ import typer
 from bamboo_cli.terminal.echo import echo
 
 if TYPE_CHECKING:
-    from engine.bench.figures.rows import BenchRow, Cases
+    from engine.bench.figures import BenchRow, Cases
 
 bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers, interleaved in one run.")
 
@@ -110,7 +110,7 @@ def hosts(
     results: Results = Path("results"),
 ) -> None:
     """Measures in hosts of namespaces, which need what `bamboo doctor` says."""
-    from engine.bench.hosts.host_cases import host_cases
+    from engine.bench.hosts import host_cases
 
     _run("hosts", _chosen(case, host_cases(quick, repeats)), as_json, results)
 
@@ -134,7 +134,7 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
 
     After a signal these are the rows of the cases that were finished.
     """
-    from engine.bench.figures.results_file import bench_folder, write_bench
+    from engine.bench.figures import bench_folder, write_bench
     from engine.runtime.process.interrupts import raising
 
     folder, code = bench_folder(results), 0
@@ -164,9 +164,8 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
 def _print_table(rows: Sequence[BenchRow]) -> None:
     from rich.text import Text
 
-    from bamboo_cli.terminal.console import BAD, GOOD
-    from bamboo_cli.terminal.tables import print_table
-    from engine.bench.figures.rows import verdict_on
+    from bamboo_cli.terminal.tables import BAD, GOOD, print_table
+    from engine.bench.figures import verdict_on
 
     styles = {"yes": GOOD, "no": BAD}
     print_table(

@@ -30,11 +30,9 @@ def compare(
 
     Fields in which the jobs differ come first, and runs that did not pass: their figures may mean something else.
     """
-    from bamboo_cli.terminal.console import BAD, DOUBTFUL, STRONG, say
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.terminal.tables import BAD, DOUBTFUL, STRONG, print_table, say
     from engine.report.compare import compare as compared
-    from engine.report.compare import different_fields
-    from engine.report.conditions import judge_run
+    from engine.report.compare import different_fields, judge_run
     from engine.report.formats import as_text, for_terminal
 
     loaded = [load_run(find(results, run)) for run in (a, b)]

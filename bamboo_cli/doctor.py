@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bamboo_cli.terminal.console import BAD, DOUBTFUL, GOOD
 from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.tables import print_table
+from bamboo_cli.terminal.tables import BAD, DOUBTFUL, GOOD, print_table
 
 EPILOG = "Examples:  bamboo doctor  |  bamboo doctor --json  |  bamboo doctor --results elsewhere/runs"
 _STYLES = {"ok": GOOD, "warn": DOUBTFUL, "missing": BAD}
@@ -23,7 +22,7 @@ def doctor(
     results: Annotated[Path, typer.Option(help="Folder that runs would be written to.")] = Path("results"),
 ) -> None:
     """Check this machine, one line per check with the fix; exit with 4 if something needed is missing."""
-    from engine.runtime.doctor.host_checks import check_host, exit_code
+    from engine.harness.host_checks import check_host, exit_code
 
     checks = check_host(results)
     code = int(exit_code(checks))

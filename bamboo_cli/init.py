@@ -20,7 +20,7 @@ def init(
     ] = "none",
 ) -> None:
     """Write a job, a scenario and a matrix of it; with --ci also a workflow. Existing files are kept."""
-    from engine.files.scenarios.starter import SCENARIO, WORKFLOW, reference, starter, write_new
+    from engine.files.jobs.starter import SCENARIO, WORKFLOW, reference, starter, write_new
 
     files = starter(ci == "github")
     written = write_new(folder, files)

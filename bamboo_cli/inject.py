@@ -11,19 +11,26 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bamboo_cli.options import completion
-from bamboo_cli.options.bed import BedHosts, BedLease, problems_of_bed, refuse_job_on_bed
-from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
-from bamboo_cli.options.faults import EventsMax, Tee, events_setting
-from bamboo_cli.options.trust import TrustCode, tell_untrusted
+from bamboo_cli.options.hosts import (
+    BedHosts,
+    BedLease,
+    Endpoints,
+    PlainHttp,
+    etcd_settings,
+    problems_of_bed,
+    refuse_job_on_bed,
+)
+from bamboo_cli.options.job import TrustCode, tell_untrusted
+from bamboo_cli.options.run import EventsMax, Tee, events_setting
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError, problems_of
-from engine.core.faults.host_fault import OnHosts
-from engine.core.hosts.host_lease import USUAL_S
+from engine.core.faults.fault import OnHosts
+from engine.core.hosts.ends import USUAL_S
 
 if TYPE_CHECKING:
+    from engine.files.jobs.scenario_file import LoadedScenario
     from engine.files.run_folder import RunFolder
-    from engine.files.scenarios.scenario_file import Loaded
-    from engine.harness.cases.case_result import CaseResult
+    from engine.harness.case import CaseResult
 
 EPILOG = (
     "Examples:  bamboo inject kill-middle-stage  |  bamboo inject mine.yaml --dry-run  |  "
@@ -90,7 +97,7 @@ def inject(
     lease_s: BedLease = USUAL_S,
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check its expectations."""
-    from engine.files.scenarios.scenario_file import load_scenario
+    from engine.files.jobs.scenario_file import load_scenario
     from engine.harness.attach import as_of_now
     from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
@@ -99,7 +106,7 @@ def inject(
     changed += [f"results={results}"] if results is not None else []
     acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
 
-    def load() -> Loaded:
+    def load() -> LoadedScenario:
         return load_scenario(_one_of(file, scenario), kinds(), seed, changed, acting, OnHosts(hosts))
 
     problems = _own_problems(run, dry_run, tee, "" if hosts else etcd, etcd_plain_http)
@@ -151,7 +158,7 @@ def _run_to_strike(run: str, results: Path) -> RunFolder:
     return find_run(results, run)
 
 
-def _attach(loaded: Loaded, folder: RunFolder, as_json: bool) -> list[CaseResult]:
+def _attach(loaded: LoadedScenario, folder: RunFolder, as_json: bool) -> list[CaseResult]:
     from engine.harness.attach import attach
     from engine.runtime.process.interrupts import holding
 
@@ -161,11 +168,13 @@ def _attach(loaded: Loaded, folder: RunFolder, as_json: bool) -> list[CaseResult
     return [case]
 
 
-def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool, tee: bool) -> list[CaseResult]:
+def _run(
+    loaded: LoadedScenario, repeat: int, as_json: bool, etcd: str, plain_http: bool, tee: bool
+) -> list[CaseResult]:
     from bamboo_cli.terminal.live import screen
+    from engine.harness.case import case_of_file
     from engine.harness.case_runner import run_case
-    from engine.harness.cases.case import case_of_file
-    from engine.runtime.doctor.leak_check import mark_processes
+    from engine.harness.leak_check import mark_processes
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.process.interrupts import holding
 
@@ -181,11 +190,11 @@ def _run(loaded: Loaded, repeat: int, as_json: bool, etcd: str, plain_http: bool
     return cases
 
 
-def _run_on_bed(loaded: Loaded, repeat: int, as_json: bool, hosts: int, lease_s: int) -> list[CaseResult]:
+def _run_on_bed(loaded: LoadedScenario, repeat: int, as_json: bool, hosts: int, lease_s: int) -> list[CaseResult]:
     """Runs the scenario so many times, each on hosts of its own; an interrupted run is the last."""
     from bamboo_cli.terminal.live import screen
-    from engine.harness.breaking.bed_case import run_on_bed
-    from engine.runtime.doctor.leak_check import mark_processes
+    from engine.harness.bed_case import run_on_bed
+    from engine.harness.leak_check import mark_processes
     from engine.runtime.process.interrupts import holding
 
     cases: list[CaseResult] = []
@@ -199,7 +208,7 @@ def _run_on_bed(loaded: Loaded, repeat: int, as_json: bool, hosts: int, lease_s:
     return cases
 
 
-def _print_plan(loaded: Loaded, as_json: bool) -> None:
+def _print_plan(loaded: LoadedScenario, as_json: bool) -> None:
     from bamboo_cli.options.plan import NOT_CALLED, NOT_COUNTED, faults_as_plain
     from engine.core.faults.scenario import Every
 
@@ -222,13 +231,12 @@ def _print_plan(loaded: Loaded, as_json: bool) -> None:
         echo(f"{NOT_CALLED} ({job.schedule}): {unknown} are not known")
 
 
-def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
+def _print_case(loaded: LoadedScenario, case: CaseResult, as_json: bool) -> None:
     """Prints the verdict and one line per check; to stderr if stdout is for JSON."""
     from rich.text import Text
 
-    from bamboo_cli.terminal.console import RESULT_STYLES
     from bamboo_cli.terminal.live import untold
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.terminal.tables import RESULT_STYLES, print_table
 
     echo(f"{loaded.scenario.name}: {case.verdict_word}", err=as_json)
     rows = [(Text(each.result, RESULT_STYLES[each.result]), each.name, each.text) for each in case.checks]
@@ -238,9 +246,9 @@ def _print_case(loaded: Loaded, case: CaseResult, as_json: bool) -> None:
     echo(f"{case.folder}", err=as_json)
 
 
-def _print_all(loaded: Loaded, cases: Sequence[CaseResult], as_json: bool) -> int:
+def _print_all(loaded: LoadedScenario, cases: Sequence[CaseResult], as_json: bool) -> int:
     """Prints the summary of all runs; returns the exit code."""
-    from engine.harness.cases.case_result import stall_figures
+    from engine.harness.case import stall_figures
 
     worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict_word), not each.exit_code))
     stalls = stall_figures(cases)

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.options import matrix as options
-from bamboo_cli.options.faults import EventsMax, events_setting
-from bamboo_cli.options.trust import TrustCode, tell_untrusted
+from bamboo_cli.options.job import TrustCode, tell_untrusted
+from bamboo_cli.options.run import EventsMax, events_setting
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
 from engine.core.texts import flags, trust_words
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
-    from engine.files.scenarios.matrix_file import Matrix, PlannedCell
+    from engine.files.jobs.matrix_file import Matrix, PlannedCell
     from engine.harness.matrix_runner import MatrixRun
 
 EPILOG = (
@@ -59,8 +59,8 @@ def matrix(
     trust_code: TrustCode = False,
 ) -> None:
     """Run every cell of a matrix of scenarios. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
+    from engine.files.jobs.matrix_file import read_matrix
     from engine.files.matrix_results import usual_seconds
-    from engine.files.scenarios.matrix_file import read_matrix
     from engine.harness.job_checks import offered, readable
     from engine.runtime.faults.registry import kinds
 
@@ -91,7 +91,7 @@ def matrix(
 
 def _print_cells(file: str, names: Sequence[str], num_shards: int, seconds: Mapping[str, float], as_json: bool) -> None:
     """Prints the names of the cells, or with `num_shards` a workflow matrix that runs them."""
-    from engine.core.faults.ci_shards import workflow_matrix
+    from engine.core.faults.matrix import workflow_matrix
 
     if num_shards:
         echo(json.dumps(workflow_matrix(file, names, num_shards, seconds)))
@@ -120,7 +120,7 @@ def _existing(paths: Sequence[Path]) -> Sequence[Path]:
 
 def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[PlannedCell]:
     """Returns the cells with `cell` in their names, or the part of them in `shard`."""
-    from engine.core.faults.ci_shards import parse_part, shards
+    from engine.core.faults.matrix import parse_part, shards
 
     names = [each.cell.name for each in found.cells if cell in each.cell.name]
     if not names:
@@ -141,11 +141,11 @@ def _run(
     After a signal the cells that had not ended are left out.
     """
     from engine.core.checks.cell_result import key_of
-    from engine.core.faults.ci_shards import estimated
+    from engine.core.faults.matrix import estimated
     from engine.files.matrix_results import read_results
     from engine.harness.matrix_runner import LANE, shrunk_command
+    from engine.runtime.process.fork_client import Lanes
     from engine.runtime.process.interrupts import RunInterruptedError
-    from engine.runtime.process.lanes import Lanes
 
     before = read_results(run.folder)
     keys = {each.cell.name: key_of(each.cell.values, run.settings) for each in chosen}
@@ -177,7 +177,7 @@ def _run(
 
 
 def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
-    from bamboo_cli.terminal.console import RESULT_STYLES, say
+    from bamboo_cli.terminal.tables import RESULT_STYLES, say
 
     lines = [f" {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left)", *result.details]
     say(f"[{number}/{count}] ", (f"{result.result:<7}", RESULT_STYLES[result.result]), "\n    ".join(lines), err=True)
@@ -193,8 +193,7 @@ def _write(
 ) -> None:
     """Writes the page, JUnit if a file is given, and the summary and errors of GitHub in its workflows."""
     from engine.files.atomic_write import open_to_append, storage_errors, write_atomically, write_named
-    from engine.report.github_text import error_commands, step_summary
-    from engine.report.junit import junit_xml
+    from engine.report.ci_text import error_commands, junit_xml, step_summary
 
     missing = _not_run(chosen, done)
     for named in filter(None, (junit, page)):
@@ -221,11 +220,10 @@ def _not_run(chosen: Sequence[PlannedCell], done: Sequence[CellResult]) -> list[
 def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Path, num_missing: int) -> str:
     """Returns the page of the matrix, which is to lie in `folder`."""
     from engine.files.host_facts import host_record
+    from engine.files.jobs.library import is_shipped
     from engine.files.run_folder import started_at
-    from engine.files.scenarios.library import is_shipped
-    from engine.report.pages.cell_grid import grid_of
-    from engine.report.pages.job_facts import host_line, jobs_line, when_text
-    from engine.report.pages.matrix_page import MatrixRunFacts, matrix_page
+    from engine.report.pages.matrix_page import MatrixRunFacts, grid_of, matrix_page
+    from engine.report.pages.page import host_line, jobs_line, when_text
 
     host = host_record(started_at(run.folder.name))
     # A page is read on other machines: it has no path of this one.
@@ -270,10 +268,10 @@ def _print(
     code: int,
     as_json: bool,
 ) -> None:
-    from bamboo_cli.terminal.console import LETTER_STYLES, say, width_of
+    from bamboo_cli.terminal.tables import LETTER_STYLES, say, width_of
     from engine.core.checks.cell_result import counts_text
     from engine.files.jobs.job_layers import masked_words
-    from engine.report.pages.cell_grid import grid_of, grid_parts
+    from engine.report.pages.matrix_page import grid_of, grid_parts
 
     if as_json:
         cells = [each.to_plain() for each in done]

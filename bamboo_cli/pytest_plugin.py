@@ -21,8 +21,8 @@ import pytest
 
 if TYPE_CHECKING:
     from engine.core.checks.cell_result import CellResult
-    from engine.files.scenarios.matrix_file import Matrix
-    from engine.runtime.process.lanes import Lanes
+    from engine.files.jobs.matrix_file import Matrix
+    from engine.runtime.process.fork_client import Lanes
 
 LIMIT_S = 120.0
 
@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 def bamboo_lane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
     """The process that runs all scenarios of a session."""
     from engine.harness.matrix_runner import LANE
-    from engine.runtime.process.lanes import Lanes
+    from engine.runtime.process.fork_client import Lanes
 
     with Lanes(LANE, 1, tmp_path_factory.mktemp("bamboo-lane")) as lanes:
         yield lanes
@@ -63,8 +63,8 @@ def bamboo_scenario(bamboo_lane: Lanes, tmp_path: Path, request: pytest.FixtureR
 def _read(scenario: str | Path, folder: Path, settings: Sequence[str]) -> Matrix:
     """Returns the cells of a scenario or matrix; fails the test with every problem of the file."""
     from engine.core.errors import BambooError
-    from engine.files.scenarios.library import find_file, library_names
-    from engine.files.scenarios.matrix_file import read_matrix
+    from engine.files.jobs.library import find_file, library_names
+    from engine.files.jobs.matrix_file import read_matrix
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
@@ -92,7 +92,7 @@ def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: P
     """Yields the lines about a cell that did not pass: the reason, the run folder, the command that runs it again."""
     from engine.core.texts import flags, trust_words
     from engine.files.jobs.job_layers import masked_setting
-    from engine.files.scenarios.library import is_shipped
+    from engine.files.jobs.library import is_shipped
 
     yield f"{result.cell}: {result.verdict}: {result.text}"
     if result.run:

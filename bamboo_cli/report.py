@@ -22,7 +22,7 @@ from engine.files.atomic_write import write_atomically, write_named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.core.evidence.proof import Flaw
+    from engine.core.checks.proof import Flaw
     from engine.files.run_folder import RunFolder
     from engine.report.load import RunTables
 
@@ -154,9 +154,8 @@ def load_run(folder: RunFolder, *, every_action: bool = False, reads_checkpoints
 
     With `reads_checkpoints` a damaged one in the folder of the run is a flaw of its evidence.
     """
-    from engine.files.events_file import read_history
-    from engine.files.evidence.proving import proof_of
-    from engine.files.step_reader import StepReader
+    from engine.files.events_file import StepReader, read_history
+    from engine.files.evidence import proof_of
     from engine.harness.dead_runs import launcher_runs
     from engine.report.actions import MOST_ACTIONS
     from engine.report.load import load
@@ -187,11 +186,10 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
 
     Beside another form than the terminal's, prints only the outcomes of failed runs, to stderr.
     """
-    from bamboo_cli.terminal.console import BAD, GOOD, OPEN, STRONG, say
-    from bamboo_cli.terminal.tables import print_table
-    from engine.report.exceptions import exceptions_in_words
+    from bamboo_cli.terminal.tables import BAD, GOOD, OPEN, STRONG, print_table, say
     from engine.report.formats import for_terminal
     from engine.report.headline import headline
+    from engine.report.load import exceptions_in_words
 
     styles = {"good": GOOD, "bad": BAD, "open": OPEN}
     for run in runs:
@@ -257,7 +255,7 @@ def _check(runs: Sequence[RunTables], texts: Sequence[str]) -> ExitCode:
 
     Raises UserError for a malformed condition.
     """
-    from engine.report.conditions import judge_run, parse_condition
+    from engine.report.compare import judge_run, parse_condition
     from engine.report.load import TABLES, joined
 
     tables = {name: joined(runs, name) for name in TABLES} if texts else {}
@@ -284,9 +282,9 @@ def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:
 
     The place that a job names for checkpoints is not read: a run may be from elsewhere.
     """
+    from engine.core.checks.proof import Flaw
     from engine.core.errors import StorageError
-    from engine.core.evidence.proof import Flaw
-    from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+    from engine.files.checkpoint_folder import checkpoints_at
 
     place, flaws = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []
     for name in (names := place.names()):

@@ -12,37 +12,39 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bamboo_cli.options.etcd import Endpoints, PlainHttp, etcd_settings
-from bamboo_cli.options.faults import (
+from bamboo_cli.options.hosts import Endpoints, InstructionSet, PlainHttp, etcd_settings, fixing
+from bamboo_cli.options.job import OtherBits, Resume, takes_job
+from bamboo_cli.options.run import (
     DEFAULT_GRACE,
     Grace,
     Injectable,
+    Keywords,
     Kills,
+    NoticeCommand,
+    NoticeEvery,
+    NoticeUrl,
     NoTwin,
     StandbyCoordinator,
     Tee,
     YesNo,
+    announcing,
+    asking,
     grace_seconds,
     misspelt_kills,
     scenario_of,
 )
-from bamboo_cli.options.hosts import InstructionSet, fixing
-from bamboo_cli.options.job import takes_job
-from bamboo_cli.options.notices import NoticeCommand, NoticeEvery, NoticeUrl, asking
-from bamboo_cli.options.python_caller import Keywords, announcing
-from bamboo_cli.options.resume import OtherBits, Resume
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.run_result import print_result, with_origins
-from engine.core.checkpoints.resumption import begun_with
+from engine.core.checkpoint_rules import begun_with
 from engine.core.checks.determinism import promises
 from engine.core.errors import Problem, UserError, noting, required
-from engine.files.jobs.resolved_job import Resolved, explain
+from engine.files.jobs.resolved_job import ResolvedJob, explain
 
 if TYPE_CHECKING:
-    from engine.core.agent.notice_answer import NoticeFrom
     from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
-    from engine.harness.cases.case import Case
+    from engine.core.hosts.notice_answer import NoticeFrom
+    from engine.harness.case import Case
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
 
@@ -67,7 +69,7 @@ class _Own(NamedTuple):
     store: EtcdSettings | None
 
 
-def _own(values: Mapping[str, Any], resolved: Resolved | None, problems: list[Problem]) -> _Own:
+def _own(values: Mapping[str, Any], resolved: ResolvedJob | None, problems: list[Problem]) -> _Own:
     """Reads the flags beside those of the job, and appends their mistakes; a kill without a job has a form alone."""
     kills, in_process = values["kill"] or (), values["in_process"]
     scenario, store = None, None
@@ -87,7 +89,7 @@ def _own(values: Mapping[str, Any], resolved: Resolved | None, problems: list[Pr
     return _Own(scenario, grace_s, notices, store)
 
 
-def _not_in_process(values: Mapping[str, Any], resolved: Resolved | None) -> Iterator[Problem]:
+def _not_in_process(values: Mapping[str, Any], resolved: ResolvedJob | None) -> Iterator[Problem]:
     if values["second"]:
         why = "a coordinator that waits is a process, and --in-process has threads"
         yield Problem("--standby-coordinator", "workers that are processes", "--in-process", why)
@@ -97,7 +99,7 @@ def _not_in_process(values: Mapping[str, Any], resolved: Resolved | None) -> Ite
 
 @partial(takes_job, first=lambda values: fixing(values["isa"]), own=_own)
 def run(
-    resolved: Resolved,
+    resolved: ResolvedJob,
     own: _Own,
     *,
     as_json: _AsJson = False,
@@ -148,7 +150,7 @@ def run(
         raise typer.Exit(code)
 
 
-def _say_first(resolved: Resolved, has_faults: bool) -> None:
+def _say_first(resolved: ResolvedJob, has_faults: bool) -> None:
     from engine.files.accelerators import sharing
 
     if resolved.with_faults and not has_faults:
@@ -157,8 +159,8 @@ def _say_first(resolved: Resolved, has_faults: bool) -> None:
         echo(shared, err=True)
 
 
-def _case(resolved: Resolved, scenario: Scenario, faults: Sequence[Fault], **options: Any) -> Case:
-    from engine.harness.cases.case import Case, folder_name
+def _case(resolved: ResolvedJob, scenario: Scenario, faults: Sequence[Fault], **options: Any) -> Case:
+    from engine.harness.case import Case, folder_name
 
     name = resolved.job.name or folder_name(resolved.job.model.rpartition(":")[2].replace("_", "-"), "model")
     options |= {"origin": resolved.origin, "init": resolved.init}
@@ -176,7 +178,7 @@ def _server(in_process: bool) -> contextlib.AbstractContextManager[ForkServer | 
     return ThreadServer()
 
 
-def _print_explanation(resolved: Resolved, as_json: bool) -> None:
+def _print_explanation(resolved: ResolvedJob, as_json: bool) -> None:
     rows = [*explain(resolved), *promises(resolved.job)]
     if as_json:
         echo(json.dumps({field: {"value": value, "origin": origin} for field, value, origin in rows}))

@@ -17,10 +17,10 @@ from bamboo_cli.options.job import takes_job
 from bamboo_cli.options.plan import print_plan
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
-from engine.files.jobs.resolved_job import Resolved
+from engine.files.jobs.resolved_job import ResolvedJob
 
 if TYPE_CHECKING:
-    from engine.core.analysis.schedule_comparison import ScheduleComparison
+    from engine.core.job.schedule_comparison import ScheduleComparison
 
 schedule = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +40,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @schedule.command()
 @_takes_job
 def show(
-    resolved: Resolved,
+    resolved: ResolvedJob,
     *,
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens without a network.")
@@ -60,7 +60,7 @@ def show(
 @schedule.command()
 @_takes_job
 def check(
-    resolved: Resolved,
+    resolved: ResolvedJob,
     *,
     program_file: Annotated[
         Path | None, typer.Option("--program", help="A whole program as CSV, instead of the job's.")
@@ -71,9 +71,9 @@ def check(
 
     A wrong `--schedule FILE.csv` is a mistake in the job, so it exits with 2.
     """
-    from engine.core.analysis.grid_text import marked_lines
-    from engine.core.config.initial_program import initial_program
+    from engine.core.job.partition import initial_program
     from engine.core.program.build import from_csv
+    from engine.core.program.dry_run import marked_lines
     from engine.core.program.verify import verify
 
     gc.disable()  # a program is a million tuples, none of them garbage
@@ -102,7 +102,7 @@ def check(
 @schedule.command()
 @_takes_job
 def export(
-    resolved: Resolved,
+    resolved: ResolvedJob,
     *,
     compute_only: Annotated[
         bool,
@@ -115,7 +115,7 @@ def export(
     compute actions of one pipeline: `--compute-only`.
     """
     from engine.core.action import COMPUTE_OPS
-    from engine.core.config.initial_program import initial_program
+    from engine.core.job.partition import initial_program
     from engine.core.program.build import overlaps, to_csv
 
     job = replace(resolved.job, redundancy="none") if compute_only else resolved.job
@@ -133,7 +133,7 @@ def export(
 @schedule.command()
 @partial(_takes_job, instead=_OF_ANY_SIZE)
 def compare(
-    resolved: Resolved,
+    resolved: ResolvedJob,
     *,
     forward: Annotated[float, typer.Option(help="Cost of the forward of a stage on a microbatch.")] = 1,
     backward: Annotated[float, typer.Option(help="Cost of the whole backward.")] = 2,
@@ -148,9 +148,9 @@ def compare(
     With `--transfer` a value arrives that much after it is made, so the table shows what a schedule hides.
     With `--redundancy eager`: also the time that redundant forwards add to a step.
     """
-    from bamboo_cli.terminal.console import say
-    from engine.core.analysis.schedule_comparison import compare as comparison_of
-    from engine.core.program.list_scheduler import op_costs
+    from bamboo_cli.terminal.tables import say
+    from engine.core.job.schedule_comparison import compare as comparison_of
+    from engine.core.program.remaining_tasks import op_costs
 
     job = resolved.job
     weights = backward / 2 if weights is None else weights
@@ -197,8 +197,7 @@ def _check_costs(forward: float, backward: float, weights: float, transfer: floa
 
 
 def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
-    from bamboo_cli.terminal.console import say
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.terminal.tables import print_table, say
 
     titles = ["schedule", "V", "placement", "length", "over ideal", "bubble", "stash", "sends", "over none"]
     rows = [

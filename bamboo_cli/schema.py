@@ -33,8 +33,8 @@ def schema(
 ) -> None:
     """Print the JSON schema of scenario, matrix or job files."""
     from engine.files.atomic_write import write_named
-    from engine.files.scenarios.matrix_file import matrix_schema
-    from engine.files.scenarios.scenario_schema import job_file_schema, json_schema
+    from engine.files.jobs.matrix_file import matrix_schema
+    from engine.files.jobs.scenario_schema import job_file_schema, json_schema
     from engine.runtime.faults.registry import kinds
 
     schemas = {Files.SCENARIO: lambda: json_schema(kinds()), Files.MATRIX: matrix_schema, Files.JOB: job_file_schema}

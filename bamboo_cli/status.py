@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from bamboo_cli.options import completion
-from bamboo_cli.options.etcd import EndpointsOfRun, PlainHttp, etcd_settings, settings_of_run
+from bamboo_cli.options.hosts import EndpointsOfRun, PlainHttp, etcd_settings, settings_of_run
 from bamboo_cli.report import DEFAULT_RESULTS, Results
 from bamboo_cli.terminal.echo import echo
-from engine.core.scalar import finite
+from engine.core.units import finite
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
-    from engine.core.membership.run_status import RunStatus
-    from engine.files.growing_events import GrowingEvents
+    from engine.core.protocol.run_status import RunStatus
+    from engine.files.events_file import GrowingEvents
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 EPILOG = (
@@ -72,7 +72,7 @@ def status(
 def _show(reader: Reader, *, watch: bool, as_json: bool) -> None:
     """Shows the status once, or until the run ends; raises CoordinatorUnavailableError if its launcher is gone."""
     from bamboo_cli.terminal.status_picture import StatusPicture
-    from engine.core.history.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
+    from engine.core.protocol.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
 
     with nullcontext() if as_json else StatusPicture(watch) as picture:
         while True:
@@ -104,7 +104,7 @@ def _lament(last: str, *, as_json: bool) -> NoReturn:
 
 def _wait_for_end(results: Path, run: str | None, etcd: str, *, plain_http: bool, as_json: bool) -> NoReturn:
     """Prints the outcome of a run as soon as it has one, and exits with its exit code; raises BambooError."""
-    from engine.harness.hosts.awaited_end import awaited_end
+    from engine.harness.host_run import awaited_end
 
     name, found = awaited_end(results, run, etcd_settings(etcd, plain_http))
     told = {"run": name, "outcome": found.words, "exit_code": found.code}
@@ -126,10 +126,9 @@ class Reader:
     def look(self) -> tuple[RunStatus, bool, bool]:
         """Returns the status, whether it is from the store, and whether a launcher runs or recorded the end."""
         from engine.core.history.process_records import StoreRecord
-        from engine.core.history.recorded_status import live_status, status_of_history
-        from engine.files.growing_events import GrowingEvents
+        from engine.core.protocol.recorded_status import live_status, status_of_history
+        from engine.files.events_file import GrowingEvents, StepReader
         from engine.files.run_folder import find_run
-        from engine.files.step_reader import StepReader
         from engine.harness.dead_runs import launcher_runs
 
         folder = find_run(self._results, self._run)
@@ -173,9 +172,9 @@ class Reader:
 
 
 def _status_in(run_id: str, settings: EtcdSettings) -> RunStatus | None:
-    from engine.core.coordinator.state import ROLE
     from engine.core.errors import CoordinatorUnavailableError
-    from engine.core.membership.run_status import status_of_keys
+    from engine.core.protocol.coordinator_state import ROLE
+    from engine.core.protocol.run_status import status_of_keys
     from engine.runtime.store.etcd_kv import EtcdKV
 
     kv = EtcdKV(settings, f"/bamboo/{run_id}/", deadline_s=2.0)

@@ -11,8 +11,8 @@ import typer
 
 from bamboo_cli.options.completion import library_files
 from bamboo_cli.terminal.echo import echo
-from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode, Problem, UserError
+from engine.core.job.job import Job
 from engine.core.texts import counted
 
 EPILOG = (
@@ -64,13 +64,12 @@ def _checked(name: str, seed: int | None, as_json: bool) -> dict[str, Any]:
 
 def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
     """Returns the content of a file in words and as plain values; raises BambooError for a wrong file."""
-    from engine.core.faults.host_fault import ANY_HOSTS
-    from engine.files.jobs.file_kind import kind_of
+    from engine.core.faults.fault import ANY_HOSTS
     from engine.files.jobs.job_file import merge
-    from engine.files.jobs.job_layers import file_layer
-    from engine.files.scenarios.library import find_file, library_names
-    from engine.files.scenarios.matrix_file import read_matrix
-    from engine.files.scenarios.scenario_file import load_document
+    from engine.files.jobs.job_layers import file_layer, kind_of
+    from engine.files.jobs.library import find_file, library_names
+    from engine.files.jobs.matrix_file import read_matrix
+    from engine.files.jobs.scenario_file import load_document
     from engine.files.strict_yaml import read_yaml
     from engine.harness.job_checks import readable
     from engine.runtime.faults.registry import kinds

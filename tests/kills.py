@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.core.config.job import Job
 from engine.core.faults.expansion import expand
 from engine.core.faults.fault import Fault, slot_owner
 from engine.core.faults.kill_text import kill_moment, kill_scenario
+from engine.core.job.job import Job
 
 
 def parse_kills(texts: Sequence[str], job: Job) -> tuple[Fault, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.files.scenarios import matrix_file
+from engine.files.jobs import matrix_file
 
 
 def read_each_once(patch: pytest.MonkeyPatch) -> None:

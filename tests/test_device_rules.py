@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # path, or a folder with / -> why what is made there lies on the host. The list may only shrink.
 ON_THE_HOST = {
     "engine/models/data.py": "microbatches are made on the host; the loader puts them on the device",
-    "engine/models/datasets/": "microbatches are made on the host; the loader puts them on the device",
-    "engine/models/sources/columns.py": "microbatches are made on the host; the loader puts them on the device",
-    "engine/models/networks/": "layers are built on the host, with the same bits for every device, and are then moved",
+    "engine/models/datasets.py": "microbatches are made on the host; the loader puts them on the device",
+    "engine/models/data_sources.py": "microbatches are made on the host; the loader puts them on the device",
+    "engine/models/networks.py": "layers are built on the host, with the same bits for each device, then moved",
+    "engine/models/transformer.py": "layers are built on the host, as those of the other networks",
     "engine/models/traced/recorded.py": "forwards are recorded on the host",
     "engine/models/traced/source_text.py": "a piece is written for the device of its job, and has autocast of its own",
 }
-CUDA = {"engine/runtime/doctor/torch_probe.py": "a process of its own, which asks torch for its GPUs and ends"}
+CUDA: dict[str, str] = {}
 
 
 def modules() -> list[Module]:
@@ -75,8 +76,8 @@ def refuse(*given, **options):
 for name in [each for each in dir(torch._C) if each.startswith("_cuda")]:
     setattr(torch._C, name, refuse)
 torch.cuda._lazy_init = torch.cuda.device_count = torch.cuda.is_available = refuse
-from engine.core.config.job import Job
-from engine.core.config.update_rules import preloads
+from engine.core.job.job import Job
+from engine.core.job.update_rules import preloads
 from engine.runtime.process.forkserver import PRELOAD
 for module in (*PRELOAD, *preloads(Job(optimizer="adam", lr_schedule="onecycle"))):
     importlib.import_module(module)

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.files.scenarios.matrix_file import read_matrix
+from engine.files.jobs.matrix_file import read_matrix
 from engine.runtime.faults.registry import kinds
 from tests.matrices import read_each_once
 

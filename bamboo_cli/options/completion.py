@@ -17,14 +17,14 @@ _JOB_FILES = (".yaml", ".yml", ".json")
 
 def scenarios(incomplete: str) -> list[str]:
     """Returns the scenarios that begin so: bare names of the library, and files."""
-    from engine.files.scenarios.library import scenario_names
+    from engine.files.jobs.library import scenario_names
 
     return _beginning(incomplete, [*scenario_names(), *_files(incomplete)])
 
 
 def library_files(incomplete: str) -> list[str]:
     """Returns the scenarios and matrices that begin so: bare names of the library, and files."""
-    from engine.files.scenarios.library import library_names
+    from engine.files.jobs.library import library_names
 
     return _beginning(incomplete, [*library_names(), *_files(incomplete)])
 
@@ -59,7 +59,7 @@ def data(incomplete: str) -> list[str]:
 
 def schedules(incomplete: str) -> list[str]:
     """Returns the built-in schedules that begin so, and CSV files."""
-    from engine.core.schedules.registry import SCHEDULES
+    from engine.core.program.schedules import SCHEDULES
 
     return _beginning(incomplete, [*SCHEDULES, *_files(incomplete, (".csv",))])
 
@@ -75,16 +75,15 @@ def one_of(values: Sequence[str]) -> Callable[[str], list[str]]:
 
 def optimizers(incomplete: str) -> list[str]:
     """Returns the optimizers that begin so."""
-    from engine.core.config.torch_parts import OPTIMIZERS
-    from engine.core.config.update_rules import OWN_OPTIMIZERS
+    from engine.core.job.torch_parts import OPTIMIZERS
+    from engine.core.job.update_rules import OWN_OPTIMIZERS
 
     return _beginning(incomplete, sorted((*OWN_OPTIMIZERS, *OPTIMIZERS)))
 
 
 def rates(incomplete: str) -> list[str]:
     """Returns the schedules of the learning rate that begin so."""
-    from engine.core.config.lr_schedule import LR_SCHEDULES
-    from engine.core.config.torch_parts import SCHEDULES
+    from engine.core.job.torch_parts import LR_SCHEDULES, SCHEDULES
 
     return _beginning(incomplete, sorted((*LR_SCHEDULES, *SCHEDULES)))
 

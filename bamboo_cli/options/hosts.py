@@ -2,13 +2,80 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bamboo_cli.options import completion
-from engine.core.errors import Problem, problems_of
+from engine.core.errors import Problem, UserError, problems_of
+from engine.core.faults.fault import LEAST_HOSTS, MEMBERS, MOST_HOSTS
+from engine.core.hosts.ends import LEAST_S, MOST_S
+
+if TYPE_CHECKING:
+    from engine.core.history.process_records import StoreRecord
+    from engine.files.jobs.scenario_file import LoadedScenario
+    from engine.runtime.store.etcd_settings import EtcdSettings
+
+
+# The options for a kept etcd cluster as the coordinator's store; without them a run starts a private one.
+Endpoints = Annotated[
+    str,
+    typer.Option(
+        "--etcd",
+        envvar="BAMBOO_ETCD",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="A kept etcd cluster, instead of a private etcd for this run. TLS, user and password: "
+        "BAMBOO_ETCD_CA, _CERT, _KEY, _USER, _PASSWORD or _PASSWORD_FILE.",
+        rich_help_panel="Coordination",
+    ),
+]
+EndpointsOfRun = Annotated[
+    str,
+    typer.Option(
+        "--etcd",
+        envvar="BAMBOO_ETCD",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="The kept etcd cluster of the run. A run folder may name any address, so bamboo asks only the addresses "
+        "named here, and the private etcd of a run of yours on this host.",
+        rich_help_panel="Coordination",
+    ),
+]
+PlainHttp = Annotated[
+    bool,
+    typer.Option(
+        "--etcd-plain-http",
+        help="Allow clear text to an etcd that is not on this host.",
+        rich_help_panel="Coordination",
+    ),
+]
+
+
+def settings_of_run(logs: Path, store: StoreRecord, named: str, plain_http: bool) -> EtcdSettings | None:
+    """Returns the settings for the store that a run folder names; None if the user did not name that store.
+
+    Another user may have written the record. So the user's endpoints and credentials are taken, never the record's, and
+    a private store is asked, without credentials, through its socket in `logs` of the run, if it is this user's.
+    Raises UserError for a mistake in the user's settings.
+    """
+    from engine.runtime.store.etcd_settings import private_settings
+
+    if store.private:
+        return private_settings(logs)
+    settings = etcd_settings(named, plain_http)
+    is_named = settings is not None and not set(store.endpoints).isdisjoint(map(str, settings.endpoints))
+    return settings if is_named else None
+
+
+def etcd_settings(endpoints: str, plain_http: bool, environment: Mapping[str, str] = os.environ) -> EtcdSettings | None:
+    """Returns the settings of the kept cluster, or None for a private one; raises UserError with every problem."""
+    from engine.runtime.store.etcd_settings import read_settings
+
+    source = "--etcd" if environment.get("BAMBOO_ETCD") != endpoints else "BAMBOO_ETCD"
+    return read_settings(endpoints, environment, allow_plain_http=plain_http, source=source) if endpoints else None
+
 
 _PANEL = "Several hosts"
 
@@ -89,3 +156,48 @@ def fixing(isa: str) -> list[Problem]:
     from engine.files.host_facts import fix_instruction_set
 
     return problems_of(lambda: fix_instruction_set(isa)) if isa else []
+
+
+# `bamboo inject --hosts`: a scenario on hosts to break, which are made of namespaces of this machine.
+_BED = "Hosts to break"
+
+BedHosts = Annotated[
+    int,
+    typer.Option(
+        "--hosts",
+        metavar="N",
+        help="Run it on so many hosts of namespaces of this machine, which are broken and removed.",
+        rich_help_panel=_BED,
+    ),
+]
+BedLease = Annotated[
+    int, typer.Option("--lease", metavar="SECONDS", help="Time to live of a host's lease.", rich_help_panel=_BED)
+]
+
+
+def problems_of_bed(hosts: int, lease_s: int, beside: Mapping[str, object]) -> list[Problem]:
+    """Returns the mistakes in the options of hosts to break; `beside` are options that do not go with them."""
+    if not hosts:
+        return []
+    found = []
+    if not LEAST_HOSTS <= hosts <= MOST_HOSTS:
+        hint = f"etcd has {MEMBERS} members, each on a host"
+        found.append(Problem("--hosts", f"{LEAST_HOSTS} to {MOST_HOSTS}", str(hosts), hint))
+    if not LEAST_S <= lease_s <= MOST_S:
+        found.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(lease_s)))
+    hint = "the hosts and their etcd are made for this run"
+    asked = {name: value for name, value in beside.items() if value and value != os.environ.get("BAMBOO_ETCD")}
+    return found + [Problem(name, "nothing beside --hosts", str(value), hint) for name, value in asked.items()]
+
+
+def refuse_job_on_bed(hosts: int, lease_s: int, loaded: LoadedScenario) -> None:
+    """Raises UserError with the mistakes in the job of a scenario that is to run on so many hosts."""
+    from engine.core.hosts.host_options import HostOptions, problems_of
+    from engine.harness.testbed import NETWORK
+
+    if not hosts:
+        return
+    address = NETWORK.partition("/")[0]
+    given = HostOptions("bed", str(hosts), "h0", address, (address,), trusted=NETWORK, lease_s=lease_s)
+    if problems := problems_of(given, loaded.scenario.job, lambda _: True):
+        raise UserError(problems)

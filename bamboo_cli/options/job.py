@@ -9,26 +9,111 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from bamboo_cli.options import completion
-from bamboo_cli.options.python_caller import caller_layer
-from bamboo_cli.options.resume import resolve_resumed
-from bamboo_cli.options.trust import TrustCode, tell_untrusted
-from engine.core.config.field_help import FIELD_HELP
-from engine.core.config.job import ARGS_FIELDS, Job
-from engine.core.errors import Problem, UserError, noting, problems_of
+from bamboo_cli.options.run import caller_layer
+from bamboo_cli.terminal.echo import echo
+from engine.core.errors import BambooError, Problem, UserError, noting, problems_of
+from engine.core.job.job import ARGS_FIELDS, FIELD_HELP, Job
+from engine.core.job.job_rules import JobParts
 from engine.files.jobs.job_value import FIELD_TYPES
-from engine.files.jobs.resolved_job import Resolved
+from engine.files.jobs.resolved_job import ResolvedJob
 
 if TYPE_CHECKING:
+    from engine.files.jobs.checkpoint_choice import CheckpointChoice
     from engine.files.jobs.job_layers import Layer
+    from engine.files.jobs.resolved_job import ResolvedJob
     from engine.files.strict_yaml import Document
+
+
+# The option ``--trust-code``, and the note about values of a file that need it.
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        envvar="BAMBOO_TRUST_CODE",
+        help="Let a scenario, a matrix, a job file that one of them names, a checkpoint, and a bamboo.yaml that lies "
+        "here name code (package.module:attribute) and folders to write to.",
+    ),
+]
+
+
+def tell_untrusted(foreign: Iterable[Problem], offered: JobParts) -> None:
+    """Prints one line to stderr for each value that a run would refuse, unless the user trusts files."""
+    for each in () if offered.trusts_files else foreign:
+        echo(f"a run needs --trust-code: {each}", err=True)
+
+
+# The options of `bamboo run` about a checkpoint to begin after; its job is the lowest layer of the run's own.
+_PANEL = "Checkpoints"
+_RESULTS = "results"
+
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="latest|RUN|DIR[@STEP]",
+        help="Go on from the newest good checkpoint of a run, of the newest run that has one (latest), or of a folder "
+        "or URL of checkpoints, with its job. Stages, schedule, redundancy, workers and so on may be others.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+OtherBits = Annotated[
+    bool,
+    typer.Option(
+        "--other-bits",
+        help="With --resume: go on although a field, this machine, a data file or your code gives other bits.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable[..., ResolvedJob]) -> ResolvedJob:
+    """Returns the job that goes on from the checkpoint that `text` names, and says which; `resolve` takes its job.
+
+    Raises:
+        BambooError: the text is empty, there is no good checkpoint, or the job would give other bits.
+    """
+    from engine.files.jobs.checkpoint_choice import refuse_other_bits
+
+    if not text:  # as of a variable that is not set
+        raise UserError([Problem("--resume", "latest, a run, or a folder or URL of checkpoints", "''")])
+    folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
+    found = _found(text, folder)
+    resolved = resolve(kept=found.document)
+    refuse_other_bits(found, resolved.job, other_bits)
+    echo(found.words, err=True)
+    return replace(resolved, origin=replace(found.origin, other_bits=other_bits or found.origin.other_bits))
+
+
+def _found(text: str, folder: Path) -> CheckpointChoice:
+    """Returns the checkpoint that `text` names; another process reads, as a disk may have stopped."""
+    from engine.files.jobs.checkpoint_choice import CheckpointChoice, find_checkpoint
+    from engine.runtime.agent.orders import READ_LIMIT_S, answered, heard, told
+
+    def read() -> list[Any]:
+        said: list[str] = []
+        try:
+            return [said, find_checkpoint(text, folder, said.append).to_plain(), None]
+        except BambooError as error:
+            return [said, None, told(error)]
+
+    place = text if os.sep in text else str(folder)
+    answered(place, lambda: Path(place.partition("@")[0]).exists() and None)  # soon, on a disk that has not stopped
+    said, found, error = answered(place, read, READ_LIMIT_S)
+    for each in said:
+        echo(each, err=True)
+    if error is not None:
+        raise heard(error)
+    return CheckpointChoice.of_plain(found)
+
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)
 _ONLY_SHOWING = ("dry_run", "explained")  # flags of a command that then starts nothing
@@ -36,7 +121,7 @@ _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-Own = Callable[[Mapping[str, Any], Resolved | None, list[Problem]], Any]
+Own = Callable[[Mapping[str, Any], ResolvedJob | None, list[Problem]], Any]
 First = Callable[[Mapping[str, Any]], list[Problem]]
 
 
@@ -48,7 +133,7 @@ def takes_job(
     first: First = lambda values: [],
     own: Own | None = None,
 ) -> Callable[..., None]:
-    """Returns the command with the job's argument and flags beside its own; it gets the `Resolved` job first.
+    """Returns the command with the job's argument and flags beside its own; it gets the `ResolvedJob` job first.
 
     The fields in `instead` have these values and no flags. With `program_only` the model may have fewer layers than
     there are stages. `first` is called before the job is made, and `own` behind that, without a job if that is wrong;
@@ -77,7 +162,7 @@ def takes_job(
     return with_job
 
 
-def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[..., Resolved]) -> Resolved:
+def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[..., ResolvedJob]) -> ResolvedJob:
     """Returns the job, of a checkpoint if the command is to resume one."""
     if (text := own_values.get("resume")) is not None:
         return resolve_resumed(text, own_values["other_bits"], results, resolve)
@@ -92,7 +177,7 @@ def resolve_options(
     is_plan: bool,
     kept: Document | None = None,
     last: Layer | None = None,
-) -> Resolved:
+) -> ResolvedJob:
     """Returns the job of a command's values, its file and the environment; raises UserError with every problem.
 
     For a plan no code of the user's is imported. `kept` is the job of a checkpoint, `last` has the keywords of a
@@ -113,7 +198,7 @@ def resolve_options(
 
 def _refuse_a_library_name(path: Path | None) -> None:
     """Raises UserError for the name of a shipped scenario or matrix, which has no file in the current folder."""
-    from engine.files.scenarios.library import library_names, scenario_names
+    from engine.files.jobs.library import library_names, scenario_names
 
     if path is None or path.exists() or (name := str(path)) not in library_names():
         return

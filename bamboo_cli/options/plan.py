@@ -9,18 +9,15 @@ from typing import Any
 
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.worker_rows import slots_text
-from engine.core.analysis.grid_text import grid_lines
-from engine.core.analysis.schedule_comparison import over_none
-from engine.core.analysis.utilization import bubbles
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
-from engine.core.config.job_wants import known_ownership
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program, known_ownership
+from engine.core.job.schedule_comparison import over_none
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.dry_run import dry_run
-from engine.core.program.redundant_forward_pass import lazy_slots
-from engine.core.schedules.csv_text import name_of
+from engine.core.program.dry_run import bubbles, dry_run, grid_lines
+from engine.core.program.passes import lazy_slots
+from engine.core.program.schedule_csv import name_of
 
 NOT_COUNTED = "the samples are not counted in a dry run: the number of steps is not known"
 NOT_CALLED = "the schedule's generator is not called in a dry run"

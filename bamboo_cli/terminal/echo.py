@@ -1,8 +1,4 @@
-"""Prints text of any origin, line by line: the border between bamboo and a terminal that has no style.
-
-Rules: every text that a command prints passes here, or through `bamboo_cli/terminal/console.py` if it has styles. Both
-take out the characters that steer a terminal, for a pipe too: its reader may be a terminal.
-"""
+"""Prints text of any origin, line by line: the border between bamboo and a terminal that has rules of its own."""
 
 from __future__ import annotations
 

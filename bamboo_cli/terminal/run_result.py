@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.evaluations import evaluation_words
+from bamboo_cli.terminal.worker_rows import evaluation_words
 from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
-from engine.core.scalar import finite
-from engine.files.jobs.resolved_job import Resolved, secret_arguments
+from engine.core.units import finite
+from engine.files.jobs.resolved_job import ResolvedJob, secret_arguments
 
 if TYPE_CHECKING:
-    from engine.core.config.job import Job
-    from engine.harness.cases.case_result import CaseResult
+    from engine.core.job.job import Job
+    from engine.harness.case import CaseResult
 
 
-def print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
+def print_result(result: CaseResult, resolved: ResolvedJob, as_json: bool) -> int:
     """Prints the result of a run; returns the exit code."""
     summary = result.to_plain()
     code = int(summary["exit_code"])
@@ -38,13 +38,13 @@ def print_result(result: CaseResult, resolved: Resolved, as_json: bool) -> int:
     return code
 
 
-def with_origins(problems: Iterable[Problem], resolved: Resolved) -> list[Problem]:
+def with_origins(problems: Iterable[Problem], resolved: ResolvedJob) -> list[Problem]:
     """Returns problems with the origins of the wrong values."""
     origins = {field: origin for field, origin in resolved.origins.items() if origin != "default"}
     return [replace(problem, source=origins.get(problem.field, "")) for problem in problems]
 
 
-def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolved, as_json: bool) -> None:
+def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: ResolvedJob, as_json: bool) -> None:
     """Prints the summary line; errors go to stderr, and all lines do if stdout is for JSON.
 
     The summary gets the command that goes on with the run, as `next`.
@@ -80,7 +80,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
 def _resume_command(run: Path, job: Job) -> str:
     """Returns the command that goes on with a run; empty without one, and from a disk that does not answer."""
     from engine.files.jobs.checkpoint_choice import resume_command
-    from engine.runtime.keeping.away import answered
+    from engine.runtime.agent.orders import answered
 
     try:
         return str(answered(str(run), lambda: resume_command(run, job)))
@@ -89,7 +89,7 @@ def _resume_command(run: Path, job: Job) -> str:
         return ""
 
 
-def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:
+def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: ResolvedJob) -> list[str]:
     """Returns the parts of the summary line."""
     outcome = summary["outcome"]
     parts = [f"{outcome}: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
@@ -111,7 +111,7 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
     return parts
 
 
-def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: Resolved) -> list[str]:
+def _next_commands(summary: dict[str, Any], result: CaseResult, resolved: ResolvedJob) -> list[str]:
     """Returns the commands that a user may want after a run; a resumed one has a kill in no step of its own."""
     from engine.files.host_facts import fixed_instruction_set
 

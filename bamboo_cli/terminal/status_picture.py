@@ -14,12 +14,11 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from bamboo_cli.terminal.console import BAD, STATE_STYLES, can_redraw, console, width_of
-from bamboo_cli.terminal.tables import fitted
+from bamboo_cli.terminal.tables import BAD, STATE_STYLES, can_redraw, console, fitted, width_of
 from bamboo_cli.terminal.worker_rows import slots_text
 
 if TYPE_CHECKING:
-    from engine.core.membership.run_status import RunStatus, WorkerStatus
+    from engine.core.protocol.run_status import RunStatus, WorkerStatus
 
 _WORDS = {"in": "at work"}  # the state of a worker -> its word for a reader, if it is another
 _LATE_S = 3.0  # a launcher writes to its store each second; this much later, the picture says so

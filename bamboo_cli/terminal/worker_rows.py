@@ -1,20 +1,46 @@
-"""The workers of a run in a picture: the action of each, the workers that training waits for, and those that fit."""
+"""The workers of a run in words: the action of each, the workers that training waits for, results of a validation."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.core.action import COMPUTE_OPS, Op, parse_action
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Slot
 from engine.core.texts import spans
+from engine.runtime.agent.run_state import WorkerView
 
 if TYPE_CHECKING:
-    from engine.runtime.agent.run_view import WorkerView
+    from engine.runtime.agent.run_state import WorkerView
 
+
+# The results of a validation pass in words.
+def evaluation_words(sets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the loss and the metrics of each evaluation set, one text for each set; of an only set, one for each."""
+    if len(sets) == 1:
+        return [_loss(sets[0]), *_metrics(sets[0])]
+    return [_loss(each) + (f" ({', '.join(metrics)})" if (metrics := _metrics(each)) else "") for each in sets]
+
+
+def _loss(found: Mapping[str, Any]) -> str:
+    return f"{found['name']} {found['loss']:.4f}"
+
+
+def _metrics(found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4f}"
+        for name, value in found["metrics"].items()
+    ]
+
+
+# The workers of a run in a picture: the action of each, the workers that training waits for, and those that fit.
 _STILL_S = 2.0  # a worker that says nothing for so long, or is in one action, may be the one that training waits for
+
+
 _MOST_NAMED = 3
+
+
 ELLIPSIS = "\u2026"
 
 

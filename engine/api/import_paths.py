@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from engine.core.config.job import FACTORY
 from engine.core.errors import Problem, UserError
+from engine.core.job.job import FACTORY
 
 _WAY_OUT = "put it into a module, such as mine.py (in a notebook: %%writefile mine.py), and import it from there"
 

@@ -6,33 +6,323 @@ holds the handle. A Ctrl-C during `wait` stops the run in an orderly way, and is
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
-from engine.api.callbacks import Callback, Callbacks
-from engine.api.errors_of_runs import error_of
-from engine.api.result import TrainingResult, result_of
-from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
-from engine.core.history.record import Record
-from engine.files.growing_events import GrowingEvents
+from engine.core.errors import (
+    BambooError,
+    CoordinatorUnavailableError,
+    EnvironmentLacksError,
+    ExitCode,
+    NothingMatchedError,
+    Problem,
+    StorageError,
+    UserCodeError,
+    UserError,
+    WorkerFailedError,
+    nearest,
+    required,
+)
+from engine.core.history.run_records import Record
+from engine.core.texts import printable
+from engine.files.events_file import GrowingEvents
 from engine.files.run_folder import RunFolder
-from engine.observers.observers import DRAIN_S
+from engine.observers.loggers import Logger, StepDone
+from engine.observers.observers import DRAIN_S, LoggerFeed
+from engine.runtime.process import subprocesses
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from engine.api.child import RunChild
-    from engine.core.config.job import Job
     from engine.core.faults.scenario import Scenario
     from engine.core.history.run_history import RunHistory
-    from engine.core.membership.run_status import RunStatus
-    from engine.files.scenarios.scenario_file import Loaded
+    from engine.core.job.job import Job
+    from engine.core.protocol.run_status import RunStatus
+    from engine.files.jobs.scenario_file import LoadedScenario
+
+
+# Callbacks of a program: called in a thread of its process with all that the run commits, as loggers are.
+#
+# Rules: the run is another process and never waits for a callback. An exception in a callback is told once, on stderr,
+# and ends that callback only.
+
+Callback = Callable[[StepDone], object] | Logger
 
 _POLL_S = 0.1
+_HOOKS = ("start", "step", "recovery", "validation", "finish")
+
+
+class _Steps:
+    """A logger that calls a function with each committed step."""
+
+    def __init__(self, function: Callable[[StepDone], object]):
+        self.step = function
+
+
+class Callbacks:
+    """The callbacks of a run, each with its own place in the events."""
+
+    def __init__(self, callbacks: Sequence[Callback], events: Path, is_over: Callable[[], bool]):
+        self._is_over = is_over
+        self._following = [LoggerFeed(_logger(each), events) for each in callbacks]
+        self._thread = threading.Thread(target=self._follow, name="bamboo-callbacks", daemon=True)
+        if self._following:
+            self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits, `timeout_s` at most, until each callback has had the end of the run."""
+        if self._following:
+            self._thread.join(timeout_s)
+
+    def _follow(self) -> None:
+        left = self._following
+        with contextlib.suppress(OSError):
+            while left:
+                is_last = self._is_over()
+                left = [each for each in left if self._goes_on(each)]
+                if is_last:
+                    return
+                time.sleep(_POLL_S)
+
+    def _goes_on(self, following: LoggerFeed) -> bool:
+        try:
+            following.read_on()
+        except Exception:
+            print("a callback has raised, and is called no more:", file=sys.stderr)
+            traceback.print_exc()
+            return False
+        return not following.is_over
+
+
+def _logger(callback: Callback) -> object:
+    if any(callable(getattr(callback, name, None)) for name in _HOOKS):
+        return callback
+    return _Steps(callback)  # type: ignore[arg-type]
+
+
+# The result of a run, as `bamboo run --json` prints it.
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """The end of a run: its outcome in one word, its exit code, the number of committed steps, the last figures.
+
+    `recoveries` has a line of figures for each recovery, `twin` the comparison with the twin of a run with kills, and
+    `plain` all keys of `bamboo run --json`.
+    """
+
+    folder: Path
+    outcome: str
+    exit_code: int
+    error: str | None
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    validation_metric: float | None
+    trajectory: str | None
+    recoveries: tuple[Mapping[str, Any], ...] = ()
+    twin: Mapping[str, Any] | None = None
+    plain: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def result_of(folder: Path, word: Mapping[str, Any]) -> TrainingResult:
+    """Returns the result in the last object that a command has printed; a refusal has no figures."""
+    return TrainingResult(
+        folder=folder,
+        outcome=str(word["outcome"]),
+        exit_code=int(word["exit_code"]),
+        error=word.get("error"),
+        steps=int(word.get("steps") or 0),
+        loss=word.get("loss_last"),
+        validation_loss=word.get("validation_loss"),
+        validation_metric=word.get("validation_metric"),
+        trajectory=word.get("trajectory"),
+        recoveries=tuple(word.get("recoveries") or ()),
+        twin=word.get("twin"),
+        plain=word,
+    )
+
+
+# The error of a run that a child process has made, as the exception that the same mistake raises in this process.
+_CLASSES: Mapping[int, type[BambooError]] = {
+    ExitCode.USAGE: UserCodeError,
+    ExitCode.NOT_RECOVERED: WorkerFailedError,
+    ExitCode.ENVIRONMENT: EnvironmentLacksError,
+    ExitCode.NOTHING_MATCHED: NothingMatchedError,
+    ExitCode.COORDINATOR_UNAVAILABLE: CoordinatorUnavailableError,
+    ExitCode.STORAGE: StorageError,
+}
+
+
+def error_of(word: Mapping[str, Any]) -> BambooError:
+    """Returns the error that the last object on the output of a command tells, with its exit code."""
+    problems = word.get("problems") or ()
+    if problems:
+        return UserError(Problem(**each) for each in problems)
+    code, text = int(word["exit_code"]), str(word["error"] or f"{word['outcome']}, exit code {word['exit_code']}")
+    found = _CLASSES.get(code, BambooError)(text)
+    found.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
+    return found
+
+
+# The child process of a run: `bamboo run` with the keywords of a call, its output, and its end.
+#
+# Rules: the standard input of the child is open while this process lives, so that the run ends with it, also after
+# SIGKILL. A Ctrl-C of the terminal reaches this process only, which then asks the child to end. Lines for people come
+# on its stderr and are printed here, unless they are not wanted; a program's words come on its stdout.
+
+WITHIN = "_BAMBOO_TRAINS"  # in the environment of a run that was started so; BAMBOO_* are fields of a job
+_ERROR = b"bamboo: "  # begins a line that the exception in this process tells too
+_END_S = 20.0  # from the second request to end until SIGKILL
+
+
+class RunChild:
+    """A run in a process of its own; `options` are those of `bamboo run`, and `keywords` have values of fields."""
+
+    def __init__(
+        self, options: Sequence[str], keywords: Mapping[str, Any], folders: Iterable[str] = (), *, quiet: bool = False
+    ):
+        request = _request(keywords)
+        command = subprocesses.module("bamboo_cli", "run", *options, "--json", "--keywords")
+        self._quiet = quiet
+        self._words: list[dict[str, Any]] = []  # the objects on its stdout
+        self._has_word = threading.Event()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(folders),
+            start_new_session=True,
+        )
+        self._input = required(self._process.stdin, "a pipe")  # kept open
+        with contextlib.suppress(BrokenPipeError):  # then its end tells why
+            self._input.write(request)
+            self._input.flush()
+        readers = ((self._process.stdout, self._hear), (self._process.stderr, self._show))
+        self._threads = [threading.Thread(target=read, args=(stream,), daemon=True) for stream, read in readers]
+        for each in self._threads:
+            each.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def folder(self) -> Path:
+        """Waits until the run has a folder, and returns it; raises the error of a run that does not start."""
+        self._wait_for_word()
+        if "outcome" in self._words[0]:
+            raise _error(self.word())
+        return Path(self._words[0]["run_dir"]).resolve()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the process has ended, at most `timeout_s`; returns whether it has."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        self._close()
+        return True
+
+    def word(self) -> dict[str, Any]:
+        """Waits for the end, and returns the last object that the command has printed; raises BambooError without."""
+        self._process.wait()
+        self._close()
+        if not self._words or "outcome" not in self._words[-1]:
+            raise BambooError(f"the run ended without a word, with exit code {self._process.returncode}")
+        return self._words[-1]
+
+    def stop(self) -> None:
+        """Asks the run to end as by Ctrl-C, which finishes the open step; kills what is left after a while."""
+        if self.is_over:
+            return
+        self._process.send_signal(signal.SIGINT)
+        if not self.wait(_END_S):
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the run at once; the kernel ends its workers."""
+        self._process.kill()
+        self.wait()
+
+    def _wait_for_word(self) -> None:
+        while not self._has_word.wait(0.1):
+            if self.is_over:
+                self._close()
+                if not self._words:
+                    self.word()
+
+    def _close(self) -> None:
+        for each in self._threads:
+            each.join(1.0)
+        with contextlib.suppress(OSError):
+            self._input.close()
+
+    def _hear(self, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                with contextlib.suppress(ValueError):  # a layer of the user's may print in this process
+                    word = json.loads(line)
+                    if isinstance(word, dict) and "run_dir" in word:
+                        self._words.append(word)
+                        self._has_word.set()
+
+    def _show(self, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                if not self._quiet and not line.startswith(_ERROR):
+                    with contextlib.suppress(OSError, ValueError):  # nothing reads the output any more
+                        print(printable(line.decode(errors="replace")), end="", file=sys.stderr, flush=True)
+
+
+def _error(word: Mapping[str, Any]) -> BambooError:
+    pass
+
+    return error_of(word)
+
+
+def _request(keywords: Mapping[str, Any]) -> bytes:
+    problems = []
+    for name, value in keywords.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            expected = "text, a number, true or false, or a mapping of these"
+            problems.append(Problem(name, expected, type(value).__name__, "", "train()"))
+    if problems:
+        raise UserError(problems)
+    return json.dumps(dict(keywords)).encode() + b"\n"
+
+
+def _environment(folders: Iterable[str]) -> dict[str, str]:
+    """Returns the environment of the child, in which Python finds the modules of the user's that it finds here."""
+    paths = [*folders, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    found = {**os.environ, WITHIN: "1"}
+    return {**found, "PYTHONPATH": os.pathsep.join(paths)} if paths else found
+
+
+def print_program(options: Sequence[str], keywords: Mapping[str, Any], folders: Iterable[str] = ()) -> str:
+    """Returns the output of `bamboo run --dry-run`, which starts no process of a run; raises its error."""
+    command = subprocesses.module("bamboo_cli", "run", *options, "--dry-run", "--keywords")
+    done = subprocess.run(
+        command, input=_request(keywords), capture_output=True, env=_environment(folders), check=False
+    )
+    if done.returncode:
+        lines = (line.removeprefix("bamboo: ") for line in done.stderr.decode(errors="replace").splitlines())
+        raise _error({"exit_code": done.returncode, "error": "\n".join(lines)})
+    return done.stdout.decode()
 
 
 class TrainingRun:
@@ -106,8 +396,8 @@ class TrainingRun:
 
     def status(self) -> RunStatus:
         """Returns the phase of the run, its last step and loss, the owners of its stages and the verdicts so far."""
-        from engine.core.history.recorded_status import status_of_history
-        from engine.files.step_reader import StepReader
+        from engine.core.protocol.recorded_status import status_of_history
+        from engine.files.events_file import StepReader
 
         history = self._events(last_commits=True).read_on()
         history.last_action |= StepReader(self.folder).last_actions({})
@@ -126,7 +416,7 @@ class TrainingRun:
     def table(self, name: str) -> pd.DataFrame:
         """Returns a table of the run: the same as `bamboo report --table NAME`; raises UserError for another name."""
         from engine.files.events_file import read_history
-        from engine.files.evidence.proving import proof_of
+        from engine.files.evidence import proof_of
         from engine.report.actions import MOST_ACTIONS
         from engine.report.load import PROVED, TABLES, load
 
@@ -170,7 +460,7 @@ class TrainingRun:
     def inject(self, scenario: str, *, seed: int | None = None, settings: Iterable[str] = ()) -> dict[str, Any]:
         """Injects the faults of a scenario, as `bamboo inject SCENARIO --run` does; returns the case as `kill` does."""
         self._in_training()
-        from engine.files.scenarios.scenario_file import load_scenario
+        from engine.files.jobs.scenario_file import load_scenario
         from engine.harness.job_checks import findable
         from engine.runtime.faults.registry import kinds
 
@@ -185,7 +475,7 @@ class TrainingRun:
             time.sleep(_POLL_S)
         return history
 
-    def _inject(self, loaded: Loaded) -> dict[str, Any]:
+    def _inject(self, loaded: LoadedScenario) -> dict[str, Any]:
         from engine.harness.attach import attach
 
         return attach(loaded, self._files, lambda line: None).as_dict()
@@ -194,9 +484,8 @@ class TrainingRun:
         return GrowingEvents(self._files.events, last_commits=last_commits)
 
 
-def _of(scenario: Scenario) -> Loaded:
+def _of(scenario: Scenario) -> LoadedScenario:
     """Returns a scenario that no file has."""
-    from engine.files.scenarios.scenario_file import Loaded
-    from engine.files.scenarios.scenario_job import JobSource
+    from engine.files.jobs.scenario_file import JobSource, LoadedScenario
 
-    return Loaded(Path("kill"), scenario, scenario.job.seed, (), JobSource(), {})
+    return LoadedScenario(Path("kill"), scenario, scenario.job.seed, (), JobSource(), {})

@@ -9,12 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from engine.api.callbacks import Callback
-from engine.api.child import WITHIN, RunChild, print_program
 from engine.api.import_paths import folders_of, import_path
-from engine.api.run import TrainingRun
-from engine.core.config.job import Job
+from engine.api.run import WITHIN, Callback, RunChild, TrainingRun, print_program
 from engine.core.errors import Problem, UserError
+from engine.core.job.job import Job
 
 __all__ = ["TrainingRun", "dry_run", "train"]
 

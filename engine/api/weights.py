@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.core.errors import StorageError
 from engine.files.atomic_write import write_named
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.files.jobs.checkpoint_choice import find_checkpoint
 from engine.runtime.checkpoint.export import as_safetensors, weights_of
 

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row, row
+from engine.bench.figures import BenchRow, Cases, in_turns, paired_row, row
 from engine.bench.recovery import STEP, only
 from engine.bench.redundancy import timed_flags
 from engine.bench.runs import run_bamboo, seconds_between_commits
-from engine.core.checks.recovery_log import recoveries
-from engine.core.config.job import Job
+from engine.core.checks.recoveries import recoveries
 from engine.core.errors import required
+from engine.core.job.job import Job
 
 _WORKERS, _BLOCKS, _MICROBATCHES = 4, 4, 8
 _VICTIM = 2

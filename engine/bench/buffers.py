@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row
+from engine.bench.figures import BenchRow, Cases, in_turns, paired_row
 from engine.bench.redundancy import timed_flags
 from engine.bench.runs import run_bamboo, seconds_between_commits
-from engine.core.config.job import Job
-from engine.core.scalar import Args
+from engine.core.job.job import Job
+from engine.core.units import Args
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 

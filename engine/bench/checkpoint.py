@@ -18,15 +18,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row, ratio_row, row
-from engine.bench.peers.async_save_peer import demo_replicas
+from engine.bench.async_save_peer import demo_replicas
+from engine.bench.figures import BenchRow, Cases, in_turns, paired_row, ratio_row, row
 from engine.bench.runs import BenchRun, run_bamboo, run_python
-from engine.core.checkpoints.keeping import StateShare
+from engine.core.checkpoint_rules import StateShare
 from engine.core.history.run_records import CommitRecord, FaultRecord, KeptRecord
-from engine.core.worker.outputs import Keep
+from engine.core.worker.state import Keep
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
-from engine.models.networks.timed import Timed
+from engine.models.networks import Timed
 from engine.runtime.checkpoint.writer import CheckpointWriter
 
 _GOALS = {"gpt": 1.035, "timed": 1.01}
@@ -127,7 +127,7 @@ def _bench_save(num_saves: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of saves of the whole state of the demo by one process, on both sides."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         ours = _our_saves(num_saves, Path(name, "ours"))
-        arguments = ["-m", "engine.bench.peers.async_save_peer", str(num_saves), str(Path(name, "peer"))]
+        arguments = ["-m", "engine.bench.async_save_peer", str(num_saves), str(Path(name, "peer"))]
         found = re.findall(r"returned_s=([0-9.]+) saved_s=([0-9.]+)", run_python(folder, arguments).stdout)
     peer = [(float(returned), float(saved)) for returned, saved in found]
     rows = []

@@ -18,20 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from engine.bench.figures.rows import BenchRow, Cases, limit_row
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
-from engine.core.config.size import parse_size
+from engine.bench.figures import BenchRow, Cases, limit_row
 from engine.core.errors import WorkerFailedError
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record import AGENT, VERSION, Record
-from engine.core.history.record_lines import encoded
-from engine.core.history.retention import as_ranges
-from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, JobRecord, ThinnedRecord
-from engine.core.history.step_files import FIELDS, FOLDER, StepFile, entry, span_of
+from engine.core.history.record_lines import FIELDS, FOLDER, StepFile, as_ranges, encoded, entry, span_of
+from engine.core.history.run_records import (
+    AGENT,
+    VERSION,
+    CommitRecord,
+    EpochRecord,
+    GoRecord,
+    JobRecord,
+    Record,
+    ThinnedRecord,
+)
+from engine.core.job.job import Job, parse_size
+from engine.core.job.partition import initial_program
 from engine.files.run_folder import RunFolder, create_run_folder
-from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
-from engine.runtime.ipc.step_writer import StepWriter, open_steps
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
 
 _STEP_NS = 10**9 // 12
 _DAY_STEPS = 24 * 3600 * 12

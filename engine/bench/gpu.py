@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, interval_rows
+from engine.bench.figures import BenchRow, Cases, in_turns, interval_rows
 from engine.bench.runs import run_bamboo, run_python, seconds_between_commits
 from engine.bench.session import bench_pipeline
-from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, required
+from engine.core.job.job import Job
 from engine.files.accelerators import accelerators, lacks
 
 _PLAIN_GOAL = 1.03
@@ -89,7 +89,7 @@ def _run(job: Job, folder: Path) -> float:
 
 
 def _plain(job: Job, folder: Path) -> float:
-    ended = run_python(folder, ["-m", "engine.bench.peers.plain_peer", json.dumps(asdict(job))])
+    ended = run_python(folder, ["-m", "engine.bench.plain_peer", json.dumps(asdict(job))])
     return float(required(re.search(r"step_s=(\S+)", ended.stdout), "a plain loop tells its time")[1])
 
 

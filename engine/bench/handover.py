@@ -24,14 +24,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from engine.bench.figures.rows import BenchRow, Cases, at_most, paired_row, row
+from engine.bench.figures import BenchRow, Cases, at_most, paired_row, row
 from engine.bench.redundancy import overhead_jobs, timed_flags
 from engine.bench.runs import run_bamboo, run_scenario
 from engine.core.action import COMPUTE_OPS, parse_action
-from engine.core.config.job import Job
 from engine.core.errors import WorkerFailedError
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord, EpochRecord
+from engine.core.job.job import Job
 from engine.files.atomic_write import write_atomically
 
 CASE = "timed P=4 M=8"

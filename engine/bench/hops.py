@@ -16,17 +16,15 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from engine.bench.figures.bench_messages import GLOO, LINKS, TORCH, Hops, HopTimes
-from engine.bench.figures.rows import BenchRow, Cases, at_most, limit_row, ratio_row
+from engine.bench.figures import GLOO, LINKS, TORCH, BenchRow, Cases, Hops, HopTimes, at_most, limit_row, ratio_row
 from engine.core.errors import WorkerFailedError
-from engine.core.history.step_files import FOLDER
+from engine.core.history.record_lines import FOLDER
+from engine.core.messages import ByeMessage, KeyMessage, LinkWantedMessage
 from engine.core.ownership import Grid, one_slot_each
-from engine.core.process_messages import ByeMessage, KeyMessage, LinkWantedMessage
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
-from engine.runtime.ipc.link_pairs import LinkPairs
+from engine.runtime.ipc.link import LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import open_events
-from engine.runtime.ipc.step_writer import open_steps
+from engine.runtime.ipc.recorder import open_events, open_steps
 from engine.runtime.process.fork_client import ForkServer
 
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "512 KiB": 512 << 10, "4 MiB": 4 << 20}

@@ -16,12 +16,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, ratio_row
+from engine.bench.figures import BenchRow, Cases, in_turns, ratio_row
 from engine.core.errors import ensure
-from engine.core.store.kv import Put, Txn, equal
+from engine.core.kv import Put, Txn, equal
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import ATTEMPT_S, EndpointClient
-from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_kv import ATTEMPT_S, EndpointClient, EtcdKV
 
 GOAL = 1.2
 _ROOT = "/bamboo/bench/"

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.bench.figures.rows import BenchRow, Cases, row
+from engine.bench.figures import BenchRow, Cases, row
 from engine.bench.runs import run_scenario
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, parse_action
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, EpochRecord, GoRecord
-from engine.core.program.replay import work_of
+from engine.core.program.remaining_tasks import work_of
 from engine.files.atomic_write import write_atomically
 
 CASE = "timed P=3 M=8, a step as 30 s"

@@ -17,32 +17,26 @@ from typing import Protocol
 import torch
 from torch import distributed
 
-from engine.bench.figures.bench_messages import CodecTimes, Turns
-from engine.bench.figures.rows import SIDES, Stamps, in_turns
-from engine.bench.figures.schedules import timed_program
+from engine.bench.figures import SIDES, CodecTimes, Stamps, Turns, in_turns, timed_program
 from engine.core.action import Program
 from engine.core.checks.determinism import settings_of
-from engine.core.config.job import Job
 from engine.core.errors import required
-from engine.core.messages import FinishedMessage, WelcomeMessage
-from engine.core.process_messages import ByeMessage
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.messages import ByeMessage, FinishedMessage, WelcomeMessage
+from engine.core.program.schedules import SCHEDULES
+from engine.models import networks as timed
 from engine.models.data import Data
+from engine.models.data_sources import open_data
 from engine.models.layers import Batch
-from engine.models.networks import timed
-from engine.models.sources.open_data import open_data
-from engine.runtime.device.determinism import set_up
-from engine.runtime.device.device import open_device
+from engine.runtime.device.device import open_device, set_up
+from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.transport.worker_program import worker_program
-from engine.runtime.worker.backends import direct_backend
-from engine.runtime.worker.executor import Executor
-from engine.runtime.worker.handlers import Call, Handler, register
-from engine.runtime.worker.worker import GroupMember, join
-from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.transport.transfers import worker_program
+from engine.runtime.worker.executor import Call, Executor, Handler, register
+from engine.runtime.worker.step_end import WorkerContext
+from engine.runtime.worker.worker import GroupMember, direct_backend, join
 
 _LEAD_NS = 5_000_000  # between the agreement on a start and the start
 _NUM_WARM_UP = 2
@@ -104,7 +98,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary
-    from engine.bench.peers.torch_side import AgentStore, TorchSide, join_default_group
+    from engine.bench.torch_side import AgentStore, TorchSide, join_default_group
 
     join_default_group(AgentStore(control, 0, "torch"), context.worker, len(welcome.ranks), device)
     ownership = joined.ownership

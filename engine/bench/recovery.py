@@ -19,16 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.bench.figures.redo import redo_of
-from engine.bench.figures.rows import BenchRow, Cases, at_most, in_turns, paired_row, row
+from engine.bench.figures import BenchRow, Cases, at_most, in_turns, paired_row, redo_of, row
 from engine.bench.runs import run_bamboo
 from engine.core.action import Op, parse_action
-from engine.core.checks.recovery_log import recoveries
-from engine.core.checks.recovery_times import PHASES, Recovery
-from engine.core.config.job import Job
+from engine.core.checks.recoveries import PHASES, Recovery, recoveries
 from engine.core.errors import WorkerFailedError, required
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.core.job.job import Job
 from engine.files.atomic_write import write_atomically
 
 _POINTS = (0.25, 0.5, 0.75, 1.0)  # of the backwards of one step

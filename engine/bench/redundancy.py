@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, overhead_rows, paired_row
+from engine.bench.figures import BenchRow, Cases, in_turns, overhead_rows, paired_row
 from engine.bench.runs import run_bamboo, seconds_between_commits
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.ownership import Redundancy
-from engine.core.program.redundant_forward_pass import overhead_floor
+from engine.core.program.passes import overhead_floor
 
 _LAZY_GOAL = 0.01
 _EAGER_GOAL_OVER_FLOOR = 0.02

@@ -15,26 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.bench.figures.bench_messages import Round
-from engine.bench.figures.rows import BenchRow, Cases, limit_row
-from engine.core.config.job import Job
-from engine.core.coordinator.state import first_state
+from engine.bench.figures import BenchRow, Cases, Round, limit_row
 from engine.core.errors import WorkerFailedError
-from engine.core.evidence.chain import unlinked
+from engine.core.history.evidence import unlinked
 from engine.core.history.process_records import ExitRecord, KnownRecord
-from engine.core.history.record import AGENT, Record
-from engine.core.history.record_lines import decoded
-from engine.core.history.run_records import MarkRecord
-from engine.core.history.step_files import FOLDER
+from engine.core.history.record_lines import FOLDER, decoded
+from engine.core.history.run_records import AGENT, MarkRecord, Record
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, one_slot_each
+from engine.core.protocol.coordinator_state import first_state
 from engine.runtime.agent.agent import Agent
-from engine.runtime.agent.event_loop import supervise
+from engine.runtime.agent.coordinator import Node, join_store
+from engine.runtime.agent.session import supervise
 from engine.runtime.agent.worker_handles import close_workers, start_workers
-from engine.runtime.coordinator.node import Node
-from engine.runtime.coordinator.store_joining import join_store
+from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
-from engine.runtime.ipc.step_writer import open_steps
+from engine.runtime.ipc.recorder import Recorder, open_events, open_steps
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, holding
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd

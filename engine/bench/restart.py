@@ -19,12 +19,12 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row, row
+from engine.bench.figures import BenchRow, Cases, in_turns, paired_row, row
 from engine.bench.recovery import STEP, only, pause_cases
 from engine.bench.runs import run_bamboo, run_python
-from engine.core.checks.recovery_log import recoveries
-from engine.core.config.job import Job
+from engine.core.checks.recoveries import recoveries
 from engine.core.errors import ensure, required
+from engine.core.job.job import Job
 
 _STALL_GOAL = 1 / 15
 _METRIC = "training stalled s; peer: "
@@ -81,7 +81,7 @@ def _restart_torchrun(job: Job, folder: Path) -> tuple[float, float]:
     """Returns the seconds that torchrun's workers stalled because of the kill, and the number of their restarts."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}", "--max-restarts=9"]
-        command += ["-m", "engine.bench.peers.restart_peer", json.dumps(asdict(job)), str(STEP), temporary]
+        command += ["-m", "engine.bench.restart_peer", json.dumps(asdict(job)), str(STEP), temporary]
         # Without the variable, restarted workers read old keys of the store and fail.
         run = run_python(folder, command, TMPDIR=temporary, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     ends_ns = _ends_ns(run.stdout)
@@ -92,7 +92,7 @@ def _restart_torchrun(job: Job, folder: Path) -> tuple[float, float]:
 
 
 def _killed_torchft(job: Job, folder: Path) -> float:
-    run = run_python(folder, ["-m", "engine.bench.peers.torchft_peer", json.dumps(asdict(job)), str(STEP)])
+    run = run_python(folder, ["-m", "engine.bench.torchft_peer", json.dumps(asdict(job)), str(STEP)])
     return _beyond_usual_s(_ends_ns(run.stdout), lambda step: step > STEP)
 
 

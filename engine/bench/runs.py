@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from engine.bench.figures.rows import BenchRow, Cases, in_turns, paired_row
-from engine.core.config.job import Job
+from engine.bench.figures import BenchRow, Cases, in_turns, paired_row
 from engine.core.errors import WorkerFailedError, ensure
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.runtime.process import subprocesses
 
@@ -77,7 +77,7 @@ def _launch_ours(job: Job, folder: Path) -> float:
 
 def _launch_torchrun(job: Job, folder: Path) -> float:
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}"]
-    command += ["-m", "engine.bench.peers.torchrun_peer", json.dumps(asdict(job))]
+    command += ["-m", "engine.bench.torchrun_peer", json.dumps(asdict(job))]
     # torchrun leaves its temporary files behind.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         run = run_python(folder, command, TMPDIR=temporary)

@@ -10,28 +10,38 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from engine.bench.figures.bench_messages import CodecTimes, Turns
-from engine.bench.figures.rows import SIDES, BenchRow, Cases, Stamps, pipeline_rows
-from engine.bench.figures.schedules import REMARKS, schedule_job, timed_job
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
+from engine.bench.figures import (
+    REMARKS,
+    SIDES,
+    BenchRow,
+    Cases,
+    CodecTimes,
+    Stamps,
+    Turns,
+    pipeline_rows,
+    schedule_job,
+    timed_job,
+)
 from engine.core.errors import WorkerFailedError
-from engine.core.history.step_files import FOLDER
+from engine.core.history.record_lines import FOLDER
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership
 from engine.core.messages import (
     BorderMessage,
+    ByeMessage,
     CutMessage,
     FinishedMessage,
+    KeyMessage,
+    LinkWantedMessage,
     PartitionMessage,
     WelcomeMessage,
 )
-from engine.core.process_messages import ByeMessage, KeyMessage, LinkWantedMessage
-from engine.core.scalar import Args
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
+from engine.core.units import Args
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
-from engine.runtime.ipc.link_pairs import LinkPairs
+from engine.runtime.ipc.link import LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import open_events
-from engine.runtime.ipc.step_writer import open_steps
+from engine.runtime.ipc.recorder import open_events, open_steps
 from engine.runtime.process.fork_client import ForkServer
 
 _PLAIN = ("1f1b", "eager-1f1b", "gpipe")  # one stage per worker: their ideal time is known

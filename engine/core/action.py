@@ -12,13 +12,128 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 from engine.core.errors import ScheduleError
-from engine.core.op_row import ALL, By, OpRow, Shown, Stands, Term, WeightForm, Where, Work
 from engine.core.value import Kind
+
+# The columns of the table of ops in `action.py`: the rules that an op has.
+#
+# `needs` and `makes` are the happens-before rule of pipeline parallelism: the forward of a stage needs the output of
+# the stage before, the backward needs the output of the backward of the stage behind.
+#
+#     worker 0   0F0 0SEND_F0                               0RECV_B0 0B0
+#     worker 1                1RECV_F0 1F0 1B0 1SEND_B0
+
+
+class StepPosition(Enum):
+    """Where the program of a step has an op."""
+
+    FORWARD = auto()  # at the owner of each slot for each microbatch; a shadow may run it too
+    BACKWARD = auto()  # at the owner of each slot for each microbatch, unless its parts stand there
+    PART = auto()  # at the owner of the slot, both parts in place of a backward
+    AGAIN = auto()  # at the owner of the slot, in the plan of a recovery only
+    BORDER = auto()  # for each microbatch, at the owner of the slot if the stage `peer` further is on another worker
+    STREAM = auto()  # at the owner of the slot and its shadows, for the microbatches that the program chooses
+    HAND_OVER = auto()  # in a plan only: at the owner of the slot, and at the member that has added more of it
+    ANY_TIMES = auto()  # at the owner of the slot, as often as the program chooses
+    STAGE = auto()  # at each owner of a stage, with the first of its pipelines
+    REPLICA = auto()  # at the owner of each slot and at its shadows
+    HEALING = auto()  # at each shadow that is healing, and at the owner of its slot
+    WRITER = auto()  # in no program: behind the optimizer step of a step that is kept, at the writer of the stage
+
+
+class Work(Enum):
+    """The cost of an op that computes."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+    FOR_INPUT = auto()  # a backward without the part for the weights
+    FOR_WEIGHTS = auto()
+
+
+class LegendEntry(StrEnum):
+    """The entry in the legend of a timeline."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    PARTS = "backward in parts"
+    TRANSFER = "transfer"
+    REDUCE = "reduce, log"
+    COMMIT = "commit, step"
+    HEAL = "heal"
+    WAITING = "waiting"
+
+
+class WeightForm(Enum):
+    """The form of a stage's weights where the job shards them."""
+
+    WHOLE = auto()
+    IN_SHARDS = auto()
+
+
+class Where(Enum):
+    """The place of a value that an action needs or makes."""
+
+    HERE = auto()  # at the worker that runs the action
+    WIRE = auto()
+    TIED = auto()  # one value for each tied stage: at the worker if it owns that stage too, else on the wire
+    VOTERS = auto()  # one value for each replica of each slot, on the wire
+
+
+class By(Enum):
+    """The workers to which a term applies."""
+
+    ALL = auto()
+    OWNER = auto()
+    SHADOW = auto()
+
+
+class Term(NamedTuple):
+    """A value that an action needs or makes, relative to the action's stage and microbatch."""
+
+    kind: Kind
+    at: Where = Where.HERE
+    stage: int = 0  # further; a stage outside the pipeline drops the term
+    microbatch: int = 0  # further; a microbatch before the first drops the term
+    by: By = By.ALL
+
+
+ALL: Final = 1 << 30  # more microbatches than a step has; as a term's microbatch: the last
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """The rules of one op.
+
+    Two of them are about the place of an action in its worker's list. They join `needs` and `makes` where an action
+    takes a value away:
+
+    - `closes`: how far the action closes the replica. ``0`` closes it up to the action's microbatch, ``-1`` up to the
+      one before, `ALL` for the rest of the step. An action that `touches` the replica must come before.
+    - `finds` and `leaves`: the form of the stage's weights before and after, where the job shards them.
+
+          shadow   1F0 1F1 1STREAM1 1F2 ... 1LOG    1F1 behind 1STREAM1, or 1F2 behind 1LOG, comes too late
+          owner    0UNSHARD 0F0 0B0 0RESHARD 0STEP  0F0 before 0UNSHARD finds shards
+    """
+
+    about: str
+    stands: StepPosition
+    shown: LegendEntry
+    needs: tuple[Term, ...] = ()
+    makes: tuple[Term, ...] = ()
+    work: Work | None = None  # None: the op does not compute
+    redoes: str = ""  # the op whose output this one makes again
+    peer: int = 0  # the other end of a transfer, in stages from this one
+    meets: bool = False  # the owners of the stage in all pipelines run it together
+    per_pipeline: bool = False  # needs and makes the same for each pipeline in which the worker owns the stage
+    touches: bool = False
+    closes: int | None = None
+    finds: WeightForm | None = None  # an op that computes finds the weights whole
+    leaves: WeightForm | None = None
 
 
 class Op(StrEnum):
@@ -60,14 +175,16 @@ _SUMS_TAKEN = (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.COUNTED, by=By.SHADOW))
 def _transfer(about: str, value: Term, peer: int, *, sends: bool) -> OpRow:
     here, wire = (value,), (value._replace(at=Where.WIRE),)
     needs, makes = (here, wire) if sends else (wire, here)
-    return OpRow(about, Stands.BORDER, Shown.TRANSFER if sends else Shown.WAITING, needs, makes, peer=peer)
+    return OpRow(
+        about, StepPosition.BORDER, LegendEntry.TRANSFER if sends else LegendEntry.WAITING, needs, makes, peer=peer
+    )
 
 
 OP_TABLE: Final[dict[Op, OpRow]] = {
     Op.F: OpRow(
         "forward",
-        Stands.FORWARD,
-        Shown.FORWARD,
+        StepPosition.FORWARD,
+        LegendEntry.FORWARD,
         (_INPUT, _COUNTED_BEFORE),
         (*_OUTPUTS, Term(Kind.COUNTED)),
         Work.FORWARD,
@@ -75,8 +192,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     ),
     Op.REDO_F: OpRow(
         "forward again: no buffer update, no loss",
-        Stands.AGAIN,
-        Shown.FORWARD,
+        StepPosition.AGAIN,
+        LegendEntry.FORWARD,
         (_INPUT,),
         _OUTPUTS,
         Work.FORWARD,
@@ -84,8 +201,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     ),
     Op.B: OpRow(
         "backward",
-        Stands.BACKWARD,
-        Shown.BACKWARD,
+        StepPosition.BACKWARD,
+        LegendEntry.BACKWARD,
         (*_FOR_BACKWARD, _ADDED_BEFORE),
         (Term(Kind.GRADIENT), Term(Kind.ADDED)),
         Work.BACKWARD,
@@ -93,8 +210,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     ),
     Op.I: OpRow(
         "backward for the input",
-        Stands.PART,
-        Shown.PARTS,
+        StepPosition.PART,
+        LegendEntry.PARTS,
         _FOR_BACKWARD,
         (Term(Kind.GRADIENT), Term(Kind.PENDING)),
         Work.FOR_INPUT,
@@ -102,8 +219,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     ),
     Op.W: OpRow(
         "backward for the weights",
-        Stands.PART,
-        Shown.PARTS,
+        StepPosition.PART,
+        LegendEntry.PARTS,
         (Term(Kind.PENDING), _ADDED_BEFORE),
         (Term(Kind.ADDED),),
         Work.FOR_WEIGHTS,
@@ -115,8 +232,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     Op.RECV_B: _transfer("receipt of a gradient", Term(Kind.GRADIENT, stage=1), 1, sends=False),
     Op.STREAM: OpRow(
         "send of a slot's gradient accumulator to its shadows",
-        Stands.STREAM,
-        Shown.REDUCE,
+        StepPosition.STREAM,
+        LegendEntry.REDUCE,
         (*_OWN_SUMS, Term(Kind.STREAMED, Where.WIRE, by=By.SHADOW)),
         (*_SUMS_TAKEN, Term(Kind.STREAMED, Where.WIRE, by=By.OWNER)),
         touches=True,
@@ -124,8 +241,8 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     ),
     Op.HAND: OpRow(
         "send of a slot's gradient accumulator to its next owner",
-        Stands.HAND_OVER,
-        Shown.REDUCE,
+        StepPosition.HAND_OVER,
+        LegendEntry.REDUCE,
         (Term(Kind.ADDED, by=By.SHADOW), Term(Kind.STREAMED, Where.WIRE, by=By.OWNER)),
         (*_OWN_SUMS, Term(Kind.STREAMED, Where.WIRE, by=By.SHADOW)),
         touches=True,
@@ -133,31 +250,31 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     ),
     Op.UNSHARD: OpRow(
         "all-gather of a stage's weights among its owners",
-        Stands.ANY_TIMES,
-        Shown.TRANSFER,
+        StepPosition.ANY_TIMES,
+        LegendEntry.TRANSFER,
         meets=True,
         finds=WeightForm.IN_SHARDS,
         leaves=WeightForm.WHOLE,
     ),
     Op.RESHARD: OpRow(
         "release of the weights of other shards",
-        Stands.ANY_TIMES,
-        Shown.TRANSFER,
+        StepPosition.ANY_TIMES,
+        LegendEntry.TRANSFER,
         finds=WeightForm.WHOLE,
         leaves=WeightForm.IN_SHARDS,
     ),
     Op.HEAL: OpRow(
         "send of a slot's state at the step boundary to a new shadow",
-        Stands.HEALING,
-        Shown.HEAL,
+        StepPosition.HEALING,
+        LegendEntry.HEAL,
         (Term(Kind.STATE, Where.WIRE, by=By.SHADOW),),
         (Term(Kind.STATE, Where.WIRE, by=By.OWNER), Term(Kind.STATE, by=By.SHADOW)),
         touches=True,
     ),
     Op.REDUCE_GRAD: OpRow(
         "sum of a stage's gradients over the pipelines",
-        Stands.STAGE,
-        Shown.REDUCE,
+        StepPosition.STAGE,
+        LegendEntry.REDUCE,
         (Term(Kind.ADDED, microbatch=ALL), Term(Kind.COUNTED, microbatch=ALL)),
         (Term(Kind.REDUCED), Term(Kind.REDUCED, Where.WIRE)),
         meets=True,
@@ -165,27 +282,31 @@ OP_TABLE: Final[dict[Op, OpRow]] = {
     ),
     Op.LOG: OpRow(
         "send of the inputs of a slot's optimizer step to its shadows",
-        Stands.REPLICA,
-        Shown.REDUCE,
+        StepPosition.REPLICA,
+        LegendEntry.REDUCE,
         (*_OWN_REDUCED, Term(Kind.LOGGED, Where.WIRE, by=By.SHADOW)),
         (Term(Kind.LOGGED), Term(Kind.LOGGED, Where.WIRE, by=By.OWNER)),
         closes=ALL,
     ),
     Op.COMMIT: OpRow(
         "vote of a replica for the commit",
-        Stands.REPLICA,
-        Shown.COMMIT,
+        StepPosition.REPLICA,
+        LegendEntry.COMMIT,
         (Term(Kind.LOGGED),),
         (Term(Kind.VOTED, Where.WIRE),),
     ),
     Op.STEP: OpRow(
-        "optimizer step", Stands.REPLICA, Shown.COMMIT, (Term(Kind.VOTED, Where.VOTERS),), finds=WeightForm.IN_SHARDS
+        "optimizer step",
+        StepPosition.REPLICA,
+        LegendEntry.COMMIT,
+        (Term(Kind.VOTED, Where.VOTERS),),
+        finds=WeightForm.IN_SHARDS,
     ),
-    Op.CHECKPOINT: OpRow("copy and write of a stage's state for a checkpoint", Stands.WRITER, Shown.COMMIT),
+    Op.CHECKPOINT: OpRow("copy and write of a stage's state for a checkpoint", StepPosition.WRITER, LegendEntry.COMMIT),
 }
 
 
-def ops_at(*stands: Stands) -> frozenset[Op]:
+def ops_at(*stands: StepPosition) -> frozenset[Op]:
     """Returns the ops that stand in one of these places."""
     return frozenset(op for op, row in OP_TABLE.items() if row.stands in stands)
 
@@ -198,10 +319,10 @@ def ops_that_make(kind: Kind, at: Where = Where.HERE) -> frozenset[Op]:
 COMPUTE_OPS = frozenset(op for op, row in OP_TABLE.items() if row.work)
 FORWARD_OPS = ops_that_make(Kind.RESIDUAL)
 ADDING_OPS = COMPUTE_OPS & ops_that_make(Kind.ADDED)
-SHARD_OPS = ops_at(Stands.ANY_TIMES)  # the only ops that a step may repeat on a stage
-STAGE_OPS = SHARD_OPS | ops_at(Stands.HEALING, Stands.STAGE, Stands.REPLICA, Stands.WRITER)
-SEND_OPS = frozenset(op for op in ops_at(Stands.BORDER) if OP_TABLE[op].makes[0].at is Where.WIRE)
-RECEIVE_OPS = ops_at(Stands.BORDER) - SEND_OPS
+SHARD_OPS = ops_at(StepPosition.ANY_TIMES)  # the only ops that a step may repeat on a stage
+STAGE_OPS = SHARD_OPS | ops_at(StepPosition.HEALING, StepPosition.STAGE, StepPosition.REPLICA, StepPosition.WRITER)
+SEND_OPS = frozenset(op for op in ops_at(StepPosition.BORDER) if OP_TABLE[op].makes[0].at is Where.WIRE)
+RECEIVE_OPS = ops_at(StepPosition.BORDER) - SEND_OPS
 
 WHOLE_STAGE = -1
 

@@ -9,28 +9,104 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
 from engine.core.errors import InvariantError, StorageError
-from engine.core.evidence.chain import unlinked
-from engine.core.history.heard_decisions import HeardDecisions
+from engine.core.history.evidence import unlinked
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record import Record, UnreadLine
 from engine.core.history.record_lines import (
+    ENTRY_BYTES,
+    FOLDER,
+    StepFile,
     TornLineError,
+    actions_in,
     commit_fields,
     decoded,
+    marked_steps,
     refuse_other_version,
+    span_of,
+    step_file,
     whole_end,
 )
-from engine.core.history.retention import marked_steps
-from engine.core.history.run_history import RunHistory, history_of
-from engine.core.history.step_files import span_of
+from engine.core.history.run_history import ActionFiles, ReplicatedDecisions, RunHistory, history_of
+from engine.core.history.run_records import ActionRecord, Record, UnreadLine
 from engine.files.atomic_write import open_to_read
 from engine.files.run_folder import refuse_size
-from engine.files.step_reader import StepReader
+
+# Reads the actions of a run from its files of steps; `core.history.step_files` has their form.
+#
+# Rule: a file that is gone since the folder was listed was left out meanwhile, and counts as one that was never there.
+
+
+class StepReader(ActionFiles):
+    """The files of the actions of the run in a folder, as they are now; a run without any has an empty `num_bytes`."""
+
+    def __init__(self, run: Path):
+        self._folder = run / FOLDER
+        self._sizes = dict(self._listed())
+        self.num_bytes = sum(self._sizes.values())
+
+    def _listed(self) -> Iterator[tuple[StepFile, int]]:
+        try:
+            with os.scandir(self._folder) as entries:
+                for each in entries:
+                    found = step_file(each.name)
+                    if found is not None and found.worker is not None and each.is_file(follow_symlinks=False):
+                        with contextlib.suppress(FileNotFoundError):
+                            yield found, each.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StorageError(f"{self._folder}: {error.strerror}") from error
+
+    def ranges(self) -> dict[int, int]:
+        """Returns the first step of each range, in order, with the bytes of its actions."""
+        found: dict[int, int] = {}
+        for each, size in sorted(self._sizes.items()):
+            found[each.first] = found.get(each.first, 0) + size
+        return found
+
+    def read(self, first: int) -> Iterator[tuple[int, bytes]]:
+        """Yields each worker with the bytes of its actions in the range that begins with a step.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        for each in sorted(each for each in self._sizes if each.first == first):
+            path = self._folder / str(each)
+            try:
+                with open(open_to_read(path), "rb") as file:
+                    refuse_size(path, os.fstat(file.fileno()))
+                    data = file.read()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise StorageError(f"{path}: {error.strerror}") from error
+            yield each.worker or 0, data
+
+    def actions(self, firsts: Collection[int], pids: Mapping[int, int], since: int = 0) -> Iterator[ActionRecord]:
+        """Yields the actions of some ranges, of steps from `since` on; `pids` has the process of each worker."""
+        for first in firsts:
+            for worker, data in self.read(first):
+                yield from actions_in(data, worker, pids.get(worker, 0), since)
+
+    def last_actions(self, pids: Mapping[int, int]) -> dict[int, ActionRecord]:
+        """Returns the last action of each worker, from the end of its newest file."""
+        newest: dict[int, int] = {}
+        for each, size in self._sizes.items():
+            if size >= ENTRY_BYTES and each.worker is not None:
+                newest[each.worker] = max(each.first, newest.get(each.worker, 0))
+        found = {}
+        for worker, first in newest.items():
+            with contextlib.suppress(OSError), (self._folder / str(StepFile(first, worker))).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size // ENTRY_BYTES - 1) * ENTRY_BYTES)
+                for action in actions_in(file.read(ENTRY_BYTES), worker, pids.get(worker, 0)):
+                    found[worker] = action
+        return found
+
 
 _CHUNK_BYTES = 8_000_000
 _MOST_LINE_BYTES = 1 << 20
@@ -46,7 +122,7 @@ def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
     Of its actions it has those that its recoveries are timed by, or every one; `files` has all of them. A run has
     millions, and each takes a hundred times longer to read as a record than as bytes.
     """
-    history, files, heard = RunHistory(), StepReader(path.parent), HeardDecisions()
+    history, files, heard = RunHistory(), StepReader(path.parent), ReplicatedDecisions()
     for begin, data in whole_lines(path, 0):
         _add_lines(history, data, path, begin, heard)
     refuse_impossible(history, path)
@@ -180,7 +256,7 @@ class _Records:
             yield record
 
 
-def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: HeardDecisions) -> None:
+def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: ReplicatedDecisions) -> None:
     """Adds the records in whole lines to a history; a day has a million commits, which are read many at once."""
     commits: list[tuple[str, ...]] = []
     records = _Records(path, start)
@@ -220,3 +296,41 @@ def _lines_before(path: Path, start: int) -> int:
         while start and (data := file.read(min(start, _CHUNK_BYTES))):
             count, start = count + data.count(b"\n"), start - len(data)
     return count
+
+
+# Follows the events of a run that still grow: each look reads only the lines that are new.
+class GrowingEvents:
+    """The events of a run at `path`, which need not exist yet; they have no actions.
+
+    With `last_commits` a look that finds many commits reads the last ones.
+    """
+
+    def __init__(self, path: Path, *, last_commits: bool = False):
+        self.path = path
+        self._last_commits = last_commits
+        self._history, self._heard = RunHistory(), ReplicatedDecisions()
+        self._num_bytes = 0  # read so far, always whole lines
+
+    def read_on(self) -> RunHistory:
+        """Returns the history of the run, with the lines that were written since the last call.
+
+        Decisions that this host has heard of count as its own.
+
+        Raises:
+            StorageError: the file cannot be read, is of another version, or a line is no event.
+        """
+        known = len(self._history.commits)
+        for record in self.news():
+            self._history.add(record)
+            if (decision := self._heard.told(record)) is not None:
+                self._history.add(decision)
+        refuse_impossible(self._history, self.path, known)
+        return self._history
+
+    def news(self) -> Iterator[Record]:
+        """Yields the records that were written since the last call; raises the errors of `read_on`."""
+        if not self.path.exists():
+            return
+        for start, data in whole_lines(self.path, self._num_bytes):
+            yield from events_of(data, self.path, start, last_commits=self._last_commits)
+            self._num_bytes = start + len(data)

@@ -10,9 +10,9 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engine.core.config.bit_fields import INSTRUCTION_SETS, fixed_set
 from engine.core.errors import EnvironmentLacksError, Problem, UserError, ensure
 from engine.core.history.process_records import HostRecord
+from engine.core.job.bit_fields import INSTRUCTION_SETS, fixed_set
 from engine.files.accelerators import accelerators, device_facts
 
 DISTRIBUTION = "bamboo-train"

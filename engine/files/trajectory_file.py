@@ -1,13 +1,19 @@
-"""The file trajectory.csv: the rows of a trajectory as text from which every bit can be read back."""
+"""The hashes of a run's weights on disk: its trajectory, and its twin's."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
 from engine.core.errors import StorageError
-from engine.files.atomic_write import write_atomically
+from engine.files.atomic_write import make_folder, open_to_read, write_atomically
+
+# The file trajectory.csv: the rows of a trajectory as text from which every bit can be read back.
 
 
 def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
@@ -43,3 +49,67 @@ def trajectory_row(line: str, place: str) -> TrajectoryRow:
         return TrajectoryRow(int(step), int(layer), state, buffers, float(loss) if loss else None)
     except ValueError as error:
         raise StorageError(f"{place}: expected {','.join(COLUMNS)}, found {line!r}") from error
+
+
+# Trajectories of fault-free twins, kept for the next run of the same job: ``<results>/twins/<fingerprint>.csv``.
+#
+# Rule: a kept twin decides whether a later run is correct. It counts only if it is this user's own file with mode 0600,
+# and its last line is the SHA-256 of its fingerprint and its rows.
+
+TWINS_FOLDER = "twins"
+
+
+def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
+    """Returns the rows of a twin that ran before; None if its file does not exist.
+
+    Raises:
+        StorageError: the file cannot be read, may be another user's, or is damaged.
+    """
+    path = _path(results, fingerprint)
+    try:
+        with open(open_to_read(path), "rb") as file:
+            facts = os.fstat(file.fileno())
+            data = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
+    if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        raise StorageError(f"{path}: expected a file of this user with mode 0600")
+    text, _, told = data.decode("utf-8", "replace").removesuffix("\n").rpartition("\n")
+    if told != _hash(fingerprint, f"{text}\n"):
+        raise StorageError(f"{path}: the hash in its last line is not that of its rows")
+    return trajectory_rows(text, path)
+
+
+def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) -> None:
+    """Writes the rows of a twin.
+
+    Raises:
+        StorageError: the file could not be written.
+    """
+    path, text = _path(results, fingerprint), trajectory_text(rows)
+    make_folder(path.parent, results)
+    write_atomically(path, f"{text}{_hash(fingerprint, text)}\n")
+
+
+@cache
+def own_sources() -> str:
+    """Returns the hash of the engine's code, as this process has found it first: to read all of it takes 0.1 s."""
+    return source_hash(Path(__file__).parents[1])
+
+
+def source_hash(package: Path) -> str:
+    """Returns the SHA-256 (hex) over the Python files of a package: changed code may compute other bits."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _hash(fingerprint: str, text: str) -> str:
+    return "sha256 " + hashlib.sha256(f"{fingerprint}\n{text}".encode()).hexdigest()
+
+
+def _path(results: Path, fingerprint: str) -> Path:
+    return results / TWINS_FOLDER / f"{fingerprint}.csv"

@@ -15,30 +15,26 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.checks.expectations import Observed
-from engine.core.checks.recovery_log import RecoveryLog
+from engine.core.checks.expectations import Observation
+from engine.core.checks.recoveries import RecoveryLog
 from engine.core.errors import BambooError, ExitCode, NothingMatchedError, Problem, UserError
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, to_plain
-from engine.core.history.heard_decisions import coordinating_host
-from engine.core.history.process_records import HostRecord
-from engine.core.history.request_records import RefusedRecord, RequestRecord
-from engine.core.history.run_history import RunHistory
+from engine.core.history.process_records import CheckRecord, HostRecord, RefusedRecord, RequestRecord, VerdictRecord
+from engine.core.history.run_history import RunHistory, coordinating_host
 from engine.core.history.run_records import CommitRecord
-from engine.core.history.verdict_records import CheckRecord, VerdictRecord
 from engine.files.atomic_write import write_atomically
-from engine.files.events_file import read_history
-from engine.files.evidence.chained_append import add_records
-from engine.files.growing_events import GrowingEvents
-from engine.harness.cases.case_result import CaseResult, judged
+from engine.files.events_file import GrowingEvents, read_history
+from engine.files.linked_lines import add_records
+from engine.harness.case import CaseResult, judged
 from engine.harness.dead_runs import launcher_runs
-from engine.runtime.agent.fault_requests import CLOSED
+from engine.runtime.agent.injector import CLOSED
+from engine.runtime.agent.requests import REQUEST
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
-from engine.runtime.requests.request_files import REQUEST
 
 if TYPE_CHECKING:
+    from engine.files.jobs.scenario_file import LoadedScenario
     from engine.files.run_folder import RunFolder
-    from engine.files.scenarios.scenario_file import Loaded
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
@@ -47,7 +43,7 @@ _COMMITS = 4  # that give a job's pace
 _STEPS_AFTER = 2  # steps to commit after the last confirmed fault, as proof that the run goes on
 
 
-def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> CaseResult:
+def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]) -> CaseResult:
     """Injects the faults of a scenario into a running job; returns when the run has recovered, or ended.
 
     Raises:
@@ -81,13 +77,13 @@ def attach(loaded: Loaded, folder: RunFolder, say: Callable[[str], None]) -> Cas
         request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind
     history = read_history(folder.events)
     ended = history.training_ended
-    seen = Observed(ended.exit_code if ended else 0, history.error, history, since_ns=since_ns)
+    seen = Observation(ended.exit_code if ended else 0, history.error, history, since_ns=since_ns)
     result = replace(judged(loaded.scenario, loaded.faults, folder.path, seen), is_scenario=True)
     add_records(folder.events, *result.records(request.name))
     return result
 
 
-def as_of_now(loaded: Loaded, folder: RunFolder) -> Loaded:
+def as_of_now(loaded: LoadedScenario, folder: RunFolder) -> LoadedScenario:
     """Returns a scenario as `attach` would inject it now into a running job; injects nothing.
 
     Raises:
@@ -97,13 +93,13 @@ def as_of_now(loaded: Loaded, folder: RunFolder) -> Loaded:
     return _fitted(loaded, _Events(folder))
 
 
-def _fitted(loaded: Loaded, events: _Events) -> Loaded:
+def _fitted(loaded: LoadedScenario, events: _Events) -> LoadedScenario:
     """Returns a scenario whose steps count from the running job's next step.
 
     Each fault gets a new id, so the same scenario can be injected more than once.
     """
     from engine.core.faults.scenario_rules import check_scenario
-    from engine.files.scenarios.scenario_job import JobSource
+    from engine.files.jobs.scenario_file import JobSource
     from engine.runtime.faults.registry import kinds
 
     if not events.history.is_injectable:

@@ -5,37 +5,206 @@ Rules: every command that runs a job runs it here. A run folder has all that is 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checkpoints.ladder import Ladder
-from engine.core.checks.expectations import Observed, why_no_twin
-from engine.core.checks.twin import compare
-from engine.core.config.job import Job
+from engine.core.checkpoint_rules import Ladder
+from engine.core.checks.expectations import Observation, why_no_twin
+from engine.core.checks.proof import compare
 from engine.core.errors import BambooError, StorageError, UserError
-from engine.core.history.process_records import EndedRecord
+from engine.core.history.process_records import ComparingRecord, ComparisonRecord, EndedRecord, NotComparedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.verdict_records import ComparingRecord, ComparisonRecord, NotComparedRecord
-from engine.harness.cases.case import Case, facts_text, scenario_record, whole_text
-from engine.harness.cases.case_result import CaseResult, judged
-from engine.harness.run_end import in_new_folder, note_forced_end, record_failure, summary_of
+from engine.core.job.job import Job
+from engine.harness.case import Case, CaseResult, facts_text, judged, scenario_record, whole_text
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
+    from engine.core.job.job import Job
     from engine.files.run_folder import RunFolder
     from engine.harness.screen import Screen
-    from engine.runtime.agent.run_view import Ending
-    from engine.runtime.agent.taken_run import Seat
-    from engine.runtime.keeping.scribe import Scribe
+    from engine.runtime.agent.run_state import Ending, FailoverContext
+    from engine.runtime.agent.scribe import Scribe
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.store.etcd_settings import EtcdSettings
+
+
+# The end of a run: its summary; the folder of one that begins; the records if its command ends before its verdict.
+#
+# Without these records the run would look like one whose launcher was killed.
+
+
+@contextlib.contextmanager
+def in_new_folder(scribe: Scribe, results: str, name: str, say: Callable[[str], None]) -> Iterator[RunFolder]:
+    """Makes a run folder, which the `scribe` holds; whatever ends the command during the block is recorded there."""
+    from engine.runtime.process.interrupts import holding
+
+    folder = scribe.make_run_folder(results, name, say)
+    with (
+        holding() as interrupts,
+        failure_recorded(folder, scribe),
+        interrupts.forcing(partial(note_forced_end, folder, scribe)),
+    ):
+        yield folder
+
+
+@contextlib.contextmanager
+def failure_recorded(folder: RunFolder, scribe: Scribe) -> Iterator[None]:
+    """Records an error that ends the command before the run has a verdict, such as a store that refuses.
+
+    The folder of a run that has recorded nothing is deleted. An error of the system becomes one of bamboo.
+    """
+    from engine.files.atomic_write import of_system
+
+    try:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise of_system(error) from error
+    except BambooError as error:
+        record_failure(folder, scribe, error)
+        raise
+
+
+def record_failure(folder: RunFolder, scribe: Scribe, error: BambooError) -> None:
+    """Records that this error ended the command, if the disk takes it; deletes a folder without any record."""
+    with contextlib.suppress(StorageError):
+        scribe.ask("fail", str(folder.path), str(error), int(error.exit_code))
+
+
+def note_forced_end(folder: RunFolder, scribe: Scribe, number: int) -> None:
+    """Records that a second signal ended the command at once."""
+    from engine.runtime.agent.run_state import telling_unwritten
+
+    with telling_unwritten():
+        scribe.end_by_force(folder.events, EndedRecord(outcome="interrupted", exit_code=128 + number))
+
+
+def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, Any]:
+    """Returns the result of a run for `run.json`."""
+    from engine.core.checks.trajectory import trajectory_hash
+
+    run_state = ending.view.run_state
+    launched_at_ns = run_state.launched_at_ns
+    last = max(run_state.validations, default=None)
+    sets = () if last is None else run_state.validations[last]
+    return {
+        "run_dir": str(folder.path),
+        "outcome": ending.outcome,
+        "exit_code": ending.exit_code,
+        "error": None if ending.error is None else str(ending.error),
+        "steps": run_state.committed + 1,
+        "resumed_after": run_state.begun if run_state.begun >= 0 else None,
+        "kept": run_state.kept,
+        "not_kept": run_state.not_kept,
+        "loss_first": run_state.losses[0] if run_state.losses else None,
+        "loss_last": run_state.losses[-1] if run_state.losses else None,
+        "validation_loss": sets[0].loss if sets else None,
+        "validation_metric": next(iter(sets[0].metrics.values()), None) if sets else None,
+        "evaluations": [asdict(each) for each in sets],
+        "trajectory": trajectory_hash(run_state.rows) if run_state.rows else None,
+        "missing": list(ending.missing),
+        "wall_s": round(wall_s, 3),
+        "launch_s": round((launched_at_ns - ending.started_at_ns) / 1e9, 3) if launched_at_ns else None,
+        "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
+        "loggers": [*ending.loggers],
+        "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
+    }
+
+
+# The rows of a run's fault-free twin: from a kept twin of the same job, else from a new run.
+
+
+# Errors of a run.json of another version, of one that is half written, and of a file that only has its name.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+def twin_rows(
+    job: Job, folder: RunFolder, scribe: Scribe, run: Callable[[Job, RunFolder], Ending], say: Callable[[str], None]
+) -> list[TrajectoryRow]:
+    """Returns the rows of the twin of a run; `run` makes a new twin, whose files go to ``twin/`` in `folder`.
+
+    The losses of the twin are added to the events of the run, because reports read only these. `say` gets a line about
+    a kept twin that does not count, and about a new one that cannot be kept.
+
+    Raises:
+        BambooError: the twin did not finish.
+    """
+    from engine.core.history.process_records import TwinRecord
+    from engine.files.trajectory_file import trajectory_rows, trajectory_text
+
+    name = _naming()(job)
+    twin = None
+    if name:
+        try:
+            kept = scribe.ask("kept twin", job.results, name)
+            twin = None if kept is None else trajectory_rows(kept, folder.twin.trajectory)
+        except StorageError as error:
+            say(f"the kept twin does not count: {error}")
+    is_new = twin is None
+    if twin is None:
+        twin = _new_rows(job, folder, scribe, run)
+    scribe.make_folder(folder.twin.path, folder.path)
+    scribe.write(folder.twin.trajectory, trajectory_text(twin))
+    if is_new and name:
+        try:
+            scribe.ask("keep twin", job.results, name, str(folder.twin.trajectory))
+        except StorageError as error:
+            say(f"the twin is not kept for later runs: {error}")
+    losses = {row.step: row.loss for row in twin if row.loss is not None}
+    scribe.add(folder.events, TwinRecord(losses=tuple(sorted(losses.items()))))
+    return twin
+
+
+def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
+    """Returns the names of the twins that a new run of the job of one of these runs would use again."""
+    from engine.core.job.job import Job
+    from engine.files.atomic_write import open_to_read
+
+    name_of, names = _naming(), set()
+    for run in runs:
+        with contextlib.suppress(*_UNREADABLE), open(open_to_read(run.run_json), "rb") as file:
+            names.add(name_of(Job(**json.load(file)["job"])))
+    return {name for name in names if name}
+
+
+def _naming() -> Callable[[Job], str | None]:
+    """Returns the function that names the twin of a job on this host."""
+    from engine.core.checks.proof import fingerprint
+    from engine.files.host_facts import host_facts
+    from engine.files.jobs.checkpoint_choice import with_weights_hash
+    from engine.files.jobs.user_files import data_files
+    from engine.files.trajectory_file import own_sources
+
+    facts, sources = host_facts(Path.cwd()), own_sources()
+    return lambda job: fingerprint(with_weights_hash(job), facts, sources, data_files(job))
+
+
+def _new_rows(
+    job: Job, folder: RunFolder, scribe: Scribe, run: Callable[[Job, RunFolder], Ending]
+) -> list[TrajectoryRow]:
+    from engine.core.checks.proof import twin_of
+    from engine.core.history.process_records import EndedRecord
+
+    own = folder.twin
+    scribe.make_folder(own.logs, folder.path)
+    ending = run(twin_of(job), own)
+    scribe.add(own.events, EndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+    if ending.exit_code:
+        is_interrupted = ending.outcome == "interrupted"
+        why = "interrupted in the twin" if is_interrupted else f"the fault-free twin did not finish: {ending.error}"
+        raise BambooError(why, ending.exit_code)
+    return ending.view.run_state.rows
 
 
 _PASSED_ON = ("faults", "grace_s", "injectable", "standby_coordinator", "notices")  # fields of a case for its session
@@ -48,7 +217,7 @@ def run_case(
     etcd: EtcdSettings | None,
     screen: Screen,
     server: ForkServer | None = None,
-    seat: Seat | None = None,
+    seat: FailoverContext | None = None,
 ) -> CaseResult:
     """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so that leftovers are found.
 
@@ -56,9 +225,8 @@ def run_case(
 
     Raises BambooError if the run could not be started.
     """
-    from engine.files.jobs import trust
-    from engine.files.jobs.checkpoint_place import with_whole_place
-    from engine.files.jobs.given_weights import hash_as_given
+    from engine.files.jobs import job_layers
+    from engine.files.jobs.checkpoint_choice import hash_as_given, with_whole_place
     from engine.models.model_registry import unreadable_files
     from engine.runtime.process.interrupts import holding
 
@@ -69,7 +237,7 @@ def run_case(
             raise UserError(problems)
         init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
         case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
-        trust.note(case.scenario.job)
+        job_layers.note(case.scenario.job)
         known = seat.folder if seat else None
         if known is not None:
             with holding() as interrupts, interrupts.forcing(partial(note_forced_end, known, scribe)):
@@ -79,9 +247,9 @@ def run_case(
             return _run_in(folder, scribe, case, etcd, screen, server, started_s, seat)
 
 
-def _scribe_of(server: ForkServer | None, seat: Seat | None) -> AbstractContextManager[Scribe]:
+def _scribe_of(server: ForkServer | None, seat: FailoverContext | None) -> AbstractContextManager[Scribe]:
     """Returns a scribe of this run; a host that takes over has one already, which outlives the run here."""
-    from engine.runtime.keeping.scribe_work import scribe_for
+    from engine.runtime.agent.scribe_work import scribe_for
 
     if seat is not None and seat.scribe is not None:
         return nullcontext(seat.scribe)
@@ -106,12 +274,12 @@ def _run_in(
     screen: Screen,
     server: ForkServer | None,
     started_s: float,
-    seat: Seat | None,
+    seat: FailoverContext | None,
 ) -> CaseResult:
+    from engine.harness.leak_check import LeakCheck
     from engine.harness.state_lost import Restarts
-    from engine.runtime.agent.taken_run import HandedOverError, Seat
-    from engine.runtime.doctor.leak_check import LeakCheck
-    from engine.runtime.keeping.keeper import place_of
+    from engine.runtime.agent.keeper import place_of
+    from engine.runtime.agent.run_state import FailoverContext, HandoverError
 
     text = "" if case.file is None else whole_text(case.file)  # the user may change the file while the run goes on
     if text:
@@ -120,7 +288,7 @@ def _run_in(
     case = replace(case, begun_as=home.name)
     scribe.write(folder.run_json, facts_text(case, folder.path.name))
     traces = LeakCheck() if case.scenario.expect.leftovers else None
-    drive = partial(_drive, screen=screen, etcd=etcd, server=server, seat=Seat(scribe=scribe))
+    drive = partial(_drive, screen=screen, etcd=etcd, server=server, seat=FailoverContext(scribe=scribe))
     options: dict[str, Any] = {name: getattr(case, name) for name in _PASSED_ON}
     job = case.scenario.job
     place, run = place_of(job, str(home)), home.name
@@ -130,7 +298,7 @@ def _run_in(
     )
     try:
         ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
-    except HandedOverError:
+    except HandoverError:
         scribe.add(folder.events, EndedRecord(outcome="left", exit_code=0))
         raise
     wall_s = time.monotonic() - started_s
@@ -177,7 +345,7 @@ def _concluded(
         history = RunHistory(job)
     else:
         history = read_history(folder.events)
-    seen = Observed(ending.exit_code, error, history, leftovers=left)
+    seen = Observation(ending.exit_code, error, history, leftovers=left)
     other = "the run was resumed with other bits" if case.origin is not None and case.origin.other_bits else ""
     if why := why_no_twin(expect, faults, seen) or other:
         scribe.add(folder.events, NotComparedRecord(why=why))
@@ -198,7 +366,7 @@ def _unstored(
     ending = ending.unstored(error)
     if scribe.why:
         ending = replace(ending, missing=(*ending.missing, *_OF_THE_END))
-    seen = Observed(ending.exit_code, str(ending.error), RunHistory(case.scenario.job))
+    seen = Observation(ending.exit_code, str(ending.error), RunHistory(case.scenario.job))
     result = judged(case.scenario, case.faults, folder.path, seen)
     record_failure(folder, scribe, ending.error or error)
     summary = summary_of(folder, ending, wall_s)
@@ -234,7 +402,7 @@ def _compared(
 
     The job of `history` has no secret arguments.
     """
-    from engine.harness.twin_run import twin_rows
+    pass
 
     def run(twin: Job, own: RunFolder) -> Ending:
         screen.say("running the fault-free twin, to compare the weights with")

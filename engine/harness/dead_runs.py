@@ -18,10 +18,9 @@ from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import JobRecord
 from engine.files.atomic_write import open_to_read
 from engine.files.matrix_results import RESULTS
-from engine.files.own_files import delete_tree
-from engine.files.run_folder import RunFolder, run_names
-from engine.runtime.process.folder_lock import unused_folder
-from engine.runtime.process.process_state import is_alive
+from engine.files.run_folder import RunFolder, delete_tree, run_names
+from engine.runtime.process.kernel import is_alive
+from engine.runtime.process.locks import unused_folder
 
 _STORES = ("logs/etcd", "twin/logs/etcd")
 _START_S = 60.0  # the time that a launcher may take from its folder to its first event

@@ -7,16 +7,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from engine.core.config.job import CODE_FIELDS, Job, code_in
-from engine.core.config.offered import Offered
-from engine.core.config.param_groups import group_problems
-from engine.core.config.torch_parts import OPTIMIZERS, SCHEDULES
-from engine.core.config.update_rules import OWN_OPTIMIZERS
 from engine.core.errors import BambooError, ExitCode, Problem, UserCodeError, UserError, nearest
-from engine.core.scalar import Scalar
-from engine.files.jobs.checkpoint_place import place_problems
-from engine.files.jobs.code_files import module_spec, top_level
-from engine.files.jobs.code_names import missing_name
+from engine.core.job.job import CODE_FIELDS, Job, code_in
+from engine.core.job.job_rules import JobParts
+from engine.core.job.torch_parts import OPTIMIZERS, SCHEDULES
+from engine.core.job.update_rules import OWN_OPTIMIZERS, group_problems
+from engine.core.units import Scalar
+from engine.files.jobs.checkpoint_choice import place_problems
+from engine.files.jobs.user_files import missing_name, module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
 from engine.models.model_registry import (
     argument_names,
@@ -25,7 +23,7 @@ from engine.models.model_registry import (
     layers_of_smallest_stage,
     problems_of,
 )
-from engine.observers.registry import logger_problems
+from engine.observers.observers import logger_problems
 from engine.runtime.process.subprocesses import ask
 
 # The fields that open_data reads.
@@ -38,7 +36,7 @@ def _named_problems(job: Job) -> list[Problem]:
 
 
 def _optimizer_problems(job: Job) -> list[Problem]:
-    """Returns the problems with the arguments of adamw and sgd; `engine.core.config.update_rules` has all others."""
+    """Returns the problems with the arguments of adamw and sgd; `engine.core.job.update_rules` has all others."""
     if job.optimizer not in OWN_OPTIMIZERS:
         return []
     problems = argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
@@ -100,7 +98,7 @@ def samples_without_code(job: Job) -> int | None:
 
 @functools.lru_cache(maxsize=64)  # the cells of a matrix mostly have the same data
 def _num_samples(of_data: str, folder: str) -> int:
-    answer = ask("engine.models.sources.count_samples", json.loads(of_data))
+    answer = ask("engine.models.data_sources", json.loads(of_data))
     if problems := answer.get("problems"):
         raise UserError([Problem(**each) for each in problems])
     if "raised" in answer:
@@ -122,7 +120,7 @@ def _nearest_module(module: str) -> str:
 
 
 # Enough for commands that only make the program.
-named = Offered(
+named = JobParts(
     _named_problems,
     _argument_names,
     acts_on=("schedule",),
@@ -130,7 +128,7 @@ named = Offered(
     defaults=job_defaults,
 )
 # Also the cut of the model into stages, the modules of a user's own model and data, and the place of checkpoints.
-offered = Offered(
+offered = JobParts(
     lambda job: [
         *_named_problems(job),
         *layer_problems(job),

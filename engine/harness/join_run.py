@@ -1,8 +1,8 @@
 """Adds a worker to a running job: writes a request for its launcher, then follows the worker through the events.
 
 Rules: the launcher starts the worker, from the code that it has loaded; of several hosts where the fewest workers are.
-A command with other code or other arithmetic is refused before that. `Joined` writes the request, readable by the user
-alone, and withdraws it if the launcher does not take it.
+A command with other code or other arithmetic is refused before that. `AddedWorker` writes the request, readable by the
+user alone, and withdraws it if the launcher does not take it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.bit_fields import compared_facts, different_facts
-from engine.core.config.job import Job
 from engine.core.errors import (
     BambooError,
     EnvironmentLacksError,
@@ -26,22 +24,28 @@ from engine.core.errors import (
     nearest,
     required,
 )
-from engine.core.history.elastic_records import AddedRecord, CrampedRecord
-from engine.core.history.heard_decisions import coordinating_host
-from engine.core.history.process_records import ExitRecord, TrainingEndedRecord, WaitingRecord
-from engine.core.history.record import Record
-from engine.core.history.request_records import RefusedRecord
-from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, EpochRecord, HeirsRecord, JobRecord
+from engine.core.history.process_records import ExitRecord, RefusedRecord, TrainingEndedRecord, WaitingRecord
+from engine.core.history.run_history import RunHistory, coordinating_host
+from engine.core.history.run_records import (
+    AddedRecord,
+    CommitRecord,
+    CrampedRecord,
+    EpochRecord,
+    HeirsRecord,
+    JobRecord,
+    Record,
+)
+from engine.core.job.bit_fields import compared_facts, different_facts
+from engine.core.job.job import Job
 from engine.core.texts import places_text
 from engine.files.atomic_write import write_atomically
-from engine.files.growing_events import GrowingEvents
+from engine.files.events_file import GrowingEvents
 from engine.files.host_facts import host_facts
 from engine.files.run_folder import LATEST, RunFolder, find_run
-from engine.files.twin_file import own_sources
+from engine.files.trajectory_file import own_sources
 from engine.harness.dead_runs import launcher_runs, live_runs
+from engine.runtime.agent.requests import BEGINNING, CLOSED, TOO_LATE, takes_workers
 from engine.runtime.process.interrupts import RunInterruptedError, breakable, present
-from engine.runtime.requests.join_requests import BEGINNING, CLOSED, TOO_LATE, takes_workers
 
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
@@ -99,7 +103,7 @@ def _refuse_other_bits(folder: RunFolder, job: Job) -> None:
         raise EnvironmentLacksError("\n".join([*told, "a worker with other code or arithmetic gives other bits"]))
 
 
-class Joined:
+class AddedWorker:
     """One worker that is added to a run."""
 
     def __init__(self, folder: RunFolder, *, is_standby: bool):

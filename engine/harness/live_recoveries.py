@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from engine.core.checks.recovery_log import RecoveryLog
-from engine.core.checks.stall import USUAL
-from engine.core.config.job import Job
+from engine.core.checks.recoveries import USUAL, RecoveryLog
 from engine.core.errors import StorageError
 from engine.core.history.run_history import RunHistory
+from engine.core.job.job import Job
 from engine.core.ownership import Slot
 from engine.files.events_file import read_events
-from engine.runtime.agent.run_view import RunView
+from engine.runtime.agent.run_state import RunView
 
 GONE = ("dead", "failed", "left")
 _MAX_LOOKS = 8  # reads of the events for one expected recovery; it may not come

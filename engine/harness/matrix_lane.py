@@ -21,15 +21,15 @@ from engine.core.errors import BY_SIGNAL, BambooError
 
 if TYPE_CHECKING:
     from engine.core.message_codec import Plain
-    from engine.files.scenarios.scenario_file import Loaded
+    from engine.files.jobs.scenario_file import LoadedScenario
     from engine.runtime.process.fork_client import ForkServer
 
 
 def run_cell(task: Plain, server: ForkServer) -> CellResult:
     """Runs the cell of a task (see `MatrixRun.task`); returns its result, which is invalid if it could not be run."""
     from engine.files.atomic_write import make_folder
-    from engine.files.scenarios.scenario_file import load_document
-    from engine.files.scenarios.scenario_text import scenario_text
+    from engine.files.jobs.form import scenario_text
+    from engine.files.jobs.scenario_file import load_document
     from engine.files.strict_yaml import read_text
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
@@ -52,9 +52,9 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
     return replace(found, do=do, seconds=seconds, seed=seed)
 
 
-def _checked(cell: str, loaded: Loaded, server: ForkServer, *, keep: bool) -> CellResult:
+def _checked(cell: str, loaded: LoadedScenario, server: ForkServer, *, keep: bool) -> CellResult:
+    from engine.harness.case import case_of_file
     from engine.harness.case_runner import run_case
-    from engine.harness.cases.case import case_of_file
     from engine.harness.screen import lines_only
 
     case = run_case(case_of_file(loaded), None, lines_only(partial(print, flush=True)), server)
@@ -76,9 +76,9 @@ def contradiction(run: Path) -> str:
 
     The verdict came from the memory of the process that wrote it.
     """
-    from engine.core.history.verdict_records import ComparisonRecord
+    from engine.core.history.process_records import ComparisonRecord
     from engine.files.events_file import read_history
-    from engine.files.evidence.proving import proof_of
+    from engine.files.evidence import proof_of
     from engine.files.run_folder import RunFolder
 
     folder = RunFolder(run)
@@ -90,8 +90,8 @@ def contradiction(run: Path) -> str:
 
 def main(fd: int) -> None:
     """Runs a case for each message, until the other end is closed; an interrupted case does not end its open step."""
-    from engine.core.process_messages import CaseMessage, DoneMessage
-    from engine.runtime.doctor.leak_check import mark_processes
+    from engine.core.messages import CaseMessage, DoneMessage
+    from engine.harness.leak_check import mark_processes
     from engine.runtime.ipc.link import Link
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.process.interrupts import holding

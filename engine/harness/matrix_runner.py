@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.checks.cell_result import CellResult, key_of
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.texts import trust_words
 
 if TYPE_CHECKING:
+    from engine.core.faults.matrix import SmallestScenario
     from engine.core.faults.scenario import Scenario
-    from engine.core.faults.shrink import Shrunk
     from engine.core.message_codec import Plain
-    from engine.files.scenarios.matrix_file import PlannedCell
-    from engine.runtime.process.lanes import Lanes
+    from engine.files.jobs.matrix_file import PlannedCell
+    from engine.runtime.process.fork_client import Lanes
 
 # number of the result, number of cells, result, expected seconds for the rest
 TellResult = Callable[[int, int, CellResult, float], None]
@@ -108,12 +108,12 @@ class MatrixRun:
 
     def shrink(
         self, lanes: Lanes, scenario: Scenario, failed: CellResult, budget: int, say: Callable[[str], None]
-    ) -> tuple[Path, Shrunk]:
+    ) -> tuple[Path, SmallestScenario]:
         """Returns the file of the smallest scenario that fails like this cell, and the search; `say` gets each try."""
-        from engine.core.faults.scenario_plain import scenario_plain
-        from engine.core.faults.shrink import shrink
+        from engine.core.faults.matrix import shrink
+        from engine.core.faults.scenario import scenario_plain
         from engine.files.atomic_write import write_atomically
-        from engine.files.scenarios.scenario_text import scenario_text
+        from engine.files.jobs.form import scenario_text
         from engine.runtime.faults.registry import kinds
 
         def fails(smaller: Scenario) -> bool:
@@ -148,7 +148,7 @@ def _file_name(cell: str) -> str:
     return f"{whole[:100].decode('utf-8', 'ignore')}-{hashlib.sha256(whole).hexdigest()[:16]}"
 
 
-def shrunk_command(path: Path, shrunk: Shrunk) -> str:
+def shrunk_command(path: Path, shrunk: SmallestScenario) -> str:
     """Returns the command that runs the scenario of a search, whose file has the whole job."""
     return shlex.join(["bamboo", "matrix", str(path), *trust_words(shrunk.scenario.job.names_code)])
 

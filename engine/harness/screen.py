@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.core.config.job import Job
-    from engine.runtime.agent.run_view import RunView
+    from engine.core.job.job import Job
+    from engine.runtime.agent.run_state import RunView
 
 
 @dataclass(frozen=True, slots=True)

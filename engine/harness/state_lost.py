@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.core.checkpoints.ladder import Ladder, next_rung
-from engine.core.checkpoints.resumption import Resumption
-from engine.core.checks.recovery_log import RecoveryLog
-from engine.core.config.job import Job
-from engine.core.config.job_wants import holders
+from engine.core.checkpoint_rules import Ladder, Resumption, next_rung
+from engine.core.checks.recoveries import RecoveryLog
 from engine.core.errors import BambooError, ExitCode, WorkerFailedError
 from engine.core.exclusion import Cause
 from engine.core.history.process_records import ExitRecord
-from engine.core.history.record import Record
-from engine.core.history.run_records import CommitRecord, EpochRecord
+from engine.core.history.run_records import CommitRecord, EpochRecord, Record
+from engine.core.job.job import Job
+from engine.core.job.partition import holders
 from engine.core.ownership import Slot
 from engine.core.texts import counted, spans
 from engine.files.jobs.checkpoint_choice import tell_refused

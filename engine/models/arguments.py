@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import InvariantError, Problem, UserError, nearest
-from engine.core.scalar import MOST_FLOAT, Args, Scalar
+from engine.core.units import MOST_FLOAT, Args, Scalar
 
 Factory = Callable[..., Any]
 

@@ -7,12 +7,15 @@ the caller has seeded with the key of the layer: every worker gets the same weig
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
-from engine.core.errors import Problem, UserError
+from engine.core.errors import Problem, UserError, nearest
 
 Tensors = tuple[Tensor, ...]
 Loss = Callable[[Tensors, Tensors], Tensor]  # of (outputs, targets)
@@ -40,7 +43,7 @@ class ModuleCopy:
 class LayerSpec:
     """The builder of one layer. `kind` is the class name that ``--partition type:regex`` matches.
 
-    `hands` and `takes` are the names of its skip connections (engine.models.skips).
+    `hands` and `takes` are the names of its skip connections (engine.models.layers).
     """
 
     name: str
@@ -175,3 +178,144 @@ def _remedy(value: object) -> str:
     if isinstance(value, (tuple, list)) and any(isinstance(part, (tuple, list)) for part in value):
         return ": return out, not (out, (h, c))"
     return ": its forward has no return" if value is None else ""
+
+
+# Trees: values in dicts, lists, tuples and dataclasses of any depth; all other values are leaves.
+#
+# A tree can be flattened into its tensors and its form (the tree without them), and unflattened.
+
+
+class _Place(Enum):
+    TENSOR = "tensor"  # the place of a tensor in a form
+
+
+def parts_of(tree: object) -> dict[Any, Any] | None:
+    """Returns the parts of a tree by key, index or field name; None for a leaf."""
+    if isinstance(tree, dict):
+        return tree
+    if isinstance(tree, (list, tuple)):
+        return dict(enumerate(tree))
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return {each.name: getattr(tree, each.name) for each in fields(tree) if each.init}
+    return None
+
+
+def with_parts(tree: Any, parts: Iterable[Any]) -> Any:
+    """Returns a tree of the same type with other parts, in the order of `parts_of`."""
+    if isinstance(tree, dict):
+        return type(tree)(zip(tree, parts, strict=True))
+    if hasattr(tree, "_fields"):  # a named tuple
+        return type(tree)(*parts)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(parts)
+    return replace(tree, **dict(zip(parts_of(tree) or (), parts, strict=True)))
+
+
+def map_leaves(do: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns the tree with each leaf replaced by `do(leaf)`, called in order."""
+    parts = parts_of(tree)
+    return do(tree) if parts is None else with_parts(tree, [map_leaves(do, part) for part in parts.values()])
+
+
+def flatten(tree: object) -> tuple[object, Tensors]:
+    """Returns the form of a tree, and its tensors in order."""
+    tensors: list[Tensor] = []
+
+    def take(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Place.TENSOR
+
+    return map_leaves(take, tree), tuple(tensors)
+
+
+def unflatten(form: object, tensors: Tensors) -> Any:
+    """Returns the tree of a form with these tensors: the inverse of `flatten`."""
+    coming = iter(tensors)
+    return map_leaves(lambda leaf: next(coming) if leaf is _Place.TENSOR else leaf, form)
+
+
+# Skip connections: named tensors that a layer hands to a later layer, past the layers in between.
+#
+#     layer 0  returns (own, skip)
+#     layer 1  is called with (own), returns (own); the wrapper passes skip through
+#     layer 2  is called with (own, skip)
+#
+# The tensor travels with the outputs of the layers in between, so that transfers, recovery and gradients need no rule
+# for it. The price is a transfer at every border on its way.
+#
+# Rules: one layer hands a name, one or more later layers take it. The tensors that a layer hands are the last ones of
+# its outputs; those that it takes are its last arguments.
+
+
+def with_skips(model: Model) -> Model:
+    """Returns the model in which layers pass skip tensors through; raises UserError if names do not match."""
+    if problems := list(_mismatches(model.layers)):
+        raise UserError(problems)
+    last_taker = {name: index for index, layer in enumerate(model.layers) for name in layer.takes}
+    layers: list[LayerSpec] = []
+    entering: tuple[str, ...] = ()
+    for index, layer in enumerate(model.layers):
+        leaving = tuple(name for name in (*entering, *layer.hands) if last_taker[name] > index)
+        passes_on = replace(layer, build=partial(_build, layer, entering, leaving))
+        layers.append(passes_on if entering or leaving else layer)
+        entering = leaving
+    return replace(model, layers=tuple(layers))
+
+
+def _build(layer: LayerSpec, entering: Sequence[str], leaving: Sequence[str]) -> nn.Module:
+    module = layer.build()
+    # Not wrapped in a module: that would change the names of its parameters, which ties and hashes use.
+    module.forward = partial(_pass_on, module.forward, layer, entering, leaving)
+    return module
+
+
+def _pass_on(
+    forward: Callable[..., object], layer: LayerSpec, entering: Sequence[str], leaving: Sequence[str], *inputs: Tensor
+) -> Tensors:
+    """Calls a layer with its own inputs and its skips; returns its own outputs and all skips that go on."""
+    num_own = len(inputs) - len(entering)
+    travelling = dict(zip(entering, inputs[num_own:], strict=True))
+    made = as_tensors(forward(*inputs[:num_own], *(travelling[name] for name in layer.takes)), layer.name)
+    num_own = len(made) - len(layer.hands)
+    if num_own < 1:
+        expected = f"its own outputs and behind them {', '.join(layer.hands)}"
+        raise TypeError(f"{layer.name}: expected {expected}, found {len(made)} tensors")
+    travelling.update(zip(layer.hands, made[num_own:], strict=True))
+    return (*made[:num_own], *(travelling[name] for name in leaving))
+
+
+def _mismatches(layers: Sequence[LayerSpec]) -> Iterator[Problem]:
+    handing = _by_name(layers, [layer.hands for layer in layers])
+    taking = _by_name(layers, [layer.takes for layer in layers])
+    for name, givers in handing.items():
+        if len(givers) > 1:
+            yield Problem("model", f"one layer that hands {name!r}", _told(layers, givers))
+        if name not in taking:
+            hint = nearest(name, taking.keys() - handing.keys())
+            yield Problem(
+                "model", f"a later layer that takes {name!r}", f"none; {_told(layers, givers)} hands it", hint
+            )
+    for name, takers in taking.items():
+        if name not in handing:
+            hint = nearest(name, handing)
+            yield Problem(
+                "model", f"an earlier layer that hands {name!r}", f"none; {_told(layers, takers)} takes it", hint
+            )
+        elif takers[0] <= handing[name][0]:
+            found = f"{_told(layers, handing[name][:1])} hands it and {_told(layers, takers[:1])} takes it"
+            yield Problem("model", f"{name!r} to be taken by a later layer than hands it", found)
+
+
+def _by_name(layers: Sequence[LayerSpec], names: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
+    """Returns for each name the layers that list it; a layer that lists it twice appears twice."""
+    found: dict[str, list[int]] = {}
+    for index, listed in enumerate(names):
+        for name in listed:
+            found.setdefault(name, []).append(index)
+    return found
+
+
+def _told(layers: Sequence[LayerSpec], indexes: Sequence[int]) -> str:
+    return " and ".join(f"layer {index} ({layers[index].name})" for index in indexes)

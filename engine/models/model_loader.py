@@ -7,16 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from engine.core.config.job import Job
-from engine.core.config.metric_names import PERPLEXITY, named_metrics
 from engine.core.errors import Problem, UserError, required
-from engine.models.data import Data, DataFacts
-from engine.models.layers import Loss, Model
+from engine.core.job.job import PERPLEXITY, Job, named_metrics
+from engine.models.data import Data, DataFacts, with_form
+from engine.models.layers import Loss, Model, with_skips
 from engine.models.losses import METRICS
 from engine.models.model_registry import MODELS, Builtin, model_problems
-from engine.models.skips import with_skips
 from engine.models.user_factory import import_factory, user_model
-from engine.models.whole_batches import with_form
 
 _ORDINARY = Builtin("traced.ordinary", "ordinary_model")  # few jobs need its modules
 _IMAGE = ("channels", "height", "width")

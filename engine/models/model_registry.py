@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from engine.core.config.job import FACTORY, Job
-from engine.core.config.partition import MOST_LAYERS, cutting_problems, smallest_stage
 from engine.core.errors import Problem, nearest
-from engine.core.scalar import Args, Scalar
+from engine.core.job.job import FACTORY, Job
+from engine.core.job.partition import MOST_LAYERS, cutting_problems, smallest_stage
+from engine.core.units import Args, Scalar
 from engine.models.arguments import argument_problems, builtin_arguments
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ class ModelEntry:
 
 
 def _resnet(is_bottleneck: bool, *blocks: int) -> ModelEntry:
-    factory = Builtin("networks.resnet", "resnet", (blocks, is_bottleneck))
+    factory = Builtin("networks", "resnet", (blocks, is_bottleneck))
     return ModelEntry(factory, _IMAGES, "digits", least_microbatch_size=2, layers=2 + sum(blocks))
 
 
 def _transformer(name: str, task: Task, **others: Any) -> ModelEntry:
     divisor, defaults = ("heads", "width"), others.pop("defaults", {})
-    factory = Builtin("networks.transformer", name, (), defaults)
+    factory = Builtin("transformer", name, (), defaults)
     return ModelEntry(factory, (task,), "text", layers=2, more_layers="depth", divisor=divisor, **others)
 
 
@@ -99,29 +99,27 @@ MODELS: dict[str, ModelEntry] = {
     "resnet50": _resnet(True, 3, 4, 6, 3),
     "resnet101": _resnet(True, 3, 4, 23, 3),
     "resnet152": _resnet(True, 3, 8, 36, 3),
-    "vgg19": ModelEntry(Builtin("networks.conv_stacks", "vgg19"), _IMAGES, "digits", layers=19),
-    "alexnet": ModelEntry(Builtin("networks.conv_stacks", "alexnet"), _IMAGES, "digits", layers=8),
-    "mlp": ModelEntry(
-        Builtin("networks.mlp", "mlp"), ("regress", "classify"), "synthetic", layers=1, more_layers="depth"
-    ),
-    "timed": ModelEntry(Builtin("networks.timed", "timed"), ("regress",), "synthetic", more_layers="layers"),
+    "vgg19": ModelEntry(Builtin("networks", "vgg19"), _IMAGES, "digits", layers=19),
+    "alexnet": ModelEntry(Builtin("networks", "alexnet"), _IMAGES, "digits", layers=8),
+    "mlp": ModelEntry(Builtin("networks", "mlp"), ("regress", "classify"), "synthetic", layers=1, more_layers="depth"),
+    "timed": ModelEntry(Builtin("networks", "timed"), ("regress",), "synthetic", more_layers="layers"),
 }
 
 
 def _text(path: str) -> dict[Task, Builtin]:
     tasks: tuple[Task, ...] = ("causal", "masked")
-    return {task: Builtin("datasets.text", "text", (task, path)) for task in tasks}
+    return {task: Builtin("datasets", "text", (task, path)) for task in tasks}
 
 
 # Each factory takes the seed; its keyword-only parameters are the job's data_args.
 DATA: dict[str, dict[Task, Builtin]] = {
     "text": _text(""),
-    "digits": {"classify": Builtin("datasets.images", "digits")},
+    "digits": {"classify": Builtin("datasets", "digits")},
     "synthetic": {
-        "regress": Builtin("datasets.synthetic", "VectorData"),
-        "classify": Builtin("datasets.synthetic", "synthetic_images"),
-        "causal": Builtin("datasets.synthetic", "synthetic_tokens", ("causal",)),
-        "masked": Builtin("datasets.synthetic", "synthetic_tokens", ("masked",)),
+        "regress": Builtin("datasets", "VectorData"),
+        "classify": Builtin("datasets", "synthetic_images"),
+        "causal": Builtin("datasets", "synthetic_tokens", ("causal",)),
+        "masked": Builtin("datasets", "synthetic_tokens", ("masked",)),
     },
 }
 
@@ -264,7 +262,41 @@ def _offered(job: Job) -> Mapping[Task, Builtin]:
     if name in DATA:
         return DATA[name]
     if os.path.isdir(name):
-        return {"classify": Builtin("datasets.image_files", "image_folder", (name,))}
+        return {"classify": Builtin("datasets", "image_folder", (name,))}
     if name.endswith(".bin"):
-        return {"causal": Builtin("datasets.tokens", "tokens", (name,))}
+        return {"causal": Builtin("datasets", "tokens", (name,))}
     return _text(name) if "/" in name or "." in name or os.path.exists(name) else {}
+
+
+# One line about each built-in model and data source; without torch, so that a list of them comes at once.
+#
+# Rule: `tests/runtime/test_data.py` holds the samples in these lines against those that the sources yield.
+
+_RESIDUAL = "residual network with {} weight layers, for images"
+MODEL_TEXTS: dict[str, str] = {
+    "gpt": "transformer that predicts the next byte of a text",
+    "gpt-100m": "the same with 100 million parameters, in bfloat16, with fused attention",
+    "gpt-1b": "the same with a thousand million parameters",
+    "bert": "transformer that predicts hidden bytes of a text",
+    **{f"resnet{layers}": _RESIDUAL.format(layers) for layers in (18, 34, 50, 101, 152)},
+    "vgg19": "convolutional network of 19 weight layers, for images",
+    "alexnet": "convolutional network of 8 weight layers, for images",
+    "mlp": "fully connected layers, for vectors or flattened images",
+    "timed": "layers that sleep instead of computing: a stand-in for an accelerator",
+}
+DATA_TEXTS: dict[str, str] = {
+    "text": "the documentation that ships with Python, as bytes",
+    "digits": "scikit-learn's 1797 handwritten digits, gray values from 0 to 1",
+    "synthetic": "random data that can be learned, made from the seed",
+}
+# source -> task -> one sample with the default arguments
+SAMPLES: dict[str, Mapping[Task, str]] = {
+    "text": {"causal": "int64 32, below 256", "masked": "int64 32, below 257"},
+    "digits": {"classify": "float32 1x8x8, 10 classes"},
+    "synthetic": {
+        "regress": "float32 32, target float32 1",
+        "classify": "float32 3x32x32, 10 classes",
+        "causal": "int64 32, below 256",
+        "masked": "int64 32, below 257",
+    },
+}

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
+from engine.core.errors import WorkerException
 from engine.core.message_codec import cut
 from engine.core.texts import counted, printable
-from engine.core.worker_exception import WorkerException
 
 _MOST_OF_NAME, _MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 4_000, 4_000, 20_000  # bytes in a message
 _MOST_FRAMES, _MOST_LINKED = 1_000, 100  # frames of an exception; exceptions that hang on one as causes or members

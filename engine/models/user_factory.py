@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
+from engine.core.job.job import Job
 from engine.core.random_key import random_key
-from engine.core.scalar import Args
+from engine.core.units import Args
 from engine.models.arguments import Factory, check_user_args, takes
 from engine.models.layers import Model, ModuleCopy, Tie, layer_spec, named_layers
 from engine.models.losses import default_loss

@@ -12,9 +12,7 @@ import traceback
 from pathlib import Path
 
 from engine.core.texts import printable
-from engine.observers.following import Following
-from engine.observers.registry import made_logger
-from engine.observers.slate import LoggerProgress, Slate
+from engine.observers.observers import LoggerFeed, LoggerProgress, ProgressPage, made_logger
 from engine.runtime.process.interrupts import ignore_ctrl_c
 from engine.runtime.process.prctl import die_with_parent, name_process
 
@@ -28,9 +26,9 @@ def main(parent: int, name: str, events: Path, fd: int) -> int:
     ignore_ctrl_c()
     die_with_parent(parent)
     name_process(f"bamboo-log-{name}")
-    slate, following = Slate(fd), None
+    slate, following = ProgressPage(fd), None
     try:
-        following = Following(made_logger(name), events, lambda step: slate.write(LoggerProgress(step)))
+        following = LoggerFeed(made_logger(name), events, lambda step: slate.write(LoggerProgress(step)))
         while not following.is_over:
             following.read_on()
             time.sleep(0 if following.is_over else _POLL_S)

@@ -10,20 +10,192 @@ steps a logger has not taken, and why a logger has ended, and goes on: a logger 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from struct import Struct
+from typing import Any, NamedTuple, TypeVar
 
-from engine.core.config.job import Job, logger_names
+from engine.core.checks.recoveries import Recovery, RecoveryLog
+from engine.core.errors import Problem, nearest
+from engine.core.history.process_records import TrainingEndedRecord
+from engine.core.history.run_records import CommitRecord, GoRecord, JobRecord, Record, ValidationRecord
+from engine.core.job.job import FACTORY, Job, logger_names
+from engine.core.job.torch_parts import LR_SCHEDULES, learning_rate
 from engine.files.atomic_write import open_to_append
-from engine.observers.slate import Slate
+from engine.files.events_file import GrowingEvents
+from engine.observers import loggers
+from engine.observers.loggers import RecoveryDone, StepDone, TrainingDone, ValidationDone
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import present
+
+# Follows the records of a run, and calls a logger for each committed step, validation and recovery.
+
+
+class LoggerFeed:
+    """A logger and the events of its run; a method that the logger lacks is not called.
+
+    `took` is called with each step that the logger has taken.
+    """
+
+    def __init__(self, logger: object, events: Path, took: Callable[[int], None] = lambda step: None):
+        self.last_step = -1  # that the logger has taken
+        self.is_over = False  # the logger has taken the end
+        self._logger, self._took = logger, took
+        self._folder = events.parent
+        self._growing = GrowingEvents(events)
+        self._log = RecoveryLog()
+        self._before_ns = 0  # the last commit, or the begin of training
+
+    def read_on(self) -> None:
+        """Gives the logger all that was recorded since the last call, up to the end of training."""
+        for record in () if self.is_over else self._growing.news():
+            self._take(record)
+            if self.is_over:
+                return
+
+    def _take(self, record: Record) -> None:
+        recoveries = tuple(_told(each) for each in self._log.read(record))
+        match record:
+            case JobRecord():
+                self._call("start", record.job, self._folder)
+            case GoRecord():
+                self._before_ns = self._before_ns or record.at_ns
+            case CommitRecord():
+                for each in recoveries:
+                    self._call("recovery", each)
+                self._call("step", self._step(record, recoveries))
+                self._before_ns, self.last_step = record.at_ns, record.step
+                self._took(record.step)
+            case ValidationRecord():
+                figures = record.loss, record.metrics, _wall_s(record.at_ns)
+                self._call("validation", ValidationDone(record.step, record.name, record.samples, *figures))
+            case TrainingEndedRecord():
+                history = self._log.history
+                steps, at_s = history.committed + 1, _wall_s(record.at_ns)
+                self._call("finish", TrainingDone(record.outcome, record.exit_code, steps, history.error, at_s))
+                self.is_over = True
+
+    def _step(self, record: CommitRecord, recoveries: tuple[RecoveryDone, ...]) -> StepDone:
+        job, lr = self._log.history.job, None
+        if job.lr_schedule in LR_SCHEDULES:
+            lr = learning_rate(job.lr_schedule, job.lr, record.step, job.steps, job.warmup_steps)
+        return StepDone(
+            record.step,
+            record.loss,
+            record.grad_norm,
+            lr,
+            (record.at_ns - self._before_ns) / 1e9 if self._before_ns else 0.0,
+            job.pipelines * job.microbatches * job.microbatch_size,
+            _wall_s(record.at_ns),
+            recoveries,
+        )
+
+    def _call(self, name: str, *values: object) -> None:
+        method = getattr(self._logger, name, None)
+        if method is not None:
+            method(*values)
+
+
+def _told(recovery: Recovery) -> RecoveryDone:
+    stall = recovery.stall
+    workers = tuple(each.worker for each in recovery.verdict)
+    stall_ms = None if stall is None else stall.least_ns / 1e6
+    return RecoveryDone(recovery.step, workers, recovery.rung, stall_ms, recovery.lost_steps, str(recovery))
+
+
+def _wall_s(at_ns: int) -> float:
+    """Returns a time of the host's monotonic clock as seconds since 1970."""
+    return time.time() - (time.monotonic_ns() - at_ns) / 1e9
+
+
+# The progress of a logger, in memory that its process and the launcher share: the last step, the end, an error.
+_HEAD = Struct("<qq")  # the last step, and whether the logger has ended
+_MOST_OF_TEXT = 1_000
+
+
+class LoggerProgress(NamedTuple):
+    """The last step that a logger has taken, whether it has taken the end, and the words of its error, or empty."""
+
+    last_step: int = -1
+    is_over: bool = False
+    error: str = ""
+
+
+class ProgressPage:
+    """A piece of memory behind a descriptor; the writer may be killed at any time."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+
+    @staticmethod
+    def new() -> ProgressPage:
+        """Returns an empty one."""
+        slate = ProgressPage(os.memfd_create("bamboo-logger"))
+        slate.write(LoggerProgress())
+        return slate
+
+    def write(self, progress: LoggerProgress) -> None:
+        """Replaces the progress."""
+        text = progress.error.encode(errors="replace")[:_MOST_OF_TEXT]
+        os.pwrite(self.fd, _HEAD.pack(progress.last_step, progress.is_over) + text, 0)
+
+    def read(self) -> LoggerProgress:
+        """Returns the progress."""
+        data = os.pread(self.fd, _HEAD.size + _MOST_OF_TEXT, 0)
+        last_step, is_over = _HEAD.unpack_from(data)
+        return LoggerProgress(last_step, bool(is_over), data[_HEAD.size :].decode(errors="replace"))
+
+    def close(self) -> None:
+        """Closes the descriptor."""
+        os.close(self.fd)
+
+
+# The loggers that a job can name: csv, tensorboard, wandb, mlflow, or a class of the user's.
+class _BundledLogger(NamedTuple):
+    attribute: str
+    package: str = ""  # that it needs
+    extra: str = ""  # of bamboo-train, which brings it
+
+
+LOGGERS = {
+    "csv": _BundledLogger("CsvLogger"),
+    "tensorboard": _BundledLogger("TensorboardLogger", "tensorboard", "tensorboard"),
+    "wandb": _BundledLogger("WandbLogger", "wandb", "wandb"),
+    "mlflow": _BundledLogger("MlflowLogger", "mlflow", "mlflow"),
+}
+
+
+def logger_problems(text: str) -> list[Problem]:
+    """Returns the problems with the loggers of a job: unknown names, and packages that are not installed."""
+    found = []
+    for name in logger_names(text):
+        shipped = LOGGERS.get(name)
+        if shipped is None and not FACTORY.fullmatch(name):
+            expected = f"{', '.join(LOGGERS)} or package.module:Class, with commas between several"
+            found.append(Problem("logger", expected, repr(name), nearest(name, LOGGERS)))
+        elif shipped is not None and shipped.package and importlib.util.find_spec(shipped.package) is None:
+            hint = f"pip install 'bamboo-train[{shipped.extra}]', or pip install {shipped.package}"
+            found.append(Problem("logger", f"the package {shipped.package}", repr(name), hint))
+    return found
+
+
+def made_logger(name: str) -> object:
+    """Returns a new logger of this name; an import or a class of the user's may raise anything."""
+    if (shipped := LOGGERS.get(name)) is not None:
+        return getattr(loggers, shipped.attribute)()
+    module_name, _, attribute = name.partition(":")
+    if (folder := os.getcwd()) not in sys.path:  # as workers look there
+        sys.path.insert(0, folder)
+    return getattr(importlib.import_module(module_name), attribute)()
+
 
 View = TypeVar("View")
 
@@ -44,7 +216,7 @@ class Observer:
 
     name: str
     process: subprocess.Popen[bytes]
-    slate: Slate
+    slate: ProgressPage
     log: Path
     is_told: bool = False
     since: tuple[float, float] | None = None
@@ -162,7 +334,7 @@ def _is_interrupted() -> bool:
 
 def _started(name: str, events: Path, logs: Path) -> Observer:
     log = logs / f"logger-{name.replace(':', '.')}.log"
-    slate = Slate.new()
+    slate = ProgressPage.new()
     arguments = str(os.getpid()), name, str(events.resolve()), str(slate.fd)
     with open(open_to_append(log), "ab") as file:
         process = subprocesses.start(subprocesses.module(_PROCESS, *arguments), fd=slate.fd, log=file)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from engine.core.checks.recovery_times import PHASES
+from engine.core.checks.recoveries import PHASES
 from engine.core.errors import EnvironmentLacksError
 
 

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from engine.core.checks.stall import quantile
-from engine.core.config.job import ARGS_FIELDS, Job
-from engine.core.history.verdict_records import CheckRecord
-from engine.core.samples.ledger import epoch_at
+from engine.core.checks.recoveries import quantile
+from engine.core.history.process_records import CheckRecord
+from engine.core.job.job import ARGS_FIELDS, Job
+from engine.core.job.samples import epoch_at
 from engine.core.texts import counted, flags, numbered, sentence, trust_words
 from engine.report.load import RunTables
-from engine.report.recovery import AFTER_END, FROM_CHECKPOINT, NO_WORKER_LOST, RESTARTED, stalls_of
+from engine.report.tables import AFTER_END, FROM_CHECKPOINT, NO_WORKER_LOST, RESTARTED, stalls_of
 
 Mood = Literal["good", "bad", "open"]
 

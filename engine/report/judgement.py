@@ -11,10 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from engine.core.checks.proof import UNREAD, Proof
 from engine.core.errors import BY_SIGNAL
-from engine.core.evidence.proof import UNREAD, Proof
+from engine.core.history.process_records import CheckRecord, ComparisonRecord, NotComparedRecord, VerdictRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, NotComparedRecord, VerdictRecord
 from engine.core.texts import counted, sentence
 
 CHECK_COLUMNS = ["name", "result", "text", "request"]

@@ -14,28 +14,108 @@ the evidence of a run folder; without one they are told as not verified.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from engine.core.checks.moves import moves_in_words
-from engine.core.config.job import Job
-from engine.core.evidence.proof import UNREAD, Proof
-from engine.core.history.gaps import gaps, left_out_steps
-from engine.core.history.process_records import DeadlyRecord, HostRecord
-from engine.core.history.record import StampedRecord
-from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import FaultRecord, PartitionRecord, RaisedRecord, ScenarioRecord
-from engine.core.history.step_files import span_of
-from engine.core.history.verdict_records import TwinRecord
-from engine.core.texts import counted
+from engine.core.checks.proof import UNREAD, Proof
+from engine.core.exclusion import in_words
+from engine.core.history.process_records import DeadlyRecord, ExitRecord, HostRecord, TwinRecord
+from engine.core.history.record_lines import RECORDS, span_of
+from engine.core.history.run_history import RunHistory, gaps, left_out_steps
+from engine.core.history.run_records import (
+    EpochRecord,
+    FaultRecord,
+    PartitionRecord,
+    RaisedRecord,
+    ScenarioRecord,
+    StampedRecord,
+    kind_of,
+)
+from engine.core.job.job import Job
+from engine.core.texts import counted, numbered
 from engine.report.actions import MOST_ACTIONS, actions_of
-from engine.report.history import history_table
 from engine.report.judgement import Judgement, checks_table, judgement_of, outcome_table
-from engine.report.recovery import exposure_table, recovery_table
-from engine.report.steps import evaluations_table, samples_table, steps_table
-from engine.report.workers import loads_in_words, memory_table, takeovers_table, workers_table
+from engine.report.tables import (
+    evaluations_table,
+    exposure_table,
+    how_it_ended,
+    loads_in_words,
+    memory_table,
+    recovery_table,
+    samples_table,
+    steps_table,
+    takeovers_table,
+    workers_table,
+)
+
+# The exceptions that ended workers, in sentences.
+
+
+def exceptions_in_words(raised: Sequence[RaisedRecord]) -> list[tuple[str, RaisedRecord]]:
+    """Returns a sentence and the first record of each exception; workers that raised the same in a step share it."""
+    alike: dict[str, list[RaisedRecord]] = {}
+    for each in raised:
+        alike.setdefault(each.exception.in_step(each.step), []).append(each)
+    return [(f"{numbered('worker', [each.of for each in same])} {text}", same[0]) for text, same in alike.items()]
+
+
+# The observations and decisions of a run in the order of time: faults, exits, suspicions, verdicts, the end.
+COLUMNS = ["at_ms", "what", "epoch", "worker", "text"]
+
+
+def history_table(history: RunHistory) -> pd.DataFrame:
+    """Returns one row per observation or decision; times in milliseconds since training began."""
+    rows: list[tuple[Any, ...]] = []
+    for epoch, record in history.in_epochs(*(RECORDS[kind] for kind in _TELLING)):
+        if isinstance(record, StampedRecord):
+            at_ns = record.seen_ns if isinstance(record, ExitRecord) else record.at_ns
+            kind, worker = kind_of(type(record)), getattr(record, "of", None)
+            rows.append(((at_ns - history.begin_ns) / 1e6, kind, epoch, worker, _TELLING[kind](record)))
+    return pd.DataFrame(rows, columns=COLUMNS).astype({"worker": "Int64"}).sort_values("at_ms", kind="stable")
+
+
+def verdict_text(epoch: EpochRecord) -> str:
+    """Returns the workers that an epoch excludes, and the reason of the epoch; reports have their last actions."""
+    out = "; ".join(f"worker {each.worker} {each.how}" for each in epoch.verdict)
+    return f"{out} ({epoch.reason})" if out and epoch.reason not in in_words(epoch.verdict) else out or epoch.reason
+
+
+_TELLING: dict[str, Callable[[Any], str]] = {
+    "fault": lambda record: f"injected {record.fault}",
+    "notice": lambda record: f"gave notice, {record.grace_s:g} s",
+    "pace": lambda record: f"after step {record.step}: {record.why}",
+    "policy": lambda record: f"{record.asked}: {record.why}",
+    "deadly": lambda record: str(record.text),
+    "cramped": lambda record: str(record.why or "has memory for a slot, and may join"),
+    "way_out": lambda record: str(record.text),
+    "stays": lambda record: str(record.text),
+    "suspicion": lambda record: str(record.text),
+    "raised": lambda record: str(record.exception.in_step(record.step)),
+    "exit": how_it_ended,
+    "epoch": verdict_text,
+    "go": lambda record: "training goes on" if record.epoch > 1 else "training begins",
+    "interrupt": lambda record: str(record.signal),
+    "store_ended": lambda record: "the coordinator's store has ended",
+    "unproven": lambda record: f"worker {record.peer} {record.text}; the group is formed again",
+    "fork_server_ended": lambda record: f"the fork server (pid {record.child}) has ended; training needs it no more",
+    "coordinator_ended": lambda record: f"the coordinator (pid {record.child}) has ended; another one takes over",
+    "cut_short": lambda record: f"after the last commit: {record.reason}",
+    "restart": lambda record: f"{record.reason}; all workers are started again",
+    "killed": lambda record: str(record.why),
+    "left_behind": lambda record: f"pid {record.child} does not end by SIGKILL",
+    "failed": lambda record: str(record.error),
+    "training_ended": lambda record: f"training: {record.outcome}, exit code {record.exit_code}",
+    "comparing": lambda record: "comparing with the twin",
+    "comparison": lambda record: str(record.as_told),
+    "not_compared": str,
+    "verdict": lambda record: f"{record.result}, {record.request or 'the run'}",
+    "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
+}
+
 
 TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "memory")
 PROVED = frozenset({"checks", "outcome"})  # of these: they say what the evidence proves about the weights

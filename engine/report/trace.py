@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from engine.report.action_arrays import KINDS
+from engine.report.actions import KINDS
 from engine.report.load import RunTables
-from engine.report.recovery import ALL_PHASES
+from engine.report.tables import ALL_PHASES
 
 _COORDINATOR = 1_000_000  # a process number that no worker has
 

@@ -12,10 +12,8 @@ import pytest
 
 import engine
 from engine import dry_run, train
-from engine.api.child import WITHIN
-from engine.api.errors_of_runs import error_of
 from engine.api.import_paths import folders_of, import_path
-from engine.api.run import TrainingRun
+from engine.api.run import WITHIN, TrainingRun, error_of
 from engine.core.errors import (
     BambooError,
     ExitCode,

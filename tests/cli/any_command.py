@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli import app, bench
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.harness import job_checks
-from engine.harness.hosts import host_run
+from engine.harness import host_run, job_checks
 
 ACTED = -1  # the command took its words, and was stopped where it would have acted
 _connect = socket.socket.connect

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from bamboo_cli.__main__ import main
 from bamboo_cli.app import COMMANDS, app, asks_for_json, load
 from bamboo_cli.bench import _BENCHMARKS, _chosen
-from engine.bench.figures.rows import Cases
+from engine.bench.figures import Cases
 
 STRUCK_AT = """
 import os, signal, sys

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from bamboo_cli.run import _own
-from engine.core.config.job import Job
-from engine.core.config.job_rules import check_job
 from engine.core.errors import EnvironmentLacksError, Problem, UserError
+from engine.core.job.job import Job
+from engine.core.job.job_rules import check_job
 from engine.files import accelerators
 from engine.files.accelerators import Accelerators, refuse_what_this_host_lacks
 from engine.files.jobs import job_file
 from engine.files.jobs.job_value import OWN_LINKS
-from engine.files.jobs.resolved_job import Resolved
+from engine.files.jobs.resolved_job import ResolvedJob
 from tests.doubles.nccl_double import STAND_IN
 
 
@@ -64,7 +64,7 @@ def test_a_test_may_have_a_double_of_nccl_between_cpus(monkeypatch: pytest.Monke
     """The variable is read in one place; without it, nothing of it is left."""
     root = Path(__file__).parents[2]
     files = [each for part in ("engine", "bamboo_cli") for each in (root / part).rglob("*.py")]
-    assert [each.name for each in files if STAND_IN in each.read_text(encoding="utf-8")] == ["nccl_settings.py"]
+    assert [each.name for each in files if STAND_IN in each.read_text(encoding="utf-8")] == ["accelerators.py"]
     given = ("run", "--dry-run", "--backend", "nccl", "--device", "cpu")
     assert isinstance(CliRunner().invoke(app, [*given]).exception, UserError)
     with pytest.raises(EnvironmentLacksError, match="backend nccl sends between GPUs"):
@@ -84,7 +84,7 @@ def test_values_on_the_host_of_a_job_on_the_cpu_are_refused() -> None:
 def test_nccl_in_one_process_is_refused() -> None:
     flags = dict.fromkeys(("kill", "no_twin", "notice_command", "notice_url", "notice_every", "second"))
     flags |= {"grace": "2m", "dry_run": False, "explained": False, "etcd": "", "etcd_plain_http": False}
-    resolved = Resolved(Job(backend="nccl"), {})
+    resolved = ResolvedJob(Job(backend="nccl"), {})
     found: list[Problem] = []
     _own({**flags, "in_process": False}, resolved, found)
     assert found == []

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import NothingMatchedError
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
-from engine.harness.cleaning import leftovers
+from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.harness.run_list import leftovers
 from tests.cli.test_status import make_run
 from tests.cli.test_stock import ENDED
 from tests.files.made_checkpoints import save

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_cli.terminal.console import BAD, say
+from bamboo_cli.terminal.tables import BAD, say
 from tests.cli.pseudo_terminal import shown_by
 from tests.report.made_up import MadeUpRun, make_run
 
@@ -23,12 +23,12 @@ from bamboo_cli.__main__ import main
 from bamboo_cli.bench import _print_table
 from bamboo_cli.matrix import _tell
 from bamboo_cli.terminal.live import LivePicture
-from engine.bench.figures.rows import BenchRow
+from engine.bench.figures import BenchRow
 from engine.core.checks.cell_result import CellResult
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import RunView, WorkerView
-from engine.runtime.doctor import host_checks
+from engine.runtime.agent.run_state import RunView, WorkerView
+from engine.harness import host_checks
 from engine.runtime.ipc.progress_board import Progress
 
 found = [host_checks.HostCheck("a", each, "b", "c") for each in ("ok", "warn", "missing")]
@@ -103,7 +103,7 @@ def test_a_pipe_has_colours_only_if_they_are_forced(
 def test_a_sentence_wraps_between_words_on_a_terminal() -> None:
     """Before, the sentence of a report broke in the middle of a number."""
     text = "Worker 1 was lost; training stalled for 1234.5 ms. " * 9
-    program = f"from bamboo_cli.terminal.console import say; say({text!r})"
+    program = f"from bamboo_cli.terminal.tables import say; say({text!r})"
     lines = shown_by([sys.executable, "-c", program], columns=60).splitlines()
     assert all(len(line) <= 60 for line in lines)
     assert " ".join(lines).split() == text.split()

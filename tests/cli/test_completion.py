@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.files.scenarios.library import library_names, scenario_names
+from engine.files.jobs.library import library_names, scenario_names
 from engine.models.model_registry import DATA, MODELS
 from engine.report.load import TABLES
 from tests.cli.test_status import ENDED, make_run

@@ -8,9 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from bamboo_cli.hosts import host_agent
-from bamboo_cli.hosts.agent import agent
-from bamboo_cli.hosts.host_agent import is_own_address, is_scenario, usual_address
+from bamboo_cli import agent as host_agent
+from bamboo_cli.agent import agent, is_own_address, is_scenario, usual_address
 from engine.core.errors import UserError
 
 APP = typer.Typer()

@@ -84,7 +84,7 @@ def test_the_plan_names_each_fault() -> None:
 
 
 def test_without_namespaces_nothing_is_made_and_the_reason_is_that_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.harness.bed.host_bed.hosts_error", lambda: "no ip (iproute2 has it)")
+    monkeypatch.setattr("engine.harness.testbed.hosts_error", lambda: "no ip (iproute2 has it)")
     result = call("inject", "host-loss", "--hosts", "3")
     assert isinstance(result.exception, EnvironmentLacksError) and result.exception.exit_code == 4
     assert "no hosts of namespaces: no ip (iproute2 has it)" in str(result.exception)

@@ -12,33 +12,32 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from bamboo_cli.agent import _case
 from bamboo_cli.app import app as bamboo
-from bamboo_cli.hosts.host_agent import _case
 from bamboo_cli.options.job import FLAG_FIELDS, takes_job
-from engine.core.config.field_help import FIELD_HELP
-from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.faults.fault import At
 from engine.core.faults.kill_text import kill_moment
+from engine.core.job.job import FIELD_HELP, Job
 from engine.files.accelerators import Accelerators
 from engine.files.jobs import job_file
-from engine.files.jobs.resolved_job import Resolved
+from engine.files.jobs.resolved_job import ResolvedJob
 from tests.files.test_checkpoint_choice import keep
 
-seen: list[tuple[Resolved, object]] = []
+seen: list[tuple[ResolvedJob, object]] = []
 app = typer.Typer()
 
 
 @app.command()
 @takes_job
-def run(resolved: Resolved, dry_run: Annotated[bool, typer.Option("--dry-run")] = False) -> None:
+def run(resolved: ResolvedJob, dry_run: Annotated[bool, typer.Option("--dry-run")] = False) -> None:
     """Trains."""
     seen.append((resolved, dry_run))
 
 
 @app.command()
 @takes_job
-def show(resolved: Resolved) -> None:
+def show(resolved: ResolvedJob) -> None:
     """Shows."""
     seen.append((resolved, "show"))
 
@@ -51,7 +50,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen.clear()
 
 
-def invoke(*arguments: str) -> tuple[Resolved, object]:
+def invoke(*arguments: str) -> tuple[ResolvedJob, object]:
     CliRunner().invoke(app, arguments, catch_exceptions=False)
     return seen.pop()
 

@@ -12,9 +12,8 @@ from rich.console import Console
 from bamboo_cli.terminal import live
 from bamboo_cli.terminal.live import LivePicture, untold
 from bamboo_cli.terminal.worker_rows import awaited, doing
-from engine.core.config.job import Job
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import RunView, WorkerView
+from engine.core.job.job import Job
+from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 
 BAR = "\u2501\u2578\u257a"

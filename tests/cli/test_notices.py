@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bamboo_cli.options.notices import asking
-from engine.core.agent.notice_answer import NoticeFrom
+from bamboo_cli.options.run import asking
 from engine.core.errors import UserError
+from engine.core.hosts.notice_answer import NoticeFrom
 
 
 def test_a_command_or_a_url_or_none() -> None:

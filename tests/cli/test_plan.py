@@ -10,9 +10,9 @@ import pytest
 from bamboo_cli.options.plan import print_plan
 from bamboo_cli.terminal.worker_rows import slots_text
 from engine.core.action import parse_action
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
 from engine.core.faults.expansion import describe
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from tests.kills import parse_kills
 
 SIZES: dict[str, Any] = {"stages": 3, "microbatches": 2}

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 from bamboo_cli.report import load_run, report
 from engine.core.errors import NothingMatchedError, StorageError, UserError
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.files.run_folder import RunFolder
-from engine.runtime.process.folder_lock import folder_used
+from engine.runtime.process.locks import folder_used
 from tests.files.made_checkpoints import save
 from tests.files.made_evidence import make_evidence
 from tests.report.made_up import MadeUpRun, agent, make_run

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bamboo_cli.schedule import schedule
-from engine.core.config.schedule_choice import check_schedule
 from engine.core.errors import UserError
+from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
 
 
 @pytest.fixture(autouse=True)

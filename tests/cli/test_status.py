@@ -18,9 +18,9 @@ from bamboo_cli.report import load_run
 from bamboo_cli.status import status
 from bamboo_cli.terminal.status_picture import StatusPicture
 from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError, StorageError, UserError
-from engine.core.membership.run_status import RunStatus, WorkerStatus
+from engine.core.protocol.run_status import RunStatus, WorkerStatus
 from engine.files.run_folder import RunFolder, create_run_folder
-from engine.runtime.process.folder_lock import folder_used
+from engine.runtime.process.locks import folder_used
 from tests.core.made_records import lines_of
 
 APP = typer.Typer()

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import UserError
-from engine.core.schedules.registry import SCHEDULES
-from engine.files.scenarios.library import scenario_names
+from engine.core.program.schedules import SCHEDULES
+from engine.files.jobs.library import scenario_names
 from engine.models.model_registry import DATA, MODELS
 from tests.cli import test_status
 from tests.cli.test_status import make_run

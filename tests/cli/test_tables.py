@@ -24,22 +24,20 @@ from rich.console import Console
 
 from bamboo_cli.app import app
 from bamboo_cli.bench import _print_table
-from bamboo_cli.terminal.console import width_of
 from bamboo_cli.terminal.live import LivePicture
 from bamboo_cli.terminal.status_picture import StatusPicture
-from bamboo_cli.terminal.tables import FIRST_TO_GO, fitted, print_table
-from engine.bench.figures.rows import BenchRow
+from bamboo_cli.terminal.tables import FIRST_TO_GO, fitted, print_table, width_of
+from engine.bench.figures import BenchRow
 from engine.core.checks.cell_result import CellResult
-from engine.core.config.job import Job
-from engine.core.history.recorded_status import status_of_history
 from engine.core.history.run_history import history_of
+from engine.core.job.job import Job
+from engine.core.protocol.recorded_status import status_of_history
+from engine.harness import host_checks
 from engine.report.compare import compare
 from engine.report.formats import for_reading, for_terminal, title_of
 from engine.report.load import TABLES, joined
-from engine.report.pages.cell_grid import CellGrid, grid_of, grid_parts
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import RunView, WorkerView
-from engine.runtime.doctor import host_checks
+from engine.report.pages.matrix_page import CellGrid, grid_of, grid_parts
+from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import records_of
 from tests.report.made_up import MadeUpRun, agent, load, make_run

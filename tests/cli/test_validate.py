@@ -11,10 +11,10 @@ from typer.testing import CliRunner, Result
 
 from bamboo_cli.schema import schema
 from bamboo_cli.validate import validate
-from engine.core.faults.host_fault import ANY_HOSTS
-from engine.files.scenarios.library import library, scenario_names
-from engine.files.scenarios.scenario_file import load_scenario
-from engine.files.scenarios.scenario_schema import json_schema
+from engine.core.faults.fault import ANY_HOSTS
+from engine.files.jobs.library import library, scenario_names
+from engine.files.jobs.scenario_file import load_scenario
+from engine.files.jobs.scenario_schema import json_schema
 from engine.runtime.faults.registry import kinds
 
 APP = typer.Typer()

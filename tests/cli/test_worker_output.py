@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_cli.terminal.live import LivePicture
-from bamboo_cli.terminal.worker_output import WorkerOutput
-from engine.core.config.job import Job
+from bamboo_cli.terminal.live import LivePicture, WorkerOutput
+from engine.core.job.job import Job
 from engine.core.texts import printable
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import RunView
+from engine.runtime.agent.run_state import RunState, RunView
 
 
 def add(logs: Path, worker: int, text: bytes) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from engine.core import messages
-from engine.core.config.job import Job
-from engine.core.coordinator.inputs import CoordinatorInput, Ended
-from engine.core.coordinator.machine import step
-from engine.core.coordinator.outputs import CoordinatorOutput, Tell, Write
-from engine.core.coordinator.state import CoordinatorState, begin
-from engine.core.history.record import StampedRecord
-from engine.core.membership.events import Heard
+from engine.core.history.run_records import StampedRecord
+from engine.core.job.job import Job
 from engine.core.message_codec import Message, ToWorker
-from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
-from engine.core.recovery.vote import SlotVote, VoteMessage
+from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.program.inventory import InventoryMessage, PlannedMessage
+from engine.core.protocol.coordinator import step
+from engine.core.protocol.coordinator_state import CoordinatorState, begin
+from engine.core.protocol.events import WorkerWord
+from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput, ProcessExit, Tell, Write
 from tests.core.membership_cases import forming
 
 S = 1_000_000_000
@@ -26,8 +25,8 @@ def begun(redundant: bool = True, last_step: int = 9, validate_every: int = 0) -
     return begin(job, forming(redundant, last_step), 0)
 
 
-def heard(worker: int, message: Message, now_ns: int = 5) -> Heard:
-    return Heard(now_ns, worker, message, f"node-{worker // 2}")
+def heard(worker: int, message: Message, now_ns: int = 5) -> WorkerWord:
+    return WorkerWord(now_ns, worker, message, f"node-{worker // 2}")
 
 
 def given(state: CoordinatorState, *inputs: CoordinatorInput) -> tuple[CoordinatorState, Outputs]:
@@ -44,7 +43,7 @@ def training(**how: int) -> CoordinatorState:
     return given(begun(**how), *(heard(worker, messages.ReadyMessage()) for worker in range(3)))[0]  # type: ignore[arg-type]
 
 
-def votes(state: CoordinatorState, now_ns: int = 6, norm: float = 1.0) -> list[Heard]:
+def votes(state: CoordinatorState, now_ns: int = 6, norm: float = 1.0) -> list[WorkerWord]:
     """Returns all votes that the open ballot misses."""
     ballot = state.ballot
     assert ballot is not None
@@ -70,7 +69,7 @@ def committed(state: CoordinatorState, now_ns: int = 6) -> tuple[CoordinatorStat
     return step(state, last)
 
 
-def answers(state: CoordinatorState) -> list[Heard]:
+def answers(state: CoordinatorState) -> list[WorkerWord]:
     """Returns the inventories and the plans of all members."""
     known = state.membership
     told: list[Message] = [
@@ -80,8 +79,8 @@ def answers(state: CoordinatorState) -> list[Heard]:
     return [heard(worker, each) for each in told for worker in known.members]
 
 
-def killed(worker: int, code: int = -9) -> Ended:
-    return Ended(7, worker, code)
+def killed(worker: int, code: int = -9) -> ProcessExit:
+    return ProcessExit(7, worker, code)
 
 
 def told(outputs: Outputs) -> list[ToWorker]:

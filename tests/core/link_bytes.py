@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from engine.core.links.arrivals import Incoming, Mailbox
-from engine.core.links.frame import Frame
-from engine.core.links.frame_reader import FrameReader
+from engine.core.links import Frame, FrameReader, Incoming, Mailbox
 
 _ROOM_SIZES = (100, 10, 10, 120, 60, 60, 1, 0)  # of receives, in turn
 

@@ -6,16 +6,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from engine.core.config.job import Job
 from engine.core.exclusion import Cause, Position, excluded
-from engine.core.history.elastic_records import AddedRecord, CrampedRecord, PaceRecord, PolicyRecord
-from engine.core.history.memory_records import LoadRecord, MemoryRecord
 from engine.core.history.process_records import (
+    CheckRecord,
     ClockRecord,
+    ComparingRecord,
+    ComparisonRecord,
     CoordinatorEndedRecord,
     CoordinatorRecord,
     CutShortRecord,
     DeadlyRecord,
+    Difference,
     EndedRecord,
     ExitRecord,
     FailedRecord,
@@ -29,26 +30,33 @@ from engine.core.history.process_records import (
     KnownRecord,
     LeftBehindRecord,
     LostRecord,
+    NotComparedRecord,
     PairsRecord,
+    RefusedRecord,
+    RequestRecord,
     RestartRecord,
     ResumedRecord,
+    SealRecord,
     StartedRecord,
     StoreEndedRecord,
     StoreRecord,
     TrainingEndedRecord,
+    TwinRecord,
     UnprovenRecord,
+    VerdictRecord,
     WaitingRecord,
     WayOutRecord,
 )
-from engine.core.history.record import VERSION, Record, kind_of
-from engine.core.history.record_lines import _NEEDED, decoded, encoded
-from engine.core.history.request_records import RefusedRecord, RequestRecord
+from engine.core.history.record_lines import _NEEDED, StepFile, decoded, encoded, entry, span_of
 from engine.core.history.run_history import ActionFiles, RunHistory, history_of
 from engine.core.history.run_records import (
+    VERSION,
     ActionRecord,
+    AddedRecord,
     AuditRecord,
     CommitRecord,
     ConfirmedRecord,
+    CrampedRecord,
     EpochRecord,
     FaultRecord,
     FinishedRecord,
@@ -56,14 +64,19 @@ from engine.core.history.run_records import (
     HeirsRecord,
     JobRecord,
     KeptRecord,
+    LoadRecord,
     MarkRecord,
+    MemoryRecord,
     MovedRecord,
     NoticeRecord,
+    PaceRecord,
     PartitionRecord,
     PlanRecord,
+    PolicyRecord,
     PreparedRecord,
     PureCheckRecord,
     RaisedRecord,
+    Record,
     ScenarioRecord,
     StaysRecord,
     SuspicionRecord,
@@ -71,18 +84,9 @@ from engine.core.history.run_records import (
     UnconfirmedRecord,
     UnkeptRecord,
     ValidationRecord,
+    kind_of,
 )
-from engine.core.history.step_files import StepFile, entry, span_of
-from engine.core.history.verdict_records import (
-    CheckRecord,
-    ComparingRecord,
-    ComparisonRecord,
-    Difference,
-    NotComparedRecord,
-    SealRecord,
-    TwinRecord,
-    VerdictRecord,
-)
+from engine.core.job.job import Job
 
 AGENT: dict[str, Any] = {"worker": -1, "pid": 7, "at_ns": 11}
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core.membership.effects import Effect
-from engine.core.membership.events import (
-    Cramped,
+from engine.core.message_codec import Message
+from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage, SuspicionMessage, WaitingMessage
+from engine.core.program.inventory import InventoryMessage, PlannedMessage
+from engine.core.protocol.events import (
     Departure,
     Event,
     ExitSeen,
     HandOver,
-    Heard,
+    JobRestart,
     LeaseExpired,
+    Loading,
+    MemoryShortage,
     Notice,
-    Restarted,
+    Sight,
     StepCommitted,
-    TakenOver,
+    Takeover,
     Tick,
-    Wanted,
+    WantedOwners,
+    WorkerWord,
 )
-from engine.core.membership.evidence import Loading, Sight
-from engine.core.membership.protocol import step
-from engine.core.membership.standstill import Report
-from engine.core.membership.state import Options, Phase, State, begin
-from engine.core.message_codec import Message
-from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage, SuspicionMessage, WaitingMessage
-from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage
+from engine.core.protocol.membership import Effect, step
+from engine.core.protocol.state import Options, Phase, Report, State, begin
 
 S = 1_000_000_000
 RING = ((2,), (0,), (1,))  # the shadow of each stage is the owner of the stage before
@@ -34,7 +33,7 @@ RING = ((2,), (0,), (1,))  # the shadow of each stage is the owner of the stage 
 
 def says_ready(now_ns: int, worker: int, node: str) -> Event:
     """Returns the word of a worker that it has joined."""
-    return Heard(now_ns, worker, ReadyMessage(), node)
+    return WorkerWord(now_ns, worker, ReadyMessage(), node)
 
 
 def beats(
@@ -42,27 +41,27 @@ def beats(
 ) -> Event:
     """Returns a heartbeat of a worker, with its report if it waits without news."""
     quiet_ns, counts = (0, ()) if report is None else (report.quiet_ns, report.counts)
-    return Heard(now_ns, worker, HeartbeatMessage(epoch, at_step, index, inside, quiet_ns, counts))
+    return WorkerWord(now_ns, worker, HeartbeatMessage(epoch, at_step, index, inside, quiet_ns, counts))
 
 
 def suspects(now_ns: int, worker: int, epoch: int, peer: int | None = None) -> Event:
     """Returns the word of a worker that a transfer has failed."""
-    return Heard(now_ns, worker, SuspicionMessage(epoch, "it broke", peer))
+    return WorkerWord(now_ns, worker, SuspicionMessage(epoch, "it broke", peer))
 
 
 def holds(now_ns: int, worker: int, epoch: int, text: str, whole: tuple[int, ...] = ()) -> Event:
     """Returns the inventory of a worker."""
-    return Heard(now_ns, worker, InventoryMessage(epoch, text, whole))
+    return WorkerWord(now_ns, worker, InventoryMessage(epoch, text, whole))
 
 
 def plans(now_ns: int, worker: int, epoch: int, digest: str, lost_stages: tuple[int, ...] = ()) -> Event:
     """Returns the answer of a worker to a plan."""
-    return Heard(now_ns, worker, PlannedMessage(epoch, digest, lost_stages))
+    return WorkerWord(now_ns, worker, PlannedMessage(epoch, digest, lost_stages))
 
 
 def is_done(now_ns: int, worker: int, epoch: int) -> Event:
     """Returns the word of a worker that has done all of the last step."""
-    return Heard(now_ns, worker, FinishedMessage(epoch, (), 0, ()))
+    return WorkerWord(now_ns, worker, FinishedMessage(epoch, (), 0, ()))
 
 
 JOINED = tuple(says_ready(worker, worker, f"node-{worker // 2}") for worker in range(3))
@@ -126,7 +125,7 @@ def in_phase(phase: Phase) -> State:
 
 def kind_of(event: Event) -> type[Event] | type[Message]:
     """Returns the column of an event in the table."""
-    return type(event.message) if isinstance(event, Heard) else type(event)
+    return type(event.message) if isinstance(event, WorkerWord) else type(event)
 
 
 def sample(kind: type[Event] | type[Message], state: State) -> Event:
@@ -134,7 +133,7 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
     worker, epoch = (state.members or (0,))[0], state.epoch
     events: tuple[Event, ...] = (
         says_ready(40, worker, "node-0"),
-        Heard(40, 7, WaitingMessage(), "node-0"),
+        WorkerWord(40, 7, WaitingMessage(), "node-0"),
         beats(40, worker, epoch, 1, 1, True),
         suspects(40, worker, epoch, None),
         ExitSeen(40, worker, -9),
@@ -145,11 +144,11 @@ def sample(kind: type[Event] | type[Message], state: State) -> Event:
         Notice(40, worker, S),
         is_done(40, worker, epoch),
         Tick(40, {worker: Sight(epoch, 1, 1, True, 0, 0, Loading.NONE, "S", 5, 0)}),
-        TakenOver(40),
-        Restarted(40),
+        Takeover(40),
+        JobRestart(40),
         HandOver(40, worker),
         Departure(40, worker),
-        Wanted(40, (1, *state.owners[1:]), "a test"),
-        Cramped(40, {7: "waits on"}),
+        WantedOwners(40, (1, *state.owners[1:]), "a test"),
+        MemoryShortage(40, {7: "waits on"}),
     )
     return next(event for event in events if kind_of(event) is kind)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from engine.core.membership.protocol import TABLE
-from engine.core.membership.rule import Rule
-from engine.core.membership.state import Phase
+from engine.core.protocol.membership import TABLE
+from engine.core.protocol.state import Phase, Rule
 
 
 def picture() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.core.action import Action, Op
-from engine.core.schedules.compute import ComputeLists
+from engine.core.program.schedules import ComputeLists
 
 _KIND = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 2}
 _NEVER = -1

@@ -17,7 +17,7 @@ from itertools import dropwhile, takewhile
 
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, Action, Op, Program
 from engine.core.ownership import Ownership, Slot
-from engine.core.recovery.inventory import Inventory
+from engine.core.program.inventory import Inventory
 from engine.core.value import Kind, Value
 
 State = dict[Slot, set[tuple[str, tuple[str, ...], int]]]

@@ -10,11 +10,10 @@ from functools import lru_cache
 from engine.core.action import Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.program.build import build_program
+from engine.core.program.inventory import Inventory
+from engine.core.program.planner import Plan, PlanInput, healing_in, held_at_start, make_plan
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
-from engine.core.recovery.inventory import Inventory
-from engine.core.recovery.plan import Plan
-from engine.core.recovery.planner import PlanInput, healing_in, held_at_start, make_plan
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.provenance import Machine, State
 
 ANY_ORDER = 1

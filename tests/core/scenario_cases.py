@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.action import parse_action
-from engine.core.config.job import Job
-from engine.core.faults.fault import At, When
-from engine.core.faults.fault_kind import FaultKind, Parameter
+from engine.core.faults.fault import At, FaultKind, Parameter, When
 from engine.core.faults.scenario import Expect, FaultSpec, Scenario, Target, Trigger
+from engine.core.job.job import Job
 
 KINDS = {
     each.name: each

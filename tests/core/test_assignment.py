@@ -11,14 +11,13 @@ from itertools import combinations, pairwise, permutations
 
 import pytest
 
-from engine.core.elastic import assignment, candidates
-from engine.core.elastic.assignment import Assignment, assign
-from engine.core.elastic.measured import MeasuredFacts
-from engine.core.elastic.runs import are_whole, runs_of, step_time
 from engine.core.ownership import Grid, Ownership, Slot, with_shadows
 from engine.core.program.dry_run import dry_run
-from engine.core.program.list_scheduler import merged_compute
-from engine.core.program.transfer_pass import with_transfers
+from engine.core.program.passes import with_transfers
+from engine.core.program.remaining_tasks import merged_compute
+from engine.core.protocol import assignment, candidates
+from engine.core.protocol.assignment import Assignment, assign
+from engine.core.protocol.candidates import MeasuredFacts, are_whole, runs_of, step_time
 
 MB = 10**6
 
@@ -101,8 +100,8 @@ def test_a_policy_that_ignores_memory_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_answer_is_the_same_in_every_process() -> None:
     code = """
-from engine.core.elastic.assignment import assign
-from engine.core.elastic.measured import MeasuredFacts
+from engine.core.protocol.assignment import assign
+from engine.core.protocol.candidates import MeasuredFacts
 from engine.core.ownership import Grid, Ownership
 owners = tuple(place // 3 for place in range(24))
 hosts = {worker: f"host-{worker % 3}" for worker in range(9)}

@@ -12,8 +12,7 @@ import pytest
 
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.recovery.ballot import Ballot, Commit, clip_factor, open_ballot
-from engine.core.recovery.vote import SlotVote, VoteMessage
+from engine.core.program.ballot import Ballot, Commit, SlotVote, VoteMessage, clip_factor, open_ballot
 
 # Sums of these depend on the order in which they are added.
 NORMS = {0: 1.0, 1: 1.0, 2: 1e16, 3: 0.1, 4: 0.2, 5: 0.3}

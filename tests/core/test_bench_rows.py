@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.bench.figures.rows import (
+from engine.bench.figures import (
     COLUMNS,
     PIPELINE_GOAL_OF_IDEAL,
     BenchRow,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.bench.figures.schedules import REMARKS, TORCH_NAMES, schedule_job, timed_program
+from engine.bench.figures import REMARKS, TORCH_NAMES, schedule_job, timed_program
 from engine.bench.session import pipeline_jobs
 from engine.core.action import Op
-from engine.core.config.job_rules import check_job
-from engine.core.config.job_wants import fresh_ownership
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job_rules import check_job
+from engine.core.job.partition import fresh_ownership
+from engine.core.program.schedules import SCHEDULES
 
 
 def test_every_schedule_is_measured_and_has_a_peer() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.bit_fields import BIT_FACTS, NEUTRAL, BitDifference, bit_differences, cheapest
-from engine.core.config.job import Job
+from engine.core.job.bit_fields import BIT_FACTS, NEUTRAL, BitDifference, bit_differences, cheapest
+from engine.core.job.job import Job
 
 FACTS: dict[str, object] = dict.fromkeys(BIT_FACTS, "a") | {"isa": ["avx2"], "host": "h"}
 DECISIVE = {

@@ -9,17 +9,14 @@ from pathlib import Path
 import pytest
 
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
-from engine.core.config.job_rules import check_job
-from engine.core.config.job_wants import fresh_ownership
-from engine.core.config.partition import cutting_problems, partition
 from engine.core.errors import UserError
 from engine.core.faults.fault import At
 from engine.core.faults.kill_text import kill_scenario
-from engine.core.faults.matrix import slots_of_fields
+from engine.core.faults.matrix import proposals, slots_of_fields
 from engine.core.faults.scenario import Scenario
-from engine.core.faults.shrink import proposals
+from engine.core.job.job import Job
+from engine.core.job.job_rules import check_job
+from engine.core.job.partition import cutting_problems, fresh_ownership, initial_program, partition
 from engine.core.program.dry_run import dry_run
 from engine.core.program.verify import verify
 from tests.kills import parse_kills

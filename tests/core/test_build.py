@@ -10,9 +10,9 @@ from engine.core.action import Op, parse_action
 from engine.core.errors import InvariantError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
 from engine.core.program.build import build_program, build_validation, from_csv, on_owners, to_csv
-from engine.core.program.transfer_pass import with_transfers
+from engine.core.program.passes import with_transfers
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain, program_of
 from tests.core.machine import Machine, drawn_by
 from tests.core.random_programs import random_healing, random_ownership

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import parse_action
-from engine.core.config.job import Job
-from engine.core.faults.catch_up import catch_up_points
+from engine.core.faults.expansion import catch_up_points
 from engine.core.faults.fault import At
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, one_slot_each, with_shadows
 
 JOB = Job(stages=3, microbatches=4, pipelines=2, redundancy="none")

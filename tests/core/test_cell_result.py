@@ -15,7 +15,7 @@ from engine.core.checks.cell_result import (
 )
 from engine.core.checks.expectations import Check
 from engine.core.errors import ExitCode
-from engine.core.history.verdict_records import Result
+from engine.core.history.process_records import Result
 
 GOOD, BAD, VOID = Check("faults", "passed", "a"), Check("culprit", "failed", "b"), Check("faults", "invalid", "c")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import UserError
-from engine.core.faults.ci_shards import MAX_JOBS, CiShard, estimated, parse_part, shards, workflow_matrix
+from engine.core.faults.matrix import MAX_JOBS, CiShard, estimated, parse_part, shards, workflow_matrix
 
 NAMES = [f"cell-{number}" for number in range(20)]
 

@@ -7,8 +7,15 @@ from statistics import median
 
 import pytest
 
-from engine.core.merging.clock_bounds import DRIFT_PPM, WINDOW_NS, OffsetBounds, OffsetWatch, drifted_ns
-from engine.core.merging.shared_clock import ClockFact, SharedClock
+from engine.core.history.merging import (
+    DRIFT_PPM,
+    WINDOW_NS,
+    ClockFact,
+    OffsetBounds,
+    OffsetWatch,
+    SharedClock,
+    drifted_ns,
+)
 
 MS = 1_000_000
 S = 1_000 * MS

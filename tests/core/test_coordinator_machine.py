@@ -8,23 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.core import messages
-from engine.core.coordinator.inputs import CoordinatorInput, Passed, Place, Stopping
-from engine.core.coordinator.machine import is_to_be_kept, step
-from engine.core.coordinator.outputs import (
-    Arm,
-    CoordinatorOutput,
-    Fail,
-    Kill,
-    Note,
-    Reached,
-    Release,
-    Restart,
-    Stop,
-    Tell,
-    Write,
-)
-from engine.core.coordinator.state import CoordinatorState, documents, resume
-from engine.core.errors import DivergedError, ExitCode, InvariantError
+from engine.core.errors import DivergedError, ExitCode, InvariantError, WorkerException
 from engine.core.history.process_records import (
     CutShortRecord,
     DeadlyRecord,
@@ -43,13 +27,30 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ValidationRecord,
 )
-from engine.core.membership.events import LeaseExpired, Notice, Restarted, TakenOver
-from engine.core.membership.state import Phase
-from engine.core.messages import CommitMessage, EpochMessage, GoMessage
-from engine.core.process_messages import ByeMessage
-from engine.core.recovery.ballot import Commit
-from engine.core.recovery.plan_messages import PlanMessage, PreparedMessage, PrepareMessage
-from engine.core.worker_exception import WorkerException
+from engine.core.messages import ByeMessage, CommitMessage, EpochMessage, GoMessage
+from engine.core.program.ballot import Commit
+from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage
+from engine.core.protocol.coordinator import is_to_be_kept, step
+from engine.core.protocol.coordinator_state import CoordinatorState, documents, resume
+from engine.core.protocol.events import JobRestart, LeaseExpired, Notice, Takeover
+from engine.core.protocol.inputs_outputs import (
+    Arm,
+    ClockTick,
+    CoordinatorInput,
+    CoordinatorOutput,
+    Fail,
+    Kill,
+    Note,
+    PhaseReached,
+    Place,
+    Release,
+    Restart,
+    RunStopping,
+    Stop,
+    Tell,
+    Write,
+)
+from engine.core.protocol.state import Phase
 from tests.core.coordinator_cases import S, answers, begun, committed, given, heard, killed, told, training, written
 from tests.core.coordinator_cases import votes as votes_of
 
@@ -60,10 +61,10 @@ def kinds(outputs: tuple[object, ...]) -> list[type]:
 
 def test_the_last_worker_to_join_begins_training() -> None:
     state, outputs = given(begun(), *(heard(worker, messages.ReadyMessage()) for worker in range(3)))
-    assert kinds(outputs) == [Tell, Write, Reached, Arm, Write, Reached, Note, Write], "one host is deadly"
+    assert kinds(outputs) == [Tell, Write, PhaseReached, Arm, Write, PhaseReached, Note, Write], "one host is deadly"
     assert outputs[0] == Tell((0, 1, 2), EpochMessage(1, (0, 1, 2), False, False, None, None, GoMessage(False, False)))
     assert kinds(tuple(written(outputs))) == [EpochRecord, GoRecord, DeadlyRecord]
-    assert (outputs[2], outputs[3], outputs[5]) == (Reached("agree", 1), Arm(), Reached("replay", 1))
+    assert (outputs[2], outputs[3], outputs[5]) == (PhaseReached("agree", 1), Arm(), PhaseReached("replay", 1))
     assert state.started == 1 and state.ballot is not None
 
 
@@ -73,7 +74,7 @@ def test_the_last_vote_tells_the_commit_before_it_is_recorded_and_opens_the_next
     assert outputs[0] == Tell((0, 1, 2), message)
     (record,) = written(outputs)
     assert isinstance(record, CommitRecord) and (record.step, record.loss, record.last) == (0, 0.5, False)
-    assert outputs[2] == Reached("heal", 1)
+    assert outputs[2] == PhaseReached("heal", 1)
     assert state.commit == Commit(0, 0.5, math.sqrt(3), message.clip_factor)
     assert state.ballot is not None and (state.ballot.step, len(state.ballot.missing)) == (1, 6)
 
@@ -88,10 +89,10 @@ def test_a_death_gathers_plans_and_goes_on_and_the_owner_of_the_first_stage_hear
     state, outputs = given(state, *answers(state))
     assert kinds(tuple(told(outputs))) == [PlanMessage, GoMessage]
     assert kinds(tuple(written(outputs))) == [PlanRecord, GoRecord, DeadlyRecord], "no host is deadly any more"
-    assert [each for each in outputs if isinstance(each, Reached)] == [
-        Reached("inventory", 2),
-        Reached("plan", 2),
-        Reached("replay", 2),
+    assert [each for each in outputs if isinstance(each, PhaseReached)] == [
+        PhaseReached("inventory", 2),
+        PhaseReached("plan", 2),
+        PhaseReached("replay", 2),
     ]
     assert state.ballot is not None and (state.ballot.epoch, state.ballot.step) == (2, 1)
 
@@ -99,11 +100,11 @@ def test_a_death_gathers_plans_and_goes_on_and_the_owner_of_the_first_stage_hear
 def test_an_order_that_is_repeated_is_told_once() -> None:
     """The protocol repeats its orders while the job stands still."""
     state, _ = given(training(), killed(0))
-    quiet = [Passed(8 + number * S) for number in range(1, 3)]
+    quiet = [ClockTick(8 + number * S) for number in range(1, 3)]
     state, outputs = given(state, *quiet)
     assert outputs == ()
     state, _ = given(state, *answers(state))
-    state, outputs = given(state, Passed(4 * S))
+    state, outputs = given(state, ClockTick(4 * S))
     assert outputs == ()
 
 
@@ -175,7 +176,7 @@ def test_workers_leave_when_all_have_finished() -> None:
     assert kinds(outputs) == [Write, Write, Write, Tell, Release]
     assert written(outputs)[0] == FinishedRecord(of=0, peak_stash=(), peak_memory_kib=3)
     assert (told(outputs), outputs[-1]) == ([ByeMessage()], Release(""))
-    assert given(state, Passed(9 * S))[1] == (Tell((0, 1, 2), ByeMessage()),)
+    assert given(state, ClockTick(9 * S))[1] == (Tell((0, 1, 2), ByeMessage()),)
 
 
 def written_commit(outputs: tuple[object, ...]) -> Write:
@@ -200,7 +201,7 @@ def test_a_death_before_training_ends_the_run() -> None:
 def test_a_coordinator_that_takes_over_after_a_death_before_training_ends_the_run() -> None:
     decided, _ = given(begun(), killed(1))
     after = resume(decided.job, documents(decided), 5 * S)
-    _, outputs = step(after, TakenOver(5 * S))
+    _, outputs = step(after, Takeover(5 * S))
     assert outputs == (Stop("training did not recover: worker 1 was ended by SIGKILL"),)
 
 
@@ -213,10 +214,10 @@ def test_a_death_before_training_restarts_the_workers_and_forgets_what_they_said
         Note(f"{why} before the first commit; all workers are started again (1 of at most 1)"),
         Restart(),
     )
-    assert given(again, killed(0), heard(2, messages.ReadyMessage()), Passed(9 * S))[1] == (), "they are ended"
+    assert given(again, killed(0), heard(2, messages.ReadyMessage()), ClockTick(9 * S))[1] == (), "they are ended"
     other = resume(again.job, documents(again), 5 * S)
-    assert step(other, TakenOver(5 * S))[1] == outputs, "another coordinator restarts them too"
-    started, outputs = given(again, Restarted(6 * S))
+    assert step(other, Takeover(5 * S))[1] == outputs, "another coordinator restarts them too"
+    started, outputs = given(again, JobRestart(6 * S))
     assert (outputs, started.membership.phase, started.membership.nodes) == ((), Phase.FORMING, {})
     outputs = given(started, *(heard(worker, messages.ReadyMessage()) for worker in range(3)))[1]
     assert kinds(tuple(told(outputs))) == [EpochMessage]
@@ -226,7 +227,7 @@ def test_a_death_before_training_restarts_the_workers_and_forgets_what_they_said
 def test_a_restart_in_the_first_step_opens_its_ballot_again() -> None:
     state = restartable(training(redundant=False))
     late = votes_of(state)
-    state, _ = given(state, late[0], killed(1), Restarted(6 * S))
+    state, _ = given(state, late[0], killed(1), JobRestart(6 * S))
     state, outputs = given(state, *(heard(worker, messages.ReadyMessage()) for worker in range(3)))
     assert kinds(tuple(told(outputs))) == [EpochMessage]
     assert state.ballot is not None and (state.ballot.epoch, state.ballot.step, len(state.ballot.missing)) == (2, 0, 3)
@@ -256,7 +257,7 @@ def test_an_interrupted_job_ends_after_the_open_step() -> None:
 
 
 def test_nothing_is_decided_while_the_run_ends() -> None:
-    state, _ = given(training(), Stopping(6))
+    state, _ = given(training(), RunStopping(6))
     assert given(state, killed(1))[0].membership == state.membership
     *others, last = votes_of(state)
     assert given(state, *others, last)[1] == ()
@@ -265,8 +266,8 @@ def test_nothing_is_decided_while_the_run_ends() -> None:
 def test_a_silent_worker_is_put_out_killed_and_named_with_its_heir() -> None:
     state = training()
     beats = [heard(worker, messages.HeartbeatMessage(1, 0, 1, False), 5 * S) for worker in (0, 1)]
-    state, _ = given(state, *map(Passed, range(S // 4, 5 * S, S // 4)), *beats, Passed(5 * S))
-    state, outputs = given(state, Passed(5 * S + S // 4, {2: Place(0, "2F1")}))
+    state, _ = given(state, *map(ClockTick, range(S // 4, 5 * S, S // 4)), *beats, ClockTick(5 * S))
+    state, outputs = given(state, ClockTick(5 * S + S // 4, {2: Place(0, "2F1")}))
     assert Kill(2) in outputs
     (note,) = [each.text for each in outputs if isinstance(each, Note)]
     assert note.startswith("worker 2 has been silent for 5.2 s in 2F1 of step 0 and is put out; worker 1 takes over")
@@ -351,7 +352,7 @@ def test_a_coordinator_that_takes_over_tells_the_commit_again_and_has_the_votes_
     state, _ = committed(training())
     state, _ = given(state, *votes_of(state)[:3])
     found = resume(state.job, documents(state), 1000 * S)
-    new, outputs = step(found, TakenOver(1001 * S))
+    new, outputs = step(found, Takeover(1001 * S))
     (commit, epoch_record) = written(outputs)
     assert isinstance(commit, CommitRecord) and (commit.step, commit.loss) == (0, 0.5)
     assert isinstance(epoch_record, EpochRecord) and (epoch_record.epoch, epoch_record.verdict) == (2, ())
@@ -414,7 +415,7 @@ def test_a_kept_commit_is_kept_by_the_next_coordinator_and_in_the_next_epoch() -
     resumed = resume(state.job, documents(state), 9)
     assert resumed.told == state.told
     assert resumed.kept == 0
-    state, outputs = given(resumed, TakenOver(10))
+    state, outputs = given(resumed, Takeover(10))
     (epoch,) = (each for each in told(outputs) if isinstance(each, EpochMessage))
     assert epoch.commit is not None
     assert epoch.commit.keep

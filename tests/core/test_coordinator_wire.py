@@ -4,52 +4,58 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.coordinator import inputs, outputs
-from engine.core.coordinator.inputs import CoordinatorInput, Place
-from engine.core.coordinator.outputs import CoordinatorOutput
-from engine.core.coordinator.state import first_state
-from engine.core.coordinator.wire import DecidedMessage, StepMessage, decided, parts_of, read_step, sightings_of
 from engine.core.history.process_records import CutShortRecord
-from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted
-from engine.core.membership.evidence import Evidence, HostWord, Loading, Sight
-from engine.core.membership.standstill import Counts, Report
-from engine.core.membership.state import Sighting
+from engine.core.job.job import Job
 from engine.core.message_codec import MAX_BYTES, Message, decode, encode
-from engine.core.messages import FailedMessage
+from engine.core.messages import ByeMessage, FailedMessage
 from engine.core.ownership import Grid, fresh
-from engine.core.process_messages import ByeMessage
-from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage
+from engine.core.program.inventory import InventoryMessage, PlanMessage
+from engine.core.protocol import inputs_outputs
+from engine.core.protocol.coordinator_state import first_state
+from engine.core.protocol.events import (
+    Evidence,
+    HostWord,
+    JobRestart,
+    LeaseExpired,
+    Loading,
+    MemoryShortage,
+    Notice,
+    Sight,
+    WorkerWord,
+)
+from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput, Place
+from engine.core.protocol.state import Counts, Report, Sighting
+from engine.core.protocol.wire import DecidedMessage, StepMessage, decided, parts_of, read_step, sightings_of
 
 INPUTS: tuple[CoordinatorInput, ...] = (
-    Heard(5, 2, InventoryMessage(3, '{"a": 1}', (0, 2)), "host"),
+    WorkerWord(5, 2, InventoryMessage(3, '{"a": 1}', (0, 2)), "host"),
     Notice(5, 2, 7),
-    inputs.Ended(5, 2, -9),
-    inputs.Ended(5, 2, 1, Place(3, "0F1", is_struck=True)),
+    inputs_outputs.ProcessExit(5, 2, -9),
+    inputs_outputs.ProcessExit(5, 2, 1, Place(3, "0F1", is_struck=True)),
     LeaseExpired(5, "host"),
-    inputs.Passed(5, {0: Place(3, "0F1"), 3: Place(2, "")}),
+    inputs_outputs.ClockTick(5, {0: Place(3, "0F1"), 3: Place(2, "")}),
     Notice(5, None, 7),
-    Cramped(5, {3: "waits on"}),
-    inputs.Passed(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}, (2, 0)),
-    inputs.Passed(5, {}, {}, (), {1: HostWord(7, '{"kind":"heartbeat"}'), 2: HostWord(8)}),
-    inputs.Stopping(5),
-    Restarted(5),
-    Restarted(5, ((1,), (0, 2))),
+    MemoryShortage(5, {3: "waits on"}),
+    inputs_outputs.ClockTick(5, {}, {1: Sight(1, 2, 3, True, 4, 5, Loading.AHEAD, "R", 6, 7)}, (2, 0)),
+    inputs_outputs.ClockTick(5, {}, {}, (), {1: HostWord(7, '{"kind":"heartbeat"}'), 2: HostWord(8)}),
+    inputs_outputs.RunStopping(5),
+    JobRestart(5),
+    JobRestart(5, ((1,), (0, 2))),
 )
 PLAN = PlanMessage(2, 0, (0, 1), (), (0, 1), ((1,), (0,)), ((0, "holds"), (1, "more")))
 OUTPUTS: tuple[CoordinatorOutput, ...] = (
-    outputs.Tell((1, 0), PLAN),
-    outputs.Tell((), ByeMessage()),
-    outputs.Write(CutShortRecord(worker=-1, pid=7, at_ns=8, reason="x")),
-    outputs.Kill(1),
-    outputs.Note("a line"),
-    outputs.Reached("plan", 2),
-    outputs.Arm(),
-    outputs.Restart(),
-    outputs.Stop("why", 3, 1),
-    outputs.Stop("why"),
-    outputs.Fail(1, FailedMessage("error", 70), has_commit=True),
-    outputs.Release(""),
+    inputs_outputs.Tell((1, 0), PLAN),
+    inputs_outputs.Tell((), ByeMessage()),
+    inputs_outputs.Write(CutShortRecord(worker=-1, pid=7, at_ns=8, reason="x")),
+    inputs_outputs.Kill(1),
+    inputs_outputs.Note("a line"),
+    inputs_outputs.PhaseReached("plan", 2),
+    inputs_outputs.Arm(),
+    inputs_outputs.Restart(),
+    inputs_outputs.Stop("why", 3, 1),
+    inputs_outputs.Stop("why"),
+    inputs_outputs.Fail(1, FailedMessage("error", 70), has_commit=True),
+    inputs_outputs.Release(""),
 )
 
 
@@ -90,5 +96,7 @@ def test_an_answer_to_256_quiet_workers_fits_a_packet() -> None:
         each: (seen.ages_s(10**15 + 10**9), seen.at) for each, seen in sightings.items()
     }
     assert all(seen.loading is Loading.NONE and seen.known_slowest_ns == 0 for seen in told.values())
-    looks = inputs.Passed(10**15, {each: Place(3, "0F1") for each in workers}, dict.fromkeys(workers, looked.sight))
+    looks = inputs_outputs.ClockTick(
+        10**15, {each: Place(3, "0F1") for each in workers}, dict.fromkeys(workers, looked.sight)
+    )
     assert all(len(encode(part)) < MAX_BYTES / 2 for part in parts_of(looks))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.core.analysis.memory_model import StageBytes
-from engine.core.config.job import Job
-from engine.core.coordinator.machine import step as coordinate
-from engine.core.coordinator.outputs import Note, Write
-from engine.core.coordinator.state import begin as begin_coordinator
-from engine.core.elastic.cramped import LOOK_AGAIN_NS, MemoryLook, look_for_memory
-from engine.core.elastic.worker_times import WorkerTimes
-from engine.core.history.elastic_records import CrampedRecord
-from engine.core.membership.events import Cramped, ExitSeen, Heard, Notice
-from engine.core.membership.state import State, resume, to_json
+from engine.core.history.run_records import CrampedRecord
+from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes
 from engine.core.messages import WaitingMessage
+from engine.core.protocol.coordinator import step as coordinate
+from engine.core.protocol.coordinator_state import begin as begin_coordinator
+from engine.core.protocol.events import ExitSeen, MemoryShortage, Notice, WorkerWord
+from engine.core.protocol.inputs_outputs import Note, Write
+from engine.core.protocol.state import State, resume, to_json
+from engine.core.protocol.wishes import LOOK_AGAIN_NS, MemoryLook, look_for_memory
+from engine.core.protocol.worker_times import WorkerTimes
 from tests.core.membership_cases import running, told
 
 JOB = Job(stages=3, blocks=4, elastic=True)
@@ -23,8 +23,8 @@ SIZES = WorkerTimes(sizes=dict.fromkeys(range(12), SIZE))
 FULL = {3: "waits on: one block takes 0.4 kB, and it has 0.3 kB"}
 
 
-def waits(worker: int = 3, *, joins: bool = True) -> Heard[WaitingMessage]:
-    return Heard(5, worker, WaitingMessage(joins), "host")
+def waits(worker: int = 3, *, joins: bool = True) -> WorkerWord[WaitingMessage]:
+    return WorkerWord(5, worker, WaitingMessage(joins), "host")
 
 
 def looked(
@@ -49,7 +49,7 @@ def test_free_memory_is_shared_out_between_members_and_newcomers() -> None:
 
 def test_a_newcomer_is_cramped_before_it_waits() -> None:
     assert looked(running(), 4 * 300)[1] == FULL
-    state = told(running(), Cramped(6, FULL), waits())
+    state = told(running(), MemoryShortage(6, FULL), waits())
     assert (state.waiting, state.joiners) == ((3,), ())
 
 
@@ -57,20 +57,20 @@ def test_memory_for_one_more_goes_to_one_that_joins_and_then_by_number() -> None
     state = told(running(), waits(3, joins=False), waits(5), waits(4))
     found = looked(state, 4 * 400, (3, 4, 5))[1]
     assert found is not None and sorted(found) == [3, 5]
-    assert looked(told(state, Cramped(6, found)), 4 * 400, (3, 4, 5))[1] is None, "it keeps its part"
+    assert looked(told(state, MemoryShortage(6, found)), 4 * 400, (3, 4, 5))[1] is None, "it keeps its part"
 
 
 def test_a_cramped_worker_joins_when_more_memory_is_there_than_it_needs() -> None:
-    state = told(running(), waits(), Cramped(6, FULL))
+    state = told(running(), waits(), MemoryShortage(6, FULL))
     assert looked(state, 4 * 420)[1] is None, "less than a tenth more"
     assert looked(state, 4 * 440)[1] == {}
-    assert told(state, Cramped(8, {})).joiners == (3,)
+    assert told(state, MemoryShortage(8, {})).joiners == (3,)
     left = told(state, Notice(8, 0, 60_000_000_000), Notice(8, 1, 60_000_000_000))
     assert looked(left, 4 * 300)[1] == {}, "two leave, so the parts are larger"
 
 
 def test_it_is_looked_at_seldom_unless_something_changes() -> None:
-    state = told(running(), waits(), Cramped(6, FULL))
+    state = told(running(), waits(), MemoryShortage(6, FULL))
     last, _ = looked(state, 0)
     assert looked(state, 4 * 4000, last=last, now_ns=7 + LOOK_AGAIN_NS - 1) == (last, None)
     assert looked(state, 4 * 4000, last=last, now_ns=7 + LOOK_AGAIN_NS)[1] == {}
@@ -79,19 +79,19 @@ def test_it_is_looked_at_seldom_unless_something_changes() -> None:
 
 
 def test_a_verdict_leaves_a_cramped_worker_waiting() -> None:
-    state = told(running(), waits(), waits(4, joins=False), Cramped(6, FULL), ExitSeen(8, 1, -9))
+    state = told(running(), waits(), waits(4, joins=False), MemoryShortage(6, FULL), ExitSeen(8, 1, -9))
     assert (state.members, state.waiting, dict(state.cramped)) == ((0, 2, 4), (3,), FULL)
     assert resume(to_json(state), 0).cramped == FULL, "the next coordinator knows it"
     assert told(state, ExitSeen(9, 3, -9)).cramped == {}
-    assert told(running(), Cramped(6, {0: "waits on"})).cramped == {}, "a member is none"
+    assert told(running(), MemoryShortage(6, {0: "waits on"})).cramped == {}, "a member is none"
 
 
 def test_it_is_said_once_that_a_worker_waits_on_and_that_it_may_join() -> None:
     state = begin_coordinator(JOB, running(), 0)
-    state, early = coordinate(state, Cramped(6, FULL))
+    state, early = coordinate(state, MemoryShortage(6, FULL))
     state, waiting = coordinate(state, waits())
-    state, again = coordinate(state, Cramped(7, {3: "waits on, in other words"}))
-    state, free = coordinate(state, Cramped(8, {}))
+    state, again = coordinate(state, MemoryShortage(7, {3: "waits on, in other words"}))
+    state, free = coordinate(state, MemoryShortage(8, {}))
     assert early == again == ()
     assert waiting[1:] == (Write(CrampedRecord(of=3, why=FULL[3])), Note(f"worker 3 {FULL[3]}"))
     may_join = Note("worker 3 has memory for a block now, and may join")

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import random
 
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
-from engine.core.coordinator.inputs import Ended
-from engine.core.coordinator.outputs import Note
-from engine.core.coordinator.state import CoordinatorState, begin, documents, resume
 from engine.core.history.process_records import DeadlyRecord
-from engine.core.history.recorded_status import live_status, status_of_history
-from engine.core.membership.deadly_hosts import NO_MORE, deadly_hosts
-from engine.core.membership.events import Heard, LeaseExpired
-from engine.core.membership.run_status import RunStatus
-from engine.core.membership.state import Options
-from engine.core.membership.state import begin as begin_membership
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership
 from engine.core.messages import ReadyMessage
 from engine.core.ownership import with_shadows
+from engine.core.protocol.coordinator_state import CoordinatorState, begin, documents, resume
+from engine.core.protocol.events import LeaseExpired, WorkerWord
+from engine.core.protocol.inputs_outputs import Note, ProcessExit
+from engine.core.protocol.recorded_status import live_status, status_of_history
+from engine.core.protocol.run_status import RunStatus
+from engine.core.protocol.state import Options
+from engine.core.protocol.state import begin as begin_membership
+from engine.core.protocol.verdicts import NO_MORE, deadly_hosts
 from engine.report.load import load
-from engine.runtime.hosts.heard_results import KEPT
+from engine.runtime.hosts.host_servers import KEPT
 from tests.core.coordinator_cases import Outputs, answers, begun, committed, given, heard, training, written
 from tests.core.made_records import made_history
 
@@ -74,7 +73,7 @@ def on_two_hosts() -> tuple[CoordinatorState, Outputs]:
     ownership = with_shadows(fresh_ownership(job), "lazy", 1, range(4))
     options = Options(stages=4, redundant=True)
     state = begin(job, begin_membership(options, ownership.owners, ownership.shadows, 8, 0), 0)
-    return given(state, *(Heard(5, worker, ReadyMessage(), apart(worker)) for worker in range(4)))
+    return given(state, *(WorkerWord(5, worker, ReadyMessage(), apart(worker)) for worker in range(4)))
 
 
 def test_a_start_with_shadows_on_other_hosts_names_none_and_the_last_host_is_named_once() -> None:
@@ -97,7 +96,7 @@ def test_the_next_coordinator_says_nothing_again_and_every_host_hears_it() -> No
 
 
 def test_one_host_alone_is_not_named() -> None:
-    state, outputs = given(without_shadows(), *(Heard(5, worker, ReadyMessage(), "here") for worker in range(3)))
+    state, outputs = given(without_shadows(), *(WorkerWord(5, worker, ReadyMessage(), "here") for worker in range(3)))
     assert told((*outputs, *committed(state)[1])) == []
 
 
@@ -106,7 +105,7 @@ def test_a_heal_that_mends_it_is_told() -> None:
     state = training()
     assert state.deadly == "the run cannot survive the loss of host node-0: no other host holds stage 1"
     state, _ = committed(state)
-    state, outputs = given(state, Ended(7, 1, -9), *answers(given(state, Ended(7, 1, -9))[0]))
+    state, outputs = given(state, ProcessExit(7, 1, -9), *answers(given(state, ProcessExit(7, 1, -9))[0]))
     assert told(outputs) == [NO_MORE]
     assert [each.hosts for each in written(outputs) if isinstance(each, DeadlyRecord)] == [()]
 

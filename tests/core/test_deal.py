@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.hosts.deal import deal, host_for_one_more, most_on_one
+from engine.core.hosts.ends import deal, host_for_one_more, most_on_one
 
 SHAPES = st.integers(1, 8).flatmap(lambda hosts: st.tuples(st.just(hosts), st.integers(hosts, 32)))
 

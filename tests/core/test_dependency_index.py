@@ -10,8 +10,7 @@ import pytest
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.build import build_program
-from engine.core.program.dependencies import makes, needs, rendezvous
-from engine.core.program.dependency_index import DependencyIndex, IndexedActions, Thing
+from engine.core.program.dependencies import DependencyIndex, IndexedActions, Thing, makes, needs, rendezvous
 from engine.core.program.verify import verify
 from tests.core.machine import drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.core.checks.determinism import promises, settings_of
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 
 
 def test_a_job_on_gpus_sets_all_that_one_on_the_cpu_sets_and_more() -> None:

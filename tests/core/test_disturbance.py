@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.links.disturbance import Disturbance, Flow, FrameCount, Way
+from engine.core.links import Disturbance, Flow, FrameCount, Way
 from tests.core.link_bytes import Sent, stream_of
 
 STREAM = stream_of([Sent(0, 1, b"abc"), Sent(0, 2, b""), Sent(0, 3, bytes(100), piece=30)])  # 6 frames

@@ -13,7 +13,7 @@ from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import DryRun, Span, dry_run, peak_stash, unit_costs
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
 from engine.core.value import WIRE, Kind, Value
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by

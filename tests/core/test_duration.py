@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.duration import DURATION_PATTERN, duration_text, parse_duration
+from engine.core.units import DURATION_PATTERN, duration_text, parse_duration
 
 
 @pytest.mark.parametrize(

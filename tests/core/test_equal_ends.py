@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.coordinator.equal_ends import survives
-from engine.core.coordinator.inputs import Ended, Place
-from engine.core.coordinator.outputs import Stop
-from engine.core.coordinator.state import CoordinatorState, documents, resume
+from engine.core.errors import WorkerException
 from engine.core.messages import RaisedMessage
-from engine.core.worker_exception import WorkerException
+from engine.core.protocol.coordinator_state import CoordinatorState, documents, resume
+from engine.core.protocol.inputs_outputs import Place, ProcessExit, Stop
+from engine.core.protocol.orders import survives
 from tests.core.coordinator_cases import answers, given, training
 
 SHADOWED, ALONE = training(), training(redundant=False)
@@ -84,9 +83,9 @@ def test_a_job_that_does_not_fit_into_its_gpus_ends_with_the_second_of_them() ->
 
 def end_of_two(code: int, first: Place, second: Place) -> Stop | None:
     """Returns the end of the run after two workers have exited, one after the recovery from the other."""
-    state, _ = given(SHADOWED, Ended(7, 0, code, first))
+    state, _ = given(SHADOWED, ProcessExit(7, 0, code, first))
     state, _ = given(state, *answers(state))
-    _, outputs = given(state, Ended(9, 1, code, second))
+    _, outputs = given(state, ProcessExit(9, 1, code, second))
     return next((each for each in outputs if isinstance(each, Stop)), None)
 
 

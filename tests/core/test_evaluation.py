@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.config.job import Job, code_in
-from engine.core.config.metric_names import metric_problems, named_metrics
-from engine.core.samples.evaluation import EvaluationPart, parts_of
+from engine.core.job.job import Job, code_in, metric_problems, named_metrics
+from engine.core.job.samples import EvaluationPart, parts_of
 
 JOB = Job(microbatch_size=4, validation_microbatches=3)
 

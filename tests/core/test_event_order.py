@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Cause, Verdict, excluded
+from engine.core.history.merging import Causes, HostRecords, SharedClock, merged, on_clock
 from engine.core.history.process_records import (
     ClockRecord,
     EndedRecord,
@@ -20,20 +21,20 @@ from engine.core.history.process_records import (
     HostRecord,
     LostRecord,
 )
-from engine.core.history.record import AGENT, Record, StampedRecord, UnreadLine
 from engine.core.history.record_lines import RECORDS, encoded
 from engine.core.history.run_records import (
+    AGENT,
     CommitRecord,
     EpochRecord,
     GoRecord,
     JobRecord,
     MarkRecord,
     PlanRecord,
+    Record,
+    StampedRecord,
+    UnreadLine,
     ValidationRecord,
 )
-from engine.core.merging.causes import Causes
-from engine.core.merging.event_order import HostRecords, merged, on_clock
-from engine.core.merging.shared_clock import SharedClock
 from tests.core.made_records import made
 
 MS = 1_000_000

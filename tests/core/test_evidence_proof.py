@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.core.checks.proof import Computation, Proof, StepHashes, proved
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.evidence.proof import Computed, Proof, StepHashes, proved
 from tests.core.made_records import made_history
 
 HISTORY = made_history(
@@ -28,8 +28,8 @@ def told_by_workers(step: int) -> StepHashes:
 
 def proof(changed: Mapping[int, TrajectoryRow] | None = None, **others: object) -> Proof:
     rows = [(changed or {}).get(number, row) for number, row in enumerate(ROWS)]
-    run = Computed("", rows, {"events.jsonl": lambda step: 1.5}, 2, hashes=told_by_workers)
-    return proved(HISTORY, replace(run, **others), Computed("twin/", ROWS, {}, 2), (), "")  # type: ignore[arg-type]
+    run = Computation("", rows, {"events.jsonl": lambda step: 1.5}, 2, hashes=told_by_workers)
+    return proved(HISTORY, replace(run, **others), Computation("twin/", ROWS, {}, 2), (), "")  # type: ignore[arg-type]
 
 
 def test_what_fits_together_is_identical() -> None:

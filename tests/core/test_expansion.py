@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.faults.expansion import describe, expand
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Worker
 from engine.core.faults.scenario import Every
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from tests.core.scenario_cases import JOB, at, scenario, wanted
 
 MOMENT = at(5, "2B3@1")

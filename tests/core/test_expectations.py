@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.expectations import Check, Observed, check, exit_code, verdict, why_no_twin
+from engine.core.checks.expectations import Check, Observation, check, exit_code, verdict, why_no_twin
+from engine.core.checks.proof import compare
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.checks.twin import compare
-from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode
 from engine.core.faults.fault import Fault, Owner
 from engine.core.faults.scenario import Expect, Limits
 from engine.core.history.run_history import RunHistory
+from engine.core.job.job import Job
 from tests.core.made_records import made_history
 from tests.core.scenario_cases import KINDS, at
 
@@ -65,11 +65,11 @@ EVENTS: list[Event] = [
 ]
 HISTORY = made_history(EVENTS)
 SAME = compare(ROWS, ROWS, HISTORY)
-SEEN = Observed(0, "", HISTORY, SAME, ())
+SEEN = Observation(0, "", HISTORY, SAME, ())
 ALL = Expect("recovered", "identical", 0, "exactly-once", "exact", "none", Limits(10**9, 10**9, {"detect": 10**8}))
 
 
-def checked(expect: Expect = ALL, seen: Observed = SEEN, faults: tuple[Fault, ...] = (FAULT,)) -> dict[str, Check]:
+def checked(expect: Expect = ALL, seen: Observation = SEEN, faults: tuple[Fault, ...] = (FAULT,)) -> dict[str, Check]:
     return {each.name: each for each in check(expect, JOB, faults, KINDS, seen)}
 
 

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded
-from engine.core.membership.events import ExitSeen, Heard, TakenOver, Tick
-from engine.core.membership.evidence import HostWord, Loading, Sight
-from engine.core.membership.failure_detector import last_seen, unresponsive
-from engine.core.membership.state import Options, Phase, State, resume, to_json
 from engine.core.message_codec import encode
-from engine.core.messages import HeartbeatMessage
-from engine.core.process_messages import PingMessage
+from engine.core.messages import HeartbeatMessage, PingMessage
+from engine.core.protocol.events import ExitSeen, HostWord, Loading, Sight, Takeover, Tick, WorkerWord
+from engine.core.protocol.failure_detector import last_seen, unresponsive
+from engine.core.protocol.state import Options, Phase, State, resume, to_json
 from tests.core.membership_cases import JOINED, S, beats, committed, forming, is_done, running, told
 
 
@@ -28,7 +26,7 @@ def beating(state: State, until_s: int, *still: tuple[int, HeartbeatMessage]) ->
     for now_ns in range(state.ticked_ns + S // 4, until_s * S + 1, S // 4):
         for worker in state.members:
             beat = stuck.get(worker, HeartbeatMessage(state.epoch, 0, 3, inside=False))
-            state = told(state, Heard(now_ns, worker, beat))
+            state = told(state, WorkerWord(now_ns, worker, beat))
         state = told(state, Tick(now_ns))
     return state
 
@@ -117,7 +115,7 @@ def test_the_verdict_names_the_gpu_whose_kernel_does_not_end() -> None:
     how = f"hangs in a kernel of {gpu} for 30.2 s (limit 30.0 s)"
     assert (state.verdict[0].how, state.verdict[0].why) == (how, f"{how}, in an action of step 0")
     looks = Looks()
-    looks.state = told(looks.state, Heard(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
+    looks.state = told(looks.state, WorkerWord(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device=gpu)))
     assert looks.state.sightings[1].device == gpu
     looks.until(4 * S, answers=False)
     assert looks.state.verdict[0].how.startswith(f"hangs in a kernel of {gpu} for 1")
@@ -125,11 +123,11 @@ def test_the_verdict_names_the_gpu_whose_kernel_does_not_end() -> None:
 
 @pytest.mark.parametrize("number", [4, 5])
 def test_a_gpu_that_has_ended_its_work_since_is_not_named(number: int) -> None:
-    first = Heard(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device="GPU 1"))
+    first = WorkerWord(4, 1, HeartbeatMessage(1, 0, 4, inside=True, device="GPU 1"))
     state = told(running(), first, beats(5, 1, 1, 0, number, inside=True))
     assert state.sightings[1].device == ""
     looks = Looks()
-    looks.state = told(looks.state, Heard(4, 1, HeartbeatMessage(1, 0, 3, inside=True, device="GPU 1")))
+    looks.state = told(looks.state, WorkerWord(4, 1, HeartbeatMessage(1, 0, 3, inside=True, device="GPU 1")))
     looks.until(S, answers=False)
     assert looks.state.sightings[1].device == "", "it has been seen at a later action"
 
@@ -256,9 +254,11 @@ def test_no_edge_to_a_worker_is_dark_while_nothing_comes_from_its_host() -> None
         counts = {0: ((1, 7, 7, 7),), 1: ((0, 7, 8, 6),), 2: ()}
         for worker in (0, 2):
             beat = HeartbeatMessage(1, 0, 3, False, now_ns, ((1, 7, 8, 6), *counts[worker]))
-            state = told(state, Heard(now_ns, worker, beat))
+            state = told(state, WorkerWord(now_ns, worker, beat))
         if now_ns <= S // 4:
-            state = told(state, Heard(now_ns, 1, HeartbeatMessage(1, 0, 3, False, 9 * S, ((0, 7, 8, 6), (2, 7, 8, 6)))))
+            state = told(
+                state, WorkerWord(now_ns, 1, HeartbeatMessage(1, 0, 3, False, 9 * S, ((0, 7, 8, 6), (2, 7, 8, 6))))
+            )
         state = told(state, Tick(now_ns, {}, unseen=(1,)))
     assert (state.epoch, state.verdict) == (1, ())
 
@@ -310,10 +310,10 @@ def test_a_look_that_is_always_late_still_finds_a_hang() -> None:
 def test_what_a_coordinator_is_told_again_counts_from_its_take_over() -> None:
     """The joins, and the input whose answer was missing, have the times at which the one before heard them."""
     begun_ns = 100 * S
-    state = told(resume(to_json(running()), begun_ns), TakenOver(begun_ns), *JOINED, Tick(40 * S, {}))
+    state = told(resume(to_json(running()), begun_ns), Takeover(begun_ns), *JOINED, Tick(40 * S, {}))
     assert {seen.heard_ns for seen in state.sightings.values()} == {begun_ns}
     assert beating(state, 103).epoch == 2
-    state = told(resume(to_json(running()), begun_ns), TakenOver(begun_ns), ExitSeen(40 * S, 2, -9))
+    state = told(resume(to_json(running()), begun_ns), Takeover(begun_ns), ExitSeen(40 * S, 2, -9))
     assert numbers(beating(state, 109).verdict) == {2}, "the others have ten seconds for their inventories"
 
 
@@ -322,7 +322,7 @@ def test_a_report_of_quiet_counts_as_long_as_it_was_watched() -> None:
     state = told(running(), Tick(S // 4), Tick(20 * S))
     for worker in range(3):
         counts = tuple((peer, 7, 8, 6) for peer in range(3) if peer != worker)
-        state = told(state, Heard(20 * S + 1, worker, HeartbeatMessage(1, 0, 3, False, 20 * S, counts)))
+        state = told(state, WorkerWord(20 * S + 1, worker, HeartbeatMessage(1, 0, 3, False, 20 * S, counts)))
     assert told(state, Tick(20 * S + S // 4)).epoch == 1
 
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from engine.core.action import Action, Op, parse_action
-from engine.core.config.job import Job
 from engine.core.faults.fault import (
     After,
     At,
@@ -19,6 +18,7 @@ from engine.core.faults.fault import (
     struck_by,
     to_plain,
 )
+from engine.core.job.job import Job
 from tests.kills import parse_kill
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)

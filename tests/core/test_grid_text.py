@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.analysis.grid_text import grid_lines, marked_lines
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program.build import build_program
-from engine.core.program.dry_run import DryRun, Span, dry_run
+from engine.core.program.dry_run import DryRun, Span, dry_run, grid_lines, marked_lines
 from tests.core.drawing import program_of
 
 DRAWINGS = {

@@ -10,9 +10,9 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.ownership import Grid, Ownership
-from engine.core.recovery import planner as recovery
-from engine.core.recovery.inventory import Inventory
-from engine.core.recovery.planner import PlanInput, make_plan
+from engine.core.program import planner as recovery
+from engine.core.program.inventory import Inventory
+from engine.core.program.planner import PlanInput, make_plan
 from engine.core.value import Kind, Value
 from tests.core.drawing import drawn_program, plain
 from tests.core.recovery_cases import Failure, Job, assert_faultless, fail, hand_overs, seeded

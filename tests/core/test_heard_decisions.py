@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core.history.gaps import gaps
-from engine.core.history.heard_decisions import HeardDecisions, coordinating_host
 from engine.core.history.process_records import ClockRecord, ExitRecord, HeardRecord
 from engine.core.history.record_lines import encoded
-from engine.core.history.run_history import RunHistory
+from engine.core.history.run_history import ReplicatedDecisions, RunHistory, coordinating_host, gaps
 from engine.core.history.run_records import CommitRecord, EpochRecord
 from tests.core.made_records import AGENT
 
@@ -24,7 +22,7 @@ def clock(least_ns: int, most_ns: int) -> ClockRecord:
 
 
 def test_a_decision_comes_onto_the_clock_of_the_host_that_has_heard_it() -> None:
-    known = HeardDecisions()
+    known = ReplicatedDecisions()
     assert known.told(clock(3_990, 4_010)) is None
     told = known.told(heard(COMMIT, 1_500))
     assert isinstance(told, CommitRecord)
@@ -32,13 +30,13 @@ def test_a_decision_comes_onto_the_clock_of_the_host_that_has_heard_it() -> None
 
 
 def test_before_the_clock_is_known_a_decision_has_the_time_at_which_it_was_heard() -> None:
-    told = HeardDecisions().told(heard(COMMIT, 1_500))
+    told = ReplicatedDecisions().told(heard(COMMIT, 1_500))
     assert told is not None
     assert told.at_ns == 1_500
 
 
 def test_all_times_of_a_decision_move() -> None:
-    known = HeardDecisions()
+    known = ReplicatedDecisions()
     known.told(clock(4_000, 4_000))
     told = known.told(
         heard(ExitRecord(**{**AGENT, "at_ns": 5_000}, of=1, code=-9, expected=False, seen_ns=4_900), 1_500)
@@ -48,7 +46,7 @@ def test_all_times_of_a_decision_move() -> None:
 
 
 def test_own_records_are_no_heard_ones() -> None:
-    assert HeardDecisions().told(COMMIT) is None
+    assert ReplicatedDecisions().told(COMMIT) is None
 
 
 def test_the_host_that_coordinates_is_the_one_that_was_heard_last() -> None:
@@ -57,7 +55,7 @@ def test_the_host_that_coordinates_is_the_one_that_was_heard_last() -> None:
     )
     of_b = [HeardRecord(**AGENT, of="b", line=encoded(each)) for each in (epoch, COMMIT)]
     of_c = HeardRecord(**AGENT, of="c", line=encoded(replace(epoch, epoch=2)))
-    known, history = HeardDecisions(), RunHistory()
+    known, history = ReplicatedDecisions(), RunHistory()
     assert coordinating_host(history) == ""
     for each, chief in ((of_b[0], "b"), (of_b[1], "b"), (of_c, "c"), (replace(epoch, epoch=3), "")):
         history.add(each)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from engine.core.agent import ends
-from engine.core.agent.ends import (
+from engine.core.hosts import ends
+from engine.core.hosts.ends import (
     GONE_NS,
     STOP_NS,
     EndStep,

@@ -7,8 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.faults.host_fault import (
+from engine.core.faults.fault import (
     ANY_HOSTS,
     HOST_FAULTS,
     LOSES_A_HOST,
@@ -18,6 +17,7 @@ from engine.core.faults.host_fault import (
     chosen_host,
     host_fault_problems,
 )
+from engine.core.job.job import Job
 
 JOB = Job(stages=4, steps=10)
 GOOD = HostFault("one", "power-off", 3)

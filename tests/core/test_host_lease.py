@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.hosts.host_lease import LEAST_S, MARGIN_NS, LeaseTime
+from engine.core.hosts.ends import LEAST_S, MARGIN_NS, LeaseTime
 
 S = 1_000_000_000
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
-from engine.core.coordinator.state import first_state
-from engine.core.hosts.host_loss import BACK_NS, LATER_NS, SILENT_NS, HostSight
+from engine.core.hosts.ends import BACK_NS, LATER_NS, SILENT_NS, HostSight
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership
+from engine.core.protocol.coordinator_state import first_state
 
 HEARD_NS = 10**12
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.checks.host_losses import HostStrike, host_checks
+from engine.core.checks.expectations import HostStrike, host_checks
 from engine.core.exclusion import Cause, Exclusion
-from engine.core.faults.host_fault import HostFault
+from engine.core.faults.fault import HostFault
 from engine.core.history.process_records import RestartRecord, StartedRecord
-from engine.core.history.record import Record
 from engine.core.history.run_history import history_of
-from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord
+from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord, Record
 
 S = 1_000_000_000
 FAULT = HostFault("lost", "power-off", 3)

@@ -10,11 +10,16 @@ from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
 from engine.core.hosts import host_messages
-from engine.core.hosts.frame_rules import read_from_coordinator, read_from_host
-from engine.core.hosts.host_messages import MOST_BYTES, WorkerSign, frame, read_frame
+from engine.core.hosts.host_messages import (
+    MOST_BYTES,
+    WorkerSign,
+    frame,
+    read_frame,
+    read_from_coordinator,
+    read_from_host,
+)
 from engine.core.message_codec import MAX_BYTES, Message, encode
-from engine.core.messages import HeartbeatMessage
-from engine.core.process_messages import KeyMessage, PingMessage
+from engine.core.messages import HeartbeatMessage, KeyMessage, PingMessage
 
 HEARTBEAT = encode(HeartbeatMessage(1, 5, 7, True)).decode()
 SIGN = WorkerSign(3, HEARTBEAT, (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34), 2, 10**7)

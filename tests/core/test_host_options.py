@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.hosts.host_options import CLEAR, TLS, HostOptions, problems_of
+from engine.core.job.job import Job
 
 JOB = Job(model="mlp", stages=4, checkpoint_every="0")
 GOOD = HostOptions("4711", "2", "a", "10.0.0.1", ("10.0.0.9",), trusted="10.0.0.0/8")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.bench.figures.host_times import clock_widths_ms, commits_ns, gap_s, known_s, usual_ns
+from engine.bench.figures import clock_widths_ms, commits_ns, gap_s, known_s, usual_ns
 from engine.core.errors import InvariantError
 from engine.core.history.process_records import ClockRecord, KnownRecord
-from engine.core.history.record import Record
-from engine.core.history.run_records import CommitRecord
+from engine.core.history.run_records import CommitRecord, Record
 
 S = 1_000_000_000
 

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from engine.core.hosts.deal import deal
-from engine.core.membership.effects import plan_document
-from engine.core.membership.state import Options, begin
+from engine.core.hosts.ends import deal
 from engine.core.ownership import Grid, Ownership, healed, with_shadows
+from engine.core.protocol.membership import plan_document
+from engine.core.protocol.state import Options, begin
 
 MOST_WORKERS, MOST_HOSTS = 16, 8
 

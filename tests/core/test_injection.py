@@ -8,24 +8,39 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.config.job import Job
 from engine.core.faults import injection
-from engine.core.faults.catch_up import catch_up_points
-from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, Worker, slot_owner
-from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign, TimedSignal
-from engine.core.faults.injection import Moved, Now
-from engine.core.faults.injection_state import (
+from engine.core.faults.expansion import catch_up_points
+from engine.core.faults.fault import (
+    After,
+    At,
+    Fault,
+    FaultKind,
+    Owner,
+    Parameter,
+    Parameters,
+    Role,
+    Sign,
+    TimedSignal,
+    Victim,
+    Worker,
+    slot_owner,
+)
+from engine.core.faults.injection import (
+    AnnounceFault,
     Injection,
     InjectionOutput,
     LookAtVictim,
+    Moved,
+    Now,
     RecordFault,
     SendSignal,
-    TellOfFault,
 )
 from engine.core.history.run_records import ConfirmedRecord, FaultRecord, UnconfirmedRecord
-from engine.core.membership.state import Options, Phase, begin
+from engine.core.job.job import Job
 from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
 from engine.core.ownership import Slot
+from engine.core.protocol.events import RecoveryPhase
+from engine.core.protocol.state import Options, Phase, begin
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 ACTION = Action(1, Op.B, 2)
@@ -115,7 +130,7 @@ class Injected:
 def test_a_fault_is_recorded_before_it_strikes_once_and_is_confirmed_by_the_end() -> None:
     run = Injected(kill())
     record = FaultRecord(fault="first", do="kill", step=3, of=1, slot=(0, 1), action="1B2", when="before")
-    hit = (RecordFault(record), SendSignal(1, KILL), LookAtVictim(1), TellOfFault(FiredMessage("first")))
+    hit = (RecordFault(record), SendSignal(1, KILL), LookAtVictim(1), AnnounceFault(FiredMessage("first")))
     assert run.give(injection.strike, "first") == hit
     assert run.confirmed() == []
     run.dies(1)
@@ -165,7 +180,7 @@ def test_a_fault_whose_moment_never_comes_is_unconfirmed() -> None:
 )
 def test_victims_of_a_moment_are_those_of_its_slot(victim: Victim, action: Action, worker: int, slot: Slot) -> None:
     run = Injected(Fault("first", At(3, action), (victim,), "noop"))
-    assert TellOfFault(InflictMessage("first", "noop", {}, slot), worker) in run.give(injection.strike, "first")
+    assert AnnounceFault(InflictMessage("first", "noop", {}, slot), worker) in run.give(injection.strike, "first")
     assert run.struck() == [("first", worker)]
 
 
@@ -173,7 +188,7 @@ def test_a_role_that_no_worker_plays_has_no_victim() -> None:
     run = Injected(Fault("first", At(3, ACTION), (Role("shadow"),)))
     run.state = run.state._replace(shadows=((), (), ()))
     assert run.give(injection.strike, "first") == (
-        TellOfFault(FiredMessage("first")),
+        AnnounceFault(FiredMessage("first")),
     )  # the worker at the moment goes on
     assert run.unconfirmed() == {"first": "there was no victim"}
 
@@ -260,7 +275,7 @@ def test_a_worker_that_has_ended_gets_no_signal() -> None:
     assert run.injection.grace_ns(0) is None
     run.dies(1)
     assert run.passes(200) == ()
-    assert run.give(injection.strike, "late")[1:] == (TellOfFault(FiredMessage("late")),)
+    assert run.give(injection.strike, "late")[1:] == (AnnounceFault(FiredMessage("late")),)
     assert run.unconfirmed() == {"late": "no sign of it was seen at worker 1"}
 
 
@@ -270,7 +285,7 @@ def test_merged_is_the_moment_at_which_the_heir_has_redone_the_lost_work() -> No
     run.dies(1)
     run.moves_on(1)
     (order,) = run.give(injection.arm_merged, {1: (3, "1B2")})
-    assert isinstance(order, TellOfFault) and isinstance(order.message, ArmMessage)
+    assert isinstance(order, AnnounceFault) and isinstance(order.message, ArmMessage)
     assert order.worker == 0
     assert [(each["id"], each["moment"]) for each in order.message.faults] == [
         ("second", {"step": 3, "action": "1B2", "when": "after"}),
@@ -292,7 +307,7 @@ def test_where_no_work_was_lost_merged_is_at_once() -> None:
 def test_faults_that_are_requested_later_are_told_to_every_worker() -> None:
     run = Injected()
     (order,) = run.give(injection.add, (kill(),))
-    assert isinstance(order, TellOfFault) and isinstance(order.message, ArmMessage)
+    assert isinstance(order, AnnounceFault) and isinstance(order.message, ArmMessage)
     assert (order.worker, [each["id"] for each in order.message.faults]) == (None, ["first"])
     assert run.injection.known == {"first"}
     run.give(injection.strike, "first")

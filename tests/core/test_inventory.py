@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.recovery.inventory import Inventory, from_json, to_json
+from engine.core.program.inventory import Inventory, from_json, to_json
 from engine.core.value import Kind, Value
 
 _SOME = Inventory(

@@ -8,15 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, Op, Program
+from engine.core.action import OP_TABLE, RECEIVE_OPS, SEND_OPS, Op, Program, Where
 from engine.core.errors import ScheduleError
-from engine.core.op_row import Where
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import carried, makes, needs
 from engine.core.program.issue_order import WITHOUT_TAGS, Issue, RoutedValue, issue_order, issued_by
-from engine.core.recovery.planner import PlanInput, make_plan
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.planner import PlanInput, make_plan
+from engine.core.program.schedules import SCHEDULES
 from engine.core.value import WIRE, Kind
 from tests.core.drawing import program_of
 from tests.core.recovery_cases import (

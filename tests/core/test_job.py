@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.field_help import FIELD_HELP
-from engine.core.config.job import PARTITION_FORMS, Job
-from engine.core.config.job_rules import check_job
-from engine.core.config.lr_schedule import LR_SCHEDULES
-from engine.core.config.torch_parts import SCHEDULES as SCHEDULES_OF_TORCH
+from engine.core.job.job import FIELD_HELP, PARTITION_FORMS, Job
+from engine.core.job.job_rules import check_job
+from engine.core.job.torch_parts import LR_SCHEDULES
+from engine.core.job.torch_parts import SCHEDULES as SCHEDULES_OF_TORCH
 from engine.core.ownership import Redundancy
-from engine.core.scalar import MOST_FLOAT
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
+from engine.core.units import MOST_FLOAT
 
 
 def problems_of(**values: Any) -> list[str]:

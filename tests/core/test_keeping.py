@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.checkpoints.keeping import Keeping, StateShare, keeping_of, may_go, shares_of, writers
+from engine.core.checkpoint_rules import KeepRule, StateShare, keeping_of, may_go, shares_of, writers
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 
 MINUTE_NS = 60 * 10**9
@@ -16,10 +16,10 @@ MINUTE_NS = 60 * 10**9
 @pytest.mark.parametrize(
     ("text", "keeping"),
     [
-        ("100", Keeping(every_steps=100)),
-        ("10m", Keeping(every_ns=10 * MINUTE_NS)),
-        (" end ", Keeping()),
-        ("0", Keeping(last=False)),
+        ("100", KeepRule(every_steps=100)),
+        ("10m", KeepRule(every_ns=10 * MINUTE_NS)),
+        (" end ", KeepRule()),
+        ("0", KeepRule(last=False)),
         ("0s", None),
         ("-1", None),
         ("1.5", None),
@@ -28,7 +28,7 @@ MINUTE_NS = 60 * 10**9
         ("often", None),
     ],
 )
-def test_a_rule_is_spelled_in_one_word(text: str, keeping: Keeping | None) -> None:
+def test_a_rule_is_spelled_in_one_word(text: str, keeping: KeepRule | None) -> None:
     assert keeping_of(text) == keeping
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op, parse_action
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
 from engine.core.errors import UserError
 from engine.core.faults.fault import At, Fault, Owner, When
 from engine.core.faults.scenario_rules import own_actions
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from tests.kills import parse_kill, parse_kills
 
 JOB = Job(stages=4, pipelines=2, microbatches=8, steps=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.store.kv import KV, MAX_TXN_LENGTH, MAX_VALUE_BYTES, Lease, Put, Txn, absent
+from engine.core.kv import KV, MAX_TXN_LENGTH, MAX_VALUE_BYTES, Lease, Put, Txn, absent
 from tests.doubles.kv_double import Fault, StoreDouble
 from tests.doubles.kv_double_client import ATTEMPTS, ClientDouble
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.store.kv import Condition, Lease, Put, Txn, absent, equal, settled
+from engine.core.kv import Condition, Lease, Put, Txn, absent, equal, settled
 from tests.doubles.kv_double import LostError, StoreDouble
 from tests.doubles.kv_double_client import ClientDouble
 

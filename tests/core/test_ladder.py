@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.checkpoints.ladder import Ladder, next_rung
+from engine.core.checkpoint_rules import Ladder, next_rung
 from engine.core.errors import ExitCode
 
 S = 1_000_000_000

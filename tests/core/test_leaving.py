@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from engine.core.coordinator.inputs import Ended, Passed
-from engine.core.coordinator.outputs import Kill, Note, Write
-from engine.core.coordinator.state import CoordinatorState
 from engine.core.history.process_records import WayOutRecord
 from engine.core.history.run_records import NoticeRecord, StaysRecord
-from engine.core.membership.events import Heard, Notice
 from engine.core.messages import EpochMessage, WaitingMessage
+from engine.core.protocol.coordinator_state import CoordinatorState
+from engine.core.protocol.events import Notice, WorkerWord
+from engine.core.protocol.inputs_outputs import ClockTick, Kill, Note, ProcessExit, Write
 from tests.core.coordinator_cases import S, answers, committed, given, told, training, written
 
 
@@ -31,8 +30,8 @@ def test_a_notice_that_does_not_suffice_for_the_boundary_is_honoured_inside_the_
     assert (known.reason, known.owners, known.verdict) == ("worker 2 hands over inside step 1", (0, 1, 1), ())
     assert 2 in known.shadows[2], "it is a shadow until it leaves"
     state, _ = given(state, *answers(state))
-    assert given(state, Passed(now_ns + S // 4))[0].membership.members == (0, 1, 2)
-    state, outputs = given(state, Passed(now_ns + S // 2))
+    assert given(state, ClockTick(now_ns + S // 4))[0].membership.members == (0, 1, 2)
+    state, outputs = given(state, ClockTick(now_ns + S // 2))
     (epoch,) = [each for each in told(outputs) if isinstance(each, EpochMessage)]
     assert epoch.members == (0, 1)
     assert state.membership.reason == "worker 2 has left inside step 1"
@@ -44,9 +43,9 @@ def test_a_boundary_that_does_not_come_in_time_is_given_up() -> None:
     now_ns = state.membership.committed_ns
     state, outputs = given(state, Notice(now_ns, 2, 3 * S))
     assert [each.way for each in written(outputs) if isinstance(each, WayOutRecord)] == ["boundary"]
-    state, outputs = given(state, Passed(now_ns + 2 * S))
+    state, outputs = given(state, ClockTick(now_ns + 2 * S))
     assert written(outputs) == []
-    state, outputs = given(state, Passed(now_ns + 2 * S + S // 2))
+    state, outputs = given(state, ClockTick(now_ns + 2 * S + S // 2))
     assert [each.way for each in written(outputs) if isinstance(each, WayOutRecord)] == ["inside"]
     assert state.membership.going == (2,)
 
@@ -58,7 +57,7 @@ def test_a_notice_that_nobody_can_honour_is_said_once() -> None:
     short = "the next step boundary is about 2.2 s away, and 0.1 s are left"
     text = f"cannot hand over in time, and its end will be a death: {short}"
     assert outputs[-2:] == (Write(WayOutRecord(of=2, way="none", step=1, text=text)), Note(f"worker 2 {text}"))
-    assert written(given(state, Passed(now_ns + S // 100))[1]) == []
+    assert written(given(state, ClockTick(now_ns + S // 100))[1]) == []
 
 
 def test_a_leaver_that_waits_for_the_wanted_owners_says_so() -> None:
@@ -74,15 +73,15 @@ def test_a_leaver_that_waits_for_the_wanted_owners_says_so() -> None:
 
 def test_nobody_is_said_to_stay_while_a_worker_waits_that_can_take_over() -> None:
     """It was said of all members, and it was wrong; without the worker it is said at the next tick."""
-    state, _ = given(in_a_step(2), Heard(20, 3, WaitingMessage(joins=True), "host"))
+    state, _ = given(in_a_step(2), WorkerWord(20, 3, WaitingMessage(joins=True), "host"))
     now_ns = state.membership.committed_ns
     state, outputs = given(state, *(Notice(now_ns, worker, 60 * S) for worker in (0, 1, 2)))
     assert [each.way for each in written(outputs) if isinstance(each, WayOutRecord)] == ["boundary"] * 3
     assert not [each for each in written(outputs) if isinstance(each, StaysRecord)]
-    lost, outputs = given(state, Ended(now_ns, 3, -9), Passed(now_ns + S))
+    lost, outputs = given(state, ProcessExit(now_ns, 3, -9), ClockTick(now_ns + S))
     stays = [each for each in written(outputs) if isinstance(each, StaysRecord)]
     text = "is to leave within 60 s, but no other worker can take over stage"
     assert stays == [StaysRecord(of=each, text=f"{text} {each}") for each in range(3)]
-    assert written(given(lost, Passed(now_ns + 2 * S))[1]) == []
-    again, _ = given(lost, Heard(now_ns, 4, WaitingMessage(joins=True), "host"), Passed(now_ns + 3 * S))
+    assert written(given(lost, ClockTick(now_ns + 2 * S))[1]) == []
+    again, _ = given(lost, WorkerWord(now_ns, 4, WaitingMessage(joins=True), "host"), ClockTick(now_ns + 3 * S))
     assert (sorted(lost.staying), sorted(again.staying)) == ([0, 1, 2], [])

@@ -15,8 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.links.arrivals import Arrival, Incoming, Mailbox
-from engine.core.links.frame import Frame
+from engine.core.links import Arrival, Frame, Incoming, Mailbox
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
 
 KEYS = (1, 2)

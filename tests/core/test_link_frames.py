@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.links.arrivals import Incoming
-from engine.core.links.frame import HEADER_BYTES, MOST_BYTES, Frame, aligned, unpacked
-from engine.core.links.frame_reader import FrameReader
+from engine.core.links import HEADER_BYTES, MOST_BYTES, Frame, FrameReader, Incoming, aligned, unpacked
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
 
 

@@ -7,12 +7,11 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each
-from engine.core.program import list_scheduler
+from engine.core.program import remaining_tasks
 from engine.core.program.dry_run import dry_run
-from engine.core.program.list_scheduler import in_flight, merged_compute, starts
-from engine.core.program.transfer_pass import with_transfers
-from engine.core.schedules.compute import in_blocks
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.passes import with_transfers
+from engine.core.program.remaining_tasks import in_flight, merged_compute, starts
+from engine.core.program.schedules import SCHEDULES, in_blocks
 from tests.core.drawing import drawn_program, plain
 
 _FORWARD_AND_BACKWARD = 3  # units
@@ -120,7 +119,7 @@ def test_runs_of_blocks_take_the_time_and_the_stash_of_one_forward_one_backward(
 def test_a_window_in_slots_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is that of one slot each: a worker with several blocks would keep the microbatches of each."""
     monkeypatch.setattr(
-        list_scheduler,
+        remaining_tasks,
         "in_flight",
         lambda ownership: {slot: ownership.grid.stages - slot[1] for slot in ownership.grid.slots()},
     )

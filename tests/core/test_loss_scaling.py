@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.config.job import Job
-from engine.core.config.loss_scaling import LossScale, LossScaling, inverse_of, loss_scaling, scaling_problems
+from engine.core.job.job import Job
+from engine.core.job.torch_parts import LossScale, LossScaling, inverse_of, loss_scaling, scaling_problems
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recoveries import recoveries
 from engine.core.history.run_history import history_of
 from tests.core.made_records import records_of
 

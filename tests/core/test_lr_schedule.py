@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.core.config.lr_schedule import LR_SCHEDULES, learning_rate
+from engine.core.job.torch_parts import LR_SCHEDULES, learning_rate
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,23 @@ import pytest
 
 from engine.core.errors import ExitCode, Impossible, InvariantError
 from engine.core.exclusion import Cause, Exclusion, Position, excluded
-from engine.core.membership.broken_edges import Edge, by_suspicion
-from engine.core.membership.effects import (
+from engine.core.message_codec import Message
+from engine.core.messages import FinishedMessage
+from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage
+from engine.core.protocol.events import (
+    Departure,
+    Event,
+    ExitSeen,
+    HandOver,
+    JobRestart,
+    LeaseExpired,
+    Notice,
+    StepCommitted,
+    Takeover,
+    Tick,
+)
+from engine.core.protocol.membership import (
+    TABLE,
     AnnounceCommit,
     Effect,
     Evict,
@@ -22,25 +37,10 @@ from engine.core.membership.effects import (
     PublishPlanInput,
     StartTraining,
     pending_effects,
+    step,
 )
-from engine.core.membership.events import (
-    Departure,
-    Event,
-    ExitSeen,
-    HandOver,
-    LeaseExpired,
-    Notice,
-    Restarted,
-    StepCommitted,
-    TakenOver,
-    Tick,
-)
-from engine.core.membership.protocol import TABLE, step
-from engine.core.membership.state import GATHERING, Phase, Sighting, State, resume, to_json
-from engine.core.membership.verdicts import leavers
-from engine.core.message_codec import Message
-from engine.core.messages import FinishedMessage
-from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage, PlannedMessage
+from engine.core.protocol.state import GATHERING, Edge, Phase, Sighting, State, by_suspicion, resume, to_json
+from engine.core.protocol.verdicts import leavers
 from tests.core.membership_cases import (
     JOINED,
     S,
@@ -65,7 +65,7 @@ PAIRS = [(phase, kind) for phase in Phase for kind in KINDS]
 IMPOSSIBLE = {
     *((Phase.FORMING, kind) for kind in (InventoryMessage, PlannedMessage, StepCommitted, FinishedMessage)),
     *((Phase.FORMING, kind) for kind in (HandOver, Departure)),
-    *((phase, Restarted) for phase in (Phase.RUNNING, *GATHERING, Phase.DRAINING)),
+    *((phase, JobRestart) for phase in (Phase.RUNNING, *GATHERING, Phase.DRAINING)),
     *((phase, FinishedMessage) for phase in (Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING)),
 }
 
@@ -93,7 +93,7 @@ def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event] | type[
         return
     new, _ = step(state, event)
     assert new.phase in (phase, *rule.leads_to)
-    if kind is TakenOver:
+    if kind is Takeover:
         return  # each one is another coordinator
     again, effects = step(new, event)
     assert again.decided() == new.decided(), "an event that is repeated decides nothing"
@@ -104,7 +104,7 @@ def test_a_pair_does_what_the_table_says(phase: Phase, kind: type[Event] | type[
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_changes_a_job_that_has_ended(phase: Phase, kind: type[Event] | type[Message]) -> None:
     state = in_phase(phase)
-    told_again = pending_effects(state) if kind is TakenOver else ()
+    told_again = pending_effects(state) if kind is Takeover else ()
     assert step(state, sample(kind, state)) == (state, told_again)
 
 
@@ -499,7 +499,7 @@ def test_a_death_before_training_restarts_the_workers_a_few_times(redundant: boo
         assert (state.phase, effects) == (Phase.RESTARTING, (OrderRestart(0),))
         assert (state.restarts, state.reason) == (number, "worker 1 was ended by SIGKILL")
         assert heard(state, ExitSeen(6, 0, -9)) == (), "the others are ended"
-        state = told(state, Restarted(7))
+        state = told(state, JobRestart(7))
         assert (state.phase, state.nodes, state.exited, state.epoch) == (Phase.FORMING, {}, (), 0)
     assert told(state, *JOINED).phase is Phase.RUNNING
     ended = told(state, ExitSeen(9, 1, -9))
@@ -508,7 +508,7 @@ def test_a_death_before_training_restarts_the_workers_a_few_times(redundant: boo
 
 def test_a_death_before_the_first_commit_restarts_the_workers_if_there_is_no_heir() -> None:
     state = restartable(running(redundant=False))
-    again = told(state, ExitSeen(5, 1, -9), Restarted(7))
+    again = told(state, ExitSeen(5, 1, -9), JobRestart(7))
     assert (again.phase, again.members, again.owners) == (Phase.FORMING, (0, 1, 2), (0, 1, 2))
     assert heard(again, *JOINED)[0] == PublishEpoch(2)
     assert told(committed(state), ExitSeen(5, 1, -9)).phase is Phase.HALTED
@@ -520,7 +520,7 @@ def test_a_node_that_is_lost_before_the_first_commit_restarts_the_workers_on_oth
     again = told(restartable(state), LeaseExpired(5, "node-0"))
     assert (again.phase, again.members, again.restarts) == (Phase.RESTARTING, (0, 1, 2), 1)
     assert "host node-0, which is lost" in again.reason
-    begun = told(again, Restarted(7, ((2,), (0,), (1,))))  # the shadows stand on other hosts now
+    begun = told(again, JobRestart(7, ((2,), (0,), (1,))))  # the shadows stand on other hosts now
     assert (begun.phase, begun.shadows, begun.nodes) == (Phase.FORMING, ((2,), (0,), (1,)), {})
     assert told(state, LeaseExpired(5, "node-0")).phase is not Phase.RESTARTING, "as often as allowed"
 
@@ -546,7 +546,7 @@ def test_the_end_is_repeated_too(phase: Phase) -> None:
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING, Phase.DRAINING])
 def test_another_coordinator_asks_all_members_again(phase: Phase) -> None:
     state = in_phase(phase)
-    new, effects = step(resume(to_json(state), 40), TakenOver(40))
+    new, effects = step(resume(to_json(state), 40), Takeover(40))
     assert (new.phase, new.epoch, new.verdict, new.planned) == (Phase.FAILING_OVER, state.epoch + 1, (), False)
     assert (new.members, new.owners, new.committed, new.out) == (
         state.members,
@@ -566,7 +566,7 @@ def on_nodes(state: State) -> State:
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING])
 def test_a_take_over_from_a_lost_host_is_the_one_verdict_on_its_workers(phase: Phase) -> None:
     state = on_nodes(in_phase(phase))
-    new = told(state, TakenOver(40, lost="b"))
+    new = told(state, Takeover(40, lost="b"))
     left = tuple(worker for worker in state.members if worker != 1)
     assert (new.phase, new.epoch, new.members) == (Phase.FAILING_OVER, state.epoch + 1, left)
     assert [(out.worker, out.cause) for out in new.verdict] == [(1, Cause.NODE_LOST)]
@@ -575,35 +575,35 @@ def test_a_take_over_from_a_lost_host_is_the_one_verdict_on_its_workers(phase: P
 
 
 def test_a_take_over_from_a_host_without_workers_has_an_empty_verdict() -> None:
-    new = told(on_nodes(running()), TakenOver(40, lost="d"))
+    new = told(on_nodes(running()), Takeover(40, lost="d"))
     assert (new.members, new.verdict, new.reason) == ((0, 1, 2), (), "another coordinator has taken over")
 
 
 def test_a_take_over_forgets_answers_looks_and_ends_of_the_last_step() -> None:
     state = told(in_phase(Phase.FAILING_OVER), holds(6, 0, 2, "nothing", (1,)), suspects(7, 0, 2, 1))
-    new = told(state, TakenOver(40))
+    new = told(state, Takeover(40))
     assert (new.inventories, new.copies, new.look, new.repeats) == ({}, {}, (), {})
     done = told(in_phase(Phase.DRAINING), is_done(30, 0, 1))
-    assert told(done, TakenOver(40)).done == ()
+    assert told(done, Takeover(40)).done == ()
 
 
 def test_a_take_over_keeps_a_slot_whose_owner_is_unknown() -> None:
     """The heir of the slot is a worker that was healed in the open step, which only its inventory tells."""
     state = told(running(), ExitSeen(5, 2, -9), ExitSeen(6, 1, -9))
     assert (state.phase, state.owners) == (Phase.FAILING_OVER, (0, 0, 1))
-    new = told(state, TakenOver(40))
+    new = told(state, Takeover(40))
     assert (new.phase, new.owners) == (Phase.FAILING_OVER, (0, 0, 1))
     assert told(new, holds(41, 0, new.epoch, "all", (0, 1, 2))).owners == (0, 0, 0)
 
 
 def test_a_take_over_before_the_first_epoch_loses_nothing() -> None:
     state = told(forming(), *JOINED[:2])
-    assert step(state, TakenOver(40)) == (state, ())
-    assert told(state, TakenOver(40), *JOINED).phase is Phase.RUNNING
+    assert step(state, Takeover(40)) == (state, ())
+    assert told(state, Takeover(40), *JOINED).phase is Phase.RUNNING
 
 
 def test_a_take_over_at_a_boundary_keeps_the_hand_over() -> None:
     state = in_phase(Phase.RECONFIGURING)
-    new = told(state, TakenOver(40))
+    new = told(state, Takeover(40))
     assert (new.owners, new.leaving, new.committed) == (state.owners, (2,), 0)
     assert 2 not in committed(recovered(new), ((1,), (0,), (0,))).members

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.core.membership.protocol import TABLE
-from engine.core.membership.rule import Rule
+from engine.core.protocol.membership import TABLE
+from engine.core.protocol.state import Rule
 from tests.core.membership_diagram import picture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "membership.md"
@@ -21,7 +21,7 @@ def test_the_picture_shows_every_change_of_phase() -> None:
         arrow = f"    {phase} --> {target}: ".replace("failing over", "failing_over")
         assert len([line for line in lines if line.startswith(arrow)]) == 1
     assert "    running --> reconfiguring: step committed" in lines
-    assert "    failing_over --> failing_over: exit seen, lease expired, tick, taken over" in lines
+    assert "    failing_over --> failing_over: exit seen, lease expired, tick, takeover" in lines
     assert len([line for line in lines if "-->" in line]) == len(pairs) + 3
 
 

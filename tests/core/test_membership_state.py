@@ -7,8 +7,8 @@ import json
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.membership.events import ExitSeen, Notice
-from engine.core.membership.state import Phase, State, resume, to_json
+from engine.core.protocol.events import ExitSeen, Notice
+from engine.core.protocol.state import Phase, State, resume, to_json
 from tests.core.membership_cases import S, holds, in_phase, plans, running, suspects, told
 
 GATHERED = told(in_phase(Phase.FAILING_OVER), *(holds(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))

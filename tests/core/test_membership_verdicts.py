@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.membership.events import Notice
-from engine.core.membership.state import Options, Phase, State, begin
-from engine.core.membership.verdicts import free_to_leave, handed_over, heirs, leavers, unable_to_leave
+from engine.core.protocol.events import Notice
+from engine.core.protocol.state import Options, Phase, State, begin
+from engine.core.protocol.verdicts import free_to_leave, handed_over, heirs, leavers, unable_to_leave
 from tests.core.membership_cases import S, running, told
 
 Shadows = tuple[tuple[int, ...], ...]

@@ -12,15 +12,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-import engine.bench.figures.bench_messages
-import engine.core.checkpoints.part_messages
-import engine.core.coordinator.wire
-import engine.core.process_messages  # noqa: F401 - which registers its kinds, as those before
 from engine.core.errors import InvariantError
-from engine.core.hosts import host_messages  # noqa: F401 - defines kinds
 from engine.core.message_codec import Message, ToAgent, decode, encode, kinds, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage
-from engine.core.recovery.vote import SlotVote, VoteMessage
+from engine.core.program.ballot import SlotVote, VoteMessage
 from tests.test_house import MODULES
 
 KINDS = sorted((kind, made) for kind, made in kinds().items() if made.__module__.startswith("engine."))

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core.analysis.memory_model import StageBytes
-from engine.core.config.job import Job
-from engine.core.elastic.assignment import assign
-from engine.core.elastic.measured import BYTES_PER_S, PAUSE_S, MeasuredFacts
-from engine.core.elastic.move_costs import (
+from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes
+from engine.core.ownership import Grid, Ownership
+from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.protocol.assignment import assign
+from engine.core.protocol.candidates import BYTES_PER_S, PAUSE_S, MeasuredFacts
+from engine.core.protocol.worker_times import (
     MoveCosts,
+    WorkerTimes,
     after_commit,
     after_epoch,
     after_vote,
     bytes_per_s,
+    facts,
+    heard,
     pause_s,
 )
-from engine.core.elastic.worker_times import WorkerTimes, facts, heard
-from engine.core.ownership import Grid, Ownership
-from engine.core.recovery.vote import SlotVote, VoteMessage
 
 S = 1_000_000_000
 SIZE = StageBytes(weights=100, whole=100, trained=100, optimizer=200, buffers=0, output=10)  # a replica has 300

@@ -6,20 +6,35 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.coordinator.machine import is_to_be_kept
-from engine.core.coordinator.next_group import NextGroup, attempted
-from engine.core.coordinator.outputs import Kill, Note, Tell
-from engine.core.coordinator.state import CoordinatorState, documents, resume
 from engine.core.errors import ExitCode, InvariantError
-from engine.core.membership.events import Notice, Wanted
-from engine.core.membership.state import Phase
-from engine.core.messages import CommitMessage, EpochMessage, HeartbeatMessage, WaitingMessage
-from engine.core.process_messages import ByeMessage, KeyMessage, NextGroupFormedMessage, NextGroupMessage
-from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
-from engine.core.worker.inputs import GroupKey, NextGroupFormed, NoticeGiven, Told
+from engine.core.messages import (
+    ByeMessage,
+    CommitMessage,
+    EpochMessage,
+    HeartbeatMessage,
+    KeyMessage,
+    NextGroupFormedMessage,
+    NextGroupMessage,
+    WaitingMessage,
+)
+from engine.core.program.inventory import PreparedMessage, PrepareMessage
+from engine.core.protocol.coordinator import is_to_be_kept
+from engine.core.protocol.coordinator_state import CoordinatorState, NextGroup, attempted, documents, resume
+from engine.core.protocol.events import Notice, WantedOwners
+from engine.core.protocol.inputs_outputs import Kill, Note, Tell
+from engine.core.protocol.state import Phase
+from engine.core.worker.inputs import GroupKey, NextGroupFormed, NoticeReceived, ProtocolMessage
 from engine.core.worker.machine import step as worker_step
-from engine.core.worker.outputs import End, EnterNextGroup, FormNextGroup, LeaveNextGroups, MarkPhase, Say
-from engine.core.worker.state import Mode, WorkerState
+from engine.core.worker.state import (
+    End,
+    EnterNextGroup,
+    FormNextGroup,
+    LeaveNextGroups,
+    MarkPhase,
+    Mode,
+    SendMessage,
+    WorkerState,
+)
 from tests.core.coordinator_cases import (
     Outputs,
     committed,
@@ -171,7 +186,7 @@ def test_a_leaving_worker_does_not_wait_for_a_joiner() -> None:
 
 def test_a_wish_that_names_a_joiner_waits_for_it_as_a_whole() -> None:
     state, _ = joining()
-    state, outputs = given(state, Wanted(6, (1, 1, 3), "a test"))
+    state, outputs = given(state, WantedOwners(6, (1, 1, 3), "a test"))
     assert told(outputs) == [], "no epoch is prepared for a part of the wish"
     assert (state.membership.wanted, state.membership.wanted_moves) == ((1, 1, 3), {})
     state, outputs = formed(state, 0, 1, 2, 3)
@@ -179,7 +194,7 @@ def test_a_wish_that_names_a_joiner_waits_for_it_as_a_whole() -> None:
     assert isinstance(order, PrepareMessage) and order.plan.wanted == (1, 1, 3)
     state, _ = committed(answered(state, order))
     assert state.membership.wanted_moves == {0: 1, 2: 3}
-    lost, _ = given(joining()[0], Wanted(6, (1, 1, 3), "a test"), killed(3))
+    lost, _ = given(joining()[0], WantedOwners(6, (1, 1, 3), "a test"), killed(3))
     assert lost.membership.wanted_moves == {0: 1}
 
 
@@ -210,26 +225,26 @@ def test_another_coordinator_knows_who_is_to_join() -> None:
 
 def test_a_group_is_formed_in_any_mode_and_said() -> None:
     for before in (running(3), waiting()):
-        state, outputs = worker_step(before, Told(ORDER))
+        state, outputs = worker_step(before, ProtocolMessage(ORDER))
         assert (outputs, dict(state.next_groups)) == ((FormNextGroup(ORDER),), {GroupKey(2, 1): False})
-        assert worker_step(state, Told(ORDER)) == (state, ()), "said twice"
+        assert worker_step(state, ProtocolMessage(ORDER)) == (state, ()), "said twice"
         state, outputs = worker_step(state, NextGroupFormed(GroupKey(2, 1)))
-        assert (outputs, state.next_groups) == ((Say(NextGroupFormedMessage(2, 1)),), {GroupKey(2, 1): True})
+        assert (outputs, state.next_groups) == ((SendMessage(NextGroupFormedMessage(2, 1)),), {GroupKey(2, 1): True})
         assert state.mode is before.mode
 
 
 def test_a_failure_is_said_and_the_attempt_is_left() -> None:
-    state = fed(running(3), Told(ORDER))
+    state = fed(running(3), ProtocolMessage(ORDER))
     state, outputs = worker_step(state, NextGroupFormed(GroupKey(2, 1), "no way there"))
-    said = Say(NextGroupFormedMessage(2, 1, "no way there"))
+    said = SendMessage(NextGroupFormedMessage(2, 1, "no way there"))
     assert (outputs, state.next_groups) == ((LeaveNextGroups((GroupKey(2, 1),)), said), {})
 
 
 @pytest.mark.parametrize("members", [(), (1, 2), (0, 1, 2, 3)])
 def test_a_later_attempt_gives_the_one_before_up(members: tuple[int, ...]) -> None:
-    state = fed(running(3), Told(ORDER), NextGroupFormed(GroupKey(2, 1)))
+    state = fed(running(3), ProtocolMessage(ORDER), NextGroupFormed(GroupKey(2, 1)))
     later = NextGroupMessage(2, 2, members)
-    state, outputs = worker_step(state, Told(later))
+    state, outputs = worker_step(state, ProtocolMessage(later))
     left = (LeaveNextGroups((GroupKey(2, 1),)),)
     assert outputs == ((*left, FormNextGroup(later)) if 0 in members else left)
     assert [*state.next_groups] == ([GroupKey(2, 2)] if 0 in members else [])
@@ -238,38 +253,43 @@ def test_a_later_attempt_gives_the_one_before_up(members: tuple[int, ...]) -> No
 
 def test_the_group_of_a_later_epoch_leaves_the_one_before_to_the_main_thread() -> None:
     """The message of epoch 2 may still lie in the inbox when the order for epoch 3 comes."""
-    state = fed(prepared(), Told(ORDER), NextGroupFormed(GroupKey(2, 1)), Told(NextGroupMessage(3, 1, (0, 1))))
-    state, outputs = worker_step(state, Told(hand_over(group=1)))
+    state = fed(
+        prepared(),
+        ProtocolMessage(ORDER),
+        NextGroupFormed(GroupKey(2, 1)),
+        ProtocolMessage(NextGroupMessage(3, 1, (0, 1))),
+    )
+    state, outputs = worker_step(state, ProtocolMessage(hand_over(group=1)))
     assert outputs[:2] == (MarkPhase("fence"), EnterNextGroup(GroupKey(2, 1)))
     assert dict(state.next_groups) == {GroupKey(3, 1): False}
-    assert worker_step(state, Told(ORDER)) == (state, ()), "of an epoch that has come"
+    assert worker_step(state, ProtocolMessage(ORDER)) == (state, ()), "of an epoch that has come"
 
 
 def test_the_epoch_that_names_the_group_enters_it_and_leaves_no_other() -> None:
-    state = fed(prepared(), Told(ORDER), NextGroupFormed(GroupKey(2, 1)))
-    state, outputs = worker_step(state, Told(hand_over(group=1)))
+    state = fed(prepared(), ProtocolMessage(ORDER), NextGroupFormed(GroupKey(2, 1)))
+    state, outputs = worker_step(state, ProtocolMessage(hand_over(group=1)))
     assert outputs[:2] == (MarkPhase("fence"), EnterNextGroup(GroupKey(2, 1)))
     assert state.next_groups == {}
 
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_a_group_that_is_not_formed_or_of_another_attempt_is_never_entered(group: int) -> None:
-    state = fed(prepared(), Told(ORDER), *([NextGroupFormed(GroupKey(2, 1))] if group == 2 else []))
+    state = fed(prepared(), ProtocolMessage(ORDER), *([NextGroupFormed(GroupKey(2, 1))] if group == 2 else []))
     with pytest.raises(InvariantError, match=f"epoch 2 enters group {group}, and worker 0 has"):
-        worker_step(state, Told(hand_over(group=group)))
+        worker_step(state, ProtocolMessage(hand_over(group=group)))
 
 
 def test_any_other_epoch_gives_the_group_up() -> None:
-    state = fed(running(3), Told(ORDER), NextGroupFormed(GroupKey(2, 1)))
+    state = fed(running(3), ProtocolMessage(ORDER), NextGroupFormed(GroupKey(2, 1)))
     for other in (epoch(2), epoch(3)):
-        new, outputs = worker_step(state, Told(other))
+        new, outputs = worker_step(state, ProtocolMessage(other))
         assert outputs[:2] == (MarkPhase("fence"), LeaveNextGroups((GroupKey(2, 1),)))
         assert new.next_groups == {}
 
 
 def test_a_waiting_worker_ignores_the_commit_that_comes_again_with_its_epoch() -> None:
-    assert worker_step(waiting(), Told(CommitMessage(3, 1.0, "epoch"))) == (waiting(), ())
-    assert worker_step(WorkerState(mode=Mode.WAITING), Told(ByeMessage()))[0].mode is Mode.OUT
+    assert worker_step(waiting(), ProtocolMessage(CommitMessage(3, 1.0, "epoch"))) == (waiting(), ())
+    assert worker_step(WorkerState(mode=Mode.WAITING), ProtocolMessage(ByeMessage()))[0].mode is Mode.OUT
 
 
 def test_a_worker_that_gives_notice_while_it_waits_leaves_with_the_code_of_a_notice() -> None:
@@ -277,12 +297,12 @@ def test_a_worker_that_gives_notice_while_it_waits_leaves_with_the_code_of_a_not
     state, outputs = given(state, Notice(6, 3, S))
     assert Tell((3,), ByeMessage()) in outputs
     assert not any(isinstance(each, Kill) for each in outputs)
-    assert worker_step(waiting(), Told(ByeMessage()))[1] == (End(ExitCode.OK),)
-    noticed = fed(waiting(), NoticeGiven())
-    assert worker_step(noticed, Told(ByeMessage()))[1] == (End(ExitCode.LEFT_WITH_NOTICE),)
+    assert worker_step(waiting(), ProtocolMessage(ByeMessage()))[1] == (End(ExitCode.OK),)
+    noticed = fed(waiting(), NoticeReceived())
+    assert worker_step(noticed, ProtocolMessage(ByeMessage()))[1] == (End(ExitCode.LEFT_WITH_NOTICE),)
 
 
 def test_a_plan_is_made_by_its_members_only() -> None:
     order = PrepareMessage(7, prepared().prepared[0].told)
-    assert len(worker_step(running(3), Told(order))[1]) == 1
-    assert worker_step(waiting(), Told(order))[1] == ()
+    assert len(worker_step(running(3), ProtocolMessage(order))[1]) == 1
+    assert worker_step(waiting(), ProtocolMessage(order))[1] == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.agent.notice_answer import MOST_BYTES, NoticeAnswer, answer_of
+from engine.core.hosts.notice_answer import MOST_BYTES, NoticeAnswer, answer_of
 
 
 @pytest.mark.parametrize("said", [b"", b" \n", b"FALSE", b"none", b"null", b"[]", b"{}", b"no\n"])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.faults.fault import After
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits
 from engine.core.faults.scenario_rules import check_scenario
-from engine.files.scenarios.library import library
-from engine.files.scenarios.matrix_file import read_matrix
+from engine.core.job.job import Job
+from engine.files.jobs.library import library
+from engine.files.jobs.matrix_file import read_matrix
 from engine.runtime.faults.registry import kinds
 from tests.core.scenario_cases import at, scenario, wanted
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import parse_action
-from engine.core.config.schedule_choice import check_schedule
 from engine.core.errors import ScheduleError
+from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
+from engine.core.program.schedule_csv import lists_from_csv, rows_to_csv
+from engine.core.program.schedules import SCHEDULES, overlap_of, pairs_of, with_pairs_together
 from engine.core.program.verify import verify
-from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
-from engine.core.schedules.overlap_pairs import overlap_of, pairs_of, with_pairs_together
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain, program_of
 
 NAME = "dualpipev-overlapped"

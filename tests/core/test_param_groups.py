@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.param_groups import ParamGroup, as_text, group_of, idle_groups, param_groups
+from engine.core.job.update_rules import ParamGroup, as_text, group_of, idle_groups, param_groups
 
 NAMES = ("embedding.weight", "blocks.0.norm.bias", "blocks.0.linear.weight", "head.bias")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.config.partition import MOST_LAYERS, balanced, partition
 from engine.core.errors import UserError
+from engine.core.job.partition import MOST_LAYERS, balanced, partition
 
 KINDS = ["Embedding", "Block", "Block", "Block", "Norm", "Linear"]
 SIZES = [100, 30, 30, 30, 1, 100]

@@ -7,9 +7,9 @@ from functools import lru_cache
 import pytest
 
 from engine.core.ownership import Grid, Ownership
+from engine.core.program.inventory import Inventory
+from engine.core.program.planner import PlanInput, healing_in, held_at_start, make_plan
 from engine.core.program.verify import verify
-from engine.core.recovery.inventory import Inventory
-from engine.core.recovery.planner import PlanInput, healing_in, held_at_start, make_plan
 from engine.core.value import Kind, Value
 from tests.core.corruptions import CORRUPTIONS
 from tests.core.drawing import program_of

@@ -17,11 +17,11 @@ import pytest
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Op, Program
 from engine.core.errors import InvariantError, ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each
+from engine.core.program import planner as recovery
 from engine.core.program.dry_run import dry_run
-from engine.core.program.transfer_pass import with_transfers
-from engine.core.recovery import planner as recovery
-from engine.core.recovery.inventory import Inventory
-from engine.core.recovery.planner import PlanInput, held_at_start, make_plan
+from engine.core.program.inventory import Inventory
+from engine.core.program.passes import with_transfers
+from engine.core.program.planner import PlanInput, held_at_start, make_plan
 from engine.core.value import Held, Kind, Value
 from tests.core.drawing import drawn_program, plain
 from tests.core.recovery_cases import (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core.coordinator import preparation
-from engine.core.coordinator.state import Preparation
-from engine.core.membership.events import Event, ExitSeen, Notice, StepCommitted, Wanted
-from engine.core.membership.state import Phase, State
 from engine.core.ownership import Grid, Ownership
-from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
+from engine.core.program.inventory import PreparedMessage, PrepareMessage
+from engine.core.protocol import preparation
+from engine.core.protocol.coordinator_state import Preparation
+from engine.core.protocol.events import Event, ExitSeen, Notice, StepCommitted, WantedOwners
+from engine.core.protocol.state import Phase, State
 from tests.core.membership_cases import S, running, told
 
 GRID = Grid(3, 4)
@@ -141,7 +141,7 @@ def owners_after(prepared: Prepared, state: State) -> tuple[int, ...]:
 
 
 def test_a_leaver_with_much_time_keeps_its_slots_until_the_wanted_owners_are_whole() -> None:
-    wanted = told(STEPPED, Wanted(5, (0, 1, 0), "a test"))
+    wanted = told(STEPPED, WantedOwners(5, (0, 1, 0), "a test"))
     assert owners_after(Prepared(MUCH, elastic=True), wanted) == (0, 1, 2), "worker 0 has no replica of its slot yet"
     healed = wanted._replace(shadows=SHIFTED)
     assert owners_after(Prepared(MUCH, elastic=True), healed) == (0, 1, 0)
@@ -149,7 +149,7 @@ def test_a_leaver_with_much_time_keeps_its_slots_until_the_wanted_owners_are_who
 
 
 def test_a_leaver_with_little_time_or_no_policy_hands_over_to_its_shadow() -> None:
-    wanted = told(STEPPED, Wanted(5, (0, 1, 0), "a test"))
+    wanted = told(STEPPED, WantedOwners(5, (0, 1, 0), "a test"))
     assert owners_after(Prepared(9 * S, elastic=True), wanted) == (0, 1, 1)
     assert owners_after(Prepared(MUCH), wanted) == (0, 1, 1)
     assert owners_after(Prepared(MUCH, elastic=True), wanted._replace(steps_ns=(S, 7 * S))) == (0, 1, 1)

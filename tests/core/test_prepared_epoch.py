@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.coordinator.preparation import PreparedEpoch, held_at_boundary, prepare_epoch
-from engine.core.membership.effects import AnnounceCommit, PublishPlanInput
-from engine.core.membership.events import Notice, StepCommitted
-from engine.core.membership.protocol import step
-from engine.core.membership.state import Phase, State
-from engine.core.membership.verdicts import leavers
 from engine.core.ownership import Grid, Ownership
-from engine.core.recovery.inventory import from_json
+from engine.core.program.inventory import from_json
+from engine.core.protocol.events import Notice, StepCommitted
+from engine.core.protocol.membership import AnnounceCommit, PublishPlanInput, step
+from engine.core.protocol.preparation import PreparedEpoch, held_at_boundary, prepare_epoch
+from engine.core.protocol.state import Phase, State
+from engine.core.protocol.verdicts import leavers
 from tests.core.membership_cases import S, committed, in_phase, recovered, running, told
 
 GRID = Grid(3, 4)

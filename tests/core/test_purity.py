@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.checks.purity import DATA, PurityBook
+from engine.core.checks.trajectory import DATA, PurityBook
 from engine.core.errors import UserError
 
 

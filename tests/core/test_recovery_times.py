@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.checks import recovery_log
-from engine.core.checks.recovery_log import RecoveryLog
-from engine.core.checks.recovery_times import PHASES, Recovery
-from engine.core.checks.stall import Stall
-from engine.core.config.job import Job
+from engine.core.checks import recoveries as recovery_log
+from engine.core.checks.recoveries import PHASES, Recovery, RecoveryLog, Stall
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded, in_words
 from engine.core.history.run_history import RunHistory
+from engine.core.job.job import Job
 from tests.core.made_records import records_of
 
 Event = dict[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.bench.figures import redo
-from engine.bench.figures.redo import Redo
+from engine.bench import figures as redo
+from engine.bench.figures import Redo
 from engine.core.history.run_records import ActionRecord
 from tests.core.made_records import made_history
 

@@ -10,16 +10,16 @@ from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.program.build import build_program, on_owners
 from engine.core.program.dry_run import Cost, dry_run, unit_costs
-from engine.core.program.list_scheduler import merged_compute
-from engine.core.program.redundant_forward_pass import (
+from engine.core.program.passes import (
     lazy_slots,
     overhead_floor,
     redundant_slots,
     with_redundant_forwards,
+    with_transfers,
 )
-from engine.core.program.transfer_pass import with_transfers
+from engine.core.program.remaining_tasks import merged_compute
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain, program_of
 
 F, B = unit_costs(Action(0, Op.F, 0)), unit_costs(Action(0, Op.B, 0))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.hosts.registered_host import RegisteredHost, differences, registered_host
+from engine.core.hosts.host_options import RegisteredHost, differences, registered_host
 
 FACTS = {"torch": "2.13.0", "isa": ["avx2", "fma"], "stages": 4, "data files": []}
 A = RegisteredHost("a", "1f", "10.0.0.1", 7, FACTS)

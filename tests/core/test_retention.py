@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.history.retention import AFTER, BEFORE, as_ranges, marked_steps, superfluous
+from engine.core.history.record_lines import AFTER, BEFORE, as_ranges, marked_steps, superfluous
 from tests.core.made_records import records_of
 
 SIZES = st.integers(1, 300).flatmap(lambda count: st.lists(st.integers(0, 9), min_size=count, max_size=count))

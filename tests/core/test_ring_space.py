@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.links.ring_space import RingSpace
+from engine.core.links import RingSpace
 
 SIZE = 100
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.core.action import Program
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program.build import build_program, build_validation
-from engine.core.program.routes import Routes, routes_of
+from engine.core.program.dependencies import Routes, routes_of
 from engine.core.value import Kind, Value
 from tests.core.drawing import program_of
 from tests.core.machine import drawn_by

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.config.job import Job
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord, FaultRecord, StaysRecord
+from engine.core.job.job import Job
 from tests.core.made_records import made, made_history
 
 EVENTS: list[dict[str, Any]] = [

@@ -10,11 +10,11 @@ import pytest
 
 from bamboo_cli.terminal.status_picture import headline
 from engine.core.errors import InvariantError
-from engine.core.history.recorded_status import live_status, status_of_history
-from engine.core.membership.events import ExitSeen, Heard, Notice
-from engine.core.membership.run_status import RunStatus, WorkerStatus, status_of_keys
-from engine.core.membership.state import to_json
 from engine.core.messages import WaitingMessage
+from engine.core.protocol.events import ExitSeen, Notice, WorkerWord
+from engine.core.protocol.recorded_status import live_status, status_of_history
+from engine.core.protocol.run_status import RunStatus, WorkerStatus, status_of_keys
+from engine.core.protocol.state import to_json
 from tests.core.made_records import made_history
 from tests.core.membership_cases import committed, running, told
 
@@ -215,7 +215,7 @@ def test_a_worker_that_a_verdict_put_out_is_dead() -> None:
 
 
 def test_a_worker_that_is_no_member_waits_or_starts() -> None:
-    state = told(running(), Heard(5, 3, WaitingMessage(), "host"), Heard(6, 5, WaitingMessage(), "host"))
+    state = told(running(), WorkerWord(5, 3, WaitingMessage(), "host"), WorkerWord(6, 5, WaitingMessage(), "host"))
     state = told(state, ExitSeen(7, 5, -9))
     more = {f"members/{worker}": json.dumps(MEMBER | {"now": []}).encode() for worker in (3, 4, 5)}
     found = status_of_keys("run", keys(state=to_json(state).encode(), **more), NOW_NS)

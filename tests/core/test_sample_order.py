@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.config.job import Job
 from engine.core.errors import InvariantError
-from engine.core.samples.ledger import first_position, sample_at, shares
-from engine.core.samples.permutation import permuted
+from engine.core.job.job import Job
+from engine.core.job.samples import first_position, permuted, sample_at, shares
 
 
 @given(size=st.integers(1, 300), key=st.integers(0, 2**63 - 1))

@@ -11,8 +11,8 @@ import pytest
 from engine.core.action import OP_TABLE, Op
 from engine.core.checks import samples
 from engine.core.checks.samples import SampleEffect
-from engine.core.config.job import Job
 from engine.core.errors import InvariantError
+from engine.core.job.job import Job
 from tests.core.made_records import made_history
 
 JOB = Job(stages=2, pipelines=1, microbatches=2, steps=2)

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.faults.fault import After
-from engine.core.faults.fault_kind import ON_LINKS, Parameter, kind_problems
+from engine.core.faults.fault import ON_LINKS, After, Parameter, kind_problems
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario
 from engine.core.faults.scenario_rules import check_scenario
+from engine.core.job.job import Job
 from tests.core.scenario_cases import ENDING, JOB, KINDS, at, scenario, wanted
 
 FIRST = wanted("first", at(5, "2B3"))

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.faults.fault import After
-from engine.core.faults.host_fault import ANY_HOSTS, HostFault
-from engine.core.faults.scenario import Every, Expect, Limits, Scenario
-from engine.core.faults.scenario_plain import scenario_plain
-from engine.files.scenarios.library import scenario_names
-from engine.files.scenarios.scenario_file import load_document, load_scenario
+from engine.core.faults.fault import ANY_HOSTS, After, HostFault
+from engine.core.faults.scenario import Every, Expect, Limits, Scenario, scenario_plain
+from engine.core.job.job import Job
+from engine.files.jobs.library import scenario_names
+from engine.files.jobs.scenario_file import load_document, load_scenario
 from engine.files.strict_yaml import read_text
 from engine.runtime.faults.registry import kinds
 from tests.core.scenario_cases import at, scenario, wanted

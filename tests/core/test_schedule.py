@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.program.dry_run import peak_stash
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
 from tests.core.drawing import drawn, plain
 
 SHAPES = [(num_stages, num_microbatches) for num_stages in range(1, 17) for num_microbatches in (*range(1, 34), 63, 64)]

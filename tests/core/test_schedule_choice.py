@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.analysis.schedule_comparison import compare
-from engine.core.config.schedule_choice import check_schedule
 from engine.core.errors import ScheduleError
-from engine.core.ownership import Grid, fresh
-from engine.core.placement import Placement, worker_of
+from engine.core.job.job_rules import check_schedule
+from engine.core.job.schedule_comparison import compare
+from engine.core.ownership import Grid, Placement, fresh, worker_of
 from engine.core.program.build import build_program
-from engine.core.program.list_scheduler import op_costs
-from engine.core.program.redundant_forward_pass import overhead_floor
-from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
-from engine.core.schedules.placement_choice import placement_of
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.passes import overhead_floor
+from engine.core.program.remaining_tasks import op_costs
+from engine.core.program.schedule_csv import lists_from_csv, placement_of, rows_to_csv
+from engine.core.program.schedules import SCHEDULES
 from tests.core.drawing import drawn, plain
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.ownership import Grid, Redundancy
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
 from tests.core.recovery_cases import ANY_ORDER, Job, assert_faultless, distinct_kills, seeded
 from tests.doubles.ordered_machine import OrderedMachine
 

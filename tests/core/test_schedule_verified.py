@@ -12,8 +12,8 @@ from engine.core.errors import ScheduleError
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.corruptions import CORRUPTIONS
 from tests.core.recovery_cases import seeded
 

@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.history.step_files import ENTRY_BYTES
-from engine.core.hosts.host_messages import MOST_BYTES, ShippedHostMessage, frame, read_frame
-from engine.core.hosts.shipped_parts import (
+from engine.core.history.record_lines import ENTRY_BYTES
+from engine.core.hosts.host_messages import (
     EVENTS,
+    MOST_BYTES,
     MOST_SHIPPED_BYTES,
+    ShippedHostMessage,
     ShippedPart,
+    frame,
     is_shipped,
+    read_frame,
     shipped_frame,
     shipped_parts,
     whole_bytes,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core.config.job import Job
 from engine.core.faults.fault import After, At
+from engine.core.faults.matrix import is_possible, proposals, shrink
 from engine.core.faults.scenario import Scenario
-from engine.core.faults.shrink import is_possible, proposals, shrink
+from engine.core.job.job import Job
 from tests.core.scenario_cases import ENDING, JOB, at, scenario, wanted
 
 BIG = scenario(

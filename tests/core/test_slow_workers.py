@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.elastic import slow_workers
-from engine.core.elastic.assignment import assign
-from engine.core.elastic.measured import MeasuredFacts
-from engine.core.elastic.rebalancing import QUIET_STEPS, Rebalancing, after_assignment, is_due
-from engine.core.elastic.runs import load_of, runs_of, step_time
-from engine.core.elastic.slow_workers import Compute, PaceChange, Paces, after_step, members_only, speeds
 from engine.core.ownership import Grid, Ownership
+from engine.core.protocol import worker_times
+from engine.core.protocol.assignment import assign
+from engine.core.protocol.candidates import MeasuredFacts, load_of, runs_of, step_time
+from engine.core.protocol.wishes import QUIET_STEPS, Rebalancing, after_assignment, is_due
+from engine.core.protocol.worker_times import Compute, PaceChange, Paces, after_step, members_only, speeds
 
 GRID = Grid(16, 16)
 WORKERS = (0, 1, 2, 3)
@@ -103,7 +102,7 @@ def test_a_speed_that_flaps_makes_one_move_in_fifty_steps(period: int) -> None:
         lambda worker, step: 2.0 if worker == 1 and step >= 20 and step % (2 * period) < period else 1.0
     ).run(500)
     assert all(later - move >= QUIET_STEPS for move, later in zip(run.moves, run.moves[1:], strict=False))
-    assert len(run.moves) <= 1 or period > slow_workers.WELL_STEPS - 6
+    assert len(run.moves) <= 1 or period > worker_times.WELL_STEPS - 6
 
 
 def test_a_worker_that_becomes_slower_still_is_told_again_and_so_is_one_that_becomes_less_slow() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.checks.stall import USUAL, Stall, StepLengths, quantile, with_later_steps
+from engine.core.checks.recoveries import USUAL, Stall, StepLengths, quantile, with_later_steps
 
 MS = 1_000_000
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.config.job_rules import check_job
-from engine.core.config.partition import partition, smallest_stage
 from engine.core.errors import UserError
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.job.job_rules import check_job
+from engine.core.job.partition import partition, smallest_stage
+from engine.core.program.schedules import SCHEDULES
 
 
 def refused(field: str = "standby", **fields: Any) -> list[str]:

@@ -8,10 +8,19 @@ from collections.abc import Callable
 import pytest
 
 from engine.core.exclusion import Cause
-from engine.core.membership.events import StepCommitted, Tick
-from engine.core.membership.protocol import step
-from engine.core.membership.standstill import Counts, Report, dark_edges, deadline_ns, steps_after
-from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.protocol.events import StepCommitted, Tick
+from engine.core.protocol.membership import step
+from engine.core.protocol.state import (
+    Counts,
+    Options,
+    Phase,
+    Report,
+    State,
+    begin,
+    dark_edges,
+    deadline_ns,
+    steps_after,
+)
 from tests.core.membership_cases import beats, says_ready
 
 S = 1_000_000_000

@@ -9,11 +9,11 @@ from itertools import combinations
 import pytest
 
 from engine.core.action import Op
-from engine.core.coordinator.preparation import held_at_boundary
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
 from engine.core.program.build import build_program
-from engine.core.program.step_end_pass import with_end_of_step
+from engine.core.program.passes import with_end_of_step
 from engine.core.program.verify import verify
+from engine.core.protocol.preparation import held_at_boundary
 from tests.core.drawing import program_of
 from tests.core.recovery_cases import heirs, seeded
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
-from engine.core.config.job import Job
+from engine.core.history.record_lines import ENTRY_BYTES, StepFile, actions_in, done_in, entry, span_of, step_file
 from engine.core.history.run_records import ActionRecord
-from engine.core.history.step_files import ENTRY_BYTES, StepFile, actions_in, done_in, entry, span_of, step_file
+from engine.core.job.job import Job
 
 NUMBER = st.integers(0, 2**32 - 1)
 WORK = st.builds(

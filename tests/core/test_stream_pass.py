@@ -12,9 +12,9 @@ from engine.core.action import COMPUTE_OPS, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, one_slot_each, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
-from engine.core.program.stream_pass import is_streamed
+from engine.core.program.passes import is_streamed
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import drawn_program, plain, program_of
 from tests.core.recovery_cases import Failure, Job, assert_faultless, random_history, random_job, seeded, single_kills
 

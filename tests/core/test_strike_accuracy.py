@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks import strike_accuracy
+from engine.core.checks import expectations as strike_accuracy
 from engine.core.checks.expectations import Check
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, Owner, Role, When
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from tests.core.made_records import made_history
 from tests.core.scenario_cases import at
 

@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from engine.core.coordinator.outputs import Tell, Write, recorded_first
-from engine.core.coordinator.state import STATE, CoordinatorState, documents, resume
-from engine.core.coordinator.succession import TakenProcess, begins_again, last_number, succession
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.exclusion import Cause, Exclusion
 from engine.core.history.run_records import CommitRecord
-from engine.core.membership.events import ExitSeen, LeaseExpired, TakenOver
-from engine.core.membership.protocol import step
-from engine.core.membership.state import Phase
 from engine.core.messages import CommitMessage
+from engine.core.protocol.coordinator_state import STATE, CoordinatorState, documents, resume
+from engine.core.protocol.events import ExitSeen, LeaseExpired, Takeover
+from engine.core.protocol.inputs_outputs import Tell, Write, recorded_first
+from engine.core.protocol.membership import step
+from engine.core.protocol.state import Phase
+from engine.core.protocol.wire import ProcessOnHost, begins_again, last_number, succession
 from tests.core.coordinator_cases import begun, committed, training
 
 EXCLUDED = Exclusion(6, "was lost", Cause.DEATH)
@@ -29,21 +29,21 @@ def trained() -> CoordinatorState:
 def test_every_worker_of_a_host_that_is_there_goes_on() -> None:
     held = {"node-0": ((1, 0, 70), (2, 1, 71)), "node-1": ((1, 2, 72),)}
     assert succession(documents(trained()), held, "node-2", 0) == (
-        TakenProcess(0, "node-0", 1, 70),
-        TakenProcess(1, "node-0", 2, 71),
-        TakenProcess(2, "node-1", 1, 72),
+        ProcessOnHost(0, "node-0", 1, 70),
+        ProcessOnHost(1, "node-0", 2, 71),
+        ProcessOnHost(2, "node-1", 1, 72),
     )
 
 
 def test_the_workers_of_a_lost_host_have_no_end_of_their_own() -> None:
     found = succession(documents(trained()), {"node-0": ((1, 0, 70), (2, 1, 71))}, "node-1", 0)
-    assert found[2] == TakenProcess(2, "node-1", -3, 0, ())
+    assert found[2] == ProcessOnHost(2, "node-1", -3, 0, ())
 
 
 def test_a_worker_that_its_host_does_not_hold_any_more_has_ended() -> None:
     found = succession(documents(trained()), {"node-0": ((1, 0, 70, -9),), "node-1": ((1, 2, 72),)}, "node-2", 0)
-    assert found[0] == TakenProcess(0, "node-0", 1, 70, (-9,))
-    assert found[1] == TakenProcess(1, "node-0", -2, 0, (-9,))
+    assert found[0] == ProcessOnHost(0, "node-0", 1, 70, (-9,))
+    assert found[1] == ProcessOnHost(1, "node-0", -2, 0, (-9,))
 
 
 def test_a_worker_whose_end_is_known_needs_no_process() -> None:
@@ -88,7 +88,7 @@ def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(se
     assert sorted(each.worker for each in found) == sorted(known.members)
     gone = {each.worker for each in found if each.host == lost}
     assert gone == {worker for worker in known.members if known.nodes[worker] == lost}
-    after, _ = step(known, TakenOver(1))
+    after, _ = step(known, Takeover(1))
     after, _ = step(after, LeaseExpired(2, lost))
     assert after.epoch == known.epoch + 2
     assert {out.worker for out in after.verdict} == gone
@@ -121,9 +121,9 @@ def test_a_host_hears_of_a_commit_before_its_workers_do() -> None:
 
 def test_a_newcomer_gets_the_number_of_no_worker_that_was_ever_there() -> None:
     state = trained()
-    texts, found = documents(state), (TakenProcess(2, "node-1", 1, 72),)
+    texts, found = documents(state), (ProcessOnHost(2, "node-1", 1, 72),)
     assert last_number(texts, found) == 2
-    assert last_number(texts, (*found, TakenProcess(5, "node-1", 2, 73))) == 5  # it loads, and nobody knows it yet
+    assert last_number(texts, (*found, ProcessOnHost(5, "node-1", 2, 73))) == 5  # it loads, and nobody knows it yet
     gone, _ = step(state.membership, ExitSeen(9, 1, -9))
     for changed in (
         gone._replace(exited=(1, 6)),

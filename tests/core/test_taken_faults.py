@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from engine.core.faults import injection
-from engine.core.faults.fault import Fault
-from engine.core.faults.fault_kind import Sign
-from engine.core.faults.injection_state import LookAtVictim, RecordFault, SendSignal, TellOfFault, ToldMoment
-from engine.core.faults.taken_faults import ToldFaults, taken_over
-from engine.core.history.request_records import RequestRecord
+from engine.core.faults.fault import Fault, Sign
+from engine.core.faults.injection import (
+    AnnounceFault,
+    InheritedFaults,
+    LookAtVictim,
+    MomentReport,
+    RecordFault,
+    SendSignal,
+    taken_over,
+)
+from engine.core.history.process_records import RequestRecord
 from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord, UnconfirmedRecord
 from engine.core.messages import FiredMessage
 from tests.core.test_injection import CONTINUE, KILL, STOP, Injected, after, kill
@@ -30,7 +36,7 @@ def strike(name: str = "first", of: int = 1, do: str = "kill") -> FaultRecord:
 
 def heir(*faults: Fault, heard: tuple[Any, ...] = (), present: tuple[int, ...] = ALL) -> Injected:
     """Returns the injection of a host that takes over, after its first outputs."""
-    run, told = Injected(*faults), ToldFaults()
+    run, told = Injected(*faults), InheritedFaults()
     for record in (first_epoch(), *heard):
         told.hear(record)
     run.give(taken_over, told, "a", present)
@@ -53,15 +59,15 @@ def test_a_fault_that_waits_for_its_moment_is_carried_on() -> None:
 def test_one_that_has_struck_strikes_nobody_else_and_lets_go_who_comes_to_its_moment() -> None:
     run = heir(kill(), heard=(strike(), ConfirmedRecord(fault="first", how="exit: -9")), present=(0, 2))
     assert run.told == []
-    answer = run.give(injection.strike, "first", ToldMoment(2, 3, "1B1"))
-    assert answer == (TellOfFault(FiredMessage("first"), 2),)
+    answer = run.give(injection.strike, "first", MomentReport(2, 3, "1B1"))
+    assert answer == (AnnounceFault(FiredMessage("first"), 2),)
     assert run.unconfirmed() == {}
     assert run.injection.has_struck(1)
 
 
 def test_a_fault_of_which_this_host_knows_nothing_holds_up_no_worker() -> None:
-    answer = heir(kill()).give(injection.strike, "requested", ToldMoment(2, 3, "1B1"))
-    assert answer == (TellOfFault(FiredMessage("requested"), 2),)
+    answer = heir(kill()).give(injection.strike, "requested", MomentReport(2, 3, "1B1"))
+    assert answer == (AnnounceFault(FiredMessage("requested"), 2),)
 
 
 def test_a_kill_without_its_sign_is_sent_again_to_the_same_worker() -> None:
@@ -103,7 +109,7 @@ def test_what_was_requested_or_delayed_there_is_told_as_unconfirmed_and_never_st
         "second": "it waited with host a, which was lost",
     }
     assert run.passes(10**12) == ()
-    again = ToldFaults()
+    again = InheritedFaults()
     for record in (*heard, *confirmed, *(each.record for each in run.told if isinstance(each, RecordFault))):
         again.hear(record)
     assert [each for each in again.requested if each not in again.confirmed | again.unconfirmed] == []
@@ -117,7 +123,7 @@ def test_a_phase_of_the_recovery_that_goes_on_is_still_a_moment() -> None:
     assert run.struck()[-1] == ("second", 0)
     late = Injected(kill(), after("first", "plan", delay_ns=5))
     late.moves_on(1)  # the recovery has begun, and perhaps the delay
-    told = ToldFaults()
+    told = InheritedFaults()
     for record in (first_epoch(), *heard):
         told.hear(record)
     late.give(taken_over, told, "a", (0, 2))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from engine.core.config.job import Job
-from engine.core.config.torch_parts import (
+from engine.core.job.job import Job
+from engine.core.job.torch_parts import (
     OPTIMIZERS,
     SCHEDULES,
     TorchPart,
@@ -18,7 +18,7 @@ from engine.core.config.torch_parts import (
     given_arguments,
     plain_argument,
 )
-from engine.core.config.update_rules import depends_on_steps, preloads, update_problems
+from engine.core.job.update_rules import depends_on_steps, preloads, update_problems
 
 OF_BAMBOO = {"params", "lr", "foreach", "fused", "capturable", "differentiable", "adjust_lr_fn"}
 OF_SCHEDULES = {"optimizer", "last_epoch", "max_lr", "epochs", "steps_per_epoch", "scale_fn", "cycle_momentum"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.core.checks.proof import BUILT_IN_DATA, compare, fingerprint, twin_of
 from engine.core.checks.trajectory import NO_MARKS, TrajectoryRow
-from engine.core.checks.twin import BUILT_IN_DATA, compare, fingerprint, twin_of
-from engine.core.config.job import Job
-from engine.core.config.job_rules import check_job
+from engine.core.job.job import Job
+from engine.core.job.job_rules import check_job
 from engine.models.model_registry import DATA
 from tests.core.made_records import made_history
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.hosts.unheard import unheard
+from engine.core.hosts.ends import unheard
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import COMPUTE_OPS, Action, Op, Program
-from engine.core.config.job import Job
-from engine.core.config.job_rules import check_job
+from engine.core.job.job import Job
+from engine.core.job.job_rules import check_job
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
 from engine.core.program.build import build_program
-from engine.core.program.unshard_pass import with_unshards
+from engine.core.program.passes import with_unshards
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
-from engine.core.schedules.registry import SCHEDULES
 
 PLACED = ("interleaved", 4, 2)  # schedule, stages, stages of a worker
 

@@ -6,10 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from engine.core.analysis.utilization import bubbles, stash_curves
 from engine.core.ownership import Grid, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
-from engine.core.program.dry_run import dry_run
+from engine.core.program.dry_run import bubbles, dry_run, stash_curves
 from tests.core.drawing import program_of
 
 

@@ -10,8 +10,8 @@ from engine.core.action import RECEIVE_OPS, WHOLE_STAGE, Action, Op, Program
 from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dependencies import carried, makes, needs
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import Violation, verify
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.drawing import program_of
 from tests.core.machine import Machine, Replica, drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.elastic.way_out import (
+from engine.core.protocol.wishes import (
     HAND_OVER_NS,
-    WayOut,
+    LeaveStrategy,
     departs,
     has_heirs,
     nobody_takes_over,
@@ -16,7 +16,7 @@ from engine.core.elastic.way_out import (
 from tests.core.membership_cases import S, running
 
 USUAL = (2 * S, 2 * S, 9 * S)
-BOUNDARY, INSIDE, NONE = WayOut
+BOUNDARY, INSIDE, NONE = LeaveStrategy
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ BOUNDARY, INSIDE, NONE = WayOut
     ],
 )
 def test_the_way_follows_from_the_grace_the_usual_step_and_the_open_one(
-    left_s: float, spent_s: float, way: WayOut
+    left_s: float, spent_s: float, way: LeaveStrategy
 ) -> None:
     assert way_out(round(left_s * S), round(spent_s * S), USUAL, has_heirs=True) is way
 
 
 def test_more_time_is_never_a_worse_way() -> None:
-    ways = list(WayOut)
+    ways = list(LeaveStrategy)
     for spent in range(0, 5 * S, S // 7):
         found = [ways.index(way_out(left, spent, USUAL, has_heirs=True)) for left in range(0, 4 * S, S // 50)]
         assert found == sorted(found, reverse=True)

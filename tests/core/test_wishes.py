@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from engine.core.config.job import Job
-from engine.core.elastic.rebalancing import Rebalancing
-from engine.core.elastic.wishes import wish
-from engine.core.elastic.worker_times import WorkerTimes
-from engine.core.membership.effects import plan_document
-from engine.core.membership.events import ExitSeen, Heard, Notice, Wanted
-from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.job.job import Job
 from engine.core.messages import WaitingMessage
+from engine.core.protocol.events import ExitSeen, Notice, WantedOwners, WorkerWord
+from engine.core.protocol.membership import plan_document
+from engine.core.protocol.state import Options, Phase, State, begin
+from engine.core.protocol.wishes import Rebalancing, wish
+from engine.core.protocol.worker_times import WorkerTimes
 from tests.core.membership_cases import told
 
 JOB = Job(stages=3, blocks=4, elastic=True)
@@ -44,7 +43,7 @@ def test_merged_blocks_are_shared_out_by_the_workers_that_are_left() -> None:
 def test_a_leaver_is_not_wanted() -> None:
     leaving = told(trains(), Notice(5, 1, 60_000_000_000))
     wanted = wish(ASKED, JOB, leaving, 7).wanted
-    assert isinstance(wanted, Wanted) and wanted.owners == (0,) * 6 + (2,) * 6
+    assert isinstance(wanted, WantedOwners) and wanted.owners == (0,) * 6 + (2,) * 6
 
 
 def test_nothing_is_wanted_in_a_recovery() -> None:
@@ -53,7 +52,7 @@ def test_nothing_is_wanted_in_a_recovery() -> None:
 
 def test_a_verdict_that_takes_a_worker_in_names_its_slots_in_its_plan() -> None:
     """So the joiner becomes a shadow in the next step, and no epoch of its own is needed for the wish."""
-    waiting = told(trains(), Heard(1, 3, WaitingMessage(), "host"))
+    waiting = told(trains(), WorkerWord(1, 3, WaitingMessage(), "host"))
     verdict = told(waiting, ExitSeen(2, 1, -9))
     assert (verdict.phase, verdict.members, verdict.awaits_inventories) == (Phase.FAILING_OVER, (0, 2, 3), True)
     found = wish(ASKED, JOB, verdict, 7, takes_in=True)

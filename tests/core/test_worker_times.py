@@ -9,16 +9,23 @@ from dataclasses import replace
 import pytest
 
 from engine.core.action import parse_action
-from engine.core.analysis.memory_model import StageBytes
-from engine.core.config.job import Job
-from engine.core.elastic.rebalancing import QUIET_STEPS, Rebalancing
-from engine.core.elastic.runs import step_time
-from engine.core.elastic.slow_workers import PaceChange, speeds
-from engine.core.elastic.wishes import wish
-from engine.core.elastic.worker_times import LEAST_STEPS, WorkerTimes, are_settled, facts, heard, usual
-from engine.core.membership.state import Options, Phase, begin
+from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes
 from engine.core.ownership import Ownership
-from engine.core.recovery.vote import ComputeTimes, SlotVote, VoteMessage
+from engine.core.program.ballot import ComputeTimes, SlotVote, VoteMessage
+from engine.core.protocol.candidates import step_time
+from engine.core.protocol.state import Options, Phase, begin
+from engine.core.protocol.wishes import QUIET_STEPS, Rebalancing, wish
+from engine.core.protocol.worker_times import (
+    LEAST_STEPS,
+    PaceChange,
+    WorkerTimes,
+    are_settled,
+    facts,
+    heard,
+    speeds,
+    usual,
+)
 
 JOB = Job(stages=3, blocks=4, elastic=True, microbatches=8)
 THIRDS = (0,) * 4 + (1,) * 4 + (2,) * 4

@@ -27,13 +27,11 @@ from torch import Tensor
 from engine.models.layers import Tensors
 from engine.runtime.device.device import Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
-from engine.runtime.in_process.thread_control import ThreadControl
-from engine.runtime.in_process.thread_server import ThreadBackend
-from engine.runtime.nccl.nccl_backend import NcclBackend, NcclJoining
-from engine.runtime.nccl.nccl_thread import NcclThread
-from engine.runtime.nccl.nccl_transport import ABORT_S, LastResort, NcclTransport
-from engine.runtime.transport.tensor_spec import bytes_of
-from engine.runtime.worker.backends import tell_end
+from engine.runtime.in_process.thread_server import ThreadBackend, ThreadControl
+from engine.runtime.transport.nccl_queue import NcclThread
+from engine.runtime.transport.nccl_transport import ABORT_S, LastResort, NcclBackend, NcclJoining, NcclTransport
+from engine.runtime.transport.transport import bytes_of
+from engine.runtime.worker.worker import tell_end
 
 _Call = Literal["begin", "connect", "revoke", "abort"]
 _GARBAGE = 0xA5

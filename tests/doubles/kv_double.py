@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TypeVar
 
 from engine.core.errors import LeaseLostError
-from engine.core.store.kv import Change, Condition, KeyValue, Lease, Put, Txn, TxnOutcome
+from engine.core.kv import Change, Condition, KeyValue, Lease, Put, Txn, TxnOutcome
 
 Reply = TypeVar("Reply")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.store.kv import Delete, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
+from engine.core.kv import Delete, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
 from tests.doubles.kv_double import LostError, StoreDouble
 
 ATTEMPTS = 5

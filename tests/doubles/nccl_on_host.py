@@ -1,6 +1,6 @@
 """NCCL between CPUs, in a worker: `nccl_double.c` behind the shipped calls, with its streams as queues of a device.
 
-A worker loads this module in place of NCCL (`engine/runtime/worker/backends.py`) where the environment of its run says
+A worker loads this module in place of NCCL (`engine/runtime/worker/worker.py`) where the environment of its run says
 so; `nccl_double.py` makes that environment.
 """
 
@@ -15,11 +15,9 @@ from typing import Any, Final
 
 from engine.runtime.device.device import Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
-from engine.runtime.nccl.communicator import Communicator, Communicators
-from engine.runtime.nccl.issue_queue import IssueQueue
-from engine.runtime.nccl.library import NcclLibrary
-from engine.runtime.nccl.nccl_communicator import NcclCommunicators
-from engine.runtime.transport.transfer_key import Issued
+from engine.runtime.transport.nccl_library import Communicator, Communicators, NcclCommunicators, NcclLibrary
+from engine.runtime.transport.nccl_queue import IssueQueue
+from engine.runtime.transport.transport import Issued
 
 FOLDER: Final = "NCCL_DOUBLE"  # the variable with the folder of the double
 PLANTED: Final = "planted"  # a file in it, with the mistake of each worker

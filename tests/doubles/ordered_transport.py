@@ -11,11 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.models.layers import Tensors
 from engine.runtime.device.device import Device
-from engine.runtime.in_process.thread_control import ThreadControl
-from engine.runtime.in_process.thread_server import ThreadBackend
-from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.transport.transfer_key import AsideKey, ProgramKey
-from engine.runtime.transport.transport import Channel, Joining, Traffic, Transport
+from engine.runtime.in_process.thread_server import ThreadBackend, ThreadControl
+from engine.runtime.transport.transport import AsideKey, Border, Channel, Joining, ProgramKey, Traffic, Transport
 
 _Ends = tuple[list[object], list[object]]  # (epoch, key) of what was sent, and of what was posted
 

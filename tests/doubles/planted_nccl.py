@@ -7,10 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from engine.runtime.nccl.issue_queue import IssueQueue
-from engine.runtime.nccl.library import NcclLibrary
-from engine.runtime.nccl.message_header import Header
-from engine.runtime.transport.transfer_key import Issued
+from engine.runtime.transport.nccl_library import NcclLibrary
+from engine.runtime.transport.nccl_queue import Header, IssueQueue
+from engine.runtime.transport.transport import Issued
 
 _LATE_S = 0.3
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine.files.checkpoints.storage import Bytes
+from engine.files.checkpoint_storage import Bytes
 
 _MOST_WRITTEN = 500  # bytes by one call, so that a file takes several
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.ownership import Ownership
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.launcher import ROOT, Launcher

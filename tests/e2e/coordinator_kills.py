@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from engine.core import messages
-from engine.core.config.job import Job
-from engine.core.coordinator import outputs
-from engine.core.coordinator.outputs import CoordinatorOutput
-from engine.core.coordinator.wire import StepMessage
-from engine.core.membership.state import Phase
+from engine.core.job.job import Job
+from engine.core.kv import Txn
 from engine.core.message_codec import Message
-from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage
-from engine.core.recovery.vote import VoteMessage
-from engine.core.store.kv import Txn
+from engine.core.program.ballot import VoteMessage
+from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage
+from engine.core.protocol import inputs_outputs
+from engine.core.protocol.inputs_outputs import CoordinatorOutput
+from engine.core.protocol.state import Phase
+from engine.core.protocol.wire import StepMessage
 from engine.runtime.agent.session import run_session
-from engine.runtime.coordinator.standby import CoordinatorGoneError, StandbyCoordinator
+from engine.runtime.agent.standby import CoordinatorGoneError, StandbyCoordinator
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import lives, outcome_of
 from tests.e2e.recorded import events_of
@@ -70,14 +70,14 @@ def is_input(name: str, phase: Phase) -> Callable[[Asked], bool]:
 
 def tells(kind: type[Message], epoch: int = 0) -> Callable[[Asked], bool]:
     def fits(asked: Asked) -> bool:
-        found = [each.message for each in asked[2] if isinstance(each, outputs.Tell)]
+        found = [each.message for each in asked[2] if isinstance(each, inputs_outputs.Tell)]
         return any(isinstance(each, kind) and getattr(each, "epoch", 0) >= epoch for each in found)
 
     return fits
 
 
 def releases(asked: Asked) -> bool:
-    return any(isinstance(each, outputs.Release) for each in asked[2])
+    return any(isinstance(each, inputs_outputs.Release) for each in asked[2])
 
 
 def untold(fits: Callable[[Asked], bool], count: int = 1, *strikes: Strike, **fields: Any) -> Moment:
@@ -85,9 +85,9 @@ def untold(fits: Callable[[Asked], bool], count: int = 1, *strikes: Strike, **fi
 
 
 MOMENTS: dict[str, Moment] = {
-    "a death before training is not told": untold(is_input("Ended", Phase.RESTARTING), 1, *EARLY),
-    "all workers are to begin again": Moment(is_input("Restarted", Phase.RESTARTING), strikes=EARLY),
-    "the new beginning is not told": untold(is_input("Restarted", Phase.FORMING), 1, *EARLY),
+    "a death before training is not told": untold(is_input("ProcessExit", Phase.RESTARTING), 1, *EARLY),
+    "all workers are to begin again": Moment(is_input("JobRestart", Phase.RESTARTING), strikes=EARLY),
+    "the new beginning is not told": untold(is_input("JobRestart", Phase.FORMING), 1, *EARLY),
     "a commit after a new beginning": untold(tells(messages.CommitMessage), 2, *EARLY),
     "the model is cut": Moment(hears(messages.CutMessage)),
     "a border is not told": untold(tells(messages.BorderMessage), 2),
@@ -100,7 +100,7 @@ MOMENTS: dict[str, Moment] = {
     "a later commit is not told": untold(tells(messages.CommitMessage), 5),
     "a heartbeat": Moment(hears(messages.HeartbeatMessage, Phase.RUNNING), 2),
     "a validation": Moment(hears(messages.ValidationMessage)),
-    "a death is seen": Moment(is_input("Ended", Phase.RUNNING), strikes=DEATH),
+    "a death is seen": Moment(is_input("ProcessExit", Phase.RUNNING), strikes=DEATH),
     "the verdict is not told": untold(tells(messages.EpochMessage, 2), 1, *DEATH),
     "an inventory": Moment(hears(InventoryMessage), 2, strikes=DEATH),
     "the plan is not told": untold(tells(PlanMessage), 1, *DEATH),

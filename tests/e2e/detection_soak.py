@@ -24,8 +24,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engine.core.checks.recovery_log import recoveries
-from engine.core.config.job import Job
+from engine.core.checks.recoveries import recoveries
+from engine.core.job.job import Job
 from engine.files.events_file import read_events
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer

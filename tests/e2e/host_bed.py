@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import trajectory_rows
 from engine.runtime.store.embedded_etcd import find_etcd

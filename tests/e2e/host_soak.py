@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.runtime.doctor.host_probes import hosts_error
+from engine.harness.host_checks import hosts_error
 from tests.e2e.launcher import ROOT
 
 LIMIT_S = 400.0  # of a case, on a busy machine

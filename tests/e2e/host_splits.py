@@ -7,12 +7,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from engine.core.history.merging import on_clock
 from engine.core.history.process_records import ClockRecord, EndedRecord, HeardRecord, HostRecord, StartedRecord
-from engine.core.history.record import AGENT, Record, StampedRecord
-from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import CommitRecord, EpochRecord, GoRecord, HeirsRecord, JobRecord, PlanRecord
-from engine.core.history.step_files import FOLDER, moved_entries, step_file
-from engine.core.merging.event_order import on_clock
+from engine.core.history.record_lines import FOLDER, encoded, moved_entries, step_file
+from engine.core.history.run_records import (
+    AGENT,
+    CommitRecord,
+    EpochRecord,
+    GoRecord,
+    HeirsRecord,
+    JobRecord,
+    PlanRecord,
+    Record,
+    StampedRecord,
+)
 from engine.files.events_file import recorded
 
 DECIDED = (EpochRecord, HeirsRecord, PlanRecord, GoRecord, CommitRecord)

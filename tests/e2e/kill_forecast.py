@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.core.action import STAGE_OPS, Action, Op, Program
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
 from engine.core.faults.fault import WHENS, When
-from engine.core.membership.state import Options, State, begin
-from engine.core.membership.verdicts import heirs
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership
 from engine.core.ownership import Ownership, Slot, with_shadows
 from engine.core.program.build import build_program
+from engine.core.protocol.state import Options, State, begin
+from engine.core.protocol.verdicts import heirs
 
 Place = str  # of a stage in its pipeline
 PLACES: tuple[Place, ...] = ("first", "middle", "last")

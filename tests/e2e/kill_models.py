@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
-from engine.runtime.transport import reduction
-from engine.runtime.transport.reduction import ReduceGroup, _summed_chunk
-from engine.runtime.transport.transfer_key import ProgramPurpose
+from engine.runtime.transport import transfers
+from engine.runtime.transport.transfers import ReduceGroup, _summed_chunk
+from engine.runtime.transport.transport import ProgramPurpose
 
 _FEATURES = 32  # of the synthetic vectors
 
@@ -54,7 +54,7 @@ def adding_in_reverse() -> Model:
     A planted bug: with three pipelines or more the sum has other bits.
     """
     if Path("/proc/self/comm").read_text().startswith("bamboo-"):
-        reduction._summed_chunk = _summed_in_reverse
+        transfers._summed_chunk = _summed_in_reverse
     return spinning()
 
 

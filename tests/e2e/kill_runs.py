@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.job import Job
+from engine.core.checkpoint_rules import Resumption
 from engine.core.faults.fault import Fault
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending
+from engine.core.job.job import Job
+from engine.runtime.agent.run_state import Ending, RunState
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import Kill, without_redundancy

@@ -17,9 +17,9 @@ from itertools import count
 from pathlib import Path
 from time import monotonic
 
-from engine.core.config.job import Job
 from engine.core.faults.fault import PHASES, After, Fault, Worker
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import SORTS, Kill, bystanders, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Runs, job_of

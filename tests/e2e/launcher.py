@@ -24,10 +24,10 @@ from typing import Any
 
 import psutil
 
-from engine.core.evidence.chain import unlinked
+from engine.core.history.evidence import unlinked
 from engine.core.history.record_lines import decoded
 from engine.files.events_file import read_history
-from engine.files.evidence.proving import proof_of
+from engine.files.evidence import proof_of
 from engine.files.run_folder import RunFolder
 from tests.e2e.recorded import events_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.runtime.process.fork_client import ForkServer
 from tests.doubles.nccl_double import EAGER, Double
 from tests.e2e.kill_runs import Runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine.runtime.worker.handlers import Call, register
+from engine.runtime.worker.executor import Call, register
 
 FEATURES = 32  # of the synthetic vectors
 

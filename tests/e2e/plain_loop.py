@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.messages import Evaluation
+from engine.models.data_sources import open_data
 from engine.models.layers import Model, Tensors
 from engine.models.losses import metrics_of
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
 from tests.e2e.plain_torch import optimizer_of, rates_of
 
 Texts = tuple[str, ...]  # one row of the trajectory: step, layer, state, buffers, loss

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 
 OPTIMIZERS = {
     "adadelta": "Adadelta",

@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.core.checkpoints.resumption import Resumption
+from engine.core.checkpoint_rules import Resumption
 from engine.core.checks.trajectory import first_difference
-from engine.core.config.job import Job
-from engine.runtime.agent.run_view import Ending
+from engine.core.job.job import Job
+from engine.runtime.agent.run_state import Ending
 from tests.runtime.kept_states import keeping_all, kept_states
 from tests.runtime.thread_runs import run_in_threads
 

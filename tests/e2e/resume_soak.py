@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.core.job.job import Job
 from tests.e2e.launcher import Launcher
 from tests.runtime.thread_runs import run_in_threads
 

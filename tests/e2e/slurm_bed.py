@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.harness.bed.bed_etcd import BedEtcd
-from engine.harness.bed.host_bed import BedHost, HostBed
-from engine.runtime.doctor.host_probes import hosts_error
+from engine.harness.host_checks import hosts_error
+from engine.harness.testbed import BedEtcd, BedHost, HostBed
 from tests.e2e.debian_packages import SLURM, NoPackagesError, laid_over, unpacked
 
 NODES = 3

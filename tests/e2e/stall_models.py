@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
-from engine.models.networks.timed import Timed
+from engine.models.networks import Timed
 
 _WIDTH = 32  # features of the synthetic vectors
 _FORWARD_S, _BACKWARD_S = 0.002, 0.004

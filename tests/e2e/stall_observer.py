@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.report.load import load
 from engine.runtime.agent.session import run_session

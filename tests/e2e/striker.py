@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from engine.core.history.record_lines import encoded
-from engine.core.history.step_files import ENTRY_BYTES, actions_in
+from engine.core.history.record_lines import ENTRY_BYTES, actions_in, encoded
 
 Event = dict[str, Any]
 Moment = Callable[[Event], bool]

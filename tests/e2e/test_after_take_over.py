@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.core.job.job import Job
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.files.jobs.checkpoint_choice import find_checkpoint
 from tests.e2e.conftest import Train
 from tests.e2e.host_bed import HostBed, kept_etcd, settings, trajectory_of

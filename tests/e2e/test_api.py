@@ -20,8 +20,7 @@ from engine.core.errors import BambooError, UserCodeError, UserError
 from engine.core.history.run_records import CommitRecord, FaultRecord
 from engine.files.run_folder import RunFolder
 from engine.harness.dead_runs import live_runs
-from engine.observers.csv_logger import FILE
-from engine.observers.logger import StepDone
+from engine.observers.loggers import FILE, StepDone
 from engine.report.load import TABLES
 from tests.e2e.launcher import ROOT
 

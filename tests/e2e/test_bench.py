@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.recovery_times import PHASES
-from engine.runtime.doctor.host_probes import hosts_error
+from engine.core.checks.recoveries import PHASES
+from engine.harness.host_checks import hosts_error
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.action import COMPUTE_OPS, parse_action
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.core.job.job import Job
 from engine.core.ownership import Grid
 from engine.runtime.process.fork_client import ForkServer
 from tests.core.test_assignment import makespan

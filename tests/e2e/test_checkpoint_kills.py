@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.checkpoints.manifest import LayerHash
-from engine.core.config.job import Job
 from engine.core.faults.fault import WHENS
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.core.job.job import Job
+from engine.core.manifest import LayerHash
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs, differences, lives
 from tests.kills import parse_kills

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.files.own_files import RUN, own_files
+from engine.files.run_folder import RUN, own_files
 from tests.e2e.launcher import Done, Launcher, Listener
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

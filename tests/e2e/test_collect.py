@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.core.checks.recovery_log import recoveries
-from engine.core.config.job import Job
+from engine.core.checks.recoveries import recoveries
 from engine.core.errors import NothingMatchedError, StorageError, UserError
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer

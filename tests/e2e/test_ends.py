@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.agent import ends
-from engine.core.config.job import Job
 from engine.core.faults.fault import At, Fault, slot_owner
-from engine.runtime.agent.run_view import Ending
+from engine.core.hosts import ends
+from engine.core.job.job import Job
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import Child, ForkServer
-from engine.runtime.process.process_state import is_alive
+from engine.runtime.process.kernel import is_alive
 from tests.e2e.launcher import Launcher
 from tests.e2e.recorded import events_of
 from tests.e2e.striker import SERVER, Moment, Strike, Striker, committed

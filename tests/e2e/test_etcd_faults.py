@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import InvariantError
+from engine.core.job.job import Job
 from engine.runtime.agent.session import run_session
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import DEADLINE_S, EndpointClient, rpc
+from engine.runtime.store.etcd_kv import DEADLINE_S, EndpointClient, rpc
 from engine.runtime.store.etcd_settings import SOCKET, Endpoint, EtcdSettings
 from tests.e2e.launcher import Done, Launcher
 

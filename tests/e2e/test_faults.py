@@ -11,11 +11,12 @@ import pytest
 
 from engine.core.action import Op, parse_action
 from engine.core.checks.samples import miscounted
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.faults.fault import After, At, Fault, Owner, RecoveryPhase, Role, Victim, When, Worker, slot_owner
+from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, When, Worker, slot_owner
+from engine.core.job.job import Job
+from engine.core.protocol.events import RecoveryPhase
 from engine.files.events_file import read_history
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.faults.registry import kinds
 from engine.runtime.process.fork_client import ForkServer

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
+from engine.core.job.job import Job
 from engine.runtime.in_process.thread_server import ThreadServer
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Event, Runs, differences

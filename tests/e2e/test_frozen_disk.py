@@ -20,9 +20,9 @@ from engine.core.errors import ExitCode
 from engine.core.history.run_records import UnkeptRecord
 from engine.files.events_file import read_history
 from engine.runtime.agent import checkpoints
-from engine.runtime.keeping.keeper import fork_keeper
+from engine.runtime.agent.keeper import fork_keeper
 from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.process.process_state import process_state
+from engine.runtime.process.kernel import process_state
 from engine.runtime.process.subprocesses import is_readable
 from tests.runtime.test_keeper import Run
 
@@ -84,7 +84,7 @@ CODE = """
 import subprocess, sys
 from engine.harness import case_runner
 from engine.runtime.agent import session
-from engine.runtime.keeping import away
+from engine.runtime.agent import orders
 
 def freezes(module, name, disk):
     before = getattr(module, name)
@@ -95,7 +95,7 @@ def freezes(module, name, disk):
     setattr(module, name, freeze)
 
 limit_s, place, disk = float(sys.argv[1]), sys.argv[2], sys.argv[3]
-away.LIMIT_S = limit_s or away.LIMIT_S
+orders.LIMIT_S = limit_s or orders.LIMIT_S
 if place:
     freezes({"session": session, "case_runner": case_runner}[place.split(".")[0]], place.split(".")[1], disk)
 sys.argv = ["bamboo", *sys.argv[4:]]

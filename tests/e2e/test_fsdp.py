@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.analysis.memory_model import StageBytes
-from engine.core.checkpoints.resumption import Resumption
+from engine.core.checkpoint_rules import Resumption
 from engine.core.checks.trajectory import first_difference
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.runtime.agent.run_view import Ending
+from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_forecast import plan_kills

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import EnvironmentLacksError
-from engine.harness.bed.bed_etcd import BedEtcd
-from engine.harness.bed.host_bed import BedHost, HostBed
-from engine.runtime.doctor.host_probes import hosts_error
+from engine.harness.host_checks import hosts_error
+from engine.harness.testbed import BedEtcd, BedHost, HostBed
 from tests.e2e.launcher import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -107,7 +106,7 @@ def test_three_hosts_with_an_etcd_lose_a_link_and_the_power_and_leave_nothing_be
 
 CRASHES = """
 import sys
-from engine.harness.bed.host_bed import HostBed
+from engine.harness.testbed import HostBed
 with HostBed(2) as bed:
     started = bed.hosts[0].start("sleep", "1000")
     print(*[each.pid for each in bed.hosts], started.pid, flush=True)
@@ -135,7 +134,7 @@ def test_a_bed_is_gone_after_a_crash_of_its_maker() -> None:
 
 
 def test_without_namespaces_the_reason_is_that_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.harness.bed.host_bed.hosts_error", lambda: "no ip (iproute2 has it)")
+    monkeypatch.setattr("engine.harness.testbed.hosts_error", lambda: "no ip (iproute2 has it)")
     with pytest.raises(EnvironmentLacksError, match="makes no hosts of namespaces: no ip"), HostBed(2):
         pass
 

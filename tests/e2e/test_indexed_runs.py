@@ -12,14 +12,14 @@ import pandas as pd
 import pytest
 
 from engine.core.checks.trajectory import MARK_DIGITS, TrajectoryRow
-from engine.core.config.job import Job
-from engine.core.samples.ledger import sample_at
+from engine.core.job.job import Job
+from engine.core.job.samples import sample_at
 from engine.files.events_file import read_history
 from engine.models.layers import Batch
 from engine.report.load import load
-from engine.report.steps import samples_table
+from engine.report.tables import samples_table
 from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.worker.microbatch_loader import mark_of
+from engine.runtime.worker.microbatches import mark_of
 from tests.e2e.kill_runs import Runs
 from tests.e2e.user_batches import NUM_POINTS, Points
 from tests.kills import parse_kills

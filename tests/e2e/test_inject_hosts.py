@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.core.checks.recovery_log import recoveries
-from engine.core.faults.host_fault import ANY_HOSTS
+from engine.core.checks.recoveries import recoveries
+from engine.core.faults.fault import ANY_HOSTS
 from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord
 from engine.files.events_file import read_history
-from engine.files.own_files import RUN, own_files
-from engine.files.scenarios.library import scenario_names
-from engine.files.scenarios.scenario_file import load_scenario
-from engine.runtime.doctor.host_probes import hosts_error
+from engine.files.jobs.library import scenario_names
+from engine.files.jobs.scenario_file import load_scenario
+from engine.files.run_folder import RUN, own_files
+from engine.harness.host_checks import hosts_error
 from engine.runtime.faults.registry import kinds
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -11,20 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.history.elastic_records import AddedRecord
-from engine.core.history.process_records import ExitRecord, TrainingEndedRecord
-from engine.core.history.record import VERSION, StampedRecord
-from engine.core.history.request_records import RefusedRecord
-from engine.core.history.run_records import JobRecord
-from engine.files.evidence.chained_append import add_records
+from engine.core.history.process_records import ExitRecord, RefusedRecord, TrainingEndedRecord
+from engine.core.history.run_records import VERSION, AddedRecord, JobRecord, StampedRecord
+from engine.core.job.job import Job
 from engine.files.host_facts import host_facts
+from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
-from engine.files.twin_file import own_sources
+from engine.files.trajectory_file import own_sources
+from engine.runtime.agent.requests import TOO_LATE
 from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.process.folder_lock import folder_used
-from engine.runtime.requests.join_requests import TOO_LATE
+from engine.runtime.process.locks import folder_used
 from tests.e2e.launcher import Done, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.core.agent.ends import HostOutput
-from engine.core.config.job import Job
-from engine.core.coordinator.outputs import CoordinatorOutput, Tell
 from engine.core.errors import ExitCode
-from engine.core.membership.state import Phase
+from engine.core.hosts.ends import HostOutput
+from engine.core.job.job import Job
 from engine.core.message_codec import Message
-from engine.core.messages import EpochMessage, GoMessage, WaitingMessage
-from engine.core.process_messages import NextGroupFormedMessage, NextGroupMessage
-from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
-from engine.core.recovery.vote import VoteMessage
+from engine.core.messages import EpochMessage, GoMessage, NextGroupFormedMessage, NextGroupMessage, WaitingMessage
+from engine.core.program.ballot import VoteMessage
+from engine.core.program.inventory import PreparedMessage, PrepareMessage
+from engine.core.protocol.inputs_outputs import CoordinatorOutput, Tell
+from engine.core.protocol.state import Phase
 from engine.files.atomic_write import write_atomically
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.worker_handles import WorkerHandle

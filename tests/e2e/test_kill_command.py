@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.files.twin_file import keep_twin, kept_twin
+from engine.files.trajectory_file import keep_twin, kept_twin
 from tests.e2e.launcher import Launcher, on_a_terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from engine.core.config.job import Job
-from engine.models.datasets.text import TokenData
-from engine.models.sources.open_data import open_data
-from engine.runtime.agent.run_view import Ending
+from engine.core.job.job import Job
+from engine.models.data_sources import open_data
+from engine.models.datasets import TokenData
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # some 15 s of the processor each

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.faults.host_fault import ANY_HOSTS
-from engine.files.scenarios.library import scenario_names
-from engine.files.scenarios.scenario_file import load_scenario
+from engine.core.faults.fault import ANY_HOSTS
+from engine.files.jobs.library import scenario_names
+from engine.files.jobs.scenario_file import load_scenario
+from engine.harness.case import case_of_file
 from engine.harness.case_runner import run_case
-from engine.harness.cases.case import case_of_file
+from engine.harness.leak_check import mark_processes
 from engine.harness.screen import lines_only
-from engine.runtime.doctor.leak_check import mark_processes
 from engine.runtime.faults.registry import kinds
 from engine.runtime.process.fork_client import ForkServer
 

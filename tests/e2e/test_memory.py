@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, one_slot_each
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -11,8 +11,8 @@ import re
 import pytest
 
 from engine.core.action import Op
-from engine.core.config.job import Job
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
 from tests.doubles.nccl_double import WHY_NOT
 from tests.e2e import test_real_kills, test_schedule_kills
 from tests.e2e.kill_forecast import Sort, plan_kills

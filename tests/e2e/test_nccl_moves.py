@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record import Record
-from engine.core.history.run_records import PartitionRecord
+from engine.core.history.run_records import PartitionRecord, Record
+from engine.core.job.job import Job
 from tests.doubles.nccl_double import WHY_NOT, Double
 from tests.e2e import test_real_kills
 from tests.e2e.hang_cells import NUM_CELLS, found_in, slowest_of_rows, wrong

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
-from engine.core.schedules.overlap_pairs import pairs_of
+from engine.core.program.schedules import pairs_of
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.plain_loop import PlainLoop

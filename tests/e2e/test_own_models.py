@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.messages import Evaluation
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import plain_loop
 from tests.e2e.kill_runs import Event, Runs

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from engine.core.action import Op
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.faults.fault import WHENS, Fault
+from engine.core.job.job import Job
 from engine.core.ownership import Redundancy
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import OPS, PLACES, SORTS, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import SETTINGS, Event, Runs, actions_of, differences, job_of, lives

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending
+from engine.core.job.job import Job
+from engine.runtime.agent.run_state import Ending, RunState
 from engine.runtime.agent.session import run_session
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.launcher import Launcher

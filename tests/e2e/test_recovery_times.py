@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.recovery_log import recoveries
-from engine.core.config.job import Job
+from engine.core.checks.recoveries import recoveries
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import CommitRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.report.load import RunTables, load
 from engine.runtime.agent.session import run_session

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record import Record, StampedRecord
-from engine.core.history.run_records import EpochRecord, PartitionRecord
-from engine.runtime.agent.run_view import Ending
+from engine.core.history.run_records import EpochRecord, PartitionRecord, Record, StampedRecord
+from engine.core.job.job import Job
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.fork_client import ForkServer

@@ -8,9 +8,9 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import ResumedRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from tests.e2e.conftest import Launch
 from tests.runtime.thread_runs import run_in_threads

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from engine.files.trajectory_file import trajectory_rows
 from tests.e2e.launcher import ROOT, Launcher, on_a_terminal
 

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recoveries import recoveries
 from engine.core.history.process_records import ClockRecord
+from engine.core.history.record_lines import done_in
 from engine.core.history.run_records import ActionRecord, CommitRecord
-from engine.core.history.step_files import done_in
 from engine.files.events_file import read_history
-from engine.files.merging.host_folders import collect, folders_of
-from engine.harness.bed.bed_etcd import BedEtcd
-from engine.harness.bed.host_bed import BedHost, HostBed
-from engine.runtime.doctor.host_probes import hosts_error
+from engine.files.host_folders import collect, folders_of
+from engine.harness.host_checks import hosts_error
+from engine.harness.testbed import BedEtcd, BedHost, HostBed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(300)]
 BAMBOO = str(Path(sys.executable).with_name("bamboo"))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.messages import Evaluation
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from tests.e2e.plain_loop import Mistake, PlainLoop, Texts
 from tests.e2e.plain_loop import train as train_plainly
 

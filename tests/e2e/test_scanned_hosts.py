@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from tests.e2e.conftest import Train
 from tests.e2e.host_bed import HostBed, kept_etcd, settings
 

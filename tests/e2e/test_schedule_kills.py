@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.core.action import Op
-from engine.core.config.job import Job
 from engine.core.faults.fault import WHENS
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import PLACES, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Runs

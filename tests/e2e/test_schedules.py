@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.schedules.registry import SCHEDULES
-from engine.runtime.agent.run_view import Ending
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
+from engine.runtime.agent.run_state import Ending
 from tests.e2e.plain_loop import PlainLoop, Texts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

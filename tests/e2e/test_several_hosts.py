@@ -16,17 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.core.evidence.chain import unlinked
-from engine.core.history.record_lines import decoded
+from engine.core.history.evidence import unlinked
+from engine.core.history.record_lines import FOLDER, decoded
 from engine.core.history.run_records import ActionRecord, AuditRecord, CommitRecord
-from engine.core.history.step_files import FOLDER
-from engine.core.hosts.host_lease import USUAL_S
+from engine.core.hosts.ends import USUAL_S
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
-from engine.files.merging.host_folders import collect, folders_of
+from engine.files.host_folders import collect, folders_of
 from engine.files.run_folder import RunFolder
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from tests.e2e.conftest import Train
 from tests.e2e.host_bed import HostBed, kept_etcd, settings, trajectory_of
 from tests.e2e.launcher import ROOT, Launcher

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from engine.core.action import SHARD_OPS, Op
-from engine.core.config.job import Job
 from engine.core.faults.fault import WHENS, After, Fault, Worker
-from engine.core.schedules.registry import SCHEDULES
-from engine.runtime.agent.run_view import Ending
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e import test_real_kills, test_schedule_kills, test_streams
 from tests.e2e.kill_forecast import PLACES, Forecast, Kill, Sort, plan_kills

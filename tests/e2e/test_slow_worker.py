@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs, outcome_of
 from tests.e2e.test_real_kills import exits_of, fault

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.harness.bed.bed_etcd import BedEtcd
-from engine.harness.bed.host_bed import HostBed
-from engine.runtime.doctor.host_probes import hosts_error
+from engine.harness.host_checks import hosts_error
+from engine.harness.testbed import BedEtcd, HostBed
 from tests.e2e.debian_packages import SSH, NoPackagesError, laid_over, unpacked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(300)]

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 import pytest
 
-from engine.core.checks.recovery_log import recoveries
+from engine.core.checks.recoveries import recoveries
 from engine.files.events_file import read_events
-from engine.report.recovery import stalls_of
+from engine.report.tables import stalls_of
 from tests.e2e.launcher import ROOT
 from tests.e2e.stall_observer import SILENCE_S, Case, Runs
 from tests.e2e.stall_soak import STAGES, kind_of, plan_of, steps_of, told_by

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.coordinator import standby
+from engine.runtime.agent import standby
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.coordinator_kills import MOMENTS, kill_at
 from tests.e2e.launcher import Launcher

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.files.scenarios.starter import JOB, WORKFLOW
+from engine.files.jobs.starter import JOB, WORKFLOW
 from tests.e2e.launcher import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.faults.fault import After, Fault, Worker
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_runs import Runs, differences, lives
 from tests.kills import parse_kill

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from bamboo_cli.status import Reader
-from engine.core.membership.run_status import RunStatus
+from engine.core.protocol.run_status import RunStatus
 from tests.e2e.launcher import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.core.action import Op
-from engine.core.config.job import Job
 from engine.core.faults.fault import WHENS
+from engine.core.job.job import Job
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.kill_forecast import PLACES, Kill, Sort, plan_kills
 from tests.e2e.kill_runs import Runs, actions_of, differences, job_of

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.history.process_records import StartedRecord
-from engine.core.scalar import Args
-from engine.runtime.agent import asking
+from engine.core.job.job import Job
+from engine.core.units import Args
+from engine.runtime.agent import newcomers as asking
 from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.process.fork_client import ForkServer
 from tests.e2e.conftest import Launch

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.random_key import random_key
-from engine.models.chunks import Chunk, Mark
-from engine.models.data import DataFacts
-from engine.models.indexed import Indexed, indexed
+from engine.models.data import Chunk, DataFacts, Indexed, Mark, WholeBatch, indexed
 from engine.models.layers import Batch
-from engine.models.whole_batches import WholeBatch
 
 FEATURES = 8
 MICROBATCHES = 4

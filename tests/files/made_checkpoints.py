@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-from engine.core.checkpoints.manifest import LayerHash, Manifest, Part
-from engine.core.checkpoints.part_file import header_bytes
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName
+from engine.core.manifest import LayerHash, Manifest, Part, header_bytes
+from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName
 
 
 def sha256(text: str) -> str:

@@ -8,12 +8,21 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
+from engine.core.checks.proof import compare, twin_of
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.checks.twin import compare, twin_of
-from engine.core.config.job import Job
-from engine.core.history.process_records import EndedRecord, StartedRecord, TrainingEndedRecord
-from engine.core.history.record import AGENT, VERSION
+from engine.core.history.process_records import (
+    CheckRecord,
+    ComparingRecord,
+    EndedRecord,
+    StartedRecord,
+    TrainingEndedRecord,
+    TwinRecord,
+    VerdictRecord,
+)
+from engine.core.history.record_lines import FOLDER, span_of
 from engine.core.history.run_records import (
+    AGENT,
+    VERSION,
     AuditRecord,
     CommitRecord,
     EpochRecord,
@@ -22,15 +31,13 @@ from engine.core.history.run_records import (
     MarkRecord,
     PartitionRecord,
 )
-from engine.core.history.step_files import FOLDER, span_of
-from engine.core.history.verdict_records import CheckRecord, ComparingRecord, TwinRecord, VerdictRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
-from engine.files.evidence.chained_append import add_records
-from engine.files.evidence.sealing import seal_of
+from engine.files.evidence import seal_of
+from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import write_trajectory
-from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.ipc.step_writer import StepWriter, open_steps
+from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
 
 LAYERS, WORKERS = 4, 3
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.bit_fields import bit_differences
-from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError
+from engine.core.job.bit_fields import bit_differences
+from engine.core.job.job import Job
 from engine.files.accelerators import (
     Accelerators,
     accelerators,

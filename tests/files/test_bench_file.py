@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.figures.results_file import bench_folder, write_bench
-from engine.bench.figures.rows import COLUMNS, BenchRow
+from engine.bench.figures import COLUMNS, BenchRow, bench_folder, write_bench
 from engine.core.errors import StorageError
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.checkpoints.manifest import LayerHash, Manifest
-from engine.core.config.bit_fields import bit_facts
-from engine.core.config.job import Job
 from engine.core.errors import NothingMatchedError, StorageError, UserError
-from engine.core.scalar import Args
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.core.job.bit_fields import bit_facts
+from engine.core.job.job import Job
+from engine.core.manifest import LayerHash, Manifest
+from engine.core.units import Args
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
-from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command
-from engine.files.jobs.checkpoint_place import with_whole_place
-from engine.files.jobs.code_files import code_files
-from engine.files.jobs.data_files import data_files
+from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command, with_whole_place
+from engine.files.jobs.user_files import code_files, data_files
 from tests.files.made_checkpoints import part_of, sha256, state_hash
 
 FACTS = bit_facts(host_facts(Path.cwd()))

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.checkpoints import manifest as manifest_module
-from engine.core.checkpoints.manifest import DamagedCheckpointError, Manifest, manifest_bytes, manifest_file
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
-from engine.files.checkpoints.folder_storage import FolderStorage
+from engine.core import manifest as manifest_module
+from engine.core.manifest import DamagedCheckpointError, Manifest, manifest_bytes, manifest_file
+from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.files.checkpoint_stores import FolderStorage
 from tests.doubles.power_disk import PowerDisk
 from tests.files.made_checkpoints import made_manifest, save, weights_of
 

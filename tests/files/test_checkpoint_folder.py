@@ -12,12 +12,11 @@ from uuid import uuid4
 
 import pytest
 
-from engine.core.checkpoints.manifest import DamagedCheckpointError
 from engine.core.errors import StorageError, UserError
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
-from engine.files.checkpoints.disk import OwnDisk
-from engine.files.checkpoints.faulty_disk import DiskTroubles
-from engine.files.checkpoints.object_storage import ObjectStorage
+from engine.core.manifest import DamagedCheckpointError
+from engine.files.checkpoint_disk import DiskTroubles, OwnDisk
+from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.files.checkpoint_stores import ObjectStorage
 from tests.files.made_checkpoints import made_manifest, part_of, save, weights_of
 
 Place = Callable[[], CheckpointFolder]

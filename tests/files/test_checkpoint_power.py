@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import pytest
 
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder
-from engine.files.checkpoints.folder_storage import FolderStorage
-from engine.files.checkpoints.storage import Bytes, Written
+from engine.files.checkpoint_folder import CheckpointFolder
+from engine.files.checkpoint_storage import Bytes, WrittenFile
+from engine.files.checkpoint_stores import FolderStorage
 from tests.doubles.power_disk import PowerCut, PowerDisk, UnsyncedFiles, UnsyncedFolders
 from tests.files.made_checkpoints import save, weights_of
 
@@ -84,11 +84,11 @@ class ManifestFirst(FolderStorage):
         self._parts: list[tuple[str, bytes]] = []
         self._disk = disk
 
-    def create(self, name: str, chunks: Iterable[Bytes]) -> Written:
+    def create(self, name: str, chunks: Iterable[Bytes]) -> WrittenFile:
         self._disk.make_folder(name.rpartition("/")[0])
         data = b"".join(chunks)
         self._parts.append((name, data))
-        return Written(len(data), hashlib.sha256(data).hexdigest())
+        return WrittenFile(len(data), hashlib.sha256(data).hexdigest())
 
     def publish(self, name: str, data: bytes) -> None:
         super().publish(name, data)

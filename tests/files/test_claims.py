@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.checkpoints.manifest import owner_of
 from engine.core.errors import StorageError
-from engine.files.checkpoints import claims
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
-from engine.files.checkpoints.claims import claimed, sweep
+from engine.core.manifest import owner_of
+from engine.files import checkpoint_folder as claims
+from engine.files.checkpoint_folder import checkpoints_at, claimed, sweep
 from tests.files.made_checkpoints import save
 
 CLAIM = """
 import sys, time
-from engine.files.checkpoints.claims import claimed
+from engine.files.checkpoint_folder import claimed
 with claimed(sys.argv[1], "killed"):
     print("claimed", flush=True)
     time.sleep(60)

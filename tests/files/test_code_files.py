@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.files.file_hash import file_hash
-from engine.files.jobs.code_files import code_files
+from engine.core.job.job import Job
+from engine.files.jobs.user_files import code_files, file_hash
 
 RAISES = "raise SystemExit('imported')\n"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import Problem
-from engine.files.jobs.code_names import missing_name, names_in
+from engine.core.job.job import Job
+from engine.files.jobs.user_files import missing_name, names_in
 from engine.harness.job_checks import missing_modules
 
 MINE = """

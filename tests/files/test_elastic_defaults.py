@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.files.jobs.elastic_defaults import FOR_JOINERS
-from engine.files.jobs.job_file import resolve_job
+from engine.core.job.job import Job
+from engine.files.jobs.job_file import FOR_JOINERS, resolve_job
 from engine.harness.job_checks import readable
 
 DEEP = ("model_args.depth=14",)  # 16 layers on 4 stages

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.checkpoints.keeping import Keeping, keeping_of
-from engine.core.config.job import Job
-from engine.core.config.offered import ANYTHING
+from engine.core.checkpoint_rules import KeepRule, keeping_of
 from engine.core.errors import BambooError, UserError
 from engine.core.faults.kill_text import kill_scenario
-from engine.core.samples.ledger import epoch_at, passes
+from engine.core.job.job import Job
+from engine.core.job.job_rules import ANYTHING
+from engine.core.job.samples import epoch_at, passes
 from engine.files.jobs.job_file import merge
 from engine.files.jobs.job_layers import Layer, document_layer, flag_layer
-from engine.files.scenarios.scenario_file import load_document
-from engine.files.scenarios.scenario_schema import job_schema
+from engine.files.jobs.scenario_file import load_document
+from engine.files.jobs.scenario_schema import job_schema
 from engine.files.strict_yaml import read_text
 from engine.harness import job_checks
-from engine.models.sources.count_samples import answer_about
+from engine.models.data_sources import answer_about
 from engine.runtime.faults.registry import kinds
 
 COUNTING = replace(ANYTHING, samples_of=lambda job: 7 * 32)  # a step of the default job has 32 samples
@@ -108,7 +108,7 @@ def test_epochs_of_a_flag_count_and_those_of_data_without_an_end_are_refused() -
     steps = merge([file("validate_every: 2epochs"), flag_layer({"validate_every": "5"})], ANYTHING)
     assert steps.job.validate_every == 5
     kept = merge([flags], ANYTHING).job.checkpoint_every  # not counted: the rules do not know its steps
-    assert keeping_of(kept) == Keeping(in_epochs=True)
+    assert keeping_of(kept) == KeepRule(in_epochs=True)
     with pytest.raises(UserError, match="validate_every: expected a finite training set"):
         merge([flags], replace(ANYTHING, samples_of=lambda job: 0))
 

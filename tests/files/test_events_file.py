@@ -9,16 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import StorageError
-from engine.core.history.process_records import FailedRecord
-from engine.core.history.record import AGENT, VERSION, UnreadLine
-from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import ActionRecord
-from engine.core.history.step_files import FOLDER
-from engine.core.history.verdict_records import TwinRecord
+from engine.core.history.process_records import FailedRecord, TwinRecord
+from engine.core.history.record_lines import FOLDER, encoded
+from engine.core.history.run_records import AGENT, VERSION, ActionRecord, UnreadLine
 from engine.files.events_file import read_events
-from engine.files.evidence.chained_append import add_records
-from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.ipc.step_writer import StepWriter, open_steps
+from engine.files.linked_lines import add_records
+from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
 from tests.core.made_records import made
 
 JOB, GO = made("job"), made("go")

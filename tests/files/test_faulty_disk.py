@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import StorageError
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
-from engine.files.checkpoints.faulty_disk import (
+from engine.files.checkpoint_disk import (
     DiskTroubles,
     FailingCall,
     FaultyDisk,
@@ -19,7 +18,8 @@ from engine.files.checkpoints.faulty_disk import (
     failing_disk,
     full_disk,
 )
-from engine.files.checkpoints.folder_storage import FolderStorage
+from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.files.checkpoint_stores import FolderStorage
 from tests.doubles.power_disk import PowerDisk
 from tests.files.made_checkpoints import save
 

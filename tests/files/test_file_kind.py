@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
 from engine.files.jobs.job_file import resolve_job
 
 FILES = {

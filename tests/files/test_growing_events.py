@@ -8,9 +8,8 @@ import pytest
 
 from engine.core.errors import StorageError
 from engine.core.history.process_records import HeardRecord
-from engine.core.history.record import UnreadLine
-from engine.core.history.run_records import CommitRecord
-from engine.files.growing_events import GrowingEvents
+from engine.core.history.run_records import CommitRecord, UnreadLine
+from engine.files.events_file import GrowingEvents
 from tests.core.made_records import lines_of
 
 LINES = lines_of([{"event": "job", "steps": 9, "stages": 2}, *({"event": "commit", "step": step} for step in range(4))])

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.checks.twin import fingerprint
-from engine.core.config.bit_fields import (
+from engine.core.checks.proof import fingerprint
+from engine.core.errors import EnvironmentLacksError, UserError
+from engine.core.job.bit_fields import (
     INSTRUCTION_SETS,
     BitDifference,
     bit_differences,
@@ -20,8 +21,7 @@ from engine.core.config.bit_fields import (
     compared_facts,
     different_facts,
 )
-from engine.core.config.job import Job
-from engine.core.errors import EnvironmentLacksError, UserError
+from engine.core.job.job import Job
 from engine.files.host_facts import fix_instruction_set, git_commit, host_facts, host_record
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
 from engine.files.jobs.job_file import resolve_job
-from engine.files.jobs.resolved_job import Resolved, explain
+from engine.files.jobs.resolved_job import ResolvedJob, explain
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     settings: tuple[str, ...] = (),
     **flags: str,
-) -> Resolved:
+) -> ResolvedJob:
     """Resolves a job file of this text in the working folder together with the other layers."""
     if text is not None:
         Path("job.yaml").write_text(text)

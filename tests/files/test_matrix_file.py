@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import NothingMatchedError, UserError
-from engine.files.scenarios.library import library
-from engine.files.scenarios.matrix_file import Matrix, read_matrix
+from engine.files.jobs.library import library
+from engine.files.jobs.matrix_file import Matrix, read_matrix
 from engine.runtime.faults.registry import kinds
 
 GOOD = """\

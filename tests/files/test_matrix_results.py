@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.checks.cell_result import CellResult
 from engine.core.errors import NothingMatchedError, StorageError
-from engine.core.history.verdict_records import Result
+from engine.core.history.process_records import Result
 from engine.files.matrix_results import RESULTS, append_result, new_folder, newest_folder, read_results, usual_seconds
 
 

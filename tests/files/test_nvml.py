@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.history.memory_records import LoadRecord
 from engine.core.history.run_history import history_of
-from engine.files import nvml
-from engine.files.nvml import GpuLoad, GpuLook, Nvml, models_in_time, together
-from engine.report.workers import loads_in_words
+from engine.core.history.run_records import LoadRecord
+from engine.files import accelerators
+from engine.files.accelerators import GpuLoad, GpuLook, Nvml, models_in_time, together
+from engine.report.tables import loads_in_words
 
 
 class FakeNvml:
@@ -107,7 +107,7 @@ def test_a_gpu_has_the_number_that_it_has_for_workers(
 def test_nobody_waits_for_a_driver_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml()
     library.stands.clear()
-    monkeypatch.setattr(nvml, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(accelerators, "_PATIENCE_S", 0.01)
     assert models_in_time(lambda name: library) == ((), "")
     look = GpuLook(lambda name: library, every_s=0.001)
     assert look.found() == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.files.checkpoints.place_text import folder_at, is_half_url, is_url
+from engine.files.checkpoint_storage import folder_at, is_half_url, is_url
 
 
 @pytest.mark.parametrize(

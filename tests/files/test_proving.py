@@ -9,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.checks.proof import Proof
 from engine.core.errors import StorageError
-from engine.core.evidence.proof import Proof
-from engine.core.history.process_records import EndedRecord
-from engine.core.history.record import UNSEALED, VERSION
-from engine.core.history.run_records import CommitRecord
-from engine.core.history.verdict_records import CheckRecord
+from engine.core.history.process_records import CheckRecord, EndedRecord
+from engine.core.history.run_records import UNSEALED, VERSION, CommitRecord
 from engine.core.texts import sentence
 from engine.files.events_file import read_history
-from engine.files.evidence.chained_append import add_records
-from engine.files.evidence.proving import proof_of
-from engine.files.evidence.sealing import evidence_files, seal_of
+from engine.files.evidence import evidence_files, proof_of, seal_of
+from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
 from engine.report.judgement import Judgement, judgement_of
 from tests.files.made_evidence import make_evidence

@@ -10,9 +10,9 @@ import pytest
 from engine.core.errors import NothingMatchedError, UserError
 from engine.core.faults.fault import After, Owner, Role
 from engine.core.faults.scenario import Every, Expect, Limits, Target
-from engine.files.scenarios.library import find_scenario, library
-from engine.files.scenarios.scenario_file import Loaded, load_scenario
-from engine.files.scenarios.scenario_schema import ACTIONS
+from engine.files.jobs.library import find_scenario, library
+from engine.files.jobs.scenario_file import LoadedScenario, load_scenario
+from engine.files.jobs.scenario_schema import ACTIONS
 from tests.core.scenario_cases import KINDS, at
 
 WHOLE = """\
@@ -44,7 +44,7 @@ expect:
 HEAD = "version: 1\nname: x\nabout: z\n"
 
 
-def load(folder: Path, text: str, **more: Any) -> Loaded:
+def load(folder: Path, text: str, **more: Any) -> LoadedScenario:
     path = folder / "case.yaml"
     path.write_text(text)
     return load_scenario(str(path), KINDS, **more)

@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.core.config.job import Job
-from engine.core.config.offered import ANYTHING
 from engine.core.errors import UserError
-from engine.core.faults.host_fault import ANY_HOSTS
-from engine.files.scenarios.library import scenario_names
-from engine.files.scenarios.matrix_file import read_matrix
-from engine.files.scenarios.scenario_file import Loaded, load_document, load_scenario
+from engine.core.faults.fault import ANY_HOSTS
+from engine.core.job.job import Job
+from engine.core.job.job_rules import ANYTHING
+from engine.files.jobs.library import scenario_names
+from engine.files.jobs.matrix_file import read_matrix
+from engine.files.jobs.scenario_file import LoadedScenario, load_document, load_scenario
 from engine.files.strict_yaml import read_text
-from engine.harness.cases.case import case_of_file, scenario_record, whole_text
+from engine.harness.case import case_of_file, scenario_record, whole_text
 from engine.runtime.faults.registry import kinds
 
 HEAD = "version: 1\nname: x\nabout: z\n"
@@ -42,7 +42,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def scenario(job: str = "") -> Loaded:
+def scenario(job: str = "") -> LoadedScenario:
     Path("scenarios/s.yaml").write_text(HEAD + job + FAULTS)
     return load_scenario("scenarios/s.yaml", kinds())
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.core.errors import UserError
-from engine.files.scenarios.library import library, library_names, scenario_names
-from engine.files.scenarios.scenario_file import load_scenario
-from engine.files.scenarios.scenario_schema import job_file_schema, json_schema
+from engine.files.jobs.library import library, library_names, scenario_names
+from engine.files.jobs.scenario_file import load_scenario
+from engine.files.jobs.scenario_schema import job_file_schema, json_schema
 from engine.files.strict_yaml import read_text
 from tests.core.scenario_cases import KINDS
 from tests.files.test_scenario_file import WHOLE

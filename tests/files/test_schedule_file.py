@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
-from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.program.schedule_csv import lists_from_csv, rows_to_csv
+from engine.core.program.schedules import SCHEDULES
 from engine.files.jobs.job_file import resolve_job
-from engine.files.jobs.schedule_file import own_schedule
+from engine.files.jobs.user_files import own_schedule
 
 SIZES = {"stages": "4", "stages_per_worker": "2", "microbatches": "4"}
 
@@ -26,7 +26,7 @@ def test_a_file_and_a_generator_become_the_same_text(tmp_path: Path, monkeypatch
     path = tmp_path / "mine.csv"
     path.write_text(rows_to_csv(lists))
     (tmp_path / "my_schedules.py").write_text(
-        "from engine.core.schedules.zero_bubble import zbv\n"
+        "from engine.core.program.schedules import zbv\n"
         "def whole(p, v, m):\n    return zbv(p, v, m)\n"
         "def broken(p, v, m):\n    raise ValueError('no idea')\n"
         "def short(p, v, m):\n    return [['0F0']]\n"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import StorageError
-from engine.files.scenarios.starter import JOB, MATRIX, SCENARIO, WORKFLOW, reference, starter, workflow, write_new
+from engine.files.jobs.starter import JOB, MATRIX, SCENARIO, WORKFLOW, reference, starter, workflow, write_new
 
 
 def test_the_files_are_good_and_have_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

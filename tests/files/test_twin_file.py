@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
-from engine.files.twin_file import keep_twin, kept_twin, source_hash
+from engine.files.trajectory_file import keep_twin, kept_twin, source_hash
 
 ROWS = [TrajectoryRow(0, 0, "ab", "cd", 0.1)]
 

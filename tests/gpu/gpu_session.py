@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.files.accelerators import accelerators, lacks
 from tests.gpu.hardware_page import Figure
 

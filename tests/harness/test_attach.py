@@ -16,17 +16,16 @@ from typer.testing import CliRunner, Result
 
 from bamboo_cli.inject import inject
 from engine.core.action import parse_action
-from engine.core.config.job import Job
 from engine.core.errors import BambooError, NothingMatchedError, StorageError, UserError
 from engine.core.faults.fault import After, At, Fault, When, Worker
-from engine.core.history.request_records import RequestRecord
-from engine.core.history.verdict_records import CheckRecord, VerdictRecord
+from engine.core.history.process_records import CheckRecord, RequestRecord, VerdictRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.files.run_folder import RunFolder
 from engine.harness import attach
 from engine.harness.attach import have_shown, pace, skipped
 from engine.harness.dead_runs import live_runs
-from engine.runtime.process.folder_lock import folder_used
+from engine.runtime.process.locks import folder_used
 from tests.core.made_records import lines_of, made_history
 
 

@@ -16,13 +16,13 @@ import pytest
 from engine.core.errors import EnvironmentLacksError, StorageError
 from engine.core.history.run_records import ScenarioRecord
 from engine.files.events_file import read_history
+from engine.files.jobs.library import find_scenario
+from engine.files.jobs.scenario_file import load_scenario
 from engine.files.run_folder import create_run_folder, latest_name, run_names
-from engine.files.scenarios.library import find_scenario
-from engine.files.scenarios.scenario_file import load_scenario
-from engine.harness.cases.case import scenario_record, whole_text
-from engine.harness.run_end import in_new_folder
+from engine.harness.case import scenario_record, whole_text
+from engine.harness.case_runner import in_new_folder
+from engine.runtime.agent.scribe_work import scribe_for
 from engine.runtime.faults.registry import kinds
-from engine.runtime.keeping.scribe_work import scribe_for
 
 
 def test_a_scenario_whose_file_is_gone_meanwhile_is_told_as_it_was(tmp_path: Path) -> None:

@@ -9,18 +9,23 @@ from typing import Any, get_args
 
 import pytest
 
-from bamboo_cli.options.faults import grace_seconds, scenario_of
-from bamboo_cli.terminal.console import RESULT_STYLES
-from engine.core.checks.expectations import Observed
-from engine.core.checks.recovery_times import Recovery
-from engine.core.checks.stall import Stall
-from engine.core.config.job import Job
+from bamboo_cli.options.run import grace_seconds, scenario_of
+from bamboo_cli.terminal.tables import RESULT_STYLES
+from engine.core.checks.expectations import Observation
+from engine.core.checks.recoveries import Recovery, Stall
 from engine.core.errors import BambooError, ExitCode, UserError
 from engine.core.exclusion import Cause, excluded
 from engine.core.faults.scenario import Expect, Scenario
-from engine.core.history.process_records import EndedRecord
-from engine.core.history.verdict_records import CheckRecord, ComparisonRecord, Difference, Result, VerdictRecord
-from engine.harness.cases.case_result import CaseResult, judged
+from engine.core.history.process_records import (
+    CheckRecord,
+    ComparisonRecord,
+    Difference,
+    EndedRecord,
+    Result,
+    VerdictRecord,
+)
+from engine.core.job.job import Job
+from engine.harness.case import CaseResult, judged
 from tests.core.made_records import made_history
 from tests.kills import parse_kill
 
@@ -62,7 +67,7 @@ def same(compared: int, last_step: int, difference: Difference | None = None) ->
 def result_of(
     twin: ComparisonRecord | BambooError | None = None, fired: bool = True, expect: Expect = SCENARIO.expect
 ) -> CaseResult:
-    seen = Observed(0, "", made_history(STRUCK if fired else STRUCK[:6]), twin)
+    seen = Observation(0, "", made_history(STRUCK if fired else STRUCK[:6]), twin)
     result = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), seen)
     return replace(result, recoveries=(RECOVERY,), summary=SUMMARY)
 
@@ -208,7 +213,7 @@ def test_kills_are_a_scenario_that_expects_the_weights_of_the_twin() -> None:
 def test_a_check_that_a_signal_left_undecided_is_not_judged() -> None:
     """An interrupted run without a step passed its limits, and a run without faults the check of its faults."""
     expect = Expect(trajectory="identical", steps_lost=0, culprit="exact", samples="exactly-once")
-    seen = Observed(130, "", made_history(STRUCK[:4]))
+    seen = Observation(130, "", made_history(STRUCK[:4]))
     found = judged(replace(SCENARIO, expect=expect), (FAULT,), Path("x"), seen)
     assert {(each.result, each.text) for each in found.checks} == {("not judged", "the run was interrupted")}
     assert (found.verdict_word, found.exit_code) == ("interrupted", 130)
@@ -216,12 +221,12 @@ def test_a_check_that_a_signal_left_undecided_is_not_judged() -> None:
     assert [each.name for each in struck.checks if each.result == "passed"] == ["faults"]
     error = BambooError("the twin was interrupted")
     error.exit_code = ExitCode.INTERRUPTED
-    in_twin = judged(SCENARIO, (FAULT,), Path("x"), Observed(0, "", made_history(STRUCK), error))
+    in_twin = judged(SCENARIO, (FAULT,), Path("x"), Observation(0, "", made_history(STRUCK), error))
     assert [(each.name, each.result) for each in in_twin.checks] == [
         ("faults", "passed"),
         ("outcome", "passed"),
         ("trajectory", "not judged"),
     ]
     assert set(get_args(Result)) == RESULT_STYLES.keys()
-    plain = judged(SCENARIO, (), Path("x"), Observed(0, "", made_history(STRUCK[:4]), same(9, 8)))
+    plain = judged(SCENARIO, (), Path("x"), Observation(0, "", made_history(STRUCK[:4]), same(9, 8)))
     assert [each.name for each in plain.checks] == ["outcome", "trajectory"]

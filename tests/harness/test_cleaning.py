@@ -17,15 +17,15 @@ import pytest
 
 from engine.files.matrix_results import new_folder
 from engine.files.run_folder import create_run_folder, find_run, point_latest_to_newest
-from engine.harness.cleaning import Leftover, OldRuns, delete, leftovers
 from engine.harness.dead_runs import dead_run, delete_dead_stores
-from engine.runtime.process.folder_lock import folder_used
+from engine.harness.run_list import Leftover, OldRuns, delete, leftovers
+from engine.runtime.process.locks import folder_used
 
 GONE_PID = 2**22 + 1  # above the largest pid of Linux
 HOLDER = """
 import sys
 from pathlib import Path
-from engine.runtime.process.folder_lock import folder_used
+from engine.runtime.process.locks import folder_used
 with folder_used(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -9,20 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import BambooError, ExitCode
-from engine.core.history.elastic_records import AddedRecord, CrampedRecord
 from engine.core.history.process_records import TrainingEndedRecord, WaitingRecord
-from engine.core.history.record import VERSION
-from engine.core.history.run_records import JobRecord
-from engine.files.evidence.chained_append import add_records
+from engine.core.history.run_records import VERSION, AddedRecord, CrampedRecord, JobRecord
+from engine.core.job.job import Job
 from engine.files.host_facts import host_facts
+from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
-from engine.files.twin_file import own_sources
+from engine.files.trajectory_file import own_sources
 from engine.harness import join_run
-from engine.harness.join_run import Joined, run_to_join
+from engine.harness.join_run import AddedWorker, run_to_join
 from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.process.folder_lock import folder_used
+from engine.runtime.process.locks import folder_used
 
 NAME = "20260101-120000-gpt-1a2b"
 
@@ -111,7 +109,7 @@ def test_the_command_says_that_its_worker_waits_for_memory(monkeypatch: pytest.M
 
     coming = iter([added, lambda: waits, lambda: other, lambda: cramped, lambda: free, lambda: ended])
     monkeypatch.setattr(join_run, "_pause", lambda is_breakable: add_records(folder.events, next(coming)()))
-    told = [(each["event"], each["text"]) for each in Joined(folder, is_standby=False).follow()]
+    told = [(each["event"], each["text"]) for each in AddedWorker(folder, is_standby=False).follow()]
     assert told[2:4] == [
         ("cramped", "worker 3 waits on: one block takes 2 MB"),
         ("cramped", "worker 3 has memory enough now, and may join"),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import EnvironmentLacksError, UserError
-from engine.core.launch.kubernetes_manifests import TLS_FILES
+from engine.core.hosts.launch import TLS_FILES
 
 ETCD = ["--etcd", "10.0.0.1:2379", "--etcd-plain-http", "--trusted-network", "10.0.0.0/8"]
 JOB = "model: gpt\nstages: 3\nsteps: 4\ncheckpoint_every: 0\n"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.harness.live_recoveries import LiveRecoveries
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import RunView, WorkerView
+from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import lines_of
 

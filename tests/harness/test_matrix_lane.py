@@ -8,13 +8,13 @@ import pytest
 
 from bamboo_cli.matrix import _tell
 from engine.core.checks.cell_result import CellResult, from_plain
-from engine.core.checks.expectations import Check, Observed
+from engine.core.checks.expectations import Check, Observation
 from engine.core.errors import ExitCode
 from engine.core.history.run_history import history_of
 from engine.core.history.run_records import ConfirmedRecord, RaisedRecord
-from engine.harness.cases.case_result import CaseResult
+from engine.harness.case import CaseResult
 from engine.harness.matrix_lane import _checked, contradiction
-from engine.report.junit import junit_xml
+from engine.report.ci_text import junit_xml
 from tests.files.made_evidence import make_evidence
 
 INJECTED = "RuntimeError: injected by fault 'fault-1'"
@@ -27,7 +27,7 @@ RECORDS = (
 
 def test_an_exception_that_no_fault_raised_is_shown_with_the_cell(capsys: pytest.CaptureFixture[str]) -> None:
     """A cell that survived a mistake of the user's passed without a word about it."""
-    seen = Observed(0, "", history_of(RECORDS))
+    seen = Observation(0, "", history_of(RECORDS))
     case = CaseResult(Path("run"), (), seen, (), ExitCode.OK, ())
     raised = case.exceptions()
     assert raised == ("worker 2 raised ValueError: mine, in the loss of step 4 (mine.py:3, in loss)",)
@@ -56,10 +56,10 @@ def test_a_cell_whose_evidence_contradicts_it_fails_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_evidence(tmp_path / "run")
-    seen, checks = Observed(0, "", history_of(())), (Check("trajectory", "passed", "identical"),)
+    seen, checks = Observation(0, "", history_of(())), (Check("trajectory", "passed", "identical"),)
     case = CaseResult(run.path, (), seen, checks, ExitCode.OK, ())
     monkeypatch.setattr("engine.harness.case_runner.run_case", lambda *given: case)
-    monkeypatch.setattr("engine.harness.cases.case.case_of_file", lambda loaded: None)
+    monkeypatch.setattr("engine.harness.case.case_of_file", lambda loaded: None)
     run.trajectory.write_text("")
     found = _checked("a/b", None, None, keep=False)  # type: ignore[arg-type]
     assert (found.verdict, run.path.exists()) == ("failed (mismatch)", True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.files.jobs.job_file import resolve_job
-from engine.files.jobs.resolved_job import Resolved
+from engine.files.jobs.resolved_job import ResolvedJob
 from engine.harness.job_checks import offered
 
 
@@ -21,7 +21,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
-def resolved(*settings: str) -> Resolved:
+def resolved(*settings: str) -> ResolvedJob:
     return resolve_job(None, {}, settings, offered=offered)
 
 

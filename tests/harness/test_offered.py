@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode, UserError
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.job.job import Job
+from engine.core.program.schedules import SCHEDULES
 from engine.files.jobs.job_file import resolve_job
-from engine.files.scenarios.matrix_file import read_matrix
-from engine.files.scenarios.scenario_file import load_document
+from engine.files.jobs.matrix_file import read_matrix
+from engine.files.jobs.scenario_file import load_document
 from engine.files.strict_yaml import read_text
 from engine.harness.job_checks import offered
 from engine.models.arguments import argument_problems
@@ -231,7 +231,7 @@ def test_help_names_the_schedules() -> None:
 
 def test_nothing_heavy_is_loaded_for_it() -> None:
     code = (
-        "import sys; from engine.harness.job_checks import offered; from engine.core.config.job import Job\n"
+        "import sys; from engine.harness.job_checks import offered; from engine.core.job.job import Job\n"
         "assert offered.problems(Job(model_args={'widht': 1}, data_args={'x': 1}, optimizer_args={'x': 1}))\n"
         "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules), sorted(sys.modules)"
     )

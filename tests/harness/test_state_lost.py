@@ -10,16 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.checkpoints.ladder import Ladder
-from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
+from engine.core.checkpoint_rules import Ladder, Resumption
 from engine.core.errors import ExitCode, WorkerFailedError
-from engine.files.checkpoints.checkpoint_folder import NewestGood, checkpoints_at
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership
+from engine.files.checkpoint_folder import NewestGood, checkpoints_at
 from engine.harness import state_lost
 from engine.harness.state_lost import LostState, Restarts, fewest_holders, state_lost_lines
 from engine.runtime.agent.checkpoints import Checkpoints
-from engine.runtime.keeping.keeper import Keeper, start_thread
+from engine.runtime.agent.keeper import Keeper, start_thread
 from tests.core.made_records import records_of
 from tests.files.made_checkpoints import save
 

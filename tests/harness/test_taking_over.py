@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.faults.scenario import Scenario
+from engine.core.job.job import Job
 from engine.core.messages import PartitionMessage, WelcomeMessage
-from engine.files.jobs.checkpoint_place import places_of
+from engine.files.jobs.checkpoint_choice import places_of
 from engine.files.run_folder import CHECKPOINTS_FOLDER, RunFolder
-from engine.harness.cases.case import Case, facts_text
-from engine.harness.hosts.taking_over import home_of, taught, wait_for_words
+from engine.harness.case import Case, facts_text
+from engine.harness.takeover import home_of, taught, wait_for_words
 
 OWN = Path("/h2/results/mlp-h2-2")
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.checkpoints.ladder import Ladder
-from engine.core.config.job import Job
+from engine.core.checkpoint_rules import Ladder
 from engine.core.errors import ExitCode
+from engine.core.job.job import Job
 from engine.core.messages import CommitMessage
 from engine.harness.state_lost import Restarts
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending, RunState
 from engine.runtime.worker.executor import Executor
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job, logger_names
-from engine.files.jobs.job_value import Given
-from engine.files.jobs.trust import foreign_values
-from engine.observers import registry
-from engine.observers.csv_logger import FILE
-from engine.observers.following import Following
-from engine.observers.logger import StepDone
+from engine.core.job.job import Job, logger_names
+from engine.files.jobs.job_layers import foreign_values
+from engine.files.jobs.job_value import FieldValue
+from engine.observers import observers as registry
+from engine.observers.loggers import FILE, StepDone
 from engine.observers.observer_process import words
-from engine.observers.registry import LOGGERS, logger_problems, made_logger
-from engine.observers.slate import LoggerProgress, Slate
+from engine.observers.observers import LOGGERS, LoggerFeed, LoggerProgress, ProgressPage, logger_problems, made_logger
 from tests.core.made_records import lines_of, made
 
 SECOND_NS = 10**9
@@ -58,9 +55,9 @@ class Notes:
         return lambda *values: self.calls.append((name, values[0]))
 
 
-def followed(logger: object, folder: Path) -> Following:
+def followed(logger: object, folder: Path) -> LoggerFeed:
     (folder / "events.jsonl").write_text(lines_of(EVENTS))
-    following = Following(logger, folder / "events.jsonl")
+    following = LoggerFeed(logger, folder / "events.jsonl")
     following.read_on()
     return following
 
@@ -83,7 +80,7 @@ def test_a_logger_gets_all_that_is_committed_in_order(tmp_path: Path) -> None:
 
 def test_the_events_may_grow_and_a_logger_may_lack_methods(tmp_path: Path) -> None:
     steps: list[StepDone] = []
-    following = Following(SimpleNamespace(step=steps.append), tmp_path / "events.jsonl")
+    following = LoggerFeed(SimpleNamespace(step=steps.append), tmp_path / "events.jsonl")
     following.read_on()
     for end in (4, 6, len(EVENTS)):
         (tmp_path / "events.jsonl").write_text(lines_of(EVENTS[:end]))
@@ -181,7 +178,7 @@ def test_wrong_names_and_packages_that_are_not_installed_are_refused(monkeypatch
 def test_code_in_a_list_of_loggers_needs_trust_as_any_code_does() -> None:
     assert logger_names(" csv,, mine:Log ,csv") == ("csv", "mine:Log")
     assert Job(logger="csv,mine:Log").names_code and not Job(logger="csv").names_code
-    (refused,) = foreign_values([Given(("logger",), "csv,mine:Log", "a.yaml:1:1", "a.yaml", 1, 1, "trust it")])
+    (refused,) = foreign_values([FieldValue(("logger",), "csv,mine:Log", "a.yaml:1:1", "a.yaml", 1, 1, "trust it")])
     assert "import mine and call Log" in refused.hint
 
 
@@ -198,7 +195,7 @@ def test_an_error_is_one_line_with_the_users_own_place() -> None:
 
 
 def test_progress_is_read_as_it_was_written() -> None:
-    slate = Slate.new()
+    slate = ProgressPage.new()
     assert slate.read() == LoggerProgress()
     slate.write(LoggerProgress(5, is_over=True, error="e" * 5_000))
     assert slate.read() == LoggerProgress(5, True, "e" * 1_000)

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.observers import observers
-from engine.observers.csv_logger import FILE
+from engine.observers.loggers import FILE
 from engine.observers.observers import observing
 from tests.core.made_records import lines_of
 from tests.observers.test_following import EVENTS

@@ -10,11 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.core.evidence.chain import linked_lines
-from engine.core.evidence.proof import Proof
-from engine.core.history.record_lines import encoded
-from engine.core.history.step_files import FOLDER, StepFile
-from engine.core.history.verdict_records import ComparisonRecord
+from engine.core.checks.proof import Proof
+from engine.core.history.evidence import linked_lines
+from engine.core.history.process_records import ComparisonRecord
+from engine.core.history.record_lines import FOLDER, StepFile, encoded
 from engine.files.run_folder import create_run_folder
 from engine.report.load import RunTables
 from engine.report.load import load as load_history

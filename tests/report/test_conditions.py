@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from engine.core.errors import ExitCode, UserError
-from engine.report.conditions import parse_condition
+from engine.report.compare import parse_condition
 
 TABLES = {
     "recovery": pd.DataFrame(

@@ -7,9 +7,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from engine.core.checks.cell_result import CellResult
-from engine.report.github_text import MAX_BYTES, error_commands, step_summary
-from engine.report.junit import junit_xml
-from engine.report.pages.cell_grid import LEGEND, CellGrid, grid_of, grid_parts
+from engine.report.ci_text import MAX_BYTES, error_commands, junit_xml, step_summary
+from engine.report.pages.matrix_page import LEGEND, CellGrid, grid_of, grid_parts
 
 HOSTILE = "a|b <script>\n::error::x % \x00\x1b[31m, :"
 PASSED = CellResult(

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.core.checks.cell_result import CellResult
-from engine.report.pages.cell_grid import LEGEND, grid_of
-from engine.report.pages.matrix_page import MatrixRunFacts, matrix_page
+from engine.report.pages.matrix_page import LEGEND, MatrixRunFacts, grid_of, matrix_page
 from tests.report.browser import Browser
 from tests.report.test_matrix_forms import ALL, FAILED, INVALID, PASSED, cells_of
 

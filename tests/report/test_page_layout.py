@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.report.pages.page import page
 from engine.report.pages.schedule_page import schedule_page
 from tests.report.browser import Browser

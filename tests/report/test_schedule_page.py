@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from engine.core.program.dry_run import dry_run
 from engine.report.pages.schedule_page import schedule_page
 from tests.report.browser import Browser

@@ -9,12 +9,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from engine.core.samples.ledger import samples_per_step
+from engine.core.job.samples import samples_per_step
 from engine.report.headline import command, headline
 from engine.report.load import RunTables, joined
-from engine.report.pages.charts import charts
-from engine.report.pages.page import page
-from engine.report.pages.timeline import timeline
+from engine.report.pages.frame import charts
+from engine.report.pages.page import page, timeline
 from tests.report.made_up import END, PHASES_MS, MadeUpRun, agent, did, load
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.job import Job
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
-from engine.runtime.agent.run_view import Ending
+from engine.core.checkpoint_rules import Resumption
+from engine.core.job.job import Job
+from engine.files.checkpoint_folder import checkpoints_at
+from engine.runtime.agent.run_state import Ending
 from tests.runtime.thread_runs import run_in_threads
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import grpc
 
-from engine.core.store.kv import KV, Lease
+from engine.core.kv import KV, Lease
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import DEADLINE_S, EndpointClient
-from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_kv import DEADLINE_S, EndpointClient, EtcdKV
 from engine.runtime.store.etcd_settings import EtcdSettings
 from tests.doubles.kv_double import Fault, StoreDouble
 from tests.doubles.kv_double_client import ClientDouble

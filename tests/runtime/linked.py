@@ -11,13 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.core.message_codec import Message
-from engine.core.process_messages import LinkMessage, LinkWantedMessage
-from engine.runtime.in_process.thread_control import Turn
-from engine.runtime.ipc.link_pairs import LinkPairs
-from engine.runtime.ipc.wakeups import Wakeups
-from engine.runtime.links.links import Links
-from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport
-from engine.runtime.transport.link_cuts import LinkCuts
+from engine.core.messages import LinkMessage, LinkWantedMessage
+from engine.runtime.in_process.thread_server import Turn
+from engine.runtime.ipc.control import Wakeups
+from engine.runtime.ipc.link import LinkPairs
+from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport, LinkCuts
+from engine.runtime.transport.links import Links
 
 WAIT_S = 20.0  # the longest wait
 

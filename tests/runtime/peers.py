@@ -23,16 +23,14 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, PrefixStore
 
-from engine.core.process_messages import LinkWantedMessage
+from engine.core.messages import LinkWantedMessage
 from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.link_pairs import LinkPairs
-from engine.runtime.links.links import Links
+from engine.runtime.ipc.link import Link, LinkPairs
 from engine.runtime.process import forkserver
 from engine.runtime.process.fork_client import Child, ForkServer
-from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport
-from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.transfer_key import AsideKey, AsidePurpose, ProgramKey, ProgramPurpose
+from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport, LinkCuts
+from engine.runtime.transport.links import Links
+from engine.runtime.transport.transport import AsideKey, AsidePurpose, ProgramKey, ProgramPurpose
 from tests.runtime.peer_messages import Call, Hello, Result
 
 ROOT = Path(__file__).resolve().parent.parent.parent

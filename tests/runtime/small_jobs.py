@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.models.data import Data
 from engine.models.layers import Model
 from engine.runtime.device.device import HOST
 from engine.runtime.stage.stage import Stage
-from engine.runtime.transport.tensor_spec import Border
+from engine.runtime.transport.transport import Border
 
 WIDTH = 32  # of the synthetic vectors
 

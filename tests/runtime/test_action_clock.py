@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import Action, parse_action
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.runtime.agent import session
 from engine.runtime.device import action_clock
 from engine.runtime.device.action_clock import ActionClock, GpuClock, placed

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.coordinator.inputs import CoordinatorInput
-from engine.core.coordinator.machine import step
-from engine.core.coordinator.outputs import CoordinatorOutput
 from engine.core.errors import ExitCode, WorkerFailedError
+from engine.core.job.job import Job
 from engine.core.message_codec import decode
 from engine.core.messages import CommitMessage, CutMessage, ExitMessage
+from engine.core.protocol.coordinator import step
+from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.session import run_session
-from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.process.fork_client import Child, ForkServer
 from tests.core.coordinator_cases import training, votes
 

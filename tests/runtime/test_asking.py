@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.membership.state import Options, begin
-from engine.runtime.agent.asking import _memory_of
+from engine.core.job.job import Job
+from engine.core.protocol.state import Options, begin
+from engine.runtime.agent.newcomers import _memory_of
 
 STATE = begin(Options(stages=2, redundant=True), (0, 1), ((1,), (0,)), 9, 0)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import InvariantError, WorkerFailedError
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import HeirsRecord
@@ -20,13 +19,13 @@ from engine.core.hosts.host_messages import (
     ToldHostMessage,
 )
 from engine.core.hosts.host_messages import read_frame as read
-from engine.core.hosts.registered_host import RegisteredHost
+from engine.core.hosts.host_options import RegisteredHost
+from engine.core.job.job import Job
 from engine.core.message_codec import encode
 from engine.core.messages import PartitionMessage
-from engine.runtime.hosts import heard_results
-from engine.runtime.hosts.away_server import AwayServer
-from engine.runtime.hosts.heard_results import HeardResults
-from engine.runtime.hosts.host_servers import HostServers
+from engine.runtime.hosts import host_servers as heard_results
+from engine.runtime.hosts.host_servers import HostServers, ReplicatedResults
+from engine.runtime.hosts.remote_workers import RemoteSpawner
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from tests.doubles.kv_double import StoreDouble
@@ -35,11 +34,11 @@ from tests.doubles.kv_double_client import ClientDouble
 LINES = [encoded(HeirsRecord(epoch=epoch, owners=(0,), shadows=())) for epoch in range(4)]
 
 
-def away(name: str) -> AwayServer:
-    return AwayServer(RegisteredHost(name, "1f", "127.0.0.1", 0, {}), takes_over=True)
+def away(name: str) -> RemoteSpawner:
+    return RemoteSpawner(RegisteredHost(name, "1f", "127.0.0.1", 0, {}), takes_over=True)
 
 
-def kept(server: AwayServer) -> list[tuple[int, str]]:
+def kept(server: RemoteSpawner) -> list[tuple[int, str]]:
     """Returns the decisions that wait for a host, each with its number."""
     frames = map(read, server.peer.end._unheard)
     return [(header.number, line.decode()) for header, line in frames if isinstance(header, HeardHostMessage)]
@@ -70,7 +69,7 @@ def test_a_host_tells_what_it_was_told_until_it_has_said_all() -> None:
 
 
 def test_each_other_host_is_told_what_it_lacks_before_any_new_decision(servers: HostServers) -> None:
-    heard = HeardResults(Job())
+    heard = ReplicatedResults(Job())
     for number, line in enumerate(LINES[:3]):
         heard.take(number, line)
     servers.go_on_after(heard)
@@ -83,7 +82,7 @@ def test_each_other_host_is_told_what_it_lacks_before_any_new_decision(servers: 
 
 def test_a_host_that_lacks_more_than_is_kept_is_lost(servers: HostServers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heard_results, "MOST_WAITING_BYTES", len(LINES[0]))
-    heard = HeardResults(Job())
+    heard = ReplicatedResults(Job())
     for number, line in enumerate(LINES):
         heard.take(number, line)
     servers.go_on_after(heard)

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from engine.core.hosts.host_messages import SignalHostMessage, SignsHostMessage, WorkerSign, read_frame
-from engine.runtime.hosts import own_process, own_signs
-from engine.runtime.hosts.away_child import UNKNOWN, AwayChild
-from engine.runtime.hosts.own_process import OwnProcess
-from engine.runtime.hosts.own_signs import OwnSigns
-from engine.runtime.hosts.stream_end import StreamEnd
+from engine.runtime.hosts import host_workers
+from engine.runtime.hosts.host_workers import HeartbeatReporter, LocalProcess
+from engine.runtime.hosts.remote_workers import UNKNOWN, RemoteProcess
+from engine.runtime.hosts.wire import StreamEnd
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child
@@ -34,11 +33,11 @@ def _board() -> Iterator[ProgressBoard]:
 
 
 @pytest.fixture(name="away")
-def _away(board: ProgressBoard) -> Iterator[tuple[AwayChild, list[bytes]]]:
+def _away(board: ProgressBoard) -> Iterator[tuple[RemoteProcess, list[bytes]]]:
     """Returns a worker of another host, and the frames that are sent to its host."""
     sent: list[bytes] = []
     link, far = Link.pair(blocking=False)
-    child = AwayChild("bamboo-0", 1, 0, far.fileno(), board.fd, sent.append)
+    child = RemoteProcess("bamboo-0", 1, 0, far.fileno(), board.fd, sent.append)
     yield child, sent
     child.ended(0)
     child.close()
@@ -47,12 +46,12 @@ def _away(board: ProgressBoard) -> Iterator[tuple[AwayChild, list[bytes]]]:
 
 
 @pytest.fixture(name="own")
-def _own(tmp_path: Path) -> Iterator[OwnProcess]:
+def _own(tmp_path: Path) -> Iterator[LocalProcess]:
     """Returns a process of this host that does nothing."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     link, far = Link.pair(blocking=False)
     child = Child("bamboo-0", process.pid, os.pidfd_open(process.pid))
-    yield OwnProcess(1, 0, child, link)
+    yield LocalProcess(1, 0, child, link)
     process.kill()
     process.wait(10)
     child.close()
@@ -64,7 +63,7 @@ def sign(state: str, num_signals: int) -> WorkerSign:
     return WorkerSign(1, "", (0, 0, ""), (), (state, 5, 5), num_signals)
 
 
-def test_a_stop_is_seen_by_a_look_after_its_signal_only(away: tuple[AwayChild, list[bytes]]) -> None:
+def test_a_stop_is_seen_by_a_look_after_its_signal_only(away: tuple[RemoteProcess, list[bytes]]) -> None:
     child, sent = away
     assert child.state() == UNKNOWN
     child.sees(sign("T", 0))
@@ -81,7 +80,9 @@ def test_a_stop_is_seen_by_a_look_after_its_signal_only(away: tuple[AwayChild, l
     assert child.state() is None
 
 
-def test_the_place_of_a_worker_comes_before_its_end(away: tuple[AwayChild, list[bytes]], board: ProgressBoard) -> None:
+def test_the_place_of_a_worker_comes_before_its_end(
+    away: tuple[RemoteProcess, list[bytes]], board: ProgressBoard
+) -> None:
     child, _ = away
     child.sees(WorkerSign(1, "", (7, 3, "1B2"), (), RUNS))
     child.ended(-9)
@@ -97,10 +98,10 @@ def signs_in(end: StreamEnd) -> list[WorkerSign]:
     return [WorkerSign._make(each) for one in found if isinstance(one, SignsHostMessage) for each in one.signs]
 
 
-def test_a_host_tells_at_once_that_a_worker_stands_still(own: OwnProcess, board: ProgressBoard) -> None:
+def test_a_host_tells_at_once_that_a_worker_stands_still(own: LocalProcess, board: ProgressBoard) -> None:
     end = StreamEnd()
     own.num_signals = 9  # from the host that coordinated before
-    signs = OwnSigns(board, lambda: [own])
+    signs = HeartbeatReporter(board, lambda: [own])
     try:
         signs.follow(end)
         assert own.num_signals == 0
@@ -112,8 +113,8 @@ def test_a_host_tells_at_once_that_a_worker_stands_still(own: OwnProcess, board:
     assert all(each.times[0] != "T" for each in told if not each.num_signals)
 
 
-def test_all_workers_of_a_host_are_told_in_one_message(own: OwnProcess, board: ProgressBoard) -> None:
-    end, signs = StreamEnd(), OwnSigns(board, lambda: [own, own, own])
+def test_all_workers_of_a_host_are_told_in_one_message(own: LocalProcess, board: ProgressBoard) -> None:
+    end, signs = StreamEnd(), HeartbeatReporter(board, lambda: [own, own, own])
     try:
         signs.follow(end)
         until_s = time.monotonic() + 10
@@ -129,12 +130,12 @@ def test_all_workers_of_a_host_are_told_in_one_message(own: OwnProcess, board: P
 
 
 def test_time_in_which_its_host_stood_still_is_no_silence_of_a_worker(
-    own: OwnProcess, board: ProgressBoard, monkeypatch: pytest.MonkeyPatch
+    own: LocalProcess, board: ProgressBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stood_ns = [0]
-    for module in (own_signs, own_process):
+    for module in (host_workers, host_workers):
         monkeypatch.setattr(module, "now_ns", lambda: time.monotonic_ns() + stood_ns[0])
-    end, signs = StreamEnd(), OwnSigns(board, lambda: [own])
+    end, signs = StreamEnd(), HeartbeatReporter(board, lambda: [own])
     try:
         time.sleep(0.3)  # it has looked once
         stood_ns[0] = 20_000_000_000

@@ -9,10 +9,10 @@ import pytest
 
 from engine.bench import gpu
 from engine.bench.gpu import JOB, cases_of, flags, gpu_cases
-from engine.bench.peers.plain_peer import step_seconds
-from engine.core.config.job import Job
+from engine.bench.plain_peer import step_seconds
 from engine.core.errors import EnvironmentLacksError
-from engine.core.scalar import Args
+from engine.core.job.job import Job
+from engine.core.units import Args
 from engine.files.accelerators import Accelerators
 from engine.files.jobs.job_file import resolve_job
 from engine.harness.job_checks import readable

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from tests.e2e.plain_loop import train as train_plainly
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads

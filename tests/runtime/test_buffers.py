@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, overwrite, snapshot_of

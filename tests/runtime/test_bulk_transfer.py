@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.runtime.device.device import HOST
-from engine.runtime.transport.bulk_transfer import arriving, post_bulk, receive_bulk, send_bulk
-from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.transfers import arriving, post_bulk, receive_bulk, send_bulk
+from engine.runtime.transport.transport import TensorSpec
 
 MIB = 1 << 20
 

@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.checkpoints.keeping import StateShare
-from engine.core.checkpoints.manifest import Part
-from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
-from engine.core.worker.outputs import Keep
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
-from engine.runtime.checkpoint import snapshot, writer
-from engine.runtime.checkpoint.layer_file import LayerImage, tensors_of
-from engine.runtime.checkpoint.snapshot import state_of
-from engine.runtime.checkpoint.writer import CheckpointWriter
-from engine.runtime.replica.replicas import Replicas
+from engine.core.checkpoint_rules import KeptMessage, StateShare, UnkeptMessage
+from engine.core.manifest import Part
+from engine.core.worker.state import Keep
+from engine.files.checkpoint_folder import checkpoints_at
+from engine.runtime.checkpoint import writer
+from engine.runtime.checkpoint import writer as snapshot
+from engine.runtime.checkpoint.loader import LayerImage, tensors_of
+from engine.runtime.checkpoint.writer import CheckpointWriter, state_of
 from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.state_hash import hash_tensors
 from tests.runtime.small_jobs import ALL_KINDS, NORMED, small_job
 from tests.runtime.test_layer_file import unhashed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.chunks import Chunk, Mark, split
+from engine.models.data import Chunk, Mark, split
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
-from engine.core.config.torch_parts import OPTIMIZERS, given_arguments
 from engine.core.errors import ReplicasDifferError, UserError
-from engine.core.scalar import Args
-from engine.runtime.optimizers.class_optimizer import OptimizerClass
+from engine.core.job.job import Job
+from engine.core.job.torch_parts import OPTIMIZERS, given_arguments
+from engine.core.units import Args
+from engine.runtime.stage.class_optimizer import OptimizerClass
 from engine.runtime.stage.optimizer import LayerOptimizer, trainable
-from engine.runtime.stage.optimizer_trial import OptimizerTrial
+from engine.runtime.stage.trials import OptimizerTrial
 from tests.runtime import user_optimizers
 from tests.runtime.test_optimizer import Layer, bits, give_gradients, step
 

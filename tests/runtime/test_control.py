@@ -11,17 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.messages import CommitMessage, ExitMessage, GoMessage, HeartbeatMessage, MarkMessage, ValidatedMessage
+from engine.core.messages import (
+    BusyMessage,
+    CommitMessage,
+    ExitMessage,
+    GoMessage,
+    HeartbeatMessage,
+    MarkMessage,
+    PingMessage,
+    StopMessage,
+    ValidatedMessage,
+)
 from engine.core.ownership import Grid, fresh
-from engine.core.process_messages import BusyMessage, PingMessage, StopMessage
-from engine.core.recovery.plan import EpochPlan, Plan
-from engine.core.recovery.plan_messages import PlanMessage, PreparedMessage, PrepareMessage
-from engine.core.recovery.vote import SlotVote, VoteMessage
-from engine.core.worker.inputs import Built, PlanPrepared, Told
+from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage
+from engine.core.program.planner import EpochPlan, Plan
+from engine.core.worker.inputs import PlanPrepared, ProtocolMessage, StagesBuilt
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.worker.worker_protocol import WorkerProtocol
+from engine.runtime.worker.training import WorkerProtocol
 from tests.runtime.peer_messages import Word, an_epoch
 
 # The thread ends by an exception where it would end the process.
@@ -135,12 +144,12 @@ def test_it_speaks_in_the_epoch_that_it_has_entered(pair: tuple[Control, Link]) 
     control, agent = pair
     protocol = WorkerProtocol(control)
     control.tells_marks = True
-    protocol.feed(Built(0, fresh(Grid(1, 1)), 0, 0))
+    protocol.feed(StagesBuilt(0, fresh(Grid(1, 1)), 0, 0))
     agent.send(an_epoch(2))
     with pytest.raises(Fenced):
         control.take(GoMessage)
     control.mark("fence")
-    assert protocol.feed(Told(control.hear()))
+    assert protocol.feed(ProtocolMessage(control.hear()))
     control.mark("plan")
     assert [agent.receive(), agent.receive()] == [MarkMessage(0, "fence"), MarkMessage(2, "plan")]
     control.on_ping = lambda: control.send(BusyMessage("opens the data"))
@@ -151,7 +160,7 @@ def test_it_speaks_in_the_epoch_that_it_has_entered(pair: tuple[Control, Link]) 
 def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tuple[Control, Link]) -> None:
     control, agent = pair
     protocol = WorkerProtocol(control)
-    protocol.feed(Built(0, fresh(Grid(1, 1)), 0, 0))
+    protocol.feed(StagesBuilt(0, fresh(Grid(1, 1)), 0, 0))
     told = PrepareMessage(3, PlanMessage(2, 1, (0,), (), (0,), (), ()))
     plan = EpochPlan(told.plan, fresh(Grid(1, 1)), Plan(2, {}, (), (), "the digest"))
     protocol.prepare = lambda message: protocol.feed_aside(PlanPrepared(message.number, plan))

@@ -7,16 +7,15 @@ import json
 import pytest
 
 from engine.core import messages
-from engine.core.coordinator.inputs import CoordinatorInput, Passed
-from engine.core.coordinator.outputs import CoordinatorOutput, Stop
-from engine.core.coordinator.state import ROLE, STATE, CoordinatorState, documents
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
-from engine.core.membership.events import Notice, TakenOver
-from engine.core.membership.state import Phase
-from engine.core.recovery.plan_messages import PreparedMessage, PrepareMessage
-from engine.core.store.kv import KV, Lease
-from engine.runtime.coordinator.coordinator import Coordinator
-from engine.runtime.store.election import Election
+from engine.core.kv import KV, Lease
+from engine.core.program.inventory import PreparedMessage, PrepareMessage
+from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState, documents
+from engine.core.protocol.events import Notice, Takeover
+from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput, CoordinatorOutput, Stop
+from engine.core.protocol.state import Phase
+from engine.runtime.agent.coordinator import Coordinator
+from engine.runtime.store.etcd_kv import Election
 from tests.core.coordinator_cases import answers, begun, heard, killed, told, votes
 from tests.doubles.kv_double import Fault
 from tests.runtime.kv_backends import Backend
@@ -114,7 +113,7 @@ def test_what_decides_nothing_writes_nothing(backend: Backend) -> None:
     tell(coordinator, *JOINED)
     before = reader.read_prefix("").revision
     beat = heard(0, messages.HeartbeatMessage(1, 0, 3, True))
-    tell(coordinator, beat, Passed(3), JOINED[1], *votes(coordinator.state)[:3])
+    tell(coordinator, beat, ClockTick(3), JOINED[1], *votes(coordinator.state)[:3])
     assert reader.read_prefix("").revision == before
 
 
@@ -152,7 +151,7 @@ def test_the_next_coordinator_goes_on_where_the_first_one_stopped(backend: Backe
     ):
         first.handle(answer)
     assert_kept(second, later)
-    (epoch,) = told(tell(second, TakenOver(1001 * S)))
+    (epoch,) = told(tell(second, Takeover(1001 * S)))
     assert isinstance(epoch, messages.EpochMessage) and (epoch.epoch, epoch.commit) == (3, first.state.told)
     tell(second, *answers(second.state))
     now = second.state.membership
@@ -216,7 +215,7 @@ def test_the_history_of_verdicts_is_bounded(backend: Backend) -> None:
     coordinator = start(client, begun())
     tell(coordinator, *JOINED)
     for number in range(80):
-        tell(coordinator, TakenOver(number), *answers(coordinator.state))
+        tell(coordinator, Takeover(number), *answers(coordinator.state))
     assert coordinator.state.membership.epoch == 81
     verdicts = json.loads(keys_of(client)["verdicts"])
     assert [epoch for epoch, _ in verdicts] == list(range(18, 82))

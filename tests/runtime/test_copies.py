@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.runtime.agent import session
 from engine.runtime.device import copies
 from engine.runtime.device.copies import HOST_COPIES, StreamCopies, ToDevice, ToHost, tensors_of

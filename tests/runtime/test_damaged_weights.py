@@ -15,14 +15,12 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.api.weights import weights_at
-from engine.core.checkpoints.manifest import Manifest
-from engine.core.checkpoints.part_file import header_bytes
-from engine.core.config.job import Job
 from engine.core.errors import BambooError, StorageError, UserError
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
-from engine.files.jobs.checkpoint_choice import find_checkpoint
-from engine.files.jobs.given_weights import hash_as_given
-from engine.runtime.checkpoint.given_weights import GivenWeights
+from engine.core.job.job import Job
+from engine.core.manifest import Manifest, header_bytes
+from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.files.jobs.checkpoint_choice import find_checkpoint, hash_as_given
+from engine.runtime.checkpoint.export import GivenWeights
 from tests.runtime.thread_runs import run_in_threads
 
 RUN = "20261124-120000-mlp-0a1b"

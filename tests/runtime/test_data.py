@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError, Problem, UserError
+from engine.core.job.job import Job
 from engine.models.data import Data
-from engine.models.datasets.images import split
-from engine.models.descriptions import DATA_TEXTS, MODEL_TEXTS, SAMPLES
+from engine.models.data_sources import open_data
+from engine.models.datasets import split
 from engine.models.layers import Batch
-from engine.models.model_registry import DATA, MODELS
-from engine.models.sources.open_data import open_data
+from engine.models.model_registry import DATA, DATA_TEXTS, MODEL_TEXTS, MODELS, SAMPLES
 
 BUILTIN_JOBS = {
     "text": Job(model="gpt"),

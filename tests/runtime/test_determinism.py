@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.checks.determinism import settings_of
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
 from engine.models import model_loader
 from engine.models.layers import Model
 from engine.models.losses import default_loss
 from engine.runtime.agent import session
-from engine.runtime.device import determinism
-from engine.runtime.device.determinism import WithoutForm, changed, set_up
+from engine.runtime.device import device as determinism
+from engine.runtime.device.device import WithoutForm, changed, set_up
 from engine.runtime.worker import worker
 from tests.doubles.fake_gpu import fake_gpu
 from tests.runtime.impure_layers import Linear, between
@@ -175,8 +175,8 @@ def test_the_users_code_may_read_what_older_names_tell() -> None:
 LEAN = """
 import sys, torch
 from engine.core.checks.determinism import settings_of
-from engine.core.config.job import Job
-from engine.runtime.device.determinism import WithoutForm, set_up
+from engine.core.job.job import Job
+from engine.runtime.device.device import WithoutForm, set_up
 set_up(settings_of(Job(device="cuda")))
 with WithoutForm() as mode:
     torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))

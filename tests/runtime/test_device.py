@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.checkpoints.resumption import Resumption
+from engine.core.checkpoint_rules import Resumption
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
 from engine.core.errors import EnvironmentLacksError
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.core.job.job import Job
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.runtime.agent import session
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.device.copies import StreamCopies, ToHost, tensors_of
 from engine.runtime.device.device import HOST, Device, open_device, ordinal
-from engine.runtime.replica import state_transfer
-from engine.runtime.replica.value_store import ValueStore
-from engine.runtime.stage.build_layer import build_layer
-from engine.runtime.transport.group_end import EndChannel
-from engine.runtime.worker import microbatch_loader
+from engine.runtime.stage import state_transfer
+from engine.runtime.stage.replicas import ValueStore
+from engine.runtime.stage.stage import build_layer
+from engine.runtime.transport.direct_transport import EndChannel
+from engine.runtime.worker import microbatches as microbatch_loader
 from tests.doubles.fake_gpu import PLACE, FakeGpu, MixedDevicesError, fake_gpu
 from tests.kills import parse_kills
 from tests.runtime.marked_waits import unmarked_waits

@@ -15,19 +15,18 @@ import pytest
 import torch
 
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
 from engine.core.errors import TransferFailedError
 from engine.core.exclusion import in_words
 from engine.core.faults.fault import Fault, Owner
 from engine.core.faults.kill_text import kill_moment
+from engine.core.job.job import Job
 from engine.core.ownership import Grid
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.device.copies import Copies
-from engine.runtime.device.device import HOST, open_device
-from engine.runtime.device.device_errors import device_trouble
+from engine.runtime.device.device import HOST, device_trouble, open_device
 from engine.runtime.device.device_faults import DeviceTrouble
-from engine.runtime.transport.group_end import GroupEnd
-from engine.runtime.transport.transfer_key import ProgramPurpose, program_key
+from engine.runtime.transport.direct_transport import GroupEnd
+from engine.runtime.transport.transport import ProgramPurpose, program_key
 from tests.doubles.fake_gpu import fake_gpu
 from tests.runtime.thread_runs import run_in_threads
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.core.config.job import Job
-from engine.core.history.memory_records import MemoryRecord
+from engine.core.history.run_records import MemoryRecord
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, Ownership
 from engine.files.events_file import read_history
 from engine.models.layers import LayerSpec, Model
@@ -20,12 +20,11 @@ from engine.models.losses import default_loss
 from engine.report.load import RunTables, load
 from engine.runtime.agent import session
 from engine.runtime.agent.session import run_session
+from engine.runtime.device.action_clock import BLOCK, LiveBytes, in_blocks
 from engine.runtime.device.device import HOST
-from engine.runtime.device.live_bytes import BLOCK, LiveBytes, in_blocks
 from engine.runtime.in_process.thread_server import ThreadServer
-from engine.runtime.replica.memory_watch import MemoryWatch
+from engine.runtime.stage.memory_watch import MemoryWatch, microbatch_bytes
 from engine.runtime.stage.stage import Stage
-from engine.runtime.stage.stage_bytes import microbatch_bytes
 from engine.runtime.stage.state_hash import hash_tensors
 from tests.doubles.fake_gpu import fake_gpu
 from tests.runtime.thread_runs import with_store_double
@@ -55,7 +54,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def held(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunTables:
     """Runs a job on the double, and holds the bytes that it counts against the prediction, for each worker."""
     monkeypatch.setattr(session, "refuse_what_this_host_lacks", lambda job: None)
-    monkeypatch.setattr("engine.core.analysis.device_memory.WORKSPACES", 0)  # the double has no cuBLAS
+    monkeypatch.setattr("engine.core.job.memory_model.WORKSPACES", 0)  # the double has no cuBLAS
     with fake_gpu(counts_memory=True), ThreadServer() as server, with_store_double():
         ending = run_session(job, folder / "events.jsonl", folder, server=server)
     assert (ending.outcome, ending.error) == ("finished", None)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transport import Traffic
+from engine.runtime.transport.transport import TensorSpec, Traffic
 from tests.runtime.linked import Linked
 from tests.runtime.peers import an_aside, an_order
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import TransferFailedError
-from engine.core.process_messages import StopMessage
+from engine.core.messages import StopMessage
 from engine.runtime.ipc.control import Stopped
-from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transport import Transport
+from engine.runtime.transport.transport import TensorSpec, Transport
 from tests.runtime.peers import PeerServer, PeerWorker, an_aside, an_order, connect, plane_of
 
 ROUNDS = 9

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from engine.core.errors import StorageError
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
-from engine.files.checkpoints.faulty_disk import DiskTroubles
+from engine.files.checkpoint_disk import DiskTroubles
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.runtime.faults.registry import WorkerFaultContext, registered
 from tests.files.made_checkpoints import save
 

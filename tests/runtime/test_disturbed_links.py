@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.core.links.disturbance import Disturbance, FrameCount
-from engine.core.links.frame import Frame
-from engine.runtime.hosts.run_certificate import new_certificate
-from engine.runtime.links.disturbed_wire import disturbed
-from engine.runtime.links.wire import SocketWire
+from engine.core.links import Disturbance, Frame, FrameCount
+from engine.runtime.hosts.host_registry import new_certificate
 from engine.runtime.transport.direct_transport import DirectTransport
-from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.link_wire import SocketWire, disturbed
+from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.linked import Linked
 from tests.runtime.peers import an_order
 

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.runtime.store import etcd_calls
-from engine.runtime.store.etcd_calls import EtcdCalls
+from engine.runtime.store import etcd_kv
+from engine.runtime.store.etcd_kv import EtcdCalls
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 
 GONE, LEADERLESS, GOOD, LATE = (Endpoint(name, 1) for name in ("gone", "leaderless", "good", "late"))
@@ -48,10 +48,10 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Endpoint]:
         return SimpleNamespace(methods={"Range": method}, metadata=())
 
     monkeypatch.setattr(EtcdCalls, "_connect", connected)
-    monkeypatch.setattr(etcd_calls, "ATTEMPT_S", 0.1)
-    monkeypatch.setattr(etcd_calls, "PAUSE_S", 0.01)
-    monkeypatch.setattr(etcd_calls, "_avoided_until_s", {})
-    monkeypatch.setattr(etcd_calls, "_refuses_since_s", {})
+    monkeypatch.setattr(etcd_kv, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(etcd_kv, "PAUSE_S", 0.01)
+    monkeypatch.setattr(etcd_kv, "_avoided_until_s", {})
+    monkeypatch.setattr(etcd_kv, "_refuses_since_s", {})
     return asked
 
 
@@ -74,7 +74,7 @@ def test_an_endpoint_that_only_refuses_does_not_keep_one_away_that_was_slow(
     asked: list[Endpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader was killed; the other members were too slow during the election, and were not asked for 10 s."""
-    monkeypatch.setattr(etcd_calls, "_REFUSES_S", 0.1)
+    monkeypatch.setattr(etcd_kv, "_REFUSES_S", 0.1)
     assert calls(LATE, LEADERLESS).call("Range", None) == "answer"
     assert asked.count(LATE) == 2
     assert calls(LEADERLESS, LATE).call("Range", None) == "answer"
@@ -88,7 +88,7 @@ def test_the_only_endpoint_is_asked_again(asked: list[Endpoint]) -> None:
 
 
 def test_an_endpoint_is_asked_again_after_a_time(asked: list[Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_calls, "_AVOIDED_S", 0.2)
+    monkeypatch.setattr(etcd_kv, "_AVOIDED_S", 0.2)
     three = calls(GONE, LEADERLESS, GOOD)
     assert three.call("Range", None) == "answer"
     assert asked == [GONE, LEADERLESS, GOOD]

@@ -18,12 +18,9 @@ import grpc
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, LeaseLostError
-from engine.core.store.kv import Delete, Put, Txn, absent
-from engine.runtime.store.election import Election
+from engine.core.kv import Delete, Put, Txn, absent
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import DEADLINE_S, EndpointClient, EtcdCalls, etcd3, rpc
-from engine.runtime.store.etcd_keys import KeySpace
-from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_kv import DEADLINE_S, Election, EndpointClient, EtcdCalls, EtcdKV, KeySpace, etcd3, rpc
 from engine.runtime.store.etcd_settings import SOCKET, Endpoint, EtcdSettings, Secret
 from tests.runtime.kv_backends import EtcdBackend
 
@@ -177,7 +174,7 @@ FORK = """
 import os, signal, sys, time
 from engine.core.errors import InvariantError
 from engine.runtime.store.etcd_kv import EtcdKV
-from engine.runtime.store.etcd_calls import EndpointClient
+from engine.runtime.store.etcd_kv import EndpointClient
 from engine.runtime.store.etcd_settings import EtcdSettings, SocketEndpoint
 from pathlib import Path
 kind, endpoint = sys.argv[1], SocketEndpoint(Path(sys.argv[2]))

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.hosts.registered_host import RegisteredHost
-from engine.core.store.kv import Lease
+from engine.core.hosts.host_options import RegisteredHost
+from engine.core.kv import Lease
 from engine.runtime.hosts.host_registry import HostRegistry
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_calls import EndpointClient, rpc
-from engine.runtime.store.etcd_kv import EtcdKV
+from engine.runtime.store.etcd_kv import EndpointClient, EtcdKV, rpc
 from engine.runtime.store.etcd_settings import EtcdSettings, Secret
 
 ROOT, GUEST = "correct horse", "battery staple"

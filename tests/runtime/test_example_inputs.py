@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode, UserError
+from engine.core.job.job import Job
+from engine.models.data_sources import open_data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
 from tests.e2e.plain_loop import train as train_plainly
 from tests.runtime.thread_runs import run_in_threads
 

@@ -15,17 +15,15 @@ from engine.core.faults.fault import At, Fault, When, Worker
 from engine.core.messages import AuditMessage
 from engine.core.ownership import Grid, Ownership, Slot, one_slot_each
 from engine.core.value import Kind, Value
+from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.device.copies import tensors_of
 from engine.runtime.ipc.control import Fenced
-from engine.runtime.process.process_state import CoreWaits
-from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.value_store import ValueStore
+from engine.runtime.process.kernel import CoreWaits
+from engine.runtime.stage.replicas import Replicas, ValueStore
 from engine.runtime.worker.executor import Executor
-from engine.runtime.worker.step_end import StepEnd
-from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.worker.step_end import StepEnd, WorkerContext
 from tests.runtime.small_jobs import NORMED, STATEFUL, TIED_GPT, small_job
 from tests.runtime.thread_runs import run_in_threads
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.faults.fault_kind import ParameterForm, Parameters, Sign, at_once
+from engine.core.faults.fault import ParameterForm, Parameters, Sign, at_once
 from engine.runtime.faults import registry
 from engine.runtime.faults.registry import WorkerFaultContext, fault_kind, kinds
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.config.job import Job
 from engine.core.errors import BambooError
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Worker, to_plain
-from engine.runtime.agent.fault_requests import FaultRequests, read_request
+from engine.core.job.job import Job
+from engine.runtime.agent.injector import FaultRequests, read_request
 from engine.runtime.ipc.recorder import Recorder, open_events
 
 JOB = Job(stages=3, microbatches=4, steps=8)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine.core.errors import EnvironmentLacksError, ExitCode
-from engine.core.process_messages import StopMessage
+from engine.core.messages import StopMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process import subprocesses
 from engine.runtime.process.fork_client import Child, ForkServer

@@ -12,16 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.models.data import Columns, DataFacts, Taken
-from engine.models.indexed import indexed
+from engine.core.job.job import Job
+from engine.models.data import Columns, DataFacts, Taken, indexed
+from engine.models.data_sources import (
+    batch_of,
+    bound,
+    collate_columns,
+    evaluation,
+    evaluation_sets,
+    given_sets,
+    num_samples,
+    why_not,
+)
 from engine.models.layers import FunctionLayer
 from engine.models.model_loader import build_model
-from engine.models.sources.columns import batch_of, collate_columns
-from engine.models.sources.evaluations import evaluation, evaluation_sets
-from engine.models.sources.given_sets import given_sets, why_not
-from engine.models.sources.indexed_data import bound, num_samples
 
 JOB = Job(microbatch_size=2)
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
@@ -140,9 +145,9 @@ def test_the_first_layer_takes_columns_by_the_names_of_its_parameters(
 
 
 def test_named_columns_reach_the_layer() -> None:
+    from engine.models.data import with_form
     from engine.models.layers import Model, layer_spec
     from engine.models.losses import default_loss
-    from engine.models.whole_batches import with_form
 
     model = Model((layer_spec("first", FunctionLayer(lambda tokens: tokens * 2)), nn.Identity()), default_loss)  # type: ignore[arg-type]
     layer = with_form(model, Columns(("label", "tokens"), "label")).layers[0].build()

@@ -11,14 +11,14 @@ from torch import Tensor
 from engine.core.action import Action, Op
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.build import build_program
-from engine.core.program.routes import routes_of
+from engine.core.program.dependencies import routes_of
+from engine.models.data_sources import open_data
 from engine.models.layers import Tensors
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
-from engine.runtime.replica.gradient_stream import GradientStreams
-from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.gradient_log import GradientStreams
+from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.stage import Stage
-from engine.runtime.transport.transfer_key import AsideKey
+from engine.runtime.transport.transport import AsideKey
 from tests.runtime.small_jobs import ALL_KINDS, STATEFUL, small_job
 
 STEP, SLOT, NUM_MICROBATCHES = 1, (0, 0), 6

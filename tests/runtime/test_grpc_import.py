@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import StorageError
-from engine.runtime.keeping.scribe_work import scribe_for
+from engine.runtime.agent.scribe_work import scribe_for
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 
 _FORKS = 150

@@ -8,13 +8,12 @@ import pytest
 
 from engine.core.action import Action
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.coordinator import leaving
-from engine.core.elastic.way_out import WayOut
-from engine.core.worker.inputs import NoticeGiven
-from engine.runtime.replica.gradient_stream import GradientStreams
+from engine.core.protocol import orders
+from engine.core.protocol.wishes import LeaveStrategy
+from engine.core.worker.inputs import NoticeReceived
+from engine.runtime.stage.gradient_log import GradientStreams
 from engine.runtime.worker.executor import Executor
-from engine.runtime.worker.training import Training
-from engine.runtime.worker.worker_protocol import WorkerProtocol
+from engine.runtime.worker.training import Training, WorkerProtocol
 from tests.runtime.small_jobs import NORMED, STATEFUL, TIED_GPT, small_job
 from tests.runtime.thread_runs import run_in_threads
 
@@ -60,7 +59,7 @@ class Hands:
             self.backwards += [(executor.step, text)] if action.op in ("B", "I") else []
             if (executor.context.worker, executor.step, text) == (1, 1, self.place) and self.protocol is not None:
                 protocol, self.protocol = self.protocol, None
-                protocol.feed_aside(NoticeGiven())
+                protocol.feed_aside(NoticeReceived())
 
         def hand(streams: GradientStreams, action: Action, step: int) -> None:
             self.handed += action.op == "HAND"
@@ -69,7 +68,7 @@ class Hands:
         patch.setattr(Training, "__init__", note)
         patch.setattr(Executor, "_run", count)
         patch.setattr(GradientStreams, "run", hand)
-        patch.setattr(leaving, "way_out", lambda *known: WayOut.INSIDE)
+        patch.setattr(orders, "way_out", lambda *known: LeaveStrategy.INSIDE)
 
 
 @pytest.mark.parametrize("name", JOBS)

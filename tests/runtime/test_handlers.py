@@ -9,14 +9,14 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.errors import InvariantError
-from engine.runtime.worker import handlers
-from engine.runtime.worker.handlers import Call, QueuedAction, register, run_in_order
+from engine.runtime.worker import executor
+from engine.runtime.worker.executor import Call, QueuedAction, register, run_in_order
 from tests.core.drawing import program_of
 
 
 @pytest.fixture(autouse=True)
 def _nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_handlers", {})
+    monkeypatch.setattr(executor, "_handlers", {})
 
 
 def ran(drawing: str) -> str:

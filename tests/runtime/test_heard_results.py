@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.elastic.worker_times import WorkerTimes
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, ReplicasDifferError
 from engine.core.history.process_records import ResumedRecord
-from engine.core.history.record import Record
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import (
     AuditRecord,
@@ -19,15 +16,16 @@ from engine.core.history.run_records import (
     EpochRecord,
     GoRecord,
     PartitionRecord,
+    Record,
     ValidationRecord,
 )
+from engine.core.job.job import Job
 from engine.core.message_codec import encode
-from engine.core.messages import AuditMessage, CutMessage, FinishedMessage, ReadyMessage
-from engine.core.process_messages import NoticeMessage
+from engine.core.messages import AuditMessage, CutMessage, FinishedMessage, NoticeMessage, ReadyMessage
+from engine.core.protocol.worker_times import WorkerTimes
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.hosts import heard_results
-from engine.runtime.hosts.heard_results import HeardResults
-from engine.runtime.hosts.said_again import SaidAgain
+from engine.runtime.hosts import host_servers
+from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults
 
 JOB = Job(model="mlp", stages=2, steps=6)
 LAYERS = ("a", "b")
@@ -41,9 +39,9 @@ def commit(step: int) -> CommitRecord:
     return CommitRecord(step=step, loss=1.0 / (step + 1), grad_norm=1.0, clip_factor=1.0, last=step == 5)
 
 
-def heard_before(job: Job = JOB) -> tuple[RunState, HeardResults]:
+def heard_before(job: Job = JOB) -> tuple[RunState, ReplicatedResults]:
     """Returns the results of the host that coordinates, and of one that hears, before the first step."""
-    own, other = RunState(job), HeardResults(job)
+    own, other = RunState(job), ReplicatedResults(job)
     own.cut(CutMessage((0, 1), LAYERS, 32))
     other.hear(PartitionRecord(starts=(0, 1), layers=LAYERS, samples=32))
     return own, other
@@ -100,7 +98,7 @@ def test_a_decision_that_is_told_by_two_coordinators_counts_once() -> None:
 
 
 def test_training_that_begins_after_a_checkpoint_is_heard() -> None:
-    other = HeardResults(JOB)
+    other = ReplicatedResults(JOB)
     other.hear(ResumedRecord(step=3, place="p", file="f", run="r", lost=0))
     assert other.results.committed == 3
     other.hear(PartitionRecord(starts=(0, 1), layers=LAYERS, samples=32))
@@ -122,7 +120,7 @@ def test_workers_that_begin_again_are_heard() -> None:
 
 
 def test_words_that_come_once_only_are_said_again_and_hashes_of_the_last_steps() -> None:
-    said = SaidAgain()
+    said = ReplayBuffer()
     words = [encode(each) for each in (ReadyMessage(), NoticeMessage())]
     hashes = [encode(audit(step, 0)) for step in range(100)]
     for each in (*words, encode(FinishedMessage(1, (), 0, ())), *hashes):
@@ -139,7 +137,7 @@ def test_two_hosts_take_over_one_after_the_other_and_no_row_is_lost(seed: int) -
     """Each host has heard a part; the next one is completed by the others, and by the hashes that are said again."""
     chance = random.Random(seed)  # noqa: S311
     own, _ = heard_before()
-    hosts = {name: HeardResults(JOB) for name in "bcd"}
+    hosts = {name: ReplicatedResults(JOB) for name in "bcd"}
     lines = [encoded(PartitionRecord(starts=(0, 1), layers=LAYERS, samples=32))]
     committed, turn = -1, [3, 5]
     for until in turn:
@@ -188,7 +186,7 @@ def test_decisions_come_once_and_in_order() -> None:
 def test_old_decisions_are_forgotten_and_a_host_that_needs_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many are kept as may wait in a stream: a host that lacks more does not read, and is lost."""
     lines = [encoded(commit(step)) for step in range(4)]
-    monkeypatch.setattr(heard_results, "MOST_WAITING_BYTES", len(lines[2]) + len(lines[3]))
+    monkeypatch.setattr(host_servers, "MOST_WAITING_BYTES", len(lines[2]) + len(lines[3]))
     _, host = heard_before()
     for number, line in enumerate(lines):
         host.take(number, line)

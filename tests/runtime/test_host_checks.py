@@ -10,9 +10,8 @@ import pytest
 
 from engine.core.errors import ExitCode
 from engine.files.accelerators import Accelerators
-from engine.runtime.doctor import host_checks
-from engine.runtime.doctor.etcd_probes import Client, Latency, Server
-from engine.runtime.doctor.host_checks import HostCheck
+from engine.harness import host_checks
+from engine.harness.host_checks import Client, HostCheck, Latency, Server
 
 FACTS: dict[str, Any] = {
     "version": "2.13.0+cpu",

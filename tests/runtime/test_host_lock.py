@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import pytest
 
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.process.host_lock import HostLock
+from engine.runtime.process.locks import HostLock
 
 _HOLDS = """
 import sys, threading
-from engine.runtime.process.host_lock import HostLock
+from engine.runtime.process.locks import HostLock
 with HostLock(int(sys.argv[1])).acquire_when(lambda: True, threading.Event()) as has_turn:
     print(has_turn, flush=True)
     sys.stdin.readline()

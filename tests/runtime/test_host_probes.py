@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from engine.runtime.doctor import host_probes
+from engine.harness import host_checks
 
 
 def refuse(*_args: object, **_kwargs: object) -> NoReturn:
@@ -20,28 +20,28 @@ def refuse(*_args: object, **_kwargs: object) -> NoReturn:
 
 
 def test_kernel_calls_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_probes.missing_kernel_calls() == []
+    assert host_checks.missing_kernel_calls() == []
     monkeypatch.setattr(os, "memfd_create", refuse)
     monkeypatch.delattr(os, "pidfd_open")
-    pidfd, memfd = host_probes.missing_kernel_calls()
+    pidfd, memfd = host_checks.missing_kernel_calls()
     assert pidfd.startswith("pidfd (")
     assert "memfd ([Errno 1] Operation not permitted)" in memfd
 
 
 def test_loopback_says_why_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_probes.loopback_error() == ""
+    assert host_checks.loopback_error() == ""
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert "Operation not permitted" in host_probes.loopback_error()
+    assert "Operation not permitted" in host_checks.loopback_error()
 
 
 def test_links_say_why_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_probes.link_error() == ""
+    assert host_checks.link_error() == ""
     monkeypatch.setattr(os, "memfd_create", refuse)
-    assert host_probes.link_error() == "Operation not permitted"
+    assert host_checks.link_error() == "Operation not permitted"
 
 
 def test_folder_probe_looks_where_the_folder_would_be_and_leaves_nothing(tmp_path: Path) -> None:
-    free_bytes, error = host_probes.probe_folder(tmp_path / "not" / "yet")
+    free_bytes, error = host_checks.probe_folder(tmp_path / "not" / "yet")
     assert error == ""
     assert free_bytes > 0
     assert list(tmp_path.iterdir()) == []
@@ -49,8 +49,8 @@ def test_folder_probe_looks_where_the_folder_would_be_and_leaves_nothing(tmp_pat
 
 def test_folder_probe_says_why_it_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert host_probes.probe_folder(tmp_path / "file") == (0, "Not a directory")
-    assert host_probes.probe_folder(Path("/proc/bamboo"))[1] != ""
+    assert host_checks.probe_folder(tmp_path / "file") == (0, "Not a directory")
+    assert host_checks.probe_folder(Path("/proc/bamboo"))[1] != ""
 
 
 def child(code: str) -> subprocess.Popen[str]:
@@ -68,11 +68,11 @@ def child(code: str) -> subprocess.Popen[str]:
 )
 def test_torch_that_cannot_be_imported_is_a_finding(code: str, error: str) -> None:
     with child(code) as probe:
-        assert host_probes.finish_torch_probe(probe) == ({}, error)
+        assert host_checks.finish_torch_probe(probe) == ({}, error)
 
 
 def test_torch_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_probes, "TORCH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(host_checks, "TORCH_TIMEOUT_S", 0.05)
     with child("import time; time.sleep(60)") as probe:
-        assert host_probes.finish_torch_probe(probe) == ({}, "importing torch took longer than 0.05 s")
+        assert host_checks.finish_torch_probe(probe) == ({}, "importing torch took longer than 0.05 s")
     assert probe.returncode is not None

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, UserError
-from engine.core.hosts.registered_host import RegisteredHost
+from engine.core.hosts.host_options import RegisteredHost
 from engine.runtime.hosts import host_registry
-from engine.runtime.hosts.host_registry import HostKeys, HostOutcome, HostRegistry
-from engine.runtime.hosts.run_certificate import RunCertificate
+from engine.runtime.hosts.host_registry import HostKeys, HostOutcome, HostRegistry, RunCertificate
 from tests.runtime.kv_backends import Backend
 
 MADE = RunCertificate("certificate", "key")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, WorkerFailedError
-from engine.core.hosts.registered_host import RegisteredHost
-from engine.core.store.kv import Lease
+from engine.core.hosts.host_options import RegisteredHost
+from engine.core.kv import Lease
 from engine.runtime.hosts import host_servers
-from engine.runtime.hosts.away_server import AwayServer
 from engine.runtime.hosts.host_servers import HostServers
+from engine.runtime.hosts.remote_workers import RemoteSpawner
 from engine.runtime.process.fork_client import ForkServer
 
 MOST_S = 20.0
@@ -43,7 +43,7 @@ def until(is_so: Any) -> None:
 
 def test_a_slow_store_holds_up_no_tick_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_servers, "_TICK_S", 0.05)
-    lost, living = (AwayServer(RegisteredHost(name, name, "127.0.0.1", 7, {})) for name in ("lost", "living"))
+    lost, living = (RemoteSpawner(RegisteredHost(name, name, "127.0.0.1", 7, {})) for name in ("lost", "living"))
     store = SlowStore()
     ticks: list[int] = []
 
@@ -68,7 +68,7 @@ def test_a_slow_store_holds_up_no_tick_to_another_host(monkeypatch: pytest.Monke
 
 
 def test_new_workers_start_on_hosts_that_are_there_if_these_have_the_room() -> None:
-    lost, gone, living = (AwayServer(RegisteredHost(name, name, "127.0.0.1", 7, {})) for name in ("a", "b", "c"))
+    lost, gone, living = (RemoteSpawner(RegisteredHost(name, name, "127.0.0.1", 7, {})) for name in ("a", "b", "c"))
     local = ForkServer.__new__(ForkServer)
     local.host = "here"
     servers = HostServers(local, [lost, gone, living], SlowStore(), room=2)  # type: ignore[arg-type]

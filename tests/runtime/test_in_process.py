@@ -13,8 +13,8 @@ import pytest
 from torch import Tensor, nn
 
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
+from engine.core.job.job import Job
 from engine.runtime.agent.session import run_session
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads

@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.samples.ledger import first_position, sample_at, shares
-from engine.core.scalar import Args
-from engine.models.data import DataFacts
-from engine.models.indexed import indexed
+from engine.core.job.job import Job
+from engine.core.job.samples import first_position, sample_at, shares
+from engine.core.units import Args
+from engine.models.data import DataFacts, indexed
+from engine.models.data_sources import bound, num_samples, open_data
 from engine.models.layers import Batch
-from engine.models.sources.indexed_data import bound, num_samples
-from engine.models.sources.open_data import open_data
 
 FACTS = DataFacts(task="regress", features=2, outputs=1)
 JOB = Job(pipelines=2, microbatches=3, microbatch_size=4)

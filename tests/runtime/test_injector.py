@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.config.job import Job
 from engine.core.faults.fault import After, At, Fault, Role, Victim, Worker, slot_owner
-from engine.core.membership.state import Options, Phase, State, begin
+from engine.core.job.job import Job
 from engine.core.message_codec import Message
 from engine.core.messages import ArmMessage, FiredMessage
+from engine.core.protocol.state import Options, Phase, State, begin
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.ipc.link import Link

@@ -18,14 +18,10 @@ from engine.core.ownership import Grid
 from engine.models.layers import Tensors
 from engine.runtime.device.device import HOST
 from engine.runtime.device.side_queue import SideQueue
-from engine.runtime.nccl.communicator import Communicator
-from engine.runtime.nccl.issue_queue import IssueQueue
-from engine.runtime.nccl.message_header import Header
-from engine.runtime.nccl.nccl_thread import NcclThread
-from engine.runtime.transport.group_end import GroupEnd
-from engine.runtime.transport.link_cuts import LinkCuts
-from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transfer_key import Issued, ProgramPurpose, program_key
+from engine.runtime.transport.direct_transport import GroupEnd, LinkCuts
+from engine.runtime.transport.nccl_library import Communicator
+from engine.runtime.transport.nccl_queue import Header, IssueQueue, NcclThread
+from engine.runtime.transport.transport import Issued, ProgramPurpose, TensorSpec, program_key
 
 PEER, EPOCH, STEP = 4, 1, 3
 TWO = (TensorSpec((2,), torch.float32, False),)

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.history.elastic_records import AddedRecord
-from engine.core.history.record import VERSION
-from engine.core.history.request_records import RefusedRecord
+from engine.core.history.process_records import RefusedRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import JobRecord
-from engine.core.membership.state import State
+from engine.core.history.run_records import VERSION, AddedRecord, JobRecord
+from engine.core.job.job import Job
+from engine.core.protocol.state import State
 from engine.files.events_file import read_history
+from engine.runtime.agent.requests import CLOSED, TOO_LATE, JoinRequests, WorkerControls
 from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.requests.join_requests import CLOSED, TOO_LATE, Hands, JoinRequests
 from tests.core.membership_cases import committed, running
 
 JOIN = {"ask": "join", "standby": False}
@@ -54,7 +52,7 @@ class Run:
             self.noticed.append(worker)
             return worker < 3
 
-        self._requests.look(self.state, Hands(start, notify, range(3), self.is_stopping))
+        self._requests.look(self.state, WorkerControls(start, notify, range(3), self.is_stopping))
         return read_history(self.events)
 
 

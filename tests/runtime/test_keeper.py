@@ -11,18 +11,18 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.checkpoints.part_messages import KeptMessage
+from engine.core.checkpoint_rules import KeptMessage
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import Job
 from engine.core.errors import StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
+from engine.core.job.job import Job
 from engine.core.messages import CommitMessage
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at
 from engine.runtime.agent import checkpoints
 from engine.runtime.agent.checkpoints import Checkpoints
+from engine.runtime.agent.keeper import Keeper, keeper_for, start_program, start_thread
+from engine.runtime.agent.orders import StartAway
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.keeping.away import StartAway
-from engine.runtime.keeping.keeper import Keeper, keeper_for, start_program, start_thread
 from engine.runtime.process.fork_client import Child
 from tests.files.made_checkpoints import bytes_of, sha256, state_hash, weights_of
 

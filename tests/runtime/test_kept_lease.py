@@ -9,9 +9,9 @@ import time
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, ExitCode
-from engine.core.hosts.host_lease import LEAST_S
-from engine.core.store.kv import Lease
-from engine.runtime.hosts.kept_lease import KeptLease, boottime_ns
+from engine.core.hosts.ends import LEAST_S
+from engine.core.kv import Lease
+from engine.runtime.hosts.host_registry import KeptLease, boottime_ns
 
 pytestmark = pytest.mark.timeout(60)
 S = 1_000_000_000

@@ -6,18 +6,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from engine.core.checkpoints.manifest import LayerHash
-from engine.core.checkpoints.part_messages import KeptMessage
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
-from engine.core.coordinator.state import first_state
+from engine.core.checkpoint_rules import KeptMessage
 from engine.core.history.run_records import UnkeptRecord
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership
+from engine.core.manifest import LayerHash
 from engine.core.messages import CommitMessage
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, checkpoints_at
+from engine.core.protocol.coordinator_state import first_state
+from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at
 from engine.runtime.agent.checkpoints import Checkpoints
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending
-from engine.runtime.keeping.keeper import Keeper, start_thread
+from engine.runtime.agent.keeper import Keeper, start_thread
+from engine.runtime.agent.run_state import Ending, RunState
 from tests.kills import parse_kills
 from tests.runtime.small_jobs import NORMED as WITH_BUFFERS
 from tests.runtime.thread_runs import run_in_threads

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError
-from engine.core.store.kv import KV, Condition, Delete, Put, Txn, absent, equal
+from engine.core.kv import KV, Condition, Delete, Put, Txn, absent, equal
 from tests.doubles.kv_double import Fault
 from tests.runtime.kv_backends import Backend
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from engine.core.errors import LeaseLostError
-from engine.core.store.kv import Condition, Delete, KeyValue, Lease, Put, Txn, absent, equal
-from engine.runtime.store import etcd_calls
+from engine.core.kv import Condition, Delete, KeyValue, Lease, Put, Txn, absent, equal
+from engine.runtime.store import etcd_kv
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from tests.doubles.kv_double import Fault
 from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend
@@ -152,7 +152,7 @@ def chosen(twin: Twin, place: int) -> Lease | None:
 
 
 def test_the_double_answers_as_etcd_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_calls, "PAUSE_S", 0.0)  # between attempts
+    monkeypatch.setattr(etcd_kv, "PAUSE_S", 0.0)  # between attempts
     # An etcd of its own: in a shared one a lease of some earlier test may end just now, which counts as a revision.
     with EmbeddedEtcd(tmp_path) as server:
         machine = type("Machine", (SameAnswers,), {"make_etcd": lambda: EtcdBackend(server.settings())})

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from engine.core.message_codec import Plain
-from engine.core.process_messages import CaseMessage, DoneMessage
+from engine.core.messages import CaseMessage, DoneMessage
 from engine.runtime.ipc.link import Link
-from engine.runtime.process.lanes import Lanes
+from engine.runtime.process.fork_client import Lanes
 
 THIS_MODULE = "tests.runtime.test_lanes"
 

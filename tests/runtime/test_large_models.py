@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from tests.kills import parse_kills
 from tests.runtime.thread_runs import run_in_threads
 

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from engine.core.checkpoints.manifest import Strides
-from engine.core.checkpoints.part_file import StoredLayer, _tensors_in
 from engine.core.errors import StorageError
-from engine.runtime.checkpoint.layer_file import LayerImage, tensors_of
+from engine.core.manifest import StoredLayer, Strides, _tensors_in
+from engine.runtime.checkpoint.loader import LayerImage, tensors_of
 from tests.runtime.test_state_hash import DTYPES
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.doctor import leak_check as leftovers
-from engine.runtime.doctor.leak_check import LeakCheck, mark_processes
-from engine.runtime.ipc import shared_memory
+from engine.harness import leak_check as leftovers
+from engine.harness.leak_check import LeakCheck, mark_processes
+from engine.runtime.ipc import link
 
 NO_SERVER = -1
-OF_THE_HOST = shared_memory.SHARED_MEMORY
+OF_THE_HOST = link.SHARED_MEMORY
 
 
 @pytest.fixture(name="memory", autouse=True)
 def _memory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has a check that waits shortly and looks at shared memory of its own: other tests share that of the host."""
     folder = tmp_path_factory.mktemp("shm")
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(link, "SHARED_MEMORY", folder)
     monkeypatch.setattr(leftovers, "_GONE_WITHIN_S", 0.05)
     monkeypatch.setenv("_BAMBOO_CASE", "")  # put back afterwards
     mark_processes()
@@ -76,7 +76,7 @@ def test_shared_memory_is_found_once_nobody_holds_it(tmp_path: Path, memory: Pat
 def test_pieces_of_nccl_that_nobody_holds_are_removed_behind_a_run(memory: Path) -> None:
     """Only the last of two that connect removes one, and it may have been killed."""
     (memory / "nccl-before").touch()
-    with shared_memory.swept_of_nccl():
+    with link.swept_of_nccl():
         (memory / "nccl-new").touch()
         (memory / "other").touch()
         held = (memory / "nccl-held").open("w")

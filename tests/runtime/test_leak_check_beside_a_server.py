@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.doctor.leak_check import LeakCheck, mark_processes
+from engine.harness.leak_check import LeakCheck, mark_processes
 from engine.runtime.process.fork_client import ForkServer
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.history.step_files import entry
+from engine.core.history.record_lines import entry
 from engine.core.hosts.host_messages import KeptHostMessage, TickHostMessage, frame, read_frame
-from engine.core.hosts.registered_host import RegisteredHost
-from engine.runtime.hosts.away_server import AwayServer
-from engine.runtime.hosts.line_exchange import CoordinatorLines, ServedLines
-from engine.runtime.hosts.stream_end import StreamEnd
+from engine.core.hosts.host_options import RegisteredHost
+from engine.runtime.hosts.remote_workers import CoordinatorLines, RemoteSpawner, ServedLines
+from engine.runtime.hosts.wire import StreamEnd
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,7 +24,7 @@ class Stream:
     """A stream between host `name`, which serves, and the one that coordinates, in threads; it can break."""
 
     def __init__(self, name: str, served: ServedLines, chief: str) -> None:
-        self.away = AwayServer(RegisteredHost(name, "1f", "", 1, {}))
+        self.away = RemoteSpawner(RegisteredHost(name, "1f", "", 1, {}))
         self.away.peer.came()
         self.away.has_said.set()
         self.end = StreamEnd()

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.config.partition import MOST_LAYERS, partition
 from engine.core.errors import InvariantError
-from engine.core.messages import CutMessage, SuspicionMessage
-from engine.core.process_messages import ForkMessage, PingMessage
+from engine.core.job.partition import MOST_LAYERS, partition
+from engine.core.messages import CutMessage, ForkMessage, PingMessage, SuspicionMessage
 from engine.runtime.ipc.link import Link, packet
 from tests.runtime.peer_messages import Result, Word
 

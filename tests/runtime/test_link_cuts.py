@@ -13,11 +13,10 @@ import torch
 
 from engine.core.errors import TransferFailedError
 from engine.runtime.device.device import HOST
-from engine.runtime.faults.links import cut_link
+from engine.runtime.faults.kinds import cut_link
 from engine.runtime.faults.registry import WorkerFaultContext
 from engine.runtime.transport.direct_transport import DirectBackend
-from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transport import Transport
+from engine.runtime.transport.transport import TensorSpec, Transport
 from tests.runtime.linked import Linked
 from tests.runtime.peers import an_aside, an_order
 

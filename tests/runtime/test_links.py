@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.core.links.frame import INLINE, MOST_BYTES, Frame
-from engine.runtime.ipc.link_pairs import RING_BYTES
-from engine.runtime.links.links import Links
-from engine.runtime.links.peer_link import Ends
+from engine.core.links import INLINE, MOST_BYTES, Frame
+from engine.runtime.ipc.link import RING_BYTES
 from engine.runtime.transport.direct_transport import DirectTransport
-from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.links import Links
+from engine.runtime.transport.peer_link import Ends
+from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.linked import Desk, Linked
 from tests.runtime.peers import an_order
 

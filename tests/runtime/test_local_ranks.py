@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.files.accelerators import Accelerators
 from engine.runtime.agent import start_up
-from engine.runtime.agent.start_up import Crew
+from engine.runtime.agent.start_up import WorkerGroup
 from engine.runtime.agent.worker_handles import WorkerHandle, free_rank
 
 THREE = Accelerators(3, ("H100",), "570", "13.0")
@@ -22,14 +22,14 @@ def handle(worker: int, host: str = "") -> WorkerHandle:
     return WorkerHandle(worker, (), NONE, NONE, Path("log"), host=host)
 
 
-def crew(monkeypatch: pytest.MonkeyPatch, job: Job, host: str = "") -> Crew:
+def crew(monkeypatch: pytest.MonkeyPatch, job: Job, host: str = "") -> WorkerGroup:
     """Returns three workers that run, without processes, on a host with as many GPUs."""
     server = SimpleNamespace(host=host, at=lambda worker: SimpleNamespace(host=""))
     launch = SimpleNamespace(job=job, server=server, record_fds=(), numbers=set[int](), ownership=NONE, logs=NONE)
     board = SimpleNamespace(fd=0, grow=lambda num_lines: None)
     monkeypatch.setattr(start_up, "start_worker", lambda server, worker, *rest: handle(worker))
     monkeypatch.setattr(start_up, "accelerators", lambda: THREE)
-    found = Crew(cast(Any, launch), cast(Any, board), (), NONE, {})
+    found = WorkerGroup(cast(Any, launch), cast(Any, board), (), NONE, {})
     for worker in range(3):
         found.start(worker)
     return found

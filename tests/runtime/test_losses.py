@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.models.layers import Loss, Model, Tensors
 from engine.models.losses import IGNORED, default_loss, loss_of, metrics_of
 from engine.models.user_code import exception_of

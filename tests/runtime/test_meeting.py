@@ -10,10 +10,10 @@ import pytest
 
 from engine.core.errors import InvariantError
 from engine.core.message_codec import MAX_BYTES
-from engine.core.process_messages import KeyMessage, StopMessage
+from engine.core.messages import KeyMessage, StopMessage
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
-from engine.runtime.nccl.meeting import AgentMeeting
+from engine.runtime.transport.nccl_transport import AgentMeeting
 from tests.runtime.peer_messages import an_epoch
 
 

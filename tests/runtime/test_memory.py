@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from engine.runtime.links.memory import host_room, memory_of, tensor_of
+from engine.runtime.transport.peer_link import host_room, memory_of, tensor_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])

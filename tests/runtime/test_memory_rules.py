@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
+from engine.models.data_sources import open_data
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
-from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.stage.stage import build_layer
 
 WIDTH = 32
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.device.missing_gradients import is_missing, look_at, made, marked, marked_as, none_like
-from engine.runtime.stage.segment import cut_off
+from engine.runtime.stage.stage import cut_off
 from tests.doubles.fake_gpu import PLACE, FakeGpu, fake_gpu
 from tests.runtime.test_device import MLP, same_bits
 from tests.runtime.test_unused_parameters import JOB, MODELS

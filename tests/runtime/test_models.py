@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
 from engine.core.random_key import weights_key
-from engine.core.scalar import Args
+from engine.core.units import Args
+from engine.models import networks as timed
 from engine.models.data import DataFacts
+from engine.models.data_sources import open_data
 from engine.models.layers import Batch, Model, Tie, as_tensors
 from engine.models.losses import metrics_of
 from engine.models.model_loader import build_model
 from engine.models.model_registry import MODELS
-from engine.models.networks import timed
-from engine.models.networks.conv_stacks import AveragePool
-from engine.models.sources.open_data import open_data
+from engine.models.networks import AveragePool
 
 IMAGENET = DataFacts(task="classify", num_classes=1000, channels=3, height=224, width=224)
 SMALL_ARGS: dict[str, Args] = {

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engine.core.analysis.memory_model import StageBytes
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import EpochRecord, FinishedRecord, MovedRecord
-from engine.core.membership.events import Wanted
+from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes
+from engine.core.protocol.events import WantedOwners
 from engine.files.events_file import read_history
 from engine.runtime.agent.agent import Agent
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
 from engine.runtime.in_process.thread_server import ThreadServer
-from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.ipc.clock import now_ns
 from tests.kills import parse_kills
 from tests.runtime.small_jobs import WIDTH, Block
 from tests.runtime.thread_runs import with_store_double
@@ -48,7 +48,7 @@ def wanting(wishes: Mapping[int, tuple[int, ...]]) -> Iterator[None]:
     def telling(self: Agent, given: Any) -> Any:
         found = decide(self, given)
         if (owners := left.pop(self.node.state.committed, None)) is not None:
-            decide(self, Wanted(now_ns(), owners, "a test"))
+            decide(self, WantedOwners(now_ns(), owners, "a test"))
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.device.device import HOST
-from engine.runtime.nccl.library import NcclLibrary
-from engine.runtime.nccl.nccl_communicator import NcclCommunicator, NcclCommunicators, NcclOpening
+from engine.runtime.transport.nccl_library import NcclCommunicator, NcclCommunicators, NcclLibrary, NcclOpening
 from tests.doubles.nccl_double import EAGER, WHY_NOT, Double
 from tests.doubles.nccl_on_host import DoubleQueue
 

@@ -22,13 +22,13 @@ import pytest
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.exclusion import Cause, Exclusion
 from engine.core.faults.fault import Fault
-from engine.files.scenarios.matrix_file import PlannedCell, read_matrix
+from engine.files.jobs.matrix_file import PlannedCell, read_matrix
 from engine.runtime.agent import session
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.faults.registry import kinds
 from engine.runtime.in_process import thread_server
-from engine.runtime.nccl.nccl_transport import ENDS_ITSELF
-from engine.runtime.worker import backends
+from engine.runtime.transport.nccl_transport import ENDS_ITSELF
+from engine.runtime.worker import worker as backends
 from tests.doubles.fake_nccl import FakeNccl, NcclBesideLinks
 from tests.runtime.thread_runs import run_in_threads
 

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runtime.device.device import HOST, Device
-from engine.runtime.device.device_errors import device_trouble
+from engine.runtime.device.device import HOST, Device, device_trouble
 from engine.runtime.device.side_queue import SideQueue
-from engine.runtime.nccl import library
-from engine.runtime.nccl.library import NcclLibrary
-from engine.runtime.nccl.nccl_communicator import NcclCommunicator
+from engine.runtime.transport import nccl_library
+from engine.runtime.transport.nccl_library import NcclCommunicator, NcclLibrary
 from tests.doubles.fake_gpu import PLACE, fake_gpu
 
 OWN = ctypes.c_void_p(1)
@@ -97,7 +95,7 @@ def test_an_error_of_cuda_inside_of_nccl_is_one_of_the_own_device(
 def test_a_call_that_has_settled_is_seen_without_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Stub()
     of = loaded(stub, monkeypatch)
-    monkeypatch.setattr(library, "_LOOKS_FIRST_S", 10.0)
+    monkeypatch.setattr(nccl_library, "_LOOKS_FIRST_S", 10.0)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it sleeps"))
     stub.states = iter([7] * 5)
     of.settled(OWN, time.monotonic() + 10, lambda: False)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
 from engine.core.history.run_records import EpochRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.runtime.agent import session
 from engine.runtime.agent.agent import Agent

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.process_messages import NextGroupMessage
-from engine.runtime.nccl import issue_queue, nccl_transport
-from engine.runtime.nccl.nccl_transport import NcclTransport
-from engine.runtime.transport import group_formation
+from engine.core.messages import NextGroupMessage
+from engine.runtime.transport import group_formation, nccl_queue, nccl_transport
 from engine.runtime.transport.group_formation import NextGroups
-from engine.runtime.transport.transfer_key import Issued
+from engine.runtime.transport.nccl_transport import NcclTransport
+from engine.runtime.transport.transport import Issued
 from tests.doubles.fake_nccl import FakeNccl
 from tests.runtime.test_nccl_transport import A0, A1, TWO, Backends, backends, nccl, numbers, pair, program
 
@@ -102,7 +101,7 @@ def test_planted_abort_at_once_is_found(
 ) -> None:
     nccl.nobody_dies = True
     with monkeypatch.context() as patch:
-        patch.setattr(issue_queue.IssueQueue, "revoke", lambda left: setattr(left, "_revoked", left._communicator))
+        patch.setattr(nccl_queue.IssueQueue, "revoke", lambda left: setattr(left, "_revoked", left._communicator))
         pair[0].abandon()
         until_s = time.monotonic() + 10
         while not nccl.num_aborted and time.monotonic() < until_s:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.ownership import Redundancy
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
 from engine.runtime.agent import session
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.in_process import thread_server
 from tests.doubles.fake_gpu import fake_gpu
 from tests.doubles.fake_nccl import FakeNccl, NcclBesideLinks

@@ -14,14 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.core.errors import EnvironmentLacksError, InvariantError, TransferFailedError
 from engine.core.ownership import Grid
-from engine.files.nccl_settings import LEAST_NCCL, nccl_settings
+from engine.files.accelerators import LEAST_NCCL, nccl_settings
 from engine.runtime.device.device import HOST
-from engine.runtime.nccl import nccl_transport
-from engine.runtime.nccl.library import Config, NcclLibrary, non_blocking
-from engine.runtime.nccl.nccl_transport import NcclTransport
+from engine.runtime.transport import nccl_transport
 from engine.runtime.transport.group_formation import _Attempt
-from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transfer_key import Issued, ProgramKey, ProgramPurpose, program_key
+from engine.runtime.transport.nccl_library import Config, NcclLibrary, non_blocking
+from engine.runtime.transport.nccl_transport import NcclTransport
+from engine.runtime.transport.transport import Issued, ProgramKey, ProgramPurpose, TensorSpec, program_key
 from tests.doubles.fake_nccl import FakeNccl, NcclBesideLinks
 from tests.runtime.linked import Desks
 

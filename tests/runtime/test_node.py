@@ -12,19 +12,17 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.coordinator.inputs import CoordinatorInput, Ended
-from engine.core.coordinator.state import CoordinatorState
-from engine.core.coordinator.state import begin as begin_coordinator
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.membership.events import Heard, Notice
-from engine.core.membership.state import Options, begin
+from engine.core.job.job import Job
+from engine.core.kv import KV, Lease
 from engine.core.messages import HeartbeatMessage, ReadyMessage
-from engine.core.store.kv import KV, Lease
-from engine.runtime.coordinator.node import Node
-from engine.runtime.coordinator.store_joining import join_store
-from engine.runtime.store.election import LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS
-from engine.runtime.store.etcd_calls import DEADLINE_S
+from engine.core.protocol.coordinator_state import CoordinatorState
+from engine.core.protocol.coordinator_state import begin as begin_coordinator
+from engine.core.protocol.events import Notice, WorkerWord
+from engine.core.protocol.inputs_outputs import CoordinatorInput, ProcessExit
+from engine.core.protocol.state import Options, begin
+from engine.runtime.agent.coordinator import Node, join_store
+from engine.runtime.store.etcd_kv import DEADLINE_S, LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS
 from tests.runtime.kv_backends import Backend
 
 S = 1_000_000_000
@@ -76,8 +74,8 @@ def test_workers_are_written_down_with_their_slots_now_and_before(backend: Backe
         f"members/{worker}": {"pid": 1000 + worker, "node": host, "now": [[0, worker]], "before": []}
         for worker in range(3)
     }
-    tell(node, (Heard(1, worker, ReadyMessage(), host) for worker in range(3)))
-    tell(node, [Ended(2, 1, -9)])
+    tell(node, (WorkerWord(1, worker, ReadyMessage(), host) for worker in range(3)))
+    tell(node, [ProcessExit(2, 1, -9)])
     node.strike_off(1)
     assert members_of(reader).keys() == {"members/0", "members/2"}
     node.report(2 * S)
@@ -97,8 +95,8 @@ def test_striking_one_off_leaves_those_whose_number_begins_alike(backend: Backen
 def test_heartbeats_are_written_at_most_once_a_second(backend: Backend) -> None:
     client, reader = backend.client(), backend.client()
     node = start(client)
-    tell(node, (Heard(S, worker, ReadyMessage(), "host") for worker in range(3)))
-    tell(node, [Heard(S * 3 // 2, 2, HeartbeatMessage(1, 0, 4, True))])
+    tell(node, (WorkerWord(S, worker, ReadyMessage(), "host") for worker in range(3)))
+    tell(node, [WorkerWord(S * 3 // 2, 2, HeartbeatMessage(1, 0, 4, True))])
     node.report(2 * S)
     found = reader.get("heartbeats")
     assert found is not None and json.loads(found.value) == {"at_ns": 2 * S, "ages": {"0": 1.0, "1": 1.0, "2": 0.5}}
@@ -125,7 +123,7 @@ def test_whoever_has_lost_its_lease_is_out_and_touches_nothing(backend: Backend,
     acts = {
         "renew": lambda: node.renew(4 * S),
         "report": lambda: node.report(4 * S),
-        "handle": lambda: node.handle(Heard(1, 0, ReadyMessage(), "host")),
+        "handle": lambda: node.handle(WorkerWord(1, 0, ReadyMessage(), "host")),
     }
     with pytest.raises(CoordinatorUnavailableError, match=r"has expired.*run less beside it, and start again"):
         acts[act]()
@@ -143,7 +141,7 @@ def test_leaving_takes_every_key_along_and_its_leases(backend: Backend) -> None:
     client, other = backend.client(), backend.client(backend.root[:-1] + "-2/")
     other.put("state", b"of another run")
     node = start(client)
-    tell(node, (Heard(S, worker, ReadyMessage(), "host") for worker in range(3)))
+    tell(node, (WorkerWord(S, worker, ReadyMessage(), "host") for worker in range(3)))
     node.report(2 * S)
     lease = node._lease
     node.leave()
@@ -169,7 +167,7 @@ def test_of_several_hosts_the_next_one_goes_on_as_soon_as_the_lease_of_the_first
     kept = client.grant(60)
     node = Node(client, first_state(3), 0, kept=kept)
     node.enrol(0, 1000, ((0, 0),))
-    tell(node, (Heard(S, worker, ReadyMessage(), "host") for worker in range(3)))
+    tell(node, (WorkerWord(S, worker, ReadyMessage(), "host") for worker in range(3)))
     assert {each.lease_id for each in other.read_prefix("").items if each.lease_id} == {kept.lease_id}
     with pytest.raises(CoordinatorUnavailableError, match="another coordinator holds this run"):
         Node(other, first_state(3), 0, kept=other.grant(60))

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.core.agent.notice_answer import NoticeAnswer, NoticeFrom
-from engine.core.membership.state import Options, begin
+from engine.core.hosts.notice_answer import NoticeAnswer, NoticeFrom
+from engine.core.protocol.state import Options, begin
 from engine.runtime.agent import notice_source
 from engine.runtime.agent.notice_source import NoticeSource
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.core.scalar import Args
+from engine.core.job.job import Job
+from engine.core.units import Args
 from engine.runtime.stage.optimizer import LayerOptimizer, trainable
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}

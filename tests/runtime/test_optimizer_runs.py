@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.config.torch_parts import OPTIMIZERS
 from engine.core.errors import ExitCode
+from engine.core.job.job import Job
+from engine.core.job.torch_parts import OPTIMIZERS
 from tests.e2e.plain_loop import train as train_plainly
 from tests.kills import parse_kills
 from tests.runtime.kept_states import run_and_keep

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, Ownership, Redundancy
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.schedules import SCHEDULES
 from engine.runtime.in_process import thread_server
-from engine.runtime.replica import gradient_stream
-from engine.runtime.transport.transfer_key import ProgramPurpose, program_key
+from engine.runtime.stage import gradient_log
+from engine.runtime.transport.transport import ProgramPurpose, program_key
 from engine.runtime.worker.step_end import StepEnd
 from tests.doubles.ordered_transport import OrderedBackend, PairOrders
 from tests.kills import parse_kills
@@ -67,15 +67,15 @@ def test_planted_receives_at_the_log_cross(orders: PairOrders, monkeypatch: pyte
 
 def test_planted_message_aside_in_program_order_is_found(orders: PairOrders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams as messages in order: their receives are posted ahead, and their sender sends others first."""
-    enter = gradient_stream.GradientStreams.enter
+    enter = gradient_log.GradientStreams.enter
 
     def enters(self: Any, plane: Any, *rest: Any) -> None:
         enter(self, plane, *rest)
         self._channel = plane.in_order
 
-    monkeypatch.setattr(gradient_stream.GradientStreams, "enter", enters)
+    monkeypatch.setattr(gradient_log.GradientStreams, "enter", enters)
     monkeypatch.setattr(
-        gradient_stream, "aside_key", lambda grid, purpose, *of: program_key(grid, ProgramPurpose.TIE, *of)
+        gradient_log, "aside_key", lambda grid, purpose, *of: program_key(grid, ProgramPurpose.TIE, *of)
     )
     run(Job(**{**SMALL, "schedule": "1f1b", "stages": 4, "log_every": 1, "steps": 2}), [])
     assert orders.crossed

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
 from engine.models.data import Data
+from engine.models.data_sources import open_data, samples_of
 from engine.models.layers import Model
 from engine.models.model_loader import build_model
-from engine.models.sources.indexed_data import samples_of
-from engine.models.sources.open_data import open_data
 from engine.models.traced.ordinary import OutputLoss
 from engine.models.user_code import exception_of
 from tests.e2e.plain_loop import train as train_plainly

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
-from engine.core.config.job_rules import check_job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
+from engine.core.job.job_rules import check_job
 from engine.core.random_key import random_key
+from engine.models.data_sources import open_data
 from engine.models.layers import Batch, Model, Tensors, as_tensors
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
 from engine.models.traced.ordinary import OutputLoss
 from engine.models.user_code import exception_of
-from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.stage.stage import build_layer
 
 MODULES = "tests.e2e.ordinary_modules"
 TABLE = np.arange(32, dtype=np.float32)

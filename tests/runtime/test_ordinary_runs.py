@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.core.random_key import random_key
-from engine.files.checkpoints.checkpoint_folder import CheckpointName, checkpoints_at
+from engine.files.checkpoint_folder import CheckpointName, checkpoints_at
+from engine.models.data_sources import open_data
 from engine.models.losses import default_loss
-from engine.models.sources.open_data import open_data
 from engine.models.user_factory import made_by
 from engine.runtime.checkpoint.export import export
 from tests.kills import parse_kills

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.errors import ExitCode
 from engine.core.message_codec import encode
-from engine.core.process_messages import PingMessage, StopMessage
-from engine.runtime.hosts.own_process import OwnProcess
+from engine.core.messages import PingMessage, StopMessage
+from engine.runtime.hosts.host_workers import LocalProcess
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from engine.runtime.hosts.own_process import OwnProcess
 def test_a_process_has_left_if_the_run_goes_on_without_it(message: Any, code: int, has_left: bool) -> None:
     sent: list[bytes] = []
     child, link = SimpleNamespace(is_closed=False), SimpleNamespace(send_packet=sent.append)
-    process = OwnProcess(0, 1, cast(Any, child), cast(Any, link))
+    process = LocalProcess(0, 1, cast(Any, child), cast(Any, link))
     process.tell(encode(message))
     process.tell(encode(PingMessage()))
     assert sent == [encode(message), encode(PingMessage())]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.worker.planner_thread import well_inside
+from engine.runtime.worker.training import well_inside
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.runtime.process import process_state
-from engine.runtime.process.process_state import CoreWaits
+from engine.runtime.process import kernel
+from engine.runtime.process.kernel import CoreWaits
 
 _PATIENCE_S = 60
 needs_accounts = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def test_a_thread_that_shares_a_core_waits_for_it(hogged_core: int) -> None:
 def test_the_waits_are_read_while_steps_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"wait": 0, "clock": 0}
     monkeypatch.setattr(CoreWaits, "total_ns", lambda waits: now["wait"])
-    monkeypatch.setattr(process_state, "time", SimpleNamespace(monotonic_ns=lambda: now["clock"]))
+    monkeypatch.setattr(kernel, "time", SimpleNamespace(monotonic_ns=lambda: now["clock"]))
     waits, found = CoreWaits(), list[bool]()
     assert waits.are_read, "from the first step on"
     for waited in [0] * 40 + [1_900_000, 2_100_000] + [0] * 40:

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from engine.core.checks.purity import DigestByName, PurityBook
-from engine.core.config.job import Job
+from engine.core.checks.trajectory import DigestByName, PurityBook
 from engine.core.errors import UserError
+from engine.core.job.job import Job
 from engine.models.data import Data
-from engine.models.datasets.synthetic import VectorData
+from engine.models.data_sources import open_data
+from engine.models.datasets import VectorData
 from engine.models.layers import Batch, Model
 from engine.models.losses import default_loss
 from engine.models.model_loader import build_model
 from engine.models.model_registry import MODELS
-from engine.models.sources.open_data import open_data
 from engine.runtime.stage.random_streams import positions
-from engine.runtime.worker import data_trial
+from engine.runtime.worker import microbatches as data_trial
 from engine.runtime.worker.pure_check import PureCheck
 from tests.runtime.impure_layers import IMPURE, PURE, Counting, OfProcess, Picky, between
 from tests.runtime.small_jobs import borders_of, small_job, starts_of

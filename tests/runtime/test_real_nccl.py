@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.files.nccl_settings import LEAST_NCCL
-from engine.runtime.nccl import library
-from engine.runtime.nccl.library import Config
+from engine.files.accelerators import LEAST_NCCL
+from engine.runtime.transport import nccl_library
+from engine.runtime.transport.nccl_library import Config
 
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / ".venv" / "nccl-wheels"
 VERSIONS = ("cu12-2.27.5", "cu13-2.28.9", "cu13-2.29.7", "cu13-2.32.3")
-FUNCTIONS = set(re.findall(r"\bnccl(?:Comm|Get|Group|Send|Recv)\w*", Path(library.__file__).read_text()))
+FUNCTIONS = set(re.findall(r"\bnccl(?:Comm|Get|Group|Send|Recv)\w*", Path(nccl_library.__file__).read_text()))
 # What a program in C knows of a header, with the types of CUDA that it names.
 STUBS = {
     "cuda_runtime.h": "typedef struct S *cudaStream_t;\ntypedef struct E *cudaEvent_t;\n#define CUDART_VERSION 0\n",
@@ -30,11 +30,11 @@ STUBS = {
 }
 CONSTANTS = {
     "NCCL_UNIQUE_ID_BYTES": 128,
-    "initial.magic": library._MAGIC,
-    "ncclUint8": library._UINT8,
-    "ncclSuccess": library._SUCCESS,
-    "ncclInProgress": library._IN_PROGRESS,
-    "ncclUnhandledCudaError": library._OF_CUDA,
+    "initial.magic": nccl_library._MAGIC,
+    "ncclUint8": nccl_library._UINT8,
+    "ncclSuccess": nccl_library._SUCCESS,
+    "ncclInProgress": nccl_library._IN_PROGRESS,
+    "ncclUnhandledCudaError": nccl_library._OF_CUDA,
 }
 TEXTS = {
     1: "unhandled cuda error",
@@ -47,7 +47,7 @@ TEXTS = {
 }
 ASKED = """
 import ctypes, json, sys
-from engine.runtime.nccl.library import NcclLibrary
+from engine.runtime.transport.nccl_library import NcclLibrary
 found, nothing = NcclLibrary(sys.argv[1]), ctypes.c_void_p()
 found.begin_group(); found.end_group(); found.abort(nothing); found.revoke(nothing)
 told = {"version": found.version, "ids": [found.new_id().hex() for _ in range(2)], "refused": []}
@@ -122,5 +122,5 @@ def test_each_header_has_the_configuration_or_its_beginning(name: str, tmp_path:
     assert found == {each: getattr(Config, each).offset for each in found}
     rest = {key: int(value) for key, value in told[len(theirs) :]}
     assert {each: rest[each] for each in CONSTANTS} == CONSTANTS
-    assert rest["undefined"] == library._UNDEFINED
+    assert rest["undefined"] == nccl_library._UNDEFINED
     assert len(found) >= 15

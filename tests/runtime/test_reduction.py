@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.core.ownership import Grid, Ownership
-from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
+from engine.runtime.transport.transfers import ReduceGroup, gather_over_pipelines, mean_over_pipelines
 from tests.runtime.peers import PeerServer, plane_of
 
 STAGE = 1

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from engine.harness.hosts.serving import refuses
+from engine.harness.takeover import refuses
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from engine.core.checkpoints.ladder import Ladder
-from engine.core.checkpoints.manifest import DamagedCheckpointError
-from engine.core.checkpoints.resumption import Resumption
+from engine.core.checkpoint_rules import Ladder, Resumption
 from engine.core.checks.trajectory import TrajectoryRow, first_difference
-from engine.core.config.job import Job
 from engine.core.errors import ExitCode
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.core.job.job import Job
+from engine.core.manifest import DamagedCheckpointError
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.harness.state_lost import Restarts
-from engine.runtime.agent.run_view import Ending
+from engine.runtime.agent.run_state import Ending
 from tests.kills import parse_kills
 from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads

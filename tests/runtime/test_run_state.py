@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.coordinator.hearing import RULES
-from engine.core.errors import ExitCode, Problem
+from engine.core.errors import ExitCode, Problem, WorkerException
 from engine.core.history.run_records import CommitRecord
+from engine.core.job.job import Job
 from engine.core.message_codec import ToAgent, kinds
-from engine.core.messages import CutMessage, FailedMessage, RaisedMessage, RefusedMessage
-from engine.core.process_messages import NoticeMessage
-from engine.core.worker_exception import WorkerException
-from engine.runtime.agent.message_handlers import _OWN_PARTS
+from engine.core.messages import CutMessage, FailedMessage, NoticeMessage, RaisedMessage, RefusedMessage
+from engine.core.protocol.coordinator import RULES
+from engine.runtime.agent.agent import _OWN_PARTS
 from engine.runtime.agent.run_state import RunState
 
 MEMBER: Any = SimpleNamespace(worker=1, name="worker 1 (pid 7)", child=SimpleNamespace(pid=7), log="logs/worker-1.log")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from engine.core.checkpoints.manifest import Part
-from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
+from engine.core.manifest import Part
 from engine.core.message_codec import encode
-from engine.core.messages import BorderMessage, PartitionMessage, ReadyMessage, WelcomeMessage
-from engine.core.process_messages import PingMessage
-from engine.runtime.hosts.said_again import SaidAgain, TaughtWorkers
+from engine.core.messages import BorderMessage, PartitionMessage, PingMessage, ReadyMessage, WelcomeMessage
+from engine.runtime.hosts.host_servers import ReplayBuffer, WelcomeCache
 
 
 def kept(step: int, layer: int) -> bytes:
@@ -15,7 +14,7 @@ def kept(step: int, layer: int) -> bytes:
 
 
 def test_the_parts_of_the_last_checkpoint_are_said_again() -> None:
-    said = SaidAgain()
+    said = ReplayBuffer()
     for step in range(3):
         for layer in range(100):
             said.add(kept(step, layer))
@@ -35,7 +34,7 @@ def test_what_a_newcomer_is_told_is_passed_on_and_nothing_of_an_earlier_start() 
         encode(BorderMessage(0, (((1,), "float32", True),))),
         [encode(PartitionMessage(starts)) for starts in ((0, 1), (0, 2))],
     )
-    taught = TaughtWorkers()
+    taught = WelcomeCache()
     for packet in (welcome(0, "ab"), welcome(1, "ab"), cut[0], cut[0], encode(PingMessage()), border):
         taught.add(packet)
     assert taught.packets == [welcome(0, "ab"), welcome(1, "ab"), cut[0], border]

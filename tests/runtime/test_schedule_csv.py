@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.schedule_choice import check_schedule
+from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, Ownership, fresh, with_shadows
 from engine.core.program.build import build_program
+from engine.core.program.schedule_csv import lists_from_csv, placement_of, rows_to_csv
+from engine.core.program.schedules import SCHEDULES
 from engine.core.program.verify import verify
-from engine.core.schedules.csv_text import lists_from_csv, rows_to_csv
-from engine.core.schedules.placement_choice import placement_of
-from engine.core.schedules.registry import SCHEDULES
 from tests.core.provenance import Machine
 from tests.core.recovery_cases import ANY_ORDER, seeded
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.core.history.process_records import EndedRecord, KnownRecord
-from engine.core.history.record import VERSION
-from engine.core.history.run_records import CommitRecord, JobRecord
+from engine.core.history.run_records import VERSION, CommitRecord, JobRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
-from engine.files.evidence.chain_file import chain_flaws
-from engine.runtime.keeping import away, orders
-from engine.runtime.keeping.away import answered
-from engine.runtime.keeping.scribe import Scribe
-from engine.runtime.keeping.scribe_work import scribe_for
+from engine.files.evidence import chain_flaws
+from engine.runtime.agent import orders
+from engine.runtime.agent import orders as away
+from engine.runtime.agent.orders import answered
+from engine.runtime.agent.scribe import Scribe
+from engine.runtime.agent.scribe_work import scribe_for
 from engine.runtime.process.subprocesses import is_readable
 
 
@@ -60,10 +60,10 @@ def test_the_records_of_a_killed_launcher_arrive(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from engine.core.config.job import Job
-from engine.core.history.record import VERSION
+from engine.core.job.job import Job
+from engine.core.history.run_records import VERSION
 from engine.core.history.run_records import JobRecord
-from engine.runtime.keeping.scribe_work import scribe_for
+from engine.runtime.agent.scribe_work import scribe_for
 from tests.runtime.test_scribe import commit
 with scribe_for(False) as scribe:
     recorder, _ = scribe.recorder(Path({str(tmp_path / "events.jsonl")!r}), Job())

@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
 from engine.core.ownership import Grid, Ownership, fresh
+from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
 from engine.runtime.ipc.control import Fenced
-from engine.runtime.replica.gradient_log import LogEntry, laid_out, take_step
-from engine.runtime.replica.replica_hashes import hash_rows
-from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.sharded_stages import ShardedStages
-from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.stage.tensor_shards import Shard
+from engine.runtime.stage.gradient_log import LogEntry, laid_out, take_step
+from engine.runtime.stage.replicas import Replicas, hash_rows
+from engine.runtime.stage.sharded_stages import ShardedStages
+from engine.runtime.stage.state_hash import Shard, hash_tensors
 from tests.runtime.peer_messages import an_epoch
 from tests.runtime.peers import PeerServer, PeerWorker, connect, plane_of
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
-from engine.models.layers import LayerSpec, Model
+from engine.core.job.job import Job
+from engine.models.layers import LayerSpec, Model, with_skips
 from engine.models.losses import default_loss
-from engine.models.skips import with_skips
 from engine.runtime.stage.stage import Stage
 
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import Job
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
+from engine.core.job.job import Job
 from engine.core.messages import CommitMessage
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.runtime.agent.checkpoints import Checkpoints
-from engine.runtime.keeping.keeper import Keeper, start_thread
+from engine.runtime.agent.keeper import Keeper, start_thread
 from tests.files.made_checkpoints import bytes_of, sha256, state_hash, weights_of
 
 STATE = state_hash(w=weights_of(1, 0))

@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
 from engine.core.errors import DivergedError, InvariantError, UserError
+from engine.core.job.job import Job
 from engine.core.random_key import layer_key, weights_key
 from engine.models.layers import FunctionLayer, LayerSpec, Model, Tensors, Tie, as_tensors
-from engine.runtime.replica.gradient_log import LogEntry
 from engine.runtime.stage.buffers import BufferHistory
-from engine.runtime.stage.build_layer import build_layer
-from engine.runtime.stage.residual import Checkpoint
-from engine.runtime.stage.stage import Stage
-from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.stage.gradient_log import LogEntry
+from engine.runtime.stage.stage import Checkpoint, Stage, build_layer
+from engine.runtime.transport.transport import TensorSpec
 from tests.e2e.state_models import KINDS
 from tests.runtime import small_jobs
 

@@ -7,19 +7,19 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Resumed, Stopping
-from engine.core.coordinator.state import first_state
-from engine.core.coordinator.wire import StepMessage, TakeOverMessage
-from engine.core.membership.events import Heard, LeaseExpired, Restarted
+from engine.core.job.job import Job
 from engine.core.message_codec import Message
 from engine.core.messages import ReadyMessage
 from engine.core.ownership import Grid, fresh
-from engine.runtime.coordinator.standby import CoordinatorGoneError, StandbyCoordinator, _Process
+from engine.core.protocol.coordinator_state import first_state
+from engine.core.protocol.events import JobRestart, LeaseExpired, WorkerWord
+from engine.core.protocol.inputs_outputs import CoordinatorInput, JobResumption, ProcessExit, RunStopping
+from engine.core.protocol.wire import StepMessage, TakeOverMessage
+from engine.runtime.agent.standby import CoordinatorGoneError, StandbyCoordinator, _Process
 from engine.runtime.ipc.link import Link
 
-JOINS = tuple(Heard(1, worker, ReadyMessage(), "node-0") for worker in range(2))
-LIFE: tuple[CoordinatorInput, ...] = (*JOINS, Ended(2, 1, -9), Stopping(3), Ended(4, 0, -9))
+JOINS = tuple(WorkerWord(1, worker, ReadyMessage(), "node-0") for worker in range(2))
+LIFE: tuple[CoordinatorInput, ...] = (*JOINS, ProcessExit(2, 1, -9), RunStopping(3), ProcessExit(4, 0, -9))
 
 
 class Dying(StandbyCoordinator):
@@ -42,20 +42,22 @@ class Dying(StandbyCoordinator):
         return ()
 
 
-@pytest.mark.parametrize("beginning", [Restarted(5), Resumed(5, 3, (0, 1), ((), ()))], ids=["restarted", "resumed"])
+@pytest.mark.parametrize(
+    "beginning", [JobRestart(5), JobResumption(5, 3, (0, 1), ((), ()))], ids=["restarted", "resumed"]
+)
 def test_another_coordinator_hears_of_a_new_beginning_only(beginning: CoordinatorInput) -> None:
     name = type(beginning).__name__
     waits = Dying(last=name)
     for given in (*LIFE, beginning, JOINS[0]):
         waits.handle(given)
-    assert waits.asked == ["TakeOverMessage", name, "Heard"]
+    assert waits.asked == ["TakeOverMessage", name, "WorkerWord"]
 
 
 def test_another_coordinator_hears_of_joins_and_ends() -> None:
     waits = Dying(last="LeaseExpired")
     for given in (*LIFE[:3], LeaseExpired(5, "node-1")):
         waits.handle(given)
-    assert waits.asked == ["TakeOverMessage", "Heard", "Heard", "Ended", "LeaseExpired"]
+    assert waits.asked == ["TakeOverMessage", "WorkerWord", "WorkerWord", "ProcessExit", "LeaseExpired"]
 
 
 def test_time_in_which_the_agent_stood_still_is_no_silence_of_its_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:

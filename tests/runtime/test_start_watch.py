@@ -10,14 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.messages import ReadyMessage
-from engine.core.process_messages import BusyMessage
+from engine.core.messages import BusyMessage, ReadyMessage
 from engine.runtime.agent import worker_handles
-from engine.runtime.agent.message_handlers import OwnParts
+from engine.runtime.agent.agent import OwnParts
 from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.worker import start_watch
-from engine.runtime.worker.start_watch import StartWatch
-from engine.runtime.worker.watched_data import WatchedData
+from engine.runtime.worker import worker as start_watch
+from engine.runtime.worker.microbatches import WatchedData
+from engine.runtime.worker.worker import StartWatch
 
 S = 1_000_000_000
 

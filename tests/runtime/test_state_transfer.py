@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.config.job import Job
 from engine.core.errors import InvariantError
+from engine.core.job.job import Job
 from engine.core.ownership import Slot
+from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
-from engine.runtime.replica import state_transfer as heal
-from engine.runtime.replica.gradient_log import LogEntry, losses_of, take_step
-from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.state_transfer import send_state, state_of, take_state
+from engine.runtime.stage import state_transfer as heal
 from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.gradient_log import LogEntry, losses_of, take_step
+from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.state_hash import hash_tensors
-from engine.runtime.transport.bulk_transfer import chunks_of
+from engine.runtime.stage.state_transfer import send_state, state_of, take_state
 from engine.runtime.transport.direct_transport import DirectTransport
-from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.runtime.transport.transfers import chunks_of
+from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.peers import PeerServer, an_aside, an_order, plane_of
 from tests.runtime.small_jobs import ALL_KINDS, NORMED, TIED_GPT, small_job, starts_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.errors import InvariantError
 from engine.core.hosts.host_messages import MOST_BYTES
-from engine.runtime.hosts.stream_end import StreamEnd
+from engine.runtime.hosts.wire import StreamEnd
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -14,21 +14,20 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership
-from engine.core.faults.taken_faults import ToldFaults
+from engine.core.faults.injection import InheritedFaults
 from engine.core.hosts.host_messages import TaughtHostMessage, WordsHostMessage, read_frame
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership
 from engine.core.message_codec import decode, encode
 from engine.core.messages import PartitionMessage, WelcomeMessage
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent import session, start_up
 from engine.runtime.agent.newcomers import Newcomers
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.start_up import Launch
-from engine.runtime.agent.taken_run import HeldProcess, Seat, TakenRun
+from engine.runtime.agent.run_state import FailoverContext, InheritedProcess, InheritedRun, RunState
+from engine.runtime.agent.start_up import LaunchSpec
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.hosts.host_workers import HostWorkers
-from engine.runtime.hosts.stream_end import StreamEnd
+from engine.runtime.hosts.wire import StreamEnd
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.interrupts import RunInterruptedError, breakable, holding
 
@@ -63,17 +62,19 @@ def welcome(worker: int, rank: int) -> WelcomeMessage:
     return replace(made, local_rank=rank)
 
 
-def taken(**change: Any) -> TakenRun:
+def taken(**change: Any) -> InheritedRun:
     """Returns a run of three workers on host b; worker 2 is lost, and so was number 6."""
     child = cast(Any, SimpleNamespace(pid=70, close=lambda: None, linked=lambda link: link))
-    processes = [HeldProcess(worker, "b", lambda far, board: child) for worker in range(2)]
+    processes = [InheritedProcess(worker, "b", lambda far, board: child) for worker in range(2)]
     welcomes = {worker: welcome(worker, 1 - worker) for worker in range(2)}
-    made = TakenRun(Path("/a/mlp-1"), RunState(JOB), processes, lambda: None, ToldFaults(), "a", welcomes, [CUT], 6, 1)
+    made = InheritedRun(
+        Path("/a/mlp-1"), RunState(JOB), processes, lambda: None, InheritedFaults(), "a", welcomes, [CUT], 6, 1
+    )
     return made._replace(**change)
 
 
 @pytest.fixture(name="launch")
-def _launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+def _launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchSpec]:
     def started(server: object, worker: int, *rest: object) -> WorkerHandle:
         child = SimpleNamespace(pid=99, close=lambda: None)
         return WorkerHandle(worker, (), cast(Any, child), cast(Any, Told()), Path("log"), host="b")
@@ -83,10 +84,10 @@ def _launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]
     recorder = SimpleNamespace(write=lambda record: None)
     with contextlib.ExitStack() as stack:
         rest = (cast(Any, recorder), (0, 0), tmp_path, str(tmp_path))
-        yield Launch(stack, cast(Any, server), JOB, fresh_ownership(JOB), (0, 1, 2), *rest)
+        yield LaunchSpec(stack, cast(Any, server), JOB, fresh_ownership(JOB), (0, 1, 2), *rest)
 
 
-def test_a_worker_that_comes_after_a_take_over_is_told_what_the_others_were_told(launch: Launch) -> None:
+def test_a_worker_that_comes_after_a_take_over_is_told_what_the_others_were_told(launch: LaunchSpec) -> None:
     crew = launch.take_over(taken(), None)
     newcomer = crew.start_waiting()
     crew.welcome(newcomer, joins=True)
@@ -158,7 +159,7 @@ def test_a_signal_before_the_agent_is_there_waits_for_it_in_a_run_that_is_taken_
     server = SimpleNamespace(
         host="b", later_ns=0, hear=NONE, records_in=lambda run: None, adopting=lambda given: adopting
     )
-    seat = Seat(folder=RunFolder(tmp_path), taken=taken() if is_taken else None)
+    seat = FailoverContext(folder=RunFolder(tmp_path), taken=taken() if is_taken else None)
     server.deal, server.at = lambda workers: None, lambda worker: server
     server.hear = lambda *given: None
     with holding() as interrupts:
@@ -172,7 +173,7 @@ def test_a_signal_before_the_agent_is_there_waits_for_it_in_a_run_that_is_taken_
         assert interrupts.take() is signal.SIGTERM
 
 
-def test_the_agent_goes_on_with_the_notices_and_with_what_newcomers_are_told(launch: Launch) -> None:
+def test_the_agent_goes_on_with_the_notices_and_with_what_newcomers_are_told(launch: LaunchSpec) -> None:
     """The host had its notice when it served: a second one kills its workers, and it leaves when they have left."""
     agent = SimpleNamespace(
         node=SimpleNamespace(enrol=lambda *given, host: None, coordination=SimpleNamespace(ownership=launch.ownership)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.runtime.device.device import HOST
-from engine.runtime.transport.tensor_spec import TensorSpec, border_of, difference
+from engine.runtime.transport.transport import TensorSpec, border_of, difference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])

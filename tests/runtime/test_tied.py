@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.models.layers import Tie
-from engine.runtime.stage.tied import later_uses, stage_of, sum_in_layer_order, tied_stages, uses_of
+from engine.runtime.stage.stage import later_uses, stage_of, sum_in_layer_order, tied_stages, uses_of
 
 TIES = (Tie(((0, "weight"), (5, "weight"))), Tie(((4, "b"), (1, "a"), (3, "c"))))
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from engine.core.errors import TransferFailedError
-from engine.core.worker import inputs, outputs
+from engine.core.worker import inputs, state
 from engine.runtime.ipc.control import Fenced, Stopped
 from engine.runtime.worker.training import Training
 
-END, ASIDE = outputs.End, outputs.PreparePlan
+END, ASIDE = state.End, state.PreparePlan
 
 
 def bare() -> Any:
@@ -19,8 +19,8 @@ def bare() -> Any:
 
 
 def test_every_output_has_a_method_but_the_end_and_the_one_that_no_main_thread_gets() -> None:
-    classes = [each for each in vars(outputs).values() if isinstance(each, type)]
-    kinds = {each for each in classes if issubclass(each, outputs.Output)} - {outputs.Output}
+    classes = [each for each in vars(state).values() if isinstance(each, type)]
+    kinds = {each for each in classes if issubclass(each, state.Output)} - {state.Output}
     assert set(bare()._table()) == kinds - {END, ASIDE}
 
 
@@ -37,18 +37,18 @@ def test_what_interrupts_or_fails_drops_the_outputs_behind_it(
     raised: Exception | None, answer: inputs.Input | None
 ) -> None:
     training = bare()
-    done: list[outputs.Output] = []
+    done: list[state.Output] = []
 
-    def drop(output: outputs.Drop) -> None:
+    def drop(output: state.Drop) -> None:
         done.append(output)
         if raised is not None:
             raise raised
 
-    def run(output: outputs.Run) -> inputs.Input:
+    def run(output: state.Run) -> inputs.Input:
         done.append(output)
         return inputs.ProgramEnded()
 
-    training._methods = {outputs.Drop: drop, outputs.Run: run}
-    found = (outputs.Drop(()), outputs.Run("usual"))
+    training._methods = {state.Drop: drop, state.Run: run}
+    found = (state.Drop(()), state.Run("usual"))
     assert training._carry_out(found) == answer
     assert done == list(found[:1] if raised else found)

@@ -13,23 +13,23 @@ from engine.core.action import SEND_OPS, Program
 from engine.core.errors import InvariantError
 from engine.core.ownership import Grid, Ownership, one_slot_each
 from engine.core.program.build import build_program, build_validation
-from engine.core.program.dependencies import carried
-from engine.core.program.routes import routes_of
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.dependencies import carried, routes_of
+from engine.core.program.schedules import SCHEDULES
 from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
-from engine.runtime.transport.tensor_spec import Border, TensorSpec
-from engine.runtime.transport.transfer_key import (
+from engine.runtime.transport.transfers import Receive, Receiver, receives_of
+from engine.runtime.transport.transport import (
     AsideKey,
     AsidePurpose,
+    Border,
     ProgramKey,
     ProgramPurpose,
+    TensorSpec,
     aside_key,
     carrier_key,
     program_key,
     validation_key,
 )
-from engine.runtime.transport.transfers import Receive, Receiver, receives_of
 from tests.runtime.peers import an_order
 
 

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.core.config.job import Job
 from engine.core.errors import UserError
+from engine.core.job.job import Job
+from engine.core.job.samples import EvaluationPart
 from engine.core.messages import Evaluation
 from engine.core.ownership import Grid, one_slot_each
-from engine.core.samples.evaluation import EvaluationPart
+from engine.models.data_sources import EvaluatedBatch, evaluation, open_data
 from engine.models.layers import Model, Tensors, as_tensors
 from engine.models.model_loader import build_model
-from engine.models.sources.evaluations import evaluation
-from engine.models.sources.open_data import open_data
-from engine.models.sources.sample_rows import EvaluatedBatch
-from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.replicas import Replicas
 from engine.runtime.worker.validation import Validation, unmeasured
 from tests.runtime.small_jobs import borders_of
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine.core.config.job import Job
+from engine.core.job.job import Job
 from engine.runtime.device.missing_gradients import is_missing
 from engine.runtime.stage.optimizer import LayerOptimizer
-from engine.runtime.stage.segment import gradient_of
+from engine.runtime.stage.stage import gradient_of
 from tests.e2e.plain_loop import train as train_plainly
 from tests.kills import parse_kills
 from tests.runtime.kept_states import keeping_all, kept_states

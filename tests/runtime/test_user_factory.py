@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
-from engine.core.scalar import Scalar
+from engine.core.job.job import Job
+from engine.core.units import Scalar
 from engine.models.data import DataFacts
+from engine.models.data_sources import open_data
 from engine.models.layers import FunctionLayer, Tie
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
 from engine.models.user_code import exception_of
 
 FACTS = DataFacts(task="regress", features=4, outputs=1)
@@ -395,9 +395,9 @@ def test_data_of_another_task_is_refused_by_the_model() -> None:
 
 
 USER_BATCHES = """
-from engine.models.chunks import Chunk
+from engine.models.data import Chunk
 from engine.models.data import DataFacts
-from engine.models.whole_batches import WholeBatch
+from engine.models.data import WholeBatch
 
 class Whole:
     facts, spec, num_made = DataFacts(task="regress", features=1), None, 0

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine.core.ownership import Grid, one_slot_each
+from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link
-from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.worker.validation import Validation
 from tests.runtime.small_jobs import NORMED, borders_of, small_job

@@ -13,7 +13,7 @@ from engine.core.ownership import Grid, Ownership
 from engine.core.value import Kind, Value
 from engine.runtime.device.copies import StreamCopies, ToHost, tensors_of
 from engine.runtime.device.device import Device
-from engine.runtime.replica.value_store import ValueStore
+from engine.runtime.stage.replicas import ValueStore
 from tests.doubles.fake_gpu import PLACE, FakeGpu, fake_gpu
 from tests.doubles.fake_streams import FakeStream, StreamRaceError
 

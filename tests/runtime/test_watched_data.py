@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from engine.core.action import Action, Op
-from engine.core.config.job import Job
-from engine.core.membership.evidence import Loading
+from engine.core.job.job import Job
+from engine.core.protocol.events import Loading
 from engine.models.data import DataFacts
 from engine.models.layers import Batch
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.whereabouts import Whereabouts
-from engine.runtime.worker import watched_data
-from engine.runtime.worker.microbatch_loader import MicrobatchLoader
-from engine.runtime.worker.watched_data import WatchedData
+from engine.runtime.ipc.progress_board import LoaderStatus, ProgressBoard
+from engine.runtime.worker import microbatches
+from engine.runtime.worker.microbatches import MicrobatchLoader, WatchedData
 
 SLOW_S = 0.01
 
@@ -55,7 +53,7 @@ class Source:
 
 def two_steps(source: Source, load_ahead: int = 1) -> list[float]:
     """Returns the values that a worker loads in two steps of three microbatches, two of them already known to it."""
-    data = WatchedData(source, Whereabouts(source.board, 0))
+    data = WatchedData(source, LoaderStatus(source.board, 0))
     loader = MicrobatchLoader(Job(stages=1, steps=2, microbatch_size=1, audit=0, load_ahead=load_ahead), data)
     forwards = [Action(0, Op.F, microbatch) for microbatch in range(3)]
     loader.enter(forwards)
@@ -89,7 +87,7 @@ def test_a_slow_source_that_draws_nothing_loads_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not seconds:
-        monkeypatch.setattr(watched_data, "_SLOW_S", 10.0)  # a busy machine makes each source slow for a while
+        monkeypatch.setattr(microbatches, "_SLOW_S", 10.0)  # a busy machine makes each source slow for a while
     source = Source(board, seconds, draw)
     assert two_steps(source) == [0.0, 1.0, 2.0, 100.0, 101.0, 102.0]
     threads = [thread.partition("_")[0] for _, _, thread, _ in source.calls[3:]]

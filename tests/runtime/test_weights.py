@@ -15,17 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from engine.core.checkpoints.manifest import Manifest
-from engine.core.checkpoints.plain_names import prefixes
-from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
-from engine.files.jobs.given_weights import hash_as_given
-from engine.harness.export_weights import export_weights
+from engine.core.job.job import Job
+from engine.core.manifest import Manifest, prefixes
+from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.files.jobs.checkpoint_choice import hash_as_given
+from engine.harness.run_list import export_weights
+from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
-from engine.models.sources.open_data import open_data
-from engine.runtime.checkpoint.export import INDEX, export
-from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
+from engine.runtime.checkpoint.export import INDEX, GivenWeights, check_given, export
 from tests.runtime.kept_states import run_and_keep
 from tests.runtime.thread_runs import run_in_threads
 from tests.runtime.weights_models import sequential

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.core.membership.evidence import Loading
-from engine.runtime.ipc.progress_board import BoardPlace, ProgressBoard
-from engine.runtime.ipc.whereabouts import Whereabouts
+from engine.core.protocol.events import Loading
+from engine.runtime.ipc.progress_board import BoardPlace, LoaderStatus, ProgressBoard
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def board() -> Iterator[ProgressBoard]:
 def at_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The present time, which the test sets."""
     now = [10]
-    monkeypatch.setattr("engine.runtime.ipc.whereabouts.now_ns", lambda: now[0])
+    monkeypatch.setattr("engine.runtime.ipc.progress_board.now_ns", lambda: now[0])
     return now
 
 
@@ -38,7 +37,7 @@ def test_a_place_is_read_as_it_was_written_and_no_halves_of_two(board: ProgressB
 
 
 def test_the_slowest_action_counts_in_its_step_and_the_next(board: ProgressBoard, at_ns: list[int]) -> None:
-    here = Whereabouts(board, 0)
+    here = LoaderStatus(board, 0)
     seen = []
     for time_ns, move in ((20, (1, 0, 1, True)), (70, (1, 0, 1, False)), (90, (1, 0, 2, True)), (95, (1, 1, 1, True))):
         at_ns[0] = time_ns
@@ -53,7 +52,7 @@ def test_the_slowest_action_counts_in_its_step_and_the_next(board: ProgressBoard
 
 
 def test_loading_is_told_and_begins_the_time_of_an_action_again(board: ProgressBoard, at_ns: list[int]) -> None:
-    here = Whereabouts(board, 2)
+    here = LoaderStatus(board, 2)
     here.move(1, 0, 1, True)
     told = []
     for at_ns[0], ahead, is_loading in (

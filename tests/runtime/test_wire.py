@@ -13,18 +13,18 @@ import grpc
 import pytest
 
 from engine.core.hosts import host_messages
-from engine.core.hosts.bundle import bundle
 from engine.core.hosts.host_messages import (
     HelloHostMessage,
     SignalHostMessage,
     TickHostMessage,
     WordsHostMessage,
+    bundle,
     frame,
 )
 from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_codec import Message, encode
-from engine.core.process_messages import KeyMessage, PingMessage
-from engine.runtime.hosts.run_certificate import NAME, RunCertificate, new_certificate
+from engine.core.messages import KeyMessage, PingMessage
+from engine.runtime.hosts.host_registry import NAME, RunCertificate, new_certificate
 from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
 
 HERE = "127.0.0.1"

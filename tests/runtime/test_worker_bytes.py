@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.core.analysis.memory_model import StageBytes, WorkerBytes, worker_bytes
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership, shadowed
 from engine.core.history.run_records import FinishedRecord, KeptRecord
+from engine.core.job.job import Job
+from engine.core.job.memory_model import StageBytes, WorkerBytes, worker_bytes
+from engine.core.job.partition import fresh_ownership, shadowed
 from engine.files.events_file import read_history
 from engine.runtime.agent.session import run_session
 from engine.runtime.device.copies import tensors_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.core.ownership import Grid, one_slot_each, with_shadows
 from engine.core.program.build import build_program
-from engine.runtime.transport.worker_program import worker_program
+from engine.runtime.transport.transfers import worker_program
 
 
 def test_the_others_wait_for_the_first_stage_and_for_nobody_else() -> None:

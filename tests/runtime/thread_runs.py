@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
 from engine.core.faults.fault import Fault
+from engine.core.job.job import Job
 from engine.core.ownership import Ownership
 from engine.runtime.agent import session
-from engine.runtime.agent.run_view import Ending
-from engine.runtime.coordinator.node import Node
+from engine.runtime.agent.coordinator import Node
+from engine.runtime.agent.run_state import Ending
 from engine.runtime.in_process.thread_server import ThreadServer
-from engine.runtime.ipc.recorder import now_ns
+from engine.runtime.ipc.clock import now_ns
 from tests.doubles.kv_double import StoreDouble
 from tests.doubles.kv_double_client import ClientDouble
 

@@ -25,12 +25,12 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.api.weights import weights_at
-from engine.core.checkpoints.manifest import manifest_file
-from engine.core.config.job import Job
 from engine.core.errors import BambooError
+from engine.core.job.job import Job
+from engine.core.manifest import manifest_file
 from engine.core.texts import printable
 from engine.harness import case_runner
-from engine.runtime.checkpoint.given_weights import GivenWeights
+from engine.runtime.checkpoint.export import GivenWeights
 from tests.files.made_checkpoints import bytes_of, made_manifest, sha256, state_hash, weights_of
 
 RUN = "20261124-120000-mlp-0a1b"

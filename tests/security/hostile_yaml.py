@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from engine.core.config.job import ACTING, ARGS_FIELDS
+from engine.core.job.job import ACTING, ARGS_FIELDS
 from engine.files.jobs.job_value import FIELD_TYPES
-from engine.files.scenarios.library import library, library_names
+from engine.files.jobs.library import library, library_names
 
 HEAD = "version: 1\nname: x\nabout: z\n"
 FAULTS = "faults: [{at: {step: 1, stage: 1}, do: kill}]\n"

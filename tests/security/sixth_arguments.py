@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 _FIELD = "    scaler_args: Args"
-_NAME = "engine.core.config.job"
+_NAME = "engine.core.job.job"
 
 
 def add_the_field() -> None:
@@ -27,10 +27,10 @@ def add_the_field() -> None:
 
 def shown(secret: str) -> dict[str, str]:
     """Returns what files, messages and commands have of a job with a secret in the field, by their names."""
-    from engine.core.config.bit_fields import bit_differences
-    from engine.core.config.offered import ANYTHING
     from engine.core.history.record_lines import encoded
     from engine.core.history.run_records import JobRecord
+    from engine.core.job.bit_fields import bit_differences
+    from engine.core.job.job_rules import ANYTHING
     from engine.files.jobs.job_file import resolve_job
     from engine.files.jobs.job_layers import masked_setting, masked_words
     from engine.files.jobs.resolved_job import explain, secret_arguments

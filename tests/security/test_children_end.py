@@ -14,8 +14,8 @@ import pytest
 
 from engine.runtime.process import descendants
 from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.process.kernel import is_alive
 from engine.runtime.process.prctl import adopting
-from engine.runtime.process.process_state import is_alive
 from tests.e2e.launcher import ROOT, Launcher
 
 # The factory is called in each worker. Every way to leave a worker writes the pid of the child.

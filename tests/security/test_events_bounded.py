@@ -13,21 +13,17 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.checks.samples import miscounted
-from engine.core.config.job import Job
 from engine.core.errors import StorageError
-from engine.core.evidence.chain import linked, linked_lines
-from engine.core.history.gaps import gaps, left_out_steps
+from engine.core.history.evidence import linked, linked_lines
 from engine.core.history.process_records import HeardRecord, KnownRecord
-from engine.core.history.record import VERSION, StampedRecord, UnreadLine
-from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import AuditRecord, FaultRecord, JobRecord
-from engine.core.history.step_files import FOLDER, entry, span_of
-from engine.files.events_file import read_events, read_history
-from engine.files.step_reader import StepReader
+from engine.core.history.record_lines import FOLDER, encoded, entry, span_of
+from engine.core.history.run_history import gaps, left_out_steps
+from engine.core.history.run_records import VERSION, AuditRecord, FaultRecord, JobRecord, StampedRecord, UnreadLine
+from engine.core.job.job import Job
+from engine.files.events_file import StepReader, read_events, read_history
 from engine.report.load import load
-from engine.runtime.ipc.recorder import Recorder, now_ns, open_events
-from engine.runtime.ipc.step_writer import StepWriter, open_steps
-from engine.runtime.ipc.thinning import Thinning
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.recorder import LogRetention, Recorder, StepWriter, open_events, open_steps
 from tests.core.made_records import lines_of, made, records_of
 
 NAME = "20261121-100000-made-0a1b"
@@ -127,7 +123,7 @@ def a_long_run(folder: Path, limit: int, *, is_heard: bool) -> int:
     job = Job(stages=2, microbatches=8, steps=2500, events_max=f"{limit // 1000}kB")
     span, most = span_of(job), 0
     events_fd, steps_fd = open_events(folder / "events.jsonl"), open_steps(folder / FOLDER)
-    thinning = Thinning(steps_fd, events_fd, span, limit)
+    thinning = LogRetention(steps_fd, events_fd, span, limit)
     agent = Recorder(events_fd, -1, StepWriter(steps_fd, None, span), thinning)
     workers = [Recorder(events_fd, worker, StepWriter(steps_fd, worker, span)) for worker in (0, 1)]
     agent.write(JobRecord(version=VERSION, job=job))

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.config.job import FACTORY
+from engine.core.job.job import FACTORY
 from engine.files.run_folder import RUN_NAME
 from engine.harness import matrix_runner
-from engine.harness.cases.case import folder_name
+from engine.harness.case import folder_name
 from tests.e2e.launcher import Launcher
 
 MODULE = """
 from torch import nn
-from engine.core.schedules.one_stage import gpipe
-from engine.models.datasets.synthetic import VectorData
+from engine.core.program.schedules import gpipe
+from engine.models.datasets import VectorData
 
 def _\u00dcnet(*, width=8):
     return nn.Sequential(nn.Linear(32, width), nn.Linear(width, 32))

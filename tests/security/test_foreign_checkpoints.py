@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.config.job import Job
-from engine.files.jobs import trust
+from engine.core.job.job import Job
+from engine.files.jobs import job_layers
 from engine.files.jobs.checkpoint_choice import resume_command
 from tests.files.test_checkpoint_choice import keep
 from tests.security.test_foreign_files import CODE, call, folder, marks, opened
@@ -98,7 +98,7 @@ def test_a_folder_of_a_run_here_needs_no_word_in_another_folder(
     runs = tmp_path / "runs"
     place = keep(Path("elsewhere"), RUN, (3,), Job(model="mlp", results=str(runs))).absolute()
     assert [each.field for each in call(f"run --resume {place} --other-bits")[1]] == ["results"]
-    trust.note(Job(results=os.path.relpath(runs)))
+    job_layers.note(Job(results=os.path.relpath(runs)))
     monkeypatch.chdir(tmp_path)
     assert call(f"run --resume {place} --other-bits")[0] == 99
     assert [each.results for each in opened] == [str(runs)]
@@ -116,7 +116,7 @@ def test_what_a_run_had_here_before_needs_no_word(tmp_path: Path, monkeypatch: p
     """The user's own run is resumed as before; in another folder the same names are other code."""
     place = keep(Path("results"), RUN, (3,), CALLED)
     assert resume_command(place.parent, CALLED).endswith(" --trust-code")
-    trust.note(CALLED)
+    job_layers.note(CALLED)
     assert "--trust-code" not in resume_command(place.parent, CALLED)
     assert call("run --resume latest --other-bits")[0] == 99
     keep(Path("results"), RUN, (5,), replace(CALLED, logger="csv,stranger.inner:rows"))
@@ -127,21 +127,21 @@ def test_what_a_run_had_here_before_needs_no_word(tmp_path: Path, monkeypatch: p
 
 
 def test_notes_that_another_could_write_count_for_nothing(tmp_path: Path) -> None:
-    trust.note(CALLED)
+    job_layers.note(CALLED)
     notes = tmp_path / "state" / "bamboo" / "trusted-code"
-    assert (notes.stat().st_mode & 0o777, trust.needs_word(Path(RUN), CALLED)) == (0o600, False)
+    assert (notes.stat().st_mode & 0o777, job_layers.needs_word(Path(RUN), CALLED)) == (0o600, False)
     size = notes.stat().st_size
-    trust.note(CALLED)
-    trust.note(Job())
+    job_layers.note(CALLED)
+    job_layers.note(Job())
     assert notes.stat().st_size == size  # each once, and nothing of a job that names no code
     notes.chmod(0o622)
-    assert trust.needs_word(Path(RUN), CALLED)
+    assert job_layers.needs_word(Path(RUN), CALLED)
     notes.rename(tmp_path / "elsewhere")
     notes.symlink_to(tmp_path / "elsewhere")
-    assert trust.needs_word(Path(RUN), CALLED)
-    trust.note(CALLED)  # in the place of the link, and not through it
-    assert not trust.needs_word(Path(RUN), CALLED) and (tmp_path / "elsewhere").stat().st_size == size
+    assert job_layers.needs_word(Path(RUN), CALLED)
+    job_layers.note(CALLED)  # in the place of the link, and not through it
+    assert not job_layers.needs_word(Path(RUN), CALLED) and (tmp_path / "elsewhere").stat().st_size == size
     notes.unlink()
     notes.mkdir()
-    trust.note(CALLED)
-    assert trust.needs_word(Path(RUN), CALLED)
+    job_layers.note(CALLED)
+    assert job_layers.needs_word(Path(RUN), CALLED)

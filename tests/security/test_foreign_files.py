@@ -23,17 +23,17 @@ from typer.testing import CliRunner
 from bamboo_cli import pytest_plugin
 from bamboo_cli.app import app
 from bamboo_cli.matrix import _replay
-from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError
-from engine.core.faults.shrink import Shrunk
+from engine.core.faults.matrix import SmallestScenario
 from engine.core.history.run_records import ScenarioRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_history
-from engine.files.scenarios.matrix_file import read_matrix
+from engine.files.jobs.matrix_file import read_matrix
 from engine.harness import case_runner, matrix_runner
 from engine.harness.job_checks import offered
 from engine.runtime.faults.registry import kinds
 from engine.runtime.process import fork_client
-from engine.runtime.process.lanes import Lane
+from engine.runtime.process.fork_client import Lane
 from tests.e2e.launcher import ROOT
 
 FAULTS = "faults: [{at: {step: 1, stage: 1}, do: kill}]\n"
@@ -52,7 +52,7 @@ def rows(seed):
     called("data")
 def lists(num_workers, stages_per_worker, num_microbatches):
     called("schedule")
-    from engine.core.schedules.registry import SCHEDULES
+    from engine.core.program.schedules import SCHEDULES
     return SCHEDULES["gpipe"](num_workers, num_microbatches, stages_per_worker)
 """
 CODE = {"model": "stranger.inner:net", "data": "stranger.inner:rows", "schedule": "stranger.inner:lists"}
@@ -82,7 +82,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     jobs: list[Job] = []
 
     def take(found: Iterable[Job]) -> None:
-        from engine.models.sources.open_data import open_data
+        from engine.models.data_sources import open_data
         from engine.models.user_factory import user_model
 
         for job in found:
@@ -349,7 +349,7 @@ def test_commands_that_repeat_a_cell_have_the_word_if_they_need_it(tmp_path: Pat
         matrix(job)
         found = read_matrix("s.yaml", kinds(), (), offered.trusting(True))
         assert _replay(found, "s.yaml", run, "a/4") == f"bamboo matrix s.yaml --cell a/4 --set steps=9{end}"
-        smallest = Shrunk(found.cells[0].loaded.scenario, 1, True)
+        smallest = SmallestScenario(found.cells[0].loaded.scenario, 1, True)
         assert matrix_runner.shrunk_command(Path("x.yaml"), smallest) == f"bamboo matrix x.yaml{end}"
 
 

@@ -21,25 +21,23 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bamboo_cli.app import app
-from engine.bench.figures.results_file import bench_folder, write_bench
+from engine.bench.figures import bench_folder, write_bench
 from engine.core.checks.cell_result import CellResult
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
-from engine.core.history.request_records import RefusedRecord
+from engine.core.history.process_records import RefusedRecord
 from engine.files.atomic_write import write_atomically
-from engine.files.evidence.chained_append import add_records
+from engine.files.jobs.starter import WORKFLOW, starter, write_new
+from engine.files.linked_lines import add_records
 from engine.files.matrix_results import append_result, new_folder, newest_folder, read_results
 from engine.files.run_folder import RunFolder, create_run_folder, find_run, latest_name, run_names
-from engine.files.scenarios.starter import WORKFLOW, starter, write_new
-from engine.files.trajectory_file import write_trajectory
-from engine.files.twin_file import keep_twin
+from engine.files.trajectory_file import keep_twin, write_trajectory
 from engine.harness.attach import _request
-from engine.harness.cleaning import OldRuns, delete, leftovers
 from engine.harness.dead_runs import delete_dead_stores
 from engine.harness.matrix_lane import run_cell
+from engine.harness.run_list import OldRuns, delete, leftovers
 from engine.runtime.ipc.recorder import open_events
-from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.process.lanes import Lane
+from engine.runtime.process.fork_client import ForkServer, Lane
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from tests.report.made_up import MadeUpRun, make_run
 

@@ -14,15 +14,13 @@ from pathlib import Path
 import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import Job
 from engine.core.errors import StorageError
-from engine.core.history.gaps import gaps
 from engine.core.history.process_records import KnownRecord, LostRecord
-from engine.core.history.record import AGENT, VERSION
-from engine.core.history.run_records import JobRecord
+from engine.core.history.run_history import gaps
+from engine.core.history.run_records import AGENT, VERSION, JobRecord
+from engine.core.job.job import Job
 from engine.files.events_file import read_events, read_history
-from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.ipc.step_writer import StepWriter, open_steps
+from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
 from tests.e2e.disk_soak import PLACES, fail_at, kept_store, whole_run
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
@@ -87,7 +85,7 @@ def test_a_print_of_a_layer_survives_a_full_disk() -> None:
     """Before, a print in a layer raised OSError, which ended the worker and each heir."""
     code = (
         "import sys\n"
-        "from engine.runtime.process.log_stream import log_stream\n"
+        "from engine.runtime.process.subprocesses import log_stream\n"
         "stream = log_stream(1)\n"
         "for _ in range(3): print('word ' * 5000, file=stream)\n"
         "stream.flush(); print('on it goes', file=sys.stderr)\n"

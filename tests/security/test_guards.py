@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 GUARDS = {
     "keys of other runs": """
-from engine.runtime.store.etcd_keys import KeySpace
+from engine.runtime.store.etcd_kv import KeySpace
 KeySpace("/bamboo/mine/").near(b"/bamboo/other/state")
 """,
     "a range beyond the run": """
-from engine.runtime.store.etcd_keys import KeySpace
+from engine.runtime.store.etcd_kv import KeySpace
 keys = KeySpace("/bamboo/mine/")
 keys._end = b"/bamboo/mine/"
 keys.far_range("")
@@ -29,7 +29,7 @@ EtcdKV(EtcdSettings((Endpoint("127.0.0.1", 1),)), "/")
 """,
     "a client behind a fork": """
 import os
-from engine.runtime.store.etcd_calls import EtcdCalls
+from engine.runtime.store.etcd_kv import EtcdCalls
 from engine.runtime.store.etcd_settings import Endpoint, EtcdSettings
 calls = EtcdCalls(EtcdSettings((Endpoint("127.0.0.1", 1),)), 1.0)
 calls._pid = os.getpid() + 1
@@ -58,18 +58,18 @@ from engine.files.run_folder import create_run_folder
 create_run_folder(Path("results"), "../up", datetime.now(), "0000")
 """,
     "a message that does not fit": """
-from engine.core.recovery.plan_messages import InventoryMessage
+from engine.core.program.inventory import InventoryMessage
 from engine.runtime.ipc.link import packet
 packet(InventoryMessage(0, "x" * 200_000, ()))
 """,
     "a value that is too large for the store": """
-from engine.core.store.kv import MAX_VALUE_BYTES, Put
+from engine.core.kv import MAX_VALUE_BYTES, Put
 Put("key", bytes(MAX_VALUE_BYTES + 1))
 """,
     "a vote of a stranger": """
 from engine.core.ownership import Grid, one_slot_each
-from engine.core.recovery.ballot import open_ballot
-from engine.core.recovery.vote import SlotVote, VoteMessage
+from engine.core.program.ballot import open_ballot
+from engine.core.program.ballot import SlotVote, VoteMessage
 open_ballot(0, 0, one_slot_each(Grid(2, 2, 1)), 1.0).add(9, VoteMessage(0, 0, (SlotVote(0, 0),)))
 """,
 }

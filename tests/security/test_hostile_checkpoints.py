@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.core.config.job import Job
 from engine.core.errors import StorageError
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
+from engine.core.job.job import Job
+from engine.files.checkpoint_folder import checkpoints_at
 from engine.harness import case_runner
 from tests.files.made_checkpoints import save
 from tests.files.test_checkpoint_choice import keep

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import app
 from engine.core.errors import BambooError, ExitCode
-from engine.core.evidence.chain import linked_lines, unlinked
-from engine.files.evidence.sealing import evidence_files
+from engine.core.history.evidence import linked_lines, unlinked
+from engine.files.evidence import evidence_files
 from tests.files.made_evidence import make_evidence
 
 FOLDERS, BLOCKS = 100, 4

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import Job
 from engine.core.errors import StorageError
+from engine.core.job.job import Job
 from engine.files.run_folder import RunFolder
-from engine.files.twin_file import keep_twin, kept_twin
-from engine.harness.twin_run import twin_rows
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending, RunView
-from engine.runtime.keeping.scribe_work import scribe_for
+from engine.files.trajectory_file import keep_twin, kept_twin
+from engine.harness.case_runner import twin_rows
+from engine.runtime.agent.run_state import Ending, RunState, RunView
+from engine.runtime.agent.scribe_work import scribe_for
 
 NOBODY = 65534
 ROWS = [TrajectoryRow(step, layer, "ab" * 32, "cd" * 32, 0.1) for step in range(3) for layer in range(2)]

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from engine.core.errors import InvariantError, Problem
+from engine.core.errors import InvariantError, Problem, WorkerException
 from engine.core.message_codec import MAX_BYTES, TextsToAgent, cut, decode, encode, in_messages
 from engine.core.messages import (
     CutMessage,
+    DoneMessage,
     FailedMessage,
+    PureMessage,
     RaisedMessage,
     RefusedMessage,
     SufferedMessage,
     SuspicionMessage,
 )
-from engine.core.process_messages import DoneMessage, PureMessage
-from engine.core.recovery.plan_messages import InventoryMessage
-from engine.core.worker_exception import WorkerException
+from engine.core.program.inventory import InventoryMessage
 from engine.models import user_code
 from engine.models.user_code import RAISED, blame, exception_of, log_exception
 from engine.runtime.ipc.link import packet

@@ -21,13 +21,13 @@ import pytest
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.core.links.frame import MOST_BYTES, Frame
-from engine.core.process_messages import LinkMessage
-from engine.runtime.hosts.run_certificate import RunCertificate, new_certificate
-from engine.runtime.links import host_door
-from engine.runtime.links.host_door import GREET_S, HostDoor, _context
-from engine.runtime.links.wire import TlsWire, Wire
-from engine.runtime.transport.tensor_spec import TensorSpec
+from engine.core.links import MOST_BYTES, Frame
+from engine.core.messages import LinkMessage
+from engine.runtime.hosts.host_registry import RunCertificate, new_certificate
+from engine.runtime.transport import host_door
+from engine.runtime.transport.host_door import GREET_S, HostDoor, _context
+from engine.runtime.transport.link_wire import TlsWire, Wire
+from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.linked import Linked
 from tests.runtime.peers import an_order
 

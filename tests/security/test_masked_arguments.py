@@ -21,17 +21,17 @@ from bamboo_cli.matrix import _print, _replay
 from bamboo_cli.pytest_plugin import _failure
 from bamboo_cli.terminal.run_result import _next_commands
 from engine.core.checks.cell_result import CellResult
-from engine.core.config.job import Job
-from engine.core.config.offered import ANYTHING
 from engine.core.errors import MASK, Problem, UserError, is_secret
 from engine.core.history.record_lines import decoded, encoded
 from engine.core.history.run_records import JobRecord
-from engine.core.process_messages import CaseMessage
+from engine.core.job.job import Job
+from engine.core.job.job_rules import ANYTHING
+from engine.core.messages import CaseMessage
 from engine.files.jobs.job_file import resolve_job
 from engine.files.jobs.job_layers import masked_setting, masked_words
-from engine.files.jobs.resolved_job import Resolved, explain, secret_arguments
-from engine.files.scenarios.scenario_file import Loaded, load_scenario
-from engine.harness.cases.case import scenario_record, whole_text
+from engine.files.jobs.resolved_job import ResolvedJob, explain, secret_arguments
+from engine.files.jobs.scenario_file import LoadedScenario, load_scenario
+from engine.harness.case import scenario_record, whole_text
 from engine.harness.matrix_lane import run_cell
 from engine.harness.matrix_runner import MatrixRun
 from engine.report.headline import command
@@ -159,7 +159,7 @@ def test_settings_of_a_command_are_masked() -> None:
 TRUSTING = ANYTHING.trusting(True)
 
 
-def loaded(folder: Path, text: str = SCENARIO, *settings: str) -> Loaded:
+def loaded(folder: Path, text: str = SCENARIO, *settings: str) -> LoadedScenario:
     (folder / "gated.yaml").write_text(text)
     return load_scenario(str(folder / "gated.yaml"), kinds(), settings=settings, offered=TRUSTING)
 
@@ -208,15 +208,15 @@ def test_the_next_command_names_the_value_to_give() -> None:
         recoveries = ()
 
     result: Any = Result
-    (_, again) = _next_commands({"run_dir": "r", "outcome": "finished"}, result, Resolved(JOB, {}))
+    (_, again) = _next_commands({"run_dir": "r", "outcome": "finished"}, result, ResolvedJob(JOB, {}))
     assert again == "bamboo run r/run.json --set data_args.token=VALUE --kill 40:2"
 
 
 def test_the_cell_of_a_matrix_puts_no_secret_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a lane wrote the whole scenario into the folder of the results."""
-    seen: list[Loaded] = []
+    seen: list[LoadedScenario] = []
 
-    def refuse(cell: str, loaded: Loaded, *_: object, **__: object) -> tuple[Any, ...]:
+    def refuse(cell: str, loaded: LoadedScenario, *_: object, **__: object) -> tuple[Any, ...]:
         seen.append(loaded)
         raise UserError([Problem("x", "y")])
 

@@ -13,24 +13,20 @@ import pytest
 import torch
 
 from engine.core.action import Action, Op
-from engine.core.checks.loaded_data import LoadedMarks
-from engine.core.checks.purity import DATA, PurityBook
-from engine.core.checks.trajectory import first_difference
-from engine.core.config.job import Job
+from engine.core.checks.trajectory import DATA, LoadedMarks, PurityBook, first_difference
 from engine.core.errors import UserError
 from engine.core.history.run_records import CommitRecord
+from engine.core.job.job import Job
 from engine.core.messages import AuditMessage, CutMessage
-from engine.core.recovery.vote import SlotVote, VoteMessage
-from engine.models.data import Data
+from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.models.data import Data, SplitBatches
+from engine.models.data_sources import open_data
 from engine.models.layers import Batch
 from engine.models.model_registry import MODELS
-from engine.models.sources.open_data import open_data
-from engine.models.whole_batches import SplitBatches
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.stage.random_streams import positions, set_back
-from engine.runtime.worker import data_trial
-from engine.runtime.worker.data_trial import DataTrial
-from engine.runtime.worker.microbatch_loader import MicrobatchLoader, mark_of
+from engine.runtime.worker import microbatches
+from engine.runtime.worker.microbatches import DataTrial, MicrobatchLoader, mark_of
 from tests.e2e import user_batches
 from tests.e2e.launcher import Done, Launcher
 from tests.runtime.test_data import BUILTIN_JOBS
@@ -63,7 +59,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, datas: Mapping[int, Data], job: Jo
 @pytest.fixture(name="unhurried")
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a trial load all that it would: a busy machine could end it early."""
-    monkeypatch.setattr(data_trial, "_SPARE_S", 60.0)
+    monkeypatch.setattr(microbatches, "_SPARE_S", 60.0)
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -128,7 +124,7 @@ def test_the_trial_leaves_no_trace_and_ends_early_where_a_source_is_slow(monkeyp
             type(self).calls += 1
             return super().microbatch(*place)
 
-    monkeypatch.setattr(data_trial, "_SPARE_S", 0.0)
+    monkeypatch.setattr(microbatches, "_SPARE_S", 0.0)
     before = positions()
     tried(Counted(0), 0)
     assert positions() == before

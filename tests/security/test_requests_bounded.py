@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from engine.core.errors import UserError
-from engine.core.faults.fault import After, Fault, Role, to_plain
-from engine.core.faults.fault_kind import MOST_NS, Parameter
+from engine.core.faults.fault import MOST_NS, After, Fault, Parameter, Role, to_plain
 from engine.core.messages import ArmMessage
 from engine.harness.attach import _Events, _wait
-from engine.runtime.agent.fault_requests import FaultRequests, read_request
+from engine.runtime.agent.injector import FaultRequests, read_request
 from engine.runtime.ipc.link import packet
 from engine.runtime.ipc.recorder import Recorder, open_events
 from tests.core.made_records import lines_of
@@ -221,7 +220,7 @@ def test_an_error_of_any_kind_in_the_judgement_is_an_answer(run: Watched, monkey
     def fail(*_: object) -> None:
         raise RecursionError
 
-    monkeypatch.setattr("engine.runtime.agent.fault_requests.read_request", fail)
+    monkeypatch.setattr("engine.runtime.agent.injector.read_request", fail)
     path = run.folder / "request-1.json"
     path.write_text("[]")
     path.chmod(0o600)

@@ -23,19 +23,18 @@ from bamboo_cli.inject import _print_case
 from bamboo_cli.matrix import _print, _write
 from bamboo_cli.options import completion
 from bamboo_cli.pytest_plugin import _fail
-from bamboo_cli.terminal.console import console, say
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.live import LivePicture
 from bamboo_cli.terminal.status_picture import StatusPicture
+from bamboo_cli.terminal.tables import console, say
 from engine.core.checks.cell_result import CellResult
-from engine.core.config.job import Job
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.history.recorded_status import status_of_history
 from engine.core.history.run_history import history_of
+from engine.core.job.job import Job
+from engine.core.protocol.recorded_status import status_of_history
 from engine.core.texts import printable
 from engine.files.run_folder import create_run_folder
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import RunView, WorkerView
+from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress
 from tests.core.made_records import records_of
 from tests.report.made_up import MadeUpRun, agent, make_run
@@ -309,14 +308,13 @@ PRINTING = {"print", "typer.echo", "click.echo", "sys.stdout.write", "sys.stderr
 # The border, the user's own program, and processes whose output is a pipe to bamboo or a log.
 MAY_PRINT = (
     "bamboo_cli/terminal/echo.py",
-    "bamboo_cli/terminal/console.py",
-    "engine/api/callbacks.py",
-    "engine/api/child.py",
-    "engine/bench/peers/",
+    "bamboo_cli/terminal/tables.py",
+    "engine/api/run.py",
+    "engine/bench/",
     "engine/harness/matrix_lane.py",
+    "engine/runtime/device/torch_probe.py",
     "engine/models/user_code.py",
-    "engine/runtime/doctor/torch_probe.py",
-    "engine/runtime/worker/backends.py",
+    "engine/runtime/worker/worker.py",
 )
 
 

@@ -18,12 +18,11 @@ import grpc
 import pytest
 
 from engine.core.hosts import host_messages as said
-from engine.core.hosts.bundle import bundle
-from engine.core.hosts.host_messages import MOST_BYTES, WorkerSign, frame
+from engine.core.hosts.host_messages import MOST_BYTES, WorkerSign, bundle, frame
 from engine.core.message_codec import MAX_BYTES, Message, encode
-from engine.core.process_messages import KeyMessage, PingMessage
-from engine.runtime.hosts import run_certificate, wire
-from engine.runtime.hosts.run_certificate import NAME, RunCertificate, new_certificate
+from engine.core.messages import KeyMessage, PingMessage
+from engine.runtime.hosts import host_registry, wire
+from engine.runtime.hosts.host_registry import NAME, RunCertificate, new_certificate
 from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
 from tests.runtime.test_wire import spoken
 
@@ -169,8 +168,8 @@ def http2(*parts: tuple[int, bytes]) -> bytes:
 
 def expired(bed: Bed) -> grpc.StatusCode:
     with pytest.MonkeyPatch.context() as patch:
-        commands = [[each.replace("20991231", "20010101") for each in part] for part in run_certificate._COMMANDS]
-        patch.setattr(run_certificate, "_COMMANDS", commands)
+        commands = [[each.replace("20991231", "20010101") for each in part] for part in host_registry._COMMANDS]
+        patch.setattr(host_registry, "_COMMANDS", commands)
         return bed.call([hello("b"), WORDS], made=new_certificate())
 
 

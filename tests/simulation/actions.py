@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.core.recovery.vote import SlotVote, VoteMessage
+from engine.core.program.ballot import SlotVote, VoteMessage
 from tests.simulation import provenance
 from tests.simulation.case import Violation
 from tests.simulation.compiled import (

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from engine.core.config.job import Job
-from engine.core.coordinator import outputs
-from engine.core.coordinator.inputs import CoordinatorInput
-from engine.core.coordinator.machine import is_to_be_kept, step
-from engine.core.coordinator.state import CoordinatorState, documents, resume
-from engine.core.membership.events import Heard
-from engine.core.recovery.vote import VoteMessage
+from engine.core.job.job import Job
+from engine.core.program.ballot import VoteMessage
+from engine.core.protocol import inputs_outputs
+from engine.core.protocol.coordinator import is_to_be_kept, step
+from engine.core.protocol.coordinator_state import CoordinatorState, documents, resume
+from engine.core.protocol.events import WorkerWord
+from engine.core.protocol.inputs_outputs import CoordinatorInput
 from tests.simulation.case import Violation
 from tests.simulation.provenance import CLIP_NORM
 
@@ -85,7 +85,7 @@ class Coordinator:
     def _decide(self, given: CoordinatorInput) -> None:
         old = self.state
         new, found = step(old, given)
-        if new.ballot is not old.ballot and isinstance(given, Heard) and isinstance(given.message, VoteMessage):
+        if new.ballot is not old.ballot and isinstance(given, WorkerWord) and isinstance(given.message, VoteMessage):
             self.world.judge.voted(given.message, given.worker, old.membership)
         if not is_to_be_kept(old, new, given, found):
             self.state = new
@@ -105,7 +105,7 @@ class Coordinator:
             self._write(*decision)
 
     def _write(
-        self, new: CoordinatorState, given: CoordinatorInput, found: tuple[outputs.CoordinatorOutput, ...]
+        self, new: CoordinatorState, given: CoordinatorInput, found: tuple[inputs_outputs.CoordinatorOutput, ...]
     ) -> None:
         """Writes a decision, unless another coordinator has written since."""
         if not self.alive:
@@ -130,23 +130,23 @@ class Coordinator:
             kind, words = self.waiting.pop(0)
             self.take(kind, *words)
 
-    def _carry_out(self, found: tuple[outputs.CoordinatorOutput, ...]) -> None:
+    def _carry_out(self, found: tuple[inputs_outputs.CoordinatorOutput, ...]) -> None:
         world = self.world
         for output in found:
-            if isinstance(output, outputs.Tell):
+            if isinstance(output, inputs_outputs.Tell):
                 world.judge.told(output.message)
                 world.await_parts(output.message)
                 for number in output.workers:
                     world.tell(world.workers[number], output.message)
                     if not world.reach():
                         return  # a host agent passes on the words of the present coordinator only
-            elif isinstance(output, outputs.Kill):
+            elif isinstance(output, inputs_outputs.Kill):
                 world.evict(world.workers[output.worker])
-            elif isinstance(output, outputs.Restart):
+            elif isinstance(output, inputs_outputs.Restart):
                 world.restart()
-            elif isinstance(output, outputs.Stop):
+            elif isinstance(output, inputs_outputs.Stop):
                 world.stop(output)
-            elif isinstance(output, outputs.Fail):
+            elif isinstance(output, inputs_outputs.Fail):
                 raise Violation(f"worker {output.worker} has failed: {output.last}")
                 return
 

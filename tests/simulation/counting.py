@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.core.action import Action
-from engine.core.checks.samples import DoneAction, Lives, miscounted_in
-from engine.core.config.job import Job
-from engine.core.membership.state import Phase, State
+from engine.core.checks.samples import DoneAction, RunLives, miscounted_in
+from engine.core.job.job import Job
+from engine.core.protocol.state import Phase, State
 from tests.simulation.compiled import OPS
 
 if TYPE_CHECKING:
@@ -49,4 +49,4 @@ class SampleCounts:
             DoneAction(step, epoch, at, worker, Action(slot[1], OPS[code], microbatch, slot[0]))
             for step, epoch, at, worker, (code, slot, microbatch, *_) in self._done
         )
-        return miscounted_in({*range(num_steps)}, done, Lives(self._starts, self._out), job)
+        return miscounted_in({*range(num_steps)}, done, RunLives(self._starts, self._out), job)

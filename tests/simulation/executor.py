@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.core.ownership import Ownership, Slot
-from engine.core.recovery.vote import SlotVote
+from engine.core.program.ballot import SlotVote
 from tests.simulation.actions import inputs_of, perform
 from tests.simulation.case import Violation
 from tests.simulation.compiled import CARRIED, COMPUTE, OPS, POINT_OF, RECEIVE, TAKE_LOG, Compiled, parts_of

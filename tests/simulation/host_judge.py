@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from engine.core.checkpoints.part_file import joined_buffers
-from engine.core.coordinator.inputs import CoordinatorInput
-from engine.core.coordinator.state import CoordinatorState
-from engine.core.history.record import StampedRecord
-from engine.core.history.run_records import CommitRecord
-from engine.core.membership.events import TakenOver
-from engine.core.membership.state import Phase, State
+from engine.core.history.run_records import CommitRecord, StampedRecord
+from engine.core.manifest import joined_buffers
 from engine.core.message_codec import ToAgent, ToWorker
-from engine.core.messages import CommitMessage, WaitingMessage
+from engine.core.messages import CommitMessage, NoticeMessage, WaitingMessage
 from engine.core.ownership import Grid
-from engine.core.process_messages import NoticeMessage
+from engine.core.protocol.coordinator_state import CoordinatorState
+from engine.core.protocol.events import Takeover
+from engine.core.protocol.inputs_outputs import CoordinatorInput
+from engine.core.protocol.state import Phase, State
 from engine.runtime.agent.run_state import RunState
 from tests.simulation.case import Fault, Violation
 from tests.simulation.judge import Judge
@@ -107,7 +105,7 @@ class HostJudge(Judge):
         if new.membership.epoch == old.membership.epoch:
             return
         verdict = new.membership.verdict
-        if isinstance(given, TakenOver):
+        if isinstance(given, Takeover):
             self.epochs_of_them += 1
             if {self.world.host_of[out.worker] for out in verdict if out.is_loss} - {given.lost}:
                 raise Violation(f"the epoch of a take-over from host {given.lost} has the verdict {verdict}")

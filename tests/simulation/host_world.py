@@ -4,8 +4,8 @@
                           <--- words, ends                                    <--- words, ends
 
 Rules: the streams between two hosts keep their order. What a lost host had sent arrives up to some frame. Each agent
-keeps what `HeardResults` and `SaidAgain` keep, and the one that takes over goes on as `succession` says. A host can be
-lost at each moment of a coordinator, also of one that is about to be one.
+keeps what `ReplicatedResults` and `ReplayBuffer` keep, and the one that takes over goes on as `succession` says. A host
+can be lost at each moment of a coordinator, also of one that is about to be one.
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ from functools import partial
 from typing import Any
 
 from engine.core import messages
-from engine.core.checkpoints.gathering import Gathering
-from engine.core.checkpoints.part_messages import KeptMessage
-from engine.core.coordinator import inputs, outputs
-from engine.core.coordinator.state import documents, resume
-from engine.core.coordinator.succession import TakenProcess, succession
+from engine.core.checkpoint_rules import Gathering, KeptMessage
 from engine.core.errors import CoordinatorUnavailableError
-from engine.core.history.record import StampedRecord
 from engine.core.history.record_lines import encoded
-from engine.core.hosts.deal import deal, host_for_one_more
-from engine.core.hosts.host_loss import BACK_NS, LATER_NS, SILENT_NS
-from engine.core.membership.events import Heard, LeaseExpired, Notice, TakenOver
-from engine.core.membership.state import State
+from engine.core.history.run_records import StampedRecord
+from engine.core.hosts.ends import BACK_NS, LATER_NS, SILENT_NS, deal, host_for_one_more
 from engine.core.message_codec import ToAgent, ToWorker, decode, encode
+from engine.core.messages import NoticeMessage
 from engine.core.ownership import Ownership, with_shadows
-from engine.core.process_messages import NoticeMessage
-from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
-from engine.core.recovery.vote import VoteMessage
+from engine.core.program.ballot import VoteMessage
+from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
+from engine.core.protocol import inputs_outputs
+from engine.core.protocol.coordinator_state import documents, resume
+from engine.core.protocol.events import LeaseExpired, Notice, Takeover, WorkerWord
+from engine.core.protocol.state import State
+from engine.core.protocol.wire import ProcessOnHost, succession
 from engine.runtime.agent.run_state import RunState, audit_record
-from engine.runtime.hosts.heard_results import KEPT, HeardResults
-from engine.runtime.hosts.said_again import SaidAgain
+from engine.runtime.hosts.host_servers import KEPT, ReplayBuffer, ReplicatedResults
 from tests.simulation.case import HOST_KINDS, Case, Fault
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.executor import Executor
@@ -57,7 +54,7 @@ _ASKED_AGAIN = (
     PlannedMessage,
     PreparedMessage,
     VoteMessage,
-)  # the frequent words; `SaidAgain` has none
+)  # the frequent words; `ReplayBuffer` has none
 TAKEN, AGAIN = "another host takes over", "a second host takes over"
 HEIR_LOST, AT_ONCE = "host is lost that takes over", "two hosts are lost at once"
 _TO, _FROM = 0, 1  # the ways of a stream: from the coordinator to an agent, and back
@@ -71,8 +68,8 @@ class HostAgent:
         self.alive = True
         self.is_silent = False
         self.follows = 1
-        self.heard = HeardResults(world.job)
-        self.said: dict[int, SaidAgain] = {}
+        self.heard = ReplicatedResults(world.job)
+        self.said: dict[int, ReplayBuffer] = {}
         self.ended: dict[int, int] = {}
         self.last_at = [0, 0]  # when the last frame of a way comes
         self.cut_at = [_NEVER, _NEVER]  # no frame comes after that
@@ -88,11 +85,11 @@ class HostCoordinator(Coordinator):
 
     world: HostWorld
 
-    def _carry_out(self, found: tuple[outputs.CoordinatorOutput, ...]) -> None:
-        for output in outputs.recorded_first(found):
+    def _carry_out(self, found: tuple[inputs_outputs.CoordinatorOutput, ...]) -> None:
+        for output in inputs_outputs.recorded_first(found):
             if not self.alive:
                 return
-            if isinstance(output, outputs.Write):
+            if isinstance(output, inputs_outputs.Write):
                 self.world.record(output.record)
             else:
                 super()._carry_out((output,))
@@ -154,7 +151,7 @@ class HostWorld(World):
     def _start(self) -> None:
         self.agents = {name: HostAgent(self, name) for name in _NAMES[: self.case.hosts]}
         for number, name in self.host_of.items():
-            self.agents[name].said[number] = SaidAgain()
+            self.agents[name].said[number] = ReplayBuffer()
         if not self.starts:
             self.losses = sorted(self.case.losses, key=lambda loss: loss.at)
         self.chief = self.agents[_NAMES[0]]
@@ -262,14 +259,14 @@ class HostWorld(World):
         elif isinstance(message, NoticeMessage):
             self.coordinator.take(Notice, number, _GRACE_NS)
         else:
-            self.coordinator.take(Heard, number, message, self.node_of(number))
+            self.coordinator.take(WorkerWord, number, message, self.node_of(number))
 
     def hears_end(self, number: int, code: int) -> None:
         """Handles the end of a worker; that of one on a lost host is the loss of the host."""
         name = self.host_of[number]
         if name in self.known_lost and number not in self.membership.out:
             self.coordinator.take(LeaseExpired, name)
-        self.coordinator.take(inputs.Ended, number, code)
+        self.coordinator.take(inputs_outputs.ProcessExit, number, code)
 
     def record(self, record: StampedRecord) -> None:
         """Records a decision, unless that was done before, and lets the other hosts hear of it."""
@@ -308,8 +305,8 @@ class HostWorld(World):
         for worker in self.workers:
             agent = self.agent_of(worker.number)
             if worker.alive and agent.serves and agent.follows == self.term and agent.name not in self.early:
-                self.coordinator.take(Heard, worker.number, worker.heartbeat(), agent.name)
-        self.coordinator.take(inputs.Passed)
+                self.coordinator.take(WorkerWord, worker.number, worker.heartbeat(), agent.name)
+        self.coordinator.take(inputs_outputs.ClockTick)
         if self.chief is not None and self.membership.look:
             self.tick_after(TICK)
 
@@ -459,7 +456,7 @@ class HostWorld(World):
         heir.heard.results.taken_over(self.now)
         self._take_over_with(heir, texts, taken)
 
-    def _take_over_with(self, heir: HostAgent, texts: dict[str, str], taken: tuple[TakenProcess, ...]) -> None:
+    def _take_over_with(self, heir: HostAgent, texts: dict[str, str], taken: tuple[ProcessOnHost, ...]) -> None:
         self.turns.add(AGAIN if TAKEN in self.turns else TAKEN)
         self.written = resume(self.job, texts, self.now)
         self.coordinator = self.coordinator_of(self, self.written)
@@ -469,7 +466,7 @@ class HostWorld(World):
         self.gathering, term = Gathering(), self.term
         self._tell_results(heir)
         self.judge.taken_over()
-        self.coordinator.take(TakenOver, lost)
+        self.coordinator.take(Takeover, lost)
         for each in taken:
             if each.ended or each.host in self.known_lost:
                 code = each.ended[0] if each.ended else _KILLED

@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from engine.core.coordinator.inputs import CoordinatorInput, Passed
-from engine.core.coordinator.state import CoordinatorState
 from engine.core.errors import required
 from engine.core.exclusion import Cause
-from engine.core.membership.state import GATHERING, Phase, State
 from engine.core.message_codec import ToWorker
 from engine.core.messages import EpochMessage
 from engine.core.ownership import Grid, Ownership, Slot
-from engine.core.recovery.ballot import Commit as Outcome
-from engine.core.recovery.vote import VoteMessage
+from engine.core.program.ballot import Commit as Outcome
+from engine.core.program.ballot import VoteMessage
+from engine.core.protocol.coordinator_state import CoordinatorState
+from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput
+from engine.core.protocol.state import GATHERING, Phase, State
 from tests.simulation.case import SHORT, Fault, Violation
 from tests.simulation.compiled import BACKWARD, INPUT, KINDS, key_of, parts_of
 from tests.simulation.counting import SampleCounts
@@ -147,7 +147,7 @@ class Judge:
         if new.epoch is not old.epoch and new.epoch is not None and new.epoch.digest is not None:
             self.world.turns.add("prepared hand-over is taken")
         if new.membership is not old.membership:
-            self._state_changed(old.membership, new.membership, isinstance(given, Passed))
+            self._state_changed(old.membership, new.membership, isinstance(given, ClockTick))
 
     def told(self, message: ToWorker) -> None:
         """Checks a message of the coordinator: an epoch has one meaning, whichever coordinator tells it."""

@@ -10,10 +10,9 @@ from collections import Counter
 
 from engine.core.action import COMPUTE_OPS, Op
 from engine.core.ownership import Slot
+from engine.core.program.inventory import Inventory
+from engine.core.program.planner import Plan, PlanInput, healing_in, held_at_start
 from engine.core.program.verify import verify
-from engine.core.recovery.inventory import Inventory
-from engine.core.recovery.plan import Plan
-from engine.core.recovery.planner import PlanInput, healing_in, held_at_start
 from engine.core.value import Kind, Value
 from tests.simulation.case import Violation
 

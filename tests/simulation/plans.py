@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 from engine.core.ownership import Grid, Ownership, Redundancy, Slot, healed
 from engine.core.program.build import build_program
-from engine.core.recovery.inventory import Inventory, from_json
-from engine.core.recovery.plan import EpochPlan
-from engine.core.recovery.plan_messages import PlanMessage
-from engine.core.recovery.planner import PlanInput, make_plan
-from engine.core.worker.epoch_plan import plan_epoch
+from engine.core.program.inventory import Inventory, PlanMessage, from_json
+from engine.core.program.planner import EpochPlan, PlanInput, make_plan
+from engine.core.worker.inputs import plan_epoch
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled, compiled
 from tests.simulation.oracle import check_plan

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.messages import AuditMessage
 from engine.core.ownership import Slot
-from engine.core.recovery.inventory import Inventory, to_json
+from engine.core.program.inventory import Inventory, to_json
 from engine.core.value import Kind, Value
 from tests.simulation import provenance
 from tests.simulation.case import Violation

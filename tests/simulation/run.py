@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.errors import BambooError
-from engine.core.membership.state import Phase
+from engine.core.protocol.state import Phase
 from tests.simulation.beginning import begun
 from tests.simulation.case import Case, Fault, Violation
 from tests.simulation.host_world import HostWorld

@@ -16,11 +16,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from engine.core.coordinator import inputs, outputs
-from engine.core.coordinator.inputs import CoordinatorInput
-from engine.core.coordinator.succession import is_told_again
-from engine.core.membership.events import Heard, Restarted, TakenOver
-from engine.core.membership.evidence import Loading, Sight
+from engine.core.protocol import inputs_outputs
+from engine.core.protocol.events import JobRestart, Loading, Sight, Takeover, WorkerWord
+from engine.core.protocol.inputs_outputs import CoordinatorInput
+from engine.core.protocol.wire import is_told_again
 from tests.simulation.case import Case, Fault, Sleep
 from tests.simulation.coordinator import Coordinator, taken_over
 from tests.simulation.links import MS, TICK
@@ -52,12 +51,12 @@ class SleepingCoordinator(Coordinator):
         if not self.world.falls_asleep(self, partial(super()._decide, given)):
             super()._decide(given)
 
-    def _carry_out(self, found: tuple[outputs.CoordinatorOutput, ...]) -> None:
+    def _carry_out(self, found: tuple[inputs_outputs.CoordinatorOutput, ...]) -> None:
         if found and self.world.falls_asleep(self, partial(self._told, found)):
             return
         self._told(found)
 
-    def _told(self, found: tuple[outputs.CoordinatorOutput, ...]) -> None:
+    def _told(self, found: tuple[inputs_outputs.CoordinatorOutput, ...]) -> None:
         if self.given is not None:
             self.world.has_handled(self.given)
         super()._carry_out(found)
@@ -109,7 +108,7 @@ class SleepWorld(World):
 
     def has_handled(self, given: CoordinatorInput) -> None:
         """Keeps an input whose answer the agent has carried out."""
-        if isinstance(given, Restarted):
+        if isinstance(given, JobRestart):
             self.known.clear()
         elif is_told_again(given) and given not in self.known:
             self.known.append(given)
@@ -121,7 +120,7 @@ class SleepWorld(World):
         before.alive = False
         self.turns.add("another coordinator takes over")
         self.coordinator = new = SleepingCoordinator(self, taken_over(self).state)
-        new.take(TakenOver)
+        new.take(Takeover)
         for given in (*self.known, *([before.given] if before.given else ())):
             new.take(partial(_as_it_was, given))
         for kind, words in before.waiting:
@@ -134,9 +133,11 @@ class SleepWorld(World):
         if not self.coordinator.is_busy:
             for worker in self.workers:
                 if worker.alive and not worker.paused:
-                    self.coordinator.take(Heard, worker.number, worker.heartbeat(), self.node_of(worker.number))
+                    self.coordinator.take(WorkerWord, worker.number, worker.heartbeat(), self.node_of(worker.number))
             living = [worker for worker in self.workers if worker.alive]
-            self.coordinator.take(inputs.Passed, {}, {worker.number: self._sight(worker) for worker in living})
+            self.coordinator.take(
+                inputs_outputs.ClockTick, {}, {worker.number: self._sight(worker) for worker in living}
+            )
         if not self.coordinator.is_asleep:
             self.tick_after(TICK // 2)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.membership import transitions, verdicts
-from engine.core.membership.events import Heard
-from engine.core.membership.failure_detector import alive
-from engine.core.membership.state import Phase, State
 from engine.core.messages import WaitingMessage
-from engine.core.recovery import ballot
+from engine.core.program import ballot
+from engine.core.protocol import transitions, verdicts
+from engine.core.protocol.events import WorkerWord
+from engine.core.protocol.failure_detector import alive
+from engine.core.protocol.state import Phase, State
 from tests.simulation import actions, plans, provenance
 from tests.simulation.case import from_text
 from tests.simulation.churn import STRIKES, churn_case
@@ -120,7 +120,7 @@ def the_death_of_a_waiting_worker_makes_an_epoch(patch: Patch) -> None:
 
 @planted("is used twice")
 def a_number_is_used_twice(patch: Patch) -> None:
-    def waits(state: State, event: Heard[WaitingMessage]) -> State:
+    def waits(state: State, event: WorkerWord[WaitingMessage]) -> State:
         if event.worker in (*state.members, *state.waiting):
             return state
         new = alive(state, event.worker, event.now_ns)

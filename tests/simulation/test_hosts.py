@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 
-from engine.core.coordinator import orders
-from engine.core.coordinator.inputs import Ended
-from engine.core.coordinator.state import CoordinatorState, documents
-from engine.core.coordinator.state import resume as resumed
-from engine.core.coordinator.succession import succession
 from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import CommitRecord
-from engine.core.membership import protocol, transitions
-from engine.core.membership.events import LeaseExpired, TakenOver
-from engine.core.membership.state import Phase
-from engine.core.recovery.ballot import Ballot, open_ballot
+from engine.core.program.ballot import Ballot, open_ballot
+from engine.core.protocol import membership as protocol
+from engine.core.protocol import orders, transitions
+from engine.core.protocol.coordinator_state import CoordinatorState, documents
+from engine.core.protocol.coordinator_state import resume as resumed
+from engine.core.protocol.events import LeaseExpired, Takeover
+from engine.core.protocol.inputs_outputs import ProcessExit
+from engine.core.protocol.state import Phase
+from engine.core.protocol.wire import succession
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.hosts.heard_results import HeardResults
-from engine.runtime.hosts.said_again import SaidAgain
+from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults
 from tests.simulation import host_world, plans
 from tests.simulation.case import HOST_KINDS, Case, HostLoss, from_text
 from tests.simulation.coordinator import Coordinator
@@ -150,19 +149,19 @@ def a_commit_is_told_with_two_losses(patch: Patch) -> None:
 
 @planted("lacks steps|is not kept|is lost")
 def words_that_come_once_are_dropped(patch: Patch) -> None:
-    patch.setattr(SaidAgain, "packets", property(lambda said: []))
+    patch.setattr(ReplayBuffer, "packets", property(lambda said: []))
 
 
 @planted("is not kept")
 def parts_of_checkpoints_are_not_said_again(patch: Patch) -> None:
-    patch.setattr(SaidAgain, "packets", property(lambda said: [*said._once, *said._hashes]))
+    patch.setattr(ReplayBuffer, "packets", property(lambda said: [*said._once, *said._hashes]))
 
 
 @planted("other losses|losses of|differs between")
 def what_is_heard_is_applied_twice(patch: Patch) -> None:
     """The heir tells all that it has heard to hosts that have heard it too."""
 
-    def takes(heard: HeardResults, number: int, line: str) -> None:
+    def takes(heard: ReplicatedResults, number: int, line: str) -> None:
         record = decoded(line)
         heard._keep(line)
         heard.hear(record)
@@ -172,7 +171,7 @@ def what_is_heard_is_applied_twice(patch: Patch) -> None:
             results.losses.append(record.loss)
         return True
 
-    patch.setattr(HeardResults, "take", takes)
+    patch.setattr(ReplicatedResults, "take", takes)
     patch.setattr(RunState, "books", books)
 
 
@@ -206,7 +205,7 @@ def the_heir_reads_an_older_revision(patch: Patch) -> None:
 @planted("clock had to rule|stuck|two different epochs")
 def a_take_over_makes_no_epoch(patch: Patch) -> None:
     table: dict[Any, Any] = protocol.TABLE
-    for cell in [cell for cell in table if cell[1] is TakenOver]:
+    for cell in [cell for cell in table if cell[1] is Takeover]:
         patch.setitem(table, cell, transitions.changes_nothing)
 
 
@@ -232,7 +231,7 @@ def the_loss_of_a_host_is_the_loss_of_its_neighbour(patch: Patch) -> None:
     def hears_end(world: HostWorld, number: int, code: int) -> None:
         hears(world, number, code)
         if world.host_of[number] in world.known_lost:
-            world.coordinator.take(Ended, (number + 1) % len(world.members), code)
+            world.coordinator.take(ProcessExit, (number + 1) % len(world.members), code)
 
     patch.setattr(HostWorld, "hears_end", hears_end)
 

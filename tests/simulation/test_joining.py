@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.coordinator import hearing, orders
-from engine.core.coordinator.next_group import NextGroup, attempted
-from engine.core.membership.state import Phase, State
-from engine.core.messages import EpochMessage
-from engine.core.process_messages import NextGroupMessage
-from engine.core.worker import recovery_rules
+from engine.core.messages import EpochMessage, NextGroupMessage
+from engine.core.protocol import coordinator as hearing
+from engine.core.protocol import orders
+from engine.core.protocol.coordinator_state import NextGroup, attempted
+from engine.core.protocol.state import Phase, State
+from engine.core.worker import machine
 from engine.core.worker.inputs import GroupKey
-from engine.core.worker.outputs import EnterNextGroup
-from engine.core.worker.state import WorkerState
-from engine.core.worker.step_rules import Stepped
+from engine.core.worker.machine import Stepped
+from engine.core.worker.state import EnterNextGroup, WorkerState
 from tests.simulation.case import MOVE, Case, Fault
 from tests.simulation.links import MS
 from tests.simulation.planting import SMALL, all_well, caught
@@ -127,7 +126,7 @@ def test_a_group_of_another_attempt_is_entered(monkeypatch: pytest.MonkeyPatch) 
         first = next(iter(state.next_groups), GroupKey(0, 0))
         return state._replace(next_groups={}, forming=0), (EnterNextGroup(first),)
 
-    monkeypatch.setattr(recovery_rules, "changes_group", changes_group)
+    monkeypatch.setattr(machine, "changes_group", changes_group)
     caught(around_a_join(), "still has the groups")
 
 

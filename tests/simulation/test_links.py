@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from engine.core.membership.state import Phase
+from engine.core.protocol.state import Phase
 from tests.simulation.case import LINK_KINDS
 from tests.simulation.judge import DARK
 from tests.simulation.planting import all_well

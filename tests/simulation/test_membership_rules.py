@@ -11,16 +11,16 @@ import pytest
 from engine.core import messages
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
-from engine.core.membership import effects as membership_orders
-from engine.core.membership import events, failure_detector, protocol, transitions, verdicts
-from engine.core.membership import state as membership_state
-from engine.core.membership.rule import Rule
-from engine.core.membership.state import Phase, State
 from engine.core.message_codec import Message
-from engine.core.recovery.plan_messages import PlannedMessage
-from engine.core.worker import recovery_rules
+from engine.core.program.inventory import PlannedMessage
+from engine.core.protocol import events, failure_detector, transitions, verdicts
+from engine.core.protocol import membership as membership_orders
+from engine.core.protocol import membership as protocol
+from engine.core.protocol import state as membership_state
+from engine.core.protocol.state import Phase, Rule, State
+from engine.core.worker import machine
+from engine.core.worker.machine import Stepped
 from engine.core.worker.state import WorkerState
-from engine.core.worker.step_rules import Stepped
 from tests.core.membership_cases import kind_of
 from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, Case, Fault
 from tests.simulation.planting import SMALL, caught, kills, troubled
@@ -73,7 +73,7 @@ def taken() -> Iterator[Case]:
 
 @planted(suspected, "was suspected, but nothing was done to it")
 def a_suspicion_is_a_verdict(patch: Patch) -> None:
-    def decide(state: State, event: events.Heard[messages.SuspicionMessage]) -> State:
+    def decide(state: State, event: events.WorkerWord[messages.SuspicionMessage]) -> State:
         peer = event.message.peer
         blamed = event.worker if peer not in state.members else peer
         return verdicts.new_epoch(state, event.now_ns, [excluded(blamed, Cause.GIVEN_UP, "was suspected")])
@@ -113,13 +113,13 @@ def a_half_healed_replica_inherits(patch: Patch) -> None:
 
 @planted(moving, "stuck|clock had to rule|has no replica of|is not ready")
 def workers_do_not_know_the_wanted_owners(patch: Patch) -> None:
-    real = recovery_rules._follows
+    real = machine._follows
 
     def deaf(state: WorkerState, *rest: Any) -> Stepped:
         new, outputs = real(state, *rest)
         return new._replace(wanted=()), outputs
 
-    patch.setattr(recovery_rules, "_follows", deaf)
+    patch.setattr(machine, "_follows", deaf)
 
 
 @planted(left, "did not report its inventory")
@@ -157,7 +157,7 @@ def exit_code_0_is_no_death(patch: Patch) -> None:
 
 @planted(lambda: troubled(300), "has not made the plan")
 def training_starts_with_the_first_plan(patch: Patch) -> None:
-    def decide(state: State, event: events.Heard[PlannedMessage]) -> State:
+    def decide(state: State, event: events.WorkerWord[PlannedMessage]) -> State:
         new = transitions.agrees.decide(state, event)
         return new._replace(phase=Phase.RUNNING) if new.digests and new.committed < new.last_step else new
 
@@ -270,7 +270,7 @@ def another_coordinator_forgets_the_verdicts(patch: Patch) -> None:
 @planted(taken, "did not report its inventory|clock had to rule")
 def another_coordinator_begins_no_epoch(patch: Patch) -> None:
     """Its predecessor may have told the epoch that it makes of other answers."""
-    patch_rule(patch, events.TakenOver, lambda state, event: state._replace(inventories={}, digests={}, verdict=()))
+    patch_rule(patch, events.Takeover, lambda state, event: state._replace(inventories={}, digests={}, verdict=()))
 
 
 @planted(lambda: troubled(1500), "FinishedMessage while failing over|different plans|own or shadow a slot")
@@ -278,12 +278,12 @@ def answers_of_a_lower_epoch_count(patch: Patch) -> None:
     real = protocol.step
 
     def step(state: State, event: Any) -> Any:
-        about = event.message if isinstance(event, events.Heard) else event
+        about = event.message if isinstance(event, events.WorkerWord) else event
         if isinstance(about, events.Answer | events.StepCommitted) and about.epoch < state.epoch:
             about = replace(about, epoch=state.epoch)
-        return real(state, replace(event, message=about) if isinstance(event, events.Heard) else about)
+        return real(state, replace(event, message=about) if isinstance(event, events.WorkerWord) else about)
 
-    patch.setattr("engine.core.coordinator.orders.step", step)
+    patch.setattr("engine.core.protocol.orders.step", step)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -317,7 +317,7 @@ def test_every_change_of_phase_is_one_of_the_table(monkeypatch: Patch) -> None:
             written.append(membership_state.to_json(new))
         return new, found
 
-    monkeypatch.setattr("engine.core.coordinator.orders.step", noting)
+    monkeypatch.setattr("engine.core.protocol.orders.step", noting)
     early = (
         replace(SMALL, faults=(Fault(1, point, 1, kind),))
         for point in ("welcome", "ready")

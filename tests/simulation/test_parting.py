@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.action import Op
 from engine.core.checks.samples import EFFECTS, SampleEffect
-from engine.core.membership.state import Phase
+from engine.core.protocol.state import Phase
 from tests.simulation import plans
 from tests.simulation.case import SHORT, Case, Fault
 from tests.simulation.judge import INSIDE
@@ -98,7 +98,7 @@ def test_accumulators_that_are_sent_and_not_counted(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_fresh_answers")
 def test_accumulators_that_are_planned_as_if_they_were_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.core.recovery.planner.held_after", lambda held, hands: held)
+    monkeypatch.setattr("engine.core.program.planner.held_after", lambda held, hands: held)
     caught(short_notices(SMALL, 5), "more and nothing less than it must")
 
 
@@ -111,7 +111,7 @@ def test_a_check_of_samples_that_knows_no_hand_over(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("_fresh_answers")
 def test_accumulators_that_are_sent_and_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that takes a sum and starts anew has the right bits; its records say that it counted samples twice."""
-    monkeypatch.setattr("engine.core.recovery.planner.held_after", lambda held, hands: held)
+    monkeypatch.setattr("engine.core.program.planner.held_after", lambda held, hands: held)
     monkeypatch.setattr(plans, "check_plan", lambda given, plan: None)
     monkeypatch.setattr(Replica, "take_stream", lambda self, stream: None)
     caught(short_notices(SMALL, 5), "samples: step .: worker . counted the .* 2 times")

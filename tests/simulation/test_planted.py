@@ -11,8 +11,8 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.ownership import Ownership
 from engine.core.program import build as program
+from engine.core.program import planner as recovery
 from engine.core.program import remaining_tasks as lineage
-from engine.core.recovery import planner as recovery
 from tests.simulation import actions, plans, provenance
 from tests.simulation import replica as replicas
 from tests.simulation.case import Case, Fault

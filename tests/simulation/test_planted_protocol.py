@@ -8,20 +8,24 @@ from typing import Any
 
 import pytest
 
-from engine.core.coordinator import hearing, machine, orders, preparation, state
-from engine.core.membership import protocol
-from engine.core.membership import transitions as membership_rules
-from engine.core.membership import verdicts as membership_verdicts
-from engine.core.membership.effects import AnnounceCommit, PublishEpoch
-from engine.core.membership.events import Heard, TakenOver
 from engine.core.messages import CommitMessage, EpochMessage
-from engine.core.recovery import ballot as commit
-from engine.core.recovery import planner as recovery
-from engine.core.recovery.plan_messages import PlanMessage
-from engine.core.recovery.vote import VoteMessage
+from engine.core.program import ballot as commit
+from engine.core.program import planner as recovery
+from engine.core.program.ballot import VoteMessage
+from engine.core.program.inventory import PlanMessage
+from engine.core.protocol import coordinator as hearing
+from engine.core.protocol import coordinator as machine
+from engine.core.protocol import coordinator_state as state
+from engine.core.protocol import membership as protocol
+from engine.core.protocol import orders, preparation
+from engine.core.protocol import transitions as membership_rules
+from engine.core.protocol import verdicts as membership_verdicts
+from engine.core.protocol.events import Takeover, WorkerWord
+from engine.core.protocol.membership import AnnounceCommit, PublishEpoch
+from engine.core.worker import machine as recovery_rules
 from engine.core.worker import machine as worker_machine
-from engine.core.worker import outputs, recovery_rules
-from engine.core.worker.inbox import Inbox
+from engine.core.worker import state as outputs
+from engine.core.worker.inputs import Inbox
 from engine.core.worker.state import Mode
 from tests.simulation import coordinator, plans, replica
 from tests.simulation import worker as driver
@@ -257,7 +261,7 @@ def test_vote_of_a_worker_that_is_out_counts(monkeypatch: Patch) -> None:
             return hearing.RULES[VoteMessage](state, heard, heard.message)
         return hears(state, heard)
 
-    monkeypatch.setitem(machine._TABLE, Heard, deaf)
+    monkeypatch.setitem(machine._TABLE, WorkerWord, deaf)
     monkeypatch.setattr(
         commit.Ballot, "add", lambda self, worker, vote: add(self, worker, replace(vote, epoch=self.epoch))
     )
@@ -332,7 +336,7 @@ def test_a_healed_replica_counts_for_nothing_before_a_commit(monkeypatch: Patch)
 def test_ballot_is_lost_at_a_take_over(monkeypatch: Patch) -> None:
     """The next coordinator goes on in the same epoch, in which no worker votes again."""
     table: dict[Any, Any] = protocol.TABLE
-    for cell in [cell for cell in table if cell[1] is TakenOver]:
+    for cell in [cell for cell in table if cell[1] is Takeover]:
         monkeypatch.setitem(table, cell, membership_rules.changes_nothing)
     caught(take_overs(SMALL, 3), "clock had to rule|stuck")
 

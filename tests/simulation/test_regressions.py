@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.membership.state import Phase
+from engine.core.protocol.state import Phase
 from tests.simulation.case import MOVE, Case, Fault
 from tests.simulation.run import run
 

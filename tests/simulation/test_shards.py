@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.core.action import SEND_OPS
-from engine.core.membership.state import Phase
-from engine.core.program import step_end_pass
+from engine.core.program import passes
+from engine.core.protocol.state import Phase
 from tests.simulation import plans
 from tests.simulation.case import Case
 from tests.simulation.planting import all_well, caught
@@ -52,8 +52,8 @@ def test_random_histories() -> None:
 
 
 def test_a_heal_that_does_not_mind_gathers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_end_pass, "_AWAITED", SEND_OPS)
-    monkeypatch.setattr(step_end_pass, "_MAY_WAIT", step_end_pass._MAY_WAIT - step_end_pass._MEETS)
+    monkeypatch.setattr(passes, "_AWAITED", SEND_OPS)
+    monkeypatch.setattr(passes, "_MAY_WAIT", passes._MAY_WAIT - passes._MEETS)
     plans.forget()
     try:
         caught(single_kills(replace(SHARDS[0], microbatches=1, schedule="gpipe", steps=2)), "the clock had to rule")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.membership.state import Phase
 from engine.core.ownership import Grid, Redundancy
 from engine.core.program.build import build_program
-from engine.core.program.routes import routes_of
+from engine.core.program.dependencies import routes_of
+from engine.core.protocol.state import Phase
 from engine.core.value import Value
 from tests.simulation import compiled, plans
 from tests.simulation.case import KINDS, MOVE, Case, Fault, from_text

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.membership import failure_detector, protocol
-from engine.core.membership.state import Phase
+from engine.core.protocol import failure_detector
+from engine.core.protocol import membership as protocol
+from engine.core.protocol.state import Phase
 from tests.simulation.case import Case, Sleep, from_text
 from tests.simulation.planting import all_well, caught
 from tests.simulation.sleeping import KINDS, sleep_case
@@ -55,7 +56,7 @@ def what_is_told_again_has_the_time_of_then(patch: Patch) -> None:
     def step(state: Any, event: Any) -> Any:
         return real(state._replace(watched_ns=0), event)
 
-    patch.setattr("engine.core.coordinator.orders.step", step)
+    patch.setattr("engine.core.protocol.orders.step", step)
 
 
 def a_late_look_counts_whole(patch: Patch) -> None:

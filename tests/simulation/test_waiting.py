@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Exclusion
-from engine.core.membership import requests, transitions
-from engine.core.membership.state import Phase, State
-from engine.core.membership.verdicts import all_inventoried, new_epoch
+from engine.core.protocol import transitions
+from engine.core.protocol import transitions as requests
+from engine.core.protocol.state import Phase, State
+from engine.core.protocol.verdicts import all_inventoried, new_epoch
 from tests.simulation import actions, plans
 from tests.simulation.case import Case, Fault
 from tests.simulation.compiled import HEAL

@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.core import messages
-from engine.core.checkpoints.manifest import Part
-from engine.core.checkpoints.part_messages import KeptMessage
-from engine.core.membership.standstill import LEAST_QUIET_NS
+from engine.core.checkpoint_rules import KeptMessage
+from engine.core.manifest import Part
 from engine.core.message_codec import ToWorker
+from engine.core.messages import NextGroupMessage
 from engine.core.ownership import Ownership, Slot
-from engine.core.process_messages import NextGroupMessage
-from engine.core.recovery.plan_messages import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage
-from engine.core.worker import inputs, outputs
-from engine.core.worker.inbox import Inbox, arrived, taken
+from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage
+from engine.core.protocol.state import LEAST_QUIET_NS
+from engine.core.worker import inputs
+from engine.core.worker import state as outputs
+from engine.core.worker.inputs import Inbox, arrived, taken
 from engine.core.worker.machine import step
 from engine.core.worker.state import Mode, WorkerState
 from tests.simulation.actions import take_arrived
@@ -84,7 +85,7 @@ class Worker(Joining):
         if self.puts_off(self.told, message):
             return
         if isinstance(message, PrepareMessage | NextGroupMessage):
-            self.feed(inputs.Told(message))
+            self.feed(inputs.ProtocolMessage(message))
             return
         if isinstance(message, messages.PartitionMessage | messages.BorderMessage):
             self.joins(message)
@@ -117,7 +118,7 @@ class Worker(Joining):
             self.feed(self.answers.pop(0))
             return True
         message, self.mail = taken(mail)
-        self.answer(inputs.Told(message))
+        self.answer(inputs.ProtocolMessage(message))
         return True
 
     def answer(self, given: inputs.Input) -> None:
@@ -171,7 +172,7 @@ class Worker(Joining):
 
     # Outputs
 
-    def say(self, output: outputs.Say) -> Answer:
+    def say(self, output: outputs.SendMessage) -> Answer:
         """Sends a message."""
         point = _SAID.get(type(output.message))
         self.world.say(self.number, output.message)
@@ -191,7 +192,7 @@ class Worker(Joining):
         if self.number not in self.world.members:
             self.world.turns.add("waiting worker becomes a member")
         self.world.judge.inventoried(self, self.holds)
-        return inputs.Counted(self.holds, self.ownership.grid.places(read(self.holds).whole))
+        return inputs.InventoryCounted(self.holds, self.ownership.grid.places(read(self.holds).whole))
 
     def begin_at(self, output: outputs.BeginAt) -> Answer:
         """Goes on to this step."""
@@ -278,7 +279,9 @@ class Worker(Joining):
         """Tells the machine that this worker has joined."""
         waits = self.number not in self.world.members
         how = {"waits": waits, "joins": self.world.is_eager(self.number)}
-        self.feed(inputs.Built(self.number, self.ownership, self.case.validate_every, bool(self.case.hosts), **how))
+        self.feed(
+            inputs.StagesBuilt(self.number, self.ownership, self.case.validate_every, bool(self.case.hosts), **how)
+        )
         if waits:
             self.come_to("waiting")
 
@@ -485,7 +488,7 @@ _MOST_ATTEMPTS = 1000
 _INTERRUPTIBLE = outputs.Run | outputs.Validate
 _SAID = {InventoryMessage: "inventoried", PlannedMessage: "planned"}
 _DO: dict[type[outputs.Output], Callable[[Worker, Any], Answer]] = {
-    outputs.Say: Worker.say,
+    outputs.SendMessage: Worker.say,
     outputs.MarkPhase: Worker.mark,
     outputs.BeginAt: Worker.begin_at,
     outputs.CountHeld: Worker.count,

@@ -13,23 +13,28 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from engine.core import messages
-from engine.core.checkpoints import gathering
-from engine.core.checkpoints.gathering import Gathering, GivenUp, Whole
-from engine.core.checkpoints.manifest import LayerHash
-from engine.core.checkpoints.part_messages import KeptMessage
-from engine.core.coordinator import inputs, outputs
-from engine.core.coordinator.state import begin
-from engine.core.elastic.rebalancing import Rebalancing
-from engine.core.elastic.wishes import wish
-from engine.core.membership.events import Cramped, Heard, LeaseExpired, Notice, Restarted, TakenOver, Wanted
-from engine.core.membership.state import Options, Phase, State
-from engine.core.membership.state import begin as first_membership
+from engine.core import checkpoint_rules, messages
+from engine.core.checkpoint_rules import AbandonedCheckpoint, CompleteCheckpoint, Gathering, KeptMessage
+from engine.core.manifest import LayerHash
 from engine.core.message_codec import ToAgent, ToWorker
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
-from engine.core.recovery.plan_messages import InventoryMessage, PlannedMessage, PreparedMessage
-from engine.core.recovery.vote import VoteMessage
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.ballot import VoteMessage
+from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
+from engine.core.program.schedules import SCHEDULES
+from engine.core.protocol import inputs_outputs
+from engine.core.protocol.coordinator_state import begin
+from engine.core.protocol.events import (
+    JobRestart,
+    LeaseExpired,
+    MemoryShortage,
+    Notice,
+    Takeover,
+    WantedOwners,
+    WorkerWord,
+)
+from engine.core.protocol.state import Options, Phase, State
+from engine.core.protocol.state import begin as first_membership
+from engine.core.protocol.wishes import Rebalancing, wish
 from tests.simulation.case import CRAMP, LINK_KINDS, MOVE, SHORT, SHORT_US, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.coordinator import Coordinator, job_of, taken_over
@@ -179,7 +184,7 @@ class World:
             self.push(MS, self._restarted)
             return
         self.is_restarting = False
-        self.coordinator.take(Restarted)
+        self.coordinator.take(JobRestart)
         self._start()
 
     @property
@@ -250,8 +255,8 @@ class World:
             return
         for worker in self.workers:
             if worker.alive and not worker.paused:
-                self.coordinator.take(Heard, worker.number, worker.heartbeat(), self.node_of(worker.number))
-        self.coordinator.take(inputs.Passed)
+                self.coordinator.take(WorkerWord, worker.number, worker.heartbeat(), self.node_of(worker.number))
+        self.coordinator.take(inputs_outputs.ClockTick)
         if (
             self.membership.look
             or self.now < self.links.until
@@ -261,7 +266,7 @@ class World:
 
     def _passes(self) -> None:
         """Shows the coordinator the time that a leaving worker has left."""
-        self.coordinator.take(inputs.Passed)
+        self.coordinator.take(inputs_outputs.ClockTick)
 
     # The policy
 
@@ -278,7 +283,7 @@ class World:
         self.asked, _, wanted = wish(self.asked, self.job, self.membership, self.now)
         if wanted is not None:
             self.turns.add(ASKED)
-            self.coordinator.take(Wanted, wanted.owners, wanted.why)
+            self.coordinator.take(WantedOwners, wanted.owners, wanted.why)
 
     # Coordinators
 
@@ -297,19 +302,21 @@ class World:
         self.turns.add("another coordinator takes over")
         self.coordinator = taken_over(self)
         self.reached = 0
-        self.coordinator.take(TakenOver)
+        self.coordinator.take(Takeover)
         for number, code in self.ended.items():
-            self.coordinator.take(inputs.Ended, number, code)
+            self.coordinator.take(inputs_outputs.ProcessExit, number, code)
         for number in sorted(self.said_ready):
-            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), self.node_of(number))
+            self.coordinator.take(
+                WorkerWord, number, messages.WaitingMessage(self.is_eager(number)), self.node_of(number)
+            )
         unheard, self.unheard = self.unheard, []
         for number, message in unheard:
             self._hear(number, message, self.starts)
         if self.membership.phase is Phase.FORMING:
             for number, message in self.told_early:
-                self.coordinator.take(Heard, number, message, self.node_of(number))
+                self.coordinator.take(WorkerWord, number, message, self.node_of(number))
 
-    def stop(self, why: outputs.Stop) -> None:
+    def stop(self, why: inputs_outputs.Stop) -> None:
         """Ends the run."""
         self.coordinator.alive = False
         self.is_stopped = True
@@ -343,23 +350,23 @@ class World:
         if not self.coordinator.alive:
             return
         self.note(WORDS.get(type(message), OTHER), number)
-        self.coordinator.take(Heard, number, message, self.node_of(number))
+        self.coordinator.take(WorkerWord, number, message, self.node_of(number))
 
     def await_parts(self, told: ToWorker) -> None:
         """Awaits the parts of a checkpoint, if a message orders one; its hashes agree. A stage counts as a layer."""
-        self.gathering = gathering.order(self.gathering, told, self.membership.committed)
+        self.gathering = checkpoint_rules.order(self.gathering, told, self.membership.committed)
         if self.membership.committed in self.gathering.pending:
             layers = tuple(LayerHash(stage, "", "") for stage in range(self.case.stages))
-            self.gathering, settled = gathering.close(self.gathering, self.membership.committed, layers)
+            self.gathering, settled = checkpoint_rules.close(self.gathering, self.membership.committed, layers)
             self._settle(settled)
 
     def _part_came(self, number: int, told: KeptMessage) -> None:
         if number not in self.membership.out:
-            self.gathering, settled = gathering.add_part(self.gathering, told.step, told.part)
+            self.gathering, settled = checkpoint_rules.add_part(self.gathering, told.step, told.part)
             self._settle(settled)
 
-    def _settle(self, settled: Iterable[Whole | GivenUp]) -> None:
-        self.whole.update(each.step for each in settled if isinstance(each, Whole))
+    def _settle(self, settled: Iterable[CompleteCheckpoint | AbandonedCheckpoint]) -> None:
+        self.whole.update(each.step for each in settled if isinstance(each, CompleteCheckpoint))
 
     def note(self, *numbers: int) -> None:
         """Adds to the hash of the history."""
@@ -431,9 +438,9 @@ class World:
                 self.push(after * MS, self._passes)
         elif fault.kind == MOVE:
             self.wished = self.wanted(fault.length)
-            self.coordinator.take(Wanted, self.wished, "a test")
+            self.coordinator.take(WantedOwners, self.wished, "a test")
         elif fault.kind == CRAMP:
-            self.coordinator.take(Cramped, self.cramped(fault.length))
+            self.coordinator.take(MemoryShortage, self.cramped(fault.length))
 
     def cramped(self, number: int) -> dict[int, str]:
         """Returns the workers with too little memory of a number, also those that are members; none of some numbers."""
@@ -469,9 +476,11 @@ class World:
             return
         self.note(_ENDED, number)
         self.ended[number] = code
-        self.coordinator.take(inputs.Ended, number, code)
+        self.coordinator.take(inputs_outputs.ProcessExit, number, code)
         if number in self.said_ready and self.case.seed % 2:  # its word comes again, and late
-            self.coordinator.take(Heard, number, messages.WaitingMessage(self.is_eager(number)), self.node_of(number))
+            self.coordinator.take(
+                WorkerWord, number, messages.WaitingMessage(self.is_eager(number)), self.node_of(number)
+            )
 
     def node_of(self, number: int) -> str:
         """Returns the host of a worker."""

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from engine.core.checkpoints.part_file import joined_buffers
-from engine.core.checks.purity import EITHER
-from engine.core.checks.trajectory import NO_MARKS, TensorMarks, TrajectoryRow
+from engine.core.checks.trajectory import EITHER, NO_MARKS, TensorMarks, TrajectoryRow
 from engine.core.errors import ReplicasDifferError
+from engine.core.manifest import joined_buffers
 
 AuditMarks = Sequence[Sequence[str]]  # (name, digest of this tensor and all before it) of each tensor
 LayerHashes = Mapping[int, tuple[str, str]]  # layer -> (weights and optimizer state, buffers)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from engine.core.checks.expectations import Check, verdict
 from engine.core.errors import ExitCode
-from engine.core.history.verdict_records import Result
+from engine.core.history.process_records import Result
 
 Failure = Literal["", "threshold", "mismatch", "no_recovery", "hang"]
 

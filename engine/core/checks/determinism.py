@@ -1,6 +1,6 @@
 """What a worker sets before it builds the model, so that the same operations give the same bits each time.
 
-Rules: this list is the only one. A worker carries it out as it stands here (`engine/runtime/device/determinism.py`),
+Rules: this list is the only one. A worker carries it out as it stands here (`engine/runtime/device/device.py`),
 and `bamboo run --explain` prints it. What no library promises stands here too, with what bamboo does about it.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.core.config.job import Job
 from engine.core.errors import Problem
+from engine.core.job.job import Job
 
 
 class Setting(NamedTuple):

@@ -9,25 +9,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from math import inf
+from typing import Any, Literal, TypeVar
 
-from engine.core.checks.recovery_log import recoveries
-from engine.core.checks.recovery_times import Recovery
+from engine.core.action import Op
+from engine.core.checks.recoveries import Recovery, Stall, quantile, recoveries
 from engine.core.checks.samples import miscounted
-from engine.core.checks.stall import Stall, quantile
-from engine.core.config.job import Job
-from engine.core.duration import duration_text
 from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
-from engine.core.faults.fault import WHOLE_AFTERWARDS, At, Fault
-from engine.core.faults.fault_kind import FaultKind
+from engine.core.faults.fault import (
+    AT_ONCE,
+    LOSES_A_HOST,
+    WHOLE_AFTERWARDS,
+    At,
+    Fault,
+    FaultKind,
+    HostFault,
+    slot_owner,
+)
 from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
-from engine.core.history.gaps import left_out_steps
-from engine.core.history.process_records import ExitRecord, FailedRecord
-from engine.core.history.record import StampedRecord
-from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import CommitRecord, ConfirmedRecord, EpochRecord, FaultRecord, NoticeRecord
-from engine.core.history.verdict_records import ComparisonRecord, Result
-from engine.core.texts import counted
+from engine.core.history.process_records import (
+    ComparisonRecord,
+    ExitRecord,
+    FailedRecord,
+    HostRecord,
+    RestartRecord,
+    Result,
+    ResumedRecord,
+    StartedRecord,
+)
+from engine.core.history.run_history import RunHistory, left_out_steps
+from engine.core.history.run_records import (
+    AGENT,
+    ActionRecord,
+    CommitRecord,
+    ConfirmedRecord,
+    EpochRecord,
+    FaultRecord,
+    NoticeRecord,
+    StampedRecord,
+)
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
+from engine.core.texts import counted, numbered
+from engine.core.units import duration_text
 
 S = TypeVar("S", bound=StampedRecord)
 
@@ -51,7 +75,7 @@ class Check:
 
 
 @dataclass(frozen=True)  # without slots, which a cached property cannot have
-class Observed:
+class Observation:
     """A run that has ended: its exit code, error and history, the comparison with its twin, the leftovers.
 
     `twin` is an error if the twin failed. `twin` and `leftovers` are None if they were not checked. Only events since
@@ -84,7 +108,7 @@ class Observed:
 
 
 def check(
-    expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
+    expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observation
 ) -> tuple[Check, ...]:
     """Returns a check for each expectation; the first one is that the faults struck, if there are any."""
     found = seen.recoveries
@@ -118,7 +142,7 @@ def verdict(checks: Sequence[Check]) -> Result:
     return "failed" if "failed" in results else "passed" if results <= {"passed"} else "invalid"
 
 
-def decided(checks: Sequence[Check], seen: Observed) -> tuple[Check, ...]:
+def decided(checks: Sequence[Check], seen: Observation) -> tuple[Check, ...]:
     """Returns the checks after a signal to the run or its twin: a check that it left undecided is not judged.
 
     A failed check is decided. If only the twin was interrupted, a passed one is too. If the run was, only the strikes
@@ -136,7 +160,7 @@ def decided(checks: Sequence[Check], seen: Observed) -> tuple[Check, ...]:
     return tuple(map(judged, checks))
 
 
-def exit_code(checks: Sequence[Check], seen: Observed) -> ExitCode:
+def exit_code(checks: Sequence[Check], seen: Observation) -> ExitCode:
     """Returns the exit code of a case."""
     outcome = next(each.result for each in checks if each.name == "outcome")
     if outcome == "invalid":
@@ -164,7 +188,7 @@ def _first(texts: Sequence[str]) -> str:
     return texts[0] + (f", and {len(texts) - 1} more" if len(texts) > 1 else "") if texts else ""
 
 
-def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
+def _struck(faults: Sequence[Fault], seen: Observation) -> Check:
     """Checks that every fault struck all its victims and that its effect was seen."""
     wrong = [why for fault in faults if (why := why_not_struck(fault, seen))]
     text = "; ".join(wrong) or (f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck")
@@ -174,7 +198,7 @@ def _struck(faults: Sequence[Fault], seen: Observed) -> Check:
     return Check("faults", "invalid" if wrong else "passed", text)
 
 
-def why_not_struck(fault: Fault, seen: Observed) -> str:
+def why_not_struck(fault: Fault, seen: Observation) -> str:
     """Returns why a fault proves nothing: it struck too few victims, or its effect was not seen; else an empty text."""
     victims = {each.of for each in seen.strikes(fault)}
     if not victims:
@@ -186,7 +210,7 @@ def why_not_struck(fault: Fault, seen: Observed) -> str:
     return ""
 
 
-def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> str:
+def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observation) -> str:
     """Returns why a run cannot be compared with its twin, or has no need to; empty if it must be compared."""
     if seen.exit_code in BY_SIGNAL:
         return _INTERRUPTED
@@ -197,7 +221,7 @@ def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observed) -> str:
     return "no fault struck" if faults and not any(map(seen.strikes, faults)) else ""
 
 
-def _outcome(expect: Expect, seen: Observed) -> Check:
+def _outcome(expect: Expect, seen: Observation) -> Check:
     why = f": {seen.error.splitlines()[0]}" if seen.error else ""
     if seen.exit_code in BY_SIGNAL:
         return Check("outcome", "invalid", _INTERRUPTED)
@@ -214,7 +238,7 @@ def _with_notice(outcome: str, notice: str) -> str:
     return f"{outcome} ({notice})" if notice else outcome
 
 
-def _trajectory(expected: Agreement, seen: Observed) -> Check:
+def _trajectory(expected: Agreement, seen: Observation) -> Check:
     """Checks that no hash differs; `identical` also needs the last commit of a finished run in the comparison."""
     found = seen.twin
     if not isinstance(found, ComparisonRecord):
@@ -231,7 +255,7 @@ def _trajectory(expected: Agreement, seen: Observed) -> Check:
 
 
 def _culprit(
-    expected: Literal["exact", "nobody"], faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observed
+    expected: Literal["exact", "nobody"], faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observation
 ) -> Check:
     """Checks that each excluded worker was struck, and that each victim of a fault that ends a worker was excluded."""
     struck = {each.of for each in seen.of(FaultRecord)} if expected == "exact" else set()
@@ -248,7 +272,7 @@ def _culprit(
     return _judged("culprit", not wrong, _first(wrong) or f"put out: {named}")
 
 
-def _leftovers(seen: Observed) -> Check:
+def _leftovers(seen: Observation) -> Check:
     if seen.leftovers is None:
         return Check("leftovers", "invalid", "not checked")
     return _judged("leftovers", not seen.leftovers, _first(seen.leftovers) or "none")
@@ -278,3 +302,221 @@ def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
 
 def _within(name: str, taken_ns: int, limit_ns: int) -> Check:
     return _judged(name, taken_ns <= limit_ns, f"{taken_ns / 1e6:.1f} ms, {duration_text(limit_ns)} at most")
+
+
+# Checks of a run whose hosts were struck: one epoch for each host lost, the other processes go on, who ended how.
+#
+# Rules: as in `expectations`: a fault that did not strike, or whose effect was not seen, makes the case invalid. The
+# times of strikes and ends were taken outside of the hosts, by one clock.
+
+_KILLED = -9  # by SIGKILL
+# A member of etcd that is cut off may lead for two election timeouts, and answers renewals meanwhile. The next leader
+# begins all leases afresh, later than that, so the last answered renewal still tells when a lease could expire.
+_STILL_LEADS_NS = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class HostStrike:
+    """A fault has struck host `node` in `step`, with `workers` on it at that time.
+
+    `ended_ns` is the time from the strike until the struck processes had ended; None if they were not seen to end.
+    `spare_ns` is the time from then until the lease of a host that was cut off could expire, None if it is not known.
+    """
+
+    fault: HostFault
+    node: str
+    step: int
+    at_ns: int
+    workers: tuple[int, ...]
+    ended_ns: int | None = None
+    spare_ns: int | None = None
+
+    @property
+    def loses_host(self) -> bool:
+        """Whether the run loses the host by it."""
+        return self.fault.do in LOSES_A_HOST
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The workers that are lost by it."""
+        if self.fault.do == "kill-worker" and self.fault.worker is not None:
+            return (self.fault.worker,)
+        return self.workers if self.loses_host else ()
+
+    def records(self) -> Iterator[FaultRecord | ConfirmedRecord]:
+        """Yields the records of the strike: one for each worker that is lost, and one for its effect."""
+        told: dict[str, Any] = {"worker": AGENT, "at_ns": self.at_ns, "fault": self.fault.id}
+        for worker in self.lost:
+            yield FaultRecord(**told, do=self.fault.do, step=self.step, of=worker, slot=None)
+        if self.ended_ns is not None:
+            told["at_ns"] += self.ended_ns
+            yield ConfirmedRecord(**told, how=f"{self.fault.do} {self.node}, from outside")
+
+
+def host_checks(
+    faults: Sequence[HostFault],
+    strikes: Sequence[HostStrike],
+    codes: Mapping[str, int],
+    history: RunHistory,
+    lease_ns: int,
+) -> tuple[Check, ...]:
+    """Returns the checks of what was struck; `codes` are the exit codes of the agents, by host."""
+    checks = [_struck_hosts(faults, strikes), _epochs(strikes, history), _processes(strikes, history)]
+    checks.append(_agents(strikes, codes))
+    cut = [each for each in strikes if each.fault.do == "cut-host"]
+    return (*checks, *([_lease(cut, lease_ns)] if cut else []))
+
+
+def _judged_hosts(name: str, wrong: Sequence[str], text: str) -> Check:
+    return Check(name, "failed" if wrong else "passed", "; ".join(wrong) or text)
+
+
+def _struck_hosts(faults: Sequence[HostFault], strikes: Sequence[HostStrike]) -> Check:
+    by_id = {each.fault.id: each for each in strikes}
+    wrong = [f"{each.id} did not strike ({each})" for each in faults if each.id not in by_id]
+    wrong += [f"{each.fault.id} struck, but its effect was not seen" for each in strikes if each.ended_ns is None]
+    told = ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in strikes)
+    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or told)
+
+
+def _epochs(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
+    """Checks that each host lost is one epoch, whose verdict names its workers and no other."""
+    found = [sorted(out.worker for out in each.verdict if out.is_loss) for each in history.of(EpochRecord)]
+    found = [each for each in found if each]
+    wanted = [sorted(each.lost) for each in strikes if each.lost]
+    wrong = [f"no epoch puts out {_named(each)}" for each in wanted if each not in found]
+    wrong += [f"an epoch puts out {_named(each)}, which no fault did" for each in found if each not in wanted]
+    wrong += [f"{counted(len(found), 'epoch')} for {counted(len(wanted), 'loss', 'losses')}"] * (
+        len(found) != len(wanted) and not wrong
+    )
+    text = ", then ".join(f"one epoch puts out {_named(each)}" for each in found)
+    return _judged_hosts("epochs", wrong, text or "no epoch puts out a worker")
+
+
+def _processes(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
+    """Checks that the workers that were not struck are the same processes from the start to the end."""
+    started: dict[int, set[tuple[str, int]]] = {}
+    for each in history.of(StartedRecord):
+        started.setdefault(each.of, set()).add((each.node, each.child))
+    wrong = [f"worker {of} was {len(found)} processes" for of, found in sorted(started.items()) if len(found) > 1]
+    wrong += ["all workers were started again"] * bool(history.of(RestartRecord))
+    lost = {worker for each in strikes for worker in each.lost}
+    return _judged_hosts(
+        "processes", wrong, f"{len(started.keys() - lost)} of {len(started)} workers went on as they were"
+    )
+
+
+def _agents(strikes: Sequence[HostStrike], codes: Mapping[str, int]) -> Check:
+    """Checks that the agents of struck hosts ended as they have to, and all others with one code."""
+    due: dict[str, int] = {}
+    for each in strikes:
+        if each.loses_host:
+            due[each.node] = int(ExitCode.FENCED) if each.fault.do == "cut-host" else _KILLED
+    wrong = [
+        f"the agent of {node} ended with {codes.get(node)}, not {code}"
+        for node, code in due.items()
+        if codes.get(node) != code
+    ]
+    others = {node: code for node, code in codes.items() if node not in due}
+    if len(set(others.values())) > 1:
+        wrong.append("agents ended with several codes: " + ", ".join(f"{node} {code}" for node, code in others.items()))
+    told = [f"{node} with {code}" for node, code in {**others, **due}.items()]
+    return _judged_hosts("agents", wrong, ", ".join(told))
+
+
+def _lease(cut: Sequence[HostStrike], lease_ns: int) -> Check:
+    """Checks that the workers of hosts that were cut off had ended when their leases could expire."""
+    wrong: list[str] = []
+    told: list[str] = []
+    for each in cut:
+        if each.ended_ns is None or each.spare_ns is None:
+            wrong.append(f"it is not known when the workers of {each.node} had ended, or when its lease could expire")
+            continue
+        is_late = each.ended_ns > lease_ns + _STILL_LEADS_NS or each.spare_ns <= 0
+        text = f"the workers of {each.node} had ended {each.ended_ns / 1e9:.3f} s after the cut"
+        text += (
+            f", {abs(each.spare_ns) / 1e9:.3f} s {'after' if each.spare_ns <= 0 else 'before'} its lease could expire"
+        )
+        (wrong if is_late else told).append(text)
+    return _judged_hosts("lease", wrong, "; ".join(told))
+
+
+def _named(workers: Sequence[int]) -> str:
+    return numbered("worker", workers, " and ")
+
+
+# Checks in the victim's records that a fault struck at the action that its scenario names.
+#
+# Rules: with `after`, the named action is the victim's last record before the strike. With `before` and `during`, it is
+# the action before the named one in the victim's program. A victim that ends at once records no later action, except
+# the action during which it was struck. A recovery changes the program, so from then on only the named action is
+# checked. The records of a victim on another host are there, and the time of a strike by another host is not that of
+# this one: then counts what the victim has told of its last action.
+
+
+def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> Iterator[Check]:
+    """Yields the check that every fault with a named action struck the owner of the slot at that action.
+
+    There is none if no such fault struck.
+    """
+    by_id = {fault.id: fault for fault in faults}
+    wrong: list[str] = []
+    number = 0
+    for strike in history.of(FaultRecord):
+        fault = by_id.get(strike.fault)
+        if fault is None or not isinstance(fault.moment, At):
+            continue
+        victim = slot_owner(fault.moment.action)
+        if victim not in fault.victims or strike.slot != (victim.pipeline, victim.stage):
+            continue  # a further victim: only the owner is at the named action
+        number += 1
+        wrong += _misses(job, fault, fault.moment, strike, history)
+    text = wrong[0] if wrong else f"{number} struck where the scenario says"
+    if number:
+        yield Check("precision", "failed" if wrong else "passed", text)
+
+
+def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: RunHistory) -> Iterator[str]:
+    mine = [each for each in history.of(ActionRecord) if each.worker == strike.of]
+    mine.sort(key=lambda each: each.end_ns)
+    before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
+    if strike.node and (strike.node, strike.pid) not in [(each.node, each.pid) for each in history.of(HostRecord)]:
+        mine, before = [], [(strike.done_step, strike.done)] if strike.done else []
+    restarts = (*history.of(RestartRecord), *history.of(ResumedRecord))
+    until_ns = min(
+        (each.at_ns for each in restarts if each.at_ns >= strike.at_ns), default=inf
+    )  # then another process goes on as this worker
+    later = [(each.step, each.action) for each in mine if strike.at_ns < each.end_ns <= until_ns]
+    named = (moment.step, str(moment.action))
+    victim = f"{fault.id}: worker {strike.of}"
+    last = before[-1] if before else None
+    if moment.when == "after" and moment.action.op is not Op.CHECKPOINT:
+        if last != named:
+            yield f"{victim} was to be struck after {_text(named)}, and had done {_text(last)} last"
+    else:
+        is_first = not any(each.epoch > 1 and each.at_ns <= strike.at_ns for each in history.epochs)
+        expected = _previous(job, moment, strike.of) if is_first else None
+        if named in before or (is_first and last != expected):
+            yield (
+                f"{victim} was to be struck {moment.when} {_text(named)}, and had done {_text(last)} last"
+                + (f" instead of {_text(expected)}" if is_first else "")
+            )
+    allowed = [named] if moment.when == "during" else []
+    if fault.do in AT_ONCE and later not in ([], allowed):
+        yield f"{victim} was struck {moment.when} {_text(named)}, and went on to {_text(later[-1])}"
+
+
+def _previous(job: Job, moment: At, worker: int) -> tuple[int, str] | None:
+    """Returns (step, action) before the named one in a worker's program; it may be in the step before."""
+    program, _ = initial_program(job)
+    own = [str(action) for action in program[worker]]
+    if moment.action.op is Op.CHECKPOINT:  # behind the last action of its step, and itself no record
+        return moment.step, own[-1]
+    place = own.index(str(moment.action))
+    if place:
+        return moment.step, own[place - 1]
+    return (moment.step - 1, own[-1]) if moment.step else None
+
+
+def _text(at: tuple[int, str] | None) -> str:
+    return f"{at[1]} of step {at[0]}" if at else "nothing"

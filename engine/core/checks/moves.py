@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise, takewhile
 from statistics import median
 
-from engine.core.history.elastic_records import CrampedRecord, PaceRecord, PolicyRecord
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import EpochRecord, MovedRecord
+from engine.core.history.run_records import CrampedRecord, EpochRecord, MovedRecord, PaceRecord, PolicyRecord
 from engine.core.ownership import Slot, by_slot
 from engine.core.texts import size_text, spans
 

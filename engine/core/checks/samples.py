@@ -20,16 +20,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from engine.core.action import OP_TABLE, Action, Op
-from engine.core.config.job import Job
+from engine.core.action import OP_TABLE, Action, Op, OpRow
 from engine.core.errors import ensure
-from engine.core.history.gaps import left_out_steps
 from engine.core.history.process_records import ResumedRecord
-from engine.core.history.run_history import RunHistory
-from engine.core.history.step_files import done_in, span_of
-from engine.core.op_row import OpRow
+from engine.core.history.record_lines import done_in, span_of
+from engine.core.history.run_history import RunHistory, left_out_steps
+from engine.core.job.job import Job
 from engine.core.ownership import Slot
-from engine.core.program.stream_pass import is_streamed
+from engine.core.program.passes import is_streamed
 from engine.core.value import Kind
 
 
@@ -70,7 +68,7 @@ class DoneAction(NamedTuple):
     action: Action
 
 
-class Lives(NamedTuple):
+class RunLives(NamedTuple):
     """The times at which a run went on from a checkpoint, with its step, and those of the verdicts on workers."""
 
     resumed: Sequence[tuple[int, int]]
@@ -110,7 +108,7 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
     commits = zip(history.commits.steps, history.commits.at_ns, strict=True)
     committed = {step for step, at_ns in commits if at_ns >= since_ns}
     committed.difference_update(*(range(first, last + 1) for first, last in left_out_steps(history)))
-    lives = Lives(
+    lives = RunLives(
         [(each.at_ns, each.step) for each in history.of(ResumedRecord)],
         [(epoch.at_ns, out.worker) for epoch in history.epochs for out in epoch.verdict],
     )
@@ -137,7 +135,7 @@ def _in_ranges(history: RunHistory) -> Iterator[tuple[int, Iterator[DoneAction]]
         )
 
 
-def miscounted_in(steps: set[int], done: Iterable[DoneAction], lives: Lives, job: Job) -> list[str]:
+def miscounted_in(steps: set[int], done: Iterable[DoneAction], lives: RunLives, job: Job) -> list[str]:
     """Returns one sentence for each slot and microbatch that these actions did not count once in these steps."""
     entries: dict[tuple[int, Slot], list[DoneAction]] = defaultdict(list)
     for each in done:

@@ -7,11 +7,11 @@ their `repr`: it differs for any two floats, and nan equals nan.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from engine.core.errors import ensure
-from engine.core.history.verdict_records import DATA_PART, Difference
+from engine.core.errors import Problem, ReplicasDifferError, UserError, ensure
+from engine.core.history.process_records import DATA_PART, Difference
 
 MARK_DIGITS = 8
 _HASH_DIGITS = 12  # of a hash in a message
@@ -109,3 +109,133 @@ def _by_key(rows: Iterable[TrajectoryRow]) -> _Rows:
         ensure(key not in by_key, f"two rows for step {row.step}, layer {row.layer}")
         by_key[key] = row
     return by_key
+
+
+# The data that workers load: the same microbatch has the same bits, whichever worker loads it, and whenever.
+#
+# The first stage loads inputs and the last stage loads targets, each on its own. They belong together only if the
+# source gives both the same microbatch. So each worker tells the mark of each whole microbatch with its vote, also of
+# one that it loads again in a recovery, and the marks are compared before the step is committed.
+#
+# Rule: the marks of a step stay until its commit, also those of workers that die before it.
+
+LoadedMarks = Mapping[int, str]  # microbatch -> its mark: `MARK_DIGITS` of its inputs, then of its targets
+SEE = "or give --no-check-pure; docs/what-a-layer-may-do.md says more"
+
+
+def impure_data(source: str, found: str) -> Problem:
+    """Returns the problem of a source of data; `found` says which microbatch differs, and how."""
+    hint = (
+        "inputs and targets would not belong together: give a data set that draws in __getitem__ as indexed(..., "
+        "draws=True) (docs/data.md), draw in another source from keyed_generator(seed, step, pipeline, microbatch) of "
+        f"engine.models.data, and keep no counter, iterator, file position or buffer between two calls, {SEE}"
+    )
+    return Problem("data", "a microbatch with the same bits whenever it is loaded", f"{source}: {found}", hint)
+
+
+def another(source: str, name: str, marks: tuple[str, str], how: str) -> Problem:
+    """Returns the problem of a microbatch that has two different marks; `how` says between which loads."""
+    one, other = marks
+    places = {"inputs": slice(MARK_DIGITS), "targets": slice(MARK_DIGITS, None)}
+    parts = " and ".join(part for part, place in places.items() if one[place] != other[place])
+    return impure_data(source, f"the {parts} of {name} differ {how}")
+
+
+def named(microbatch: int, pipeline: int, step: int) -> str:
+    """Returns the name of a microbatch for messages."""
+    return f"microbatch {microbatch} of pipeline {pipeline} in step {step}"
+
+
+@dataclass(slots=True)
+class LoadedBook:
+    """The marks of one step at a time; `refuses` says whether a difference is an error."""
+
+    source: str
+    refuses: bool = True
+    _known: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # the first mark and its worker
+
+    def add(self, step: int, worker: int, pipeline: int, marks: LoadedMarks) -> None:
+        """Adds marks of a worker; raises UserError if another worker has told another mark of a microbatch."""
+        for microbatch, mark in marks.items():
+            known, first = self._known.setdefault((pipeline, microbatch), (mark, worker))
+            if known != mark and self.refuses:
+                name, how = named(microbatch, pipeline, step), f"between worker {first} and worker {worker}"
+                raise UserError([another(self.source, name, (known, mark), how)])
+
+    def close(self) -> list[tuple[str, str]]:
+        """Returns for each microbatch its name and a mark of it in `MARK_DIGITS`; begins the next step."""
+        known, self._known = self._known, {}
+        half = MARK_DIGITS // 2
+        return [
+            (f"microbatch {microbatch} of pipeline {pipeline}", mark[:half] + mark[MARK_DIGITS:][:half])
+            for (pipeline, microbatch), (mark, _) in sorted(known.items())
+        ]
+
+
+# Purity: a layer makes the same bits from the same inputs, weights and buffers, in any copy and in any process.
+#
+# Rules: each value that a layer makes has a mark, a digest of its bits. The same value, made again, must have the same
+# mark. A different mark is a mistake of the model's author: the state that made the difference is on no replica.
+
+DigestByName = Mapping[str, str]  # name of a value, such as "output of microbatch 0" -> digest of its bits
+
+INPUT = "input"  # the layer's input; if it differs, an earlier layer or the data is the cause
+DATA = "data"  # the source of data, in place of a layer's name
+EITHER = "Either may be the wrong one: a bit may have flipped in a memory or a processor"
+ONCE = "a difference that the next start does not show may be a flipped bit of this machine"
+OPTIMIZER = "optimizer "  # before the name of the optimizer, in place of a layer's name
+
+
+def impure_layer(name: str, found: str) -> Problem:
+    """Returns the problem of a layer; `found` says which value differs."""
+    hint = (
+        "no replica has what made the difference, so a failover would change the bits: keep state in buffers that "
+        f"forwards alone change, draw from torch's default generator, {SEE}; {ONCE}"
+    )
+    return Problem("model", "layers that make the same bits again", f"{name}: {found}", hint)
+
+
+def impure_optimizer(name: str, found: str) -> Problem:
+    """Returns the problem of an optimizer; `found` says which result differs, and when."""
+    hint = (
+        "no replica has what made the difference, so a failover would change the bits: keep all state in "
+        "`self.state` by parameter, as tensors and numbers; draw no random numbers; look at one parameter alone; "
+        f"--no-check-pure leaves out this check; {ONCE}"
+    )
+    return Problem("optimizer", "an optimizer that makes the same bits again", f"{name!r}: {found}", hint)
+
+
+def once_only(found: str) -> ReplicasDifferError:
+    """Returns the error of replicas that differ in one trial, and have the same bits in the next one."""
+    return ReplicasDifferError(
+        f"{found}; a second trial gives both the same bits. {EITHER}; an optimizer that keeps something outside of "
+        "`self.state` when it is first used would show the same"
+    )
+
+
+@dataclass(slots=True)
+class PurityBook:
+    """The marks of the layers that the workers have tried, and of the data that they have loaded from `source`."""
+
+    source: str = ""
+    # layer -> value -> the first worker that told it, and its mark
+    _first: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, worker: int, rows: Iterable[tuple[str, DigestByName]]) -> None:
+        """Adds a worker's marks of some layers; raises UserError if another worker has other marks for a layer."""
+        problems = []
+        for name, marks in rows:
+            known = self._first.setdefault(name, {})
+            first = {value: known.setdefault(value, (worker, mark)) for value, mark in marks.items()}
+            differing = (value for value, mark in marks.items() if first[value][1] != mark)
+            if (value := next(differing, INPUT)) != INPUT:
+                teller, mark = first[value]
+                how = f"between worker {teller} and worker {worker}"
+                if name.startswith(OPTIMIZER):
+                    problems.append(impure_optimizer(name.removeprefix(OPTIMIZER), f"its {value} differs {how}"))
+                elif name == DATA:
+                    problems.append(another(self.source, value, (mark, marks[value]), how))
+                else:
+                    problems.append(impure_layer(name, f"its {value} differs {how}"))
+        if problems:
+            raise UserError(problems)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from engine.core.action import ops_at
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
-from engine.core.config.job_wants import known_ownership
+from engine.core.action import Action, Op, StepPosition, ops_at
 from engine.core.errors import Problem, UserError
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker
 from engine.core.faults.scenario import Every, FaultSpec, Scenario, Target
-from engine.core.op_row import Stands
-from engine.core.ownership import Slot
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program, known_ownership
+from engine.core.ownership import Ownership, Slot
+from engine.core.program.build import build_program
+from engine.core.program.remaining_tasks import replayed
 from engine.core.random_key import random_key
 
 # Ops that each slot has in every step under any ownership; a transfer between two stages of one worker does not exist.
-_ALWAYS = ops_at(Stands.FORWARD, Stands.BACKWARD, Stands.REPLICA)
+_ALWAYS = ops_at(StepPosition.FORWARD, StepPosition.BACKWARD, StepPosition.REPLICA)
 
 
 def expand(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
@@ -178,3 +178,36 @@ def describe(faults: Sequence[Fault], job: Job) -> list[str]:
                 f"; {' and '.join(named)}, unless the {job.slot_noun}{' has' if len(named) == 1 else 's have'} moved"
             )
     return lines
+
+
+# The catch-up point of a recovery: the moment at which the heir has redone the work of the victim on a slot.
+#
+# Rule: the heir replays the backwards of the slot from the first microbatch on, unless a stream has brought some. It
+# has
+# caught up when the first of these moments comes:
+# - after the last backward that the victim had begun (the first one if it had begun none);
+# - with streams, before the next backward, because the stream may have brought the last one;
+# - before the COMMIT, because a slot whose backwards were all done is not replayed.
+
+
+def catch_up_points(job: Job, before: Ownership, slot: Slot, at: tuple[int, str], step: int) -> tuple[At, ...]:
+    """Returns the moments, of which the first to come is the catch-up point; none if the victim had not begun `step`.
+
+    `at` are the last step and action of the slot's owner under the ownership `before`.
+    """
+    pipeline, stage = slot
+    if at[0] != step or not at[1]:
+        return ()
+    backwards = [Action(stage, Op.B, microbatch, pipeline) for microbatch in range(job.microbatches)]
+    program = build_program(job.schedule, before, job.redundancy, log_every=job.log_every)
+    actions = program[before.owner(*slot)]
+    last = backwards[-1]  # the victim ran the plan of another recovery: this may be a little late
+    was_at = [position for position, action in enumerate(actions) if str(action) == at[1]]
+    if was_at:
+        last = [backwards[0], *replayed(backwards, actions[: was_at[0] + 1])][-1]
+    behind = backwards[last.microbatch + 1 : last.microbatch + 2] if job.log_every else []
+    return (
+        At(step, last, "after"),
+        *(At(step, each, "before") for each in behind),
+        At(step, Action(stage, Op.COMMIT, pipeline=pipeline), "before"),
+    )

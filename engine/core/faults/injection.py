@@ -12,32 +12,221 @@ before the end of the stop. A worker that has ended gives no sign and gets no si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from engine.core.action import Op
-from engine.core.checkpoints.keeping import writers
-from engine.core.faults.fault import After, At, Fault, RecoveryPhase, slot_owner, to_plain
-from engine.core.faults.fault_kind import Sign
-from engine.core.faults.injection_state import (
-    Injection,
-    InjectionOutput,
-    LateWork,
-    LookAtVictim,
-    RecordFault,
-    SendSignal,
-    StruckFault,
-    TellOfFault,
-    ToldMoment,
-    Victims,
-    find_victims,
+from engine.core.checkpoint_rules import writers
+from engine.core.faults.fault import (
+    AT_ONCE,
+    After,
+    At,
+    Fault,
+    FaultKind,
+    Owner,
+    Parameters,
+    Sign,
+    Victim,
+    Worker,
+    slot_owner,
+    to_plain,
 )
-from engine.core.history.run_records import UnconfirmedRecord
-from engine.core.membership.state import State
+from engine.core.history.process_records import RequestRecord
+from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord, HeirsRecord, UnconfirmedRecord
+from engine.core.job.job import Job
+from engine.core.message_codec import ToWorker
 from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
-from engine.core.ownership import Ownership, Slot
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.protocol.events import RecoveryPhase
+from engine.core.protocol.state import State
+from engine.core.protocol.verdicts import heirs
+
+# The state of fault injection: faults that wait, and those that have struck, with missing signs; and its outputs.
+
+
+Victims = tuple[tuple[int, Slot | None], ...]  # each worker with its slot
+
+
+class RecordFault(NamedTuple):
+    """The record is to be on disk before the next output is carried out."""
+
+    record: FaultRecord | ConfirmedRecord | UnconfirmedRecord
+
+
+class SendSignal(NamedTuple):
+    """A signal to a worker that lives, by its number."""
+
+    worker: int
+    number: int
+
+
+class LookAtVictim(NamedTuple):
+    """The state of a worker's process is to be read; `see_state` takes the answer."""
+
+    worker: int
+
+
+class AnnounceFault(NamedTuple):
+    """A message to a worker, or to every worker that lives."""
+
+    message: ToWorker
+    worker: int | None = None
+
+
+InjectionOutput = RecordFault | SendSignal | LookAtVictim | AnnounceFault
+
+
+class MomentReport(NamedTuple):
+    """A worker says that the moment of a fault has come; `done` is its last action, of `step`, empty for none."""
+
+    worker: int
+    step: int
+    done: str
+
+
+class StruckFault(NamedTuple):
+    """A fault that has struck: its epoch, its victims, the ownership before, and the victims without a sign."""
+
+    fault: Fault
+    kind: FaultKind
+    parameters: Parameters
+    epoch: int
+    victims: Victims
+    before: Ownership
+    missing: frozenset[int]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The victims without their slots."""
+        return tuple(worker for worker, _ in self.victims)
+
+    @property
+    def slot(self) -> Slot | None:
+        """The slot of the first victim."""
+        return next((slot for _, slot in self.victims), None)
+
+    def after(self, worker: int, sign: Sign, value: Any) -> StruckFault:
+        """Returns the fault after a sign at a worker, which may confirm it."""
+        if worker not in self.missing or not self.kind.shows(sign, value, self.parameters):
+            return self
+        return self._replace(missing=self.missing - {worker})
+
+    @property
+    def unconfirmed(self) -> UnconfirmedRecord | None:
+        """The record of the missing signs at the end of the run."""
+        if self.victims and not self.missing:
+            return None
+        who = ", ".join(f"worker {worker}" for worker in sorted(self.missing))
+        how = f"no sign of it was seen at {who}" if who else "there was no victim"
+        return UnconfirmedRecord(fault=self.fault.id, how=how)
+
+    def confirmed(self, sign: Sign, value: Any) -> ConfirmedRecord:
+        """Returns the record of the last missing sign."""
+        return ConfirmedRecord(fault=self.fault.id, how=f"{sign}: {value}")
+
+    def records(self, state: State, told: MomentReport | None = None) -> tuple[FaultRecord, ...]:
+        """Returns the records of the strike, one for each victim."""
+        fault, moment = self.fault, self.fault.moment
+        records = [
+            FaultRecord(fault=fault.id, do=fault.do, step=state.committed + 1, of=worker, slot=slot)
+            for worker, slot in self.victims
+        ]
+        if told is not None:
+            records = [
+                replace(each, done_step=told.step, done=told.done) if each.of == told.worker else each
+                for each in records
+            ]
+        if isinstance(moment, At):
+            action = str(moment.action)
+            return tuple(replace(each, step=moment.step, action=action, when=moment.when) for each in records)
+        return tuple(replace(each, after=moment.fault, phase=moment.phase) for each in records)
+
+
+class LateWork(NamedTuple):
+    """Work that is due at a time: the strike of a fault, by its id, or an output for a worker that lives."""
+
+    due_ns: int
+    work: str | SendSignal | LookAtVictim
+
+
+CatchUpPoints = Callable[[Job, Ownership, Slot, tuple[int, str], int], tuple[At, ...]]
+
+
+class Injection(NamedTuple):
+    """The faults of a run, and all that has happened to them; `catch_up` finds catch-up points, see `catch_up.py`."""
+
+    job: Job
+    kinds: Mapping[str, FaultKind]
+    catch_up: CatchUpPoints
+    waiting: tuple[Fault, ...]
+    scheduled: frozenset[str] = frozenset()  # waiting faults whose moment has come, but not the end of their delay
+    struck: tuple[StruckFault, ...] = ()
+    late: tuple[LateWork, ...] = ()
+    ended: frozenset[int] = frozenset()  # workers
+
+    @property
+    def grid(self) -> Grid:
+        """The slots of the job."""
+        return self.job.grid
+
+    @property
+    def due_ns(self) -> float:
+        """The time of the next late work."""
+        return min([each.due_ns for each in self.late], default=inf)
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The ids of all faults so far."""
+        return frozenset((*(each.id for each in self.waiting), *(each.fault.id for each in self.struck)))
+
+    def grace_ns(self, worker: int) -> int | None:
+        """Returns the grace that the latest fault with one gives to a worker; None without such a fault."""
+        found = [each.parameters.get("grace_ns") for each in self.struck if worker in each.workers]
+        return next((int(each) for each in reversed(found) if each is not None), None)
+
+    def has_struck(self, worker: int) -> bool:
+        """Returns whether a fault has struck a worker."""
+        return any(worker in each.workers for each in self.struck)
+
+
+def find_victims(
+    wanted: Iterable[Victim], grid: Grid, state: State, slot: Slot | None, struck: Collection[int]
+) -> Victims:
+    """Returns the victims, each worker once.
+
+    Args:
+        slot: the slot for which a role is meant, if there is one.
+        struck: the workers that the cause of the fault has struck, which may be dead without a verdict.
+    """
+    found = (_resolved(victim, grid, state, slot, struck) for victim in wanted)
+    return tuple(dict(each for each in found if each is not None).items())
+
+
+def _resolved(
+    victim: Victim, grid: Grid, state: State, slot: Slot | None, struck: Collection[int]
+) -> tuple[int, Slot | None] | None:
+    if isinstance(victim, Worker):
+        owned = Ownership(grid, state.owners).slots_of(victim.worker)
+        return victim.worker, next(iter(owned), None)
+    if isinstance(victim, Owner):
+        slot = (victim.pipeline, victim.stage)
+        return state.owners[grid.place(slot)], slot
+    if slot is None:
+        return None
+    place = grid.place(slot)
+    match victim.role:
+        case "recoverer":  # before the verdict: the worker that it would name
+            owner = state.owners[place]
+            return (heirs(state, struck).owners[place] if owner in struck else owner), slot
+        case "shadow":
+            return next(((worker, slot) for worker in state.shadows[place] if worker in state.members), None)
+        case "neighbour":
+            following = (slot[0], (slot[1] + 1) % grid.stages)
+            return state.owners[grid.place(following)], following
+
 
 _LOOK_EVERY_NS = 5_000_000  # between two looks at the state of a process
 
@@ -54,7 +243,7 @@ class Now(NamedTuple):
 def add(old: Injection, now: Now, faults: tuple[Fault, ...]) -> Moved:
     """Adds faults that were requested while the job runs; their ids are new."""
     message = ArmMessage(tuple(to_plain(fault) for fault in faults))
-    return old._replace(waiting=old.waiting + faults), (TellOfFault(message),)
+    return old._replace(waiting=old.waiting + faults), (AnnounceFault(message),)
 
 
 def reach(old: Injection, now: Now, phase: RecoveryPhase, epoch: int) -> Moved:
@@ -109,18 +298,18 @@ def arm_merged(old: Injection, now: Now, positions: Mapping[int, tuple[int, str]
         points = old.catch_up(old.job, cause.before, slot, at, state.committed + 1)
         if points:
             armed = tuple(to_plain(replace(fault, moment=point)) for point in points)
-            outputs += (TellOfFault(ArmMessage(armed), state.owners[old.grid.place(slot)]),)
+            outputs += (AnnounceFault(ArmMessage(armed), state.owners[old.grid.place(slot)]),)
         else:
             old, more = _schedule(old, now, [fault])
             outputs += more
     return old, outputs
 
 
-def strike(old: Injection, now: Now, fault_id: str, told: ToldMoment | None = None) -> Moved:
+def strike(old: Injection, now: Now, fault_id: str, told: MomentReport | None = None) -> Moved:
     """Records a fault and strikes all its victims; one that has struck before does not hold up the worker that told."""
     fault = next((each for each in old.waiting if each.id == fault_id), None)
     if fault is None:
-        return old, () if told is None else (TellOfFault(FiredMessage(fault_id), told.worker),)
+        return old, () if told is None else (AnnounceFault(FiredMessage(fault_id), told.worker),)
     state, kind = now.state, old.kinds[fault.do]
     victims = _victims(old, fault, state)
     before = Ownership(old.grid, state.owners, state.shadows)
@@ -133,7 +322,7 @@ def strike(old: Injection, now: Now, fault_id: str, told: ToldMoment | None = No
         if worker not in old.ended:
             new, more = _hit(new, now.now_ns, struck, worker, slot)
             outputs += more
-    outputs += (TellOfFault(FiredMessage(fault.id)),)
+    outputs += (AnnounceFault(FiredMessage(fault.id)),)
     new, more = _schedule(new, now, [each for each, cause in _after(new, None) if cause.fault.id == fault_id])
     return new, outputs + more
 
@@ -155,7 +344,7 @@ def _hit(old: Injection, now_ns: int, struck: StruckFault, worker: int, slot: Sl
     """Carries out a fault on one victim that lives."""
     if struck.kind.by == "worker":
         fault = struck.fault
-        return old, (TellOfFault(InflictMessage(fault.id, fault.do, dict(struck.parameters), slot), worker),)
+        return old, (AnnounceFault(InflictMessage(fault.id, fault.do, dict(struck.parameters), slot), worker),)
     signals = struck.kind.signals(struck.parameters)
     late = tuple(LateWork(now_ns + each.after_ns, SendSignal(worker, each.number)) for each in signals if each.after_ns)
     sent = tuple(SendSignal(worker, each.number) for each in signals if not each.after_ns)
@@ -230,3 +419,121 @@ def close(old: Injection, now: Now) -> Moved:
     missed = [UnconfirmedRecord(fault=each.id, how="it did not strike") for each in old.waiting]
     found = [each.unconfirmed for each in old.struck]
     return old, tuple(RecordFault(each) for each in (*missed, *found) if each is not None)
+
+
+# The faults of a run that another host has coordinated, as the next one goes on with them.
+#
+#     struck, confirmed      nothing is left to do; a fault after it can strike
+#     struck, no sign yet    its sign may still come: a killed worker has ended by now. What a signal ends is struck
+#     again
+#     waits for its moment   strikes as ever, as all hosts have the same faults
+#     waited with that host  requested there, or a delay had begun there: it never strikes, and counts as unconfirmed
+#
+# Rule: a host hears of each strike before a victim on it is struck. So a strike of which no host has heard has struck
+# no worker that is left.
+
+_Owners = tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]]  # the epoch, owners and shadows
+
+
+@dataclass(slots=True)
+class InheritedFaults:
+    """What a host hears of the faults of a run: the strikes, in which epochs, and the signs."""
+
+    strikes: list[tuple[FaultRecord, _Owners]] = field(default_factory=list)
+    confirmed: set[str] = field(default_factory=set)
+    unconfirmed: set[str] = field(default_factory=set)
+    requested: list[str] = field(default_factory=list)
+    _owners: _Owners = (0, (), ())
+
+    @property
+    def struck(self) -> set[str]:
+        """The ids of the faults that have struck."""
+        return {each.fault for each, _ in self.strikes}
+
+    def hear(self, record: object) -> None:
+        """Takes the next decision; those about other things change nothing."""
+        match record:
+            case EpochRecord() | HeirsRecord():
+                self._owners = record.epoch, record.owners, record.shadows
+            case FaultRecord():
+                self.strikes.append((record, self._owners))
+            case ConfirmedRecord(fault=fault):
+                self.confirmed.add(fault)
+            case UnconfirmedRecord(fault=fault):
+                self.unconfirmed.add(fault)
+            case RequestRecord(faults=faults):
+                self.requested += faults
+
+
+def taken_over(old: Injection, now: Now, told: InheritedFaults, lost: str, present: Collection[int]) -> Moved:
+    """Returns the injection of the next host, and what it does first; `lost` is the name of the host before.
+
+    Of the workers only those that are `present` have a process that may live.
+    """
+    struck = tuple(_struck(old, told, name) for name in dict.fromkeys(each.fault for each, _ in told.strikes))
+    known = [each for each in struck if each is not None]
+    names = told.struck
+    waiting = tuple(each for each in old.waiting if each.id not in names)
+    epochs = {each.fault.id: each.epoch for each in known}
+    begun = {each.id for each in waiting if isinstance(each.moment, After) and _has_begun(each.moment, epochs, now)}
+    ended = {worker for each in known for worker in each.workers if worker not in present}
+    new = old._replace(
+        waiting=tuple(each for each in waiting if each.id not in begun),
+        struck=tuple(known),
+        ended=old.ended | ended,
+    )
+    outputs = [*_unconfirmed(told, names, begun, lost)]
+    for each in known:
+        new, more = _again(new, now, each)
+        outputs += more
+    return new, tuple(outputs)
+
+
+def _has_begun(moment: After, epochs: Mapping[str, int], now: Now) -> bool:
+    """Returns whether the delay of a fault may have begun; `epochs` are those of the strikes."""
+    if moment.fault not in epochs:
+        return False
+    return moment.phase is None or (moment.delay_ns > 0 and now.state.epoch > epochs[moment.fault])
+
+
+def _struck(old: Injection, told: InheritedFaults, name: str) -> StruckFault | None:
+    """Returns a fault that has struck as the host before had it; None for one that was requested there."""
+    fault = next((each for each in old.waiting if each.id == name), None)
+    if fault is None:
+        return None
+    records = [(each, owners) for each, owners in told.strikes if each.fault == name]
+    epoch, owners, shadows = records[0][1]
+    victims = tuple((each.of, each.slot) for each, _ in records)
+    missing = frozenset(each.of for each, _ in records) if name not in told.confirmed else frozenset[int]()
+    kind = old.kinds[fault.do]
+    before = Ownership(old.grid, owners, shadows)
+    return StruckFault(fault, kind, kind.with_defaults(fault.parameters), epoch, victims, before, missing)
+
+
+def _unconfirmed(
+    told: InheritedFaults, struck: Collection[str], begun: Collection[str], lost: str
+) -> list[InjectionOutput]:
+    """Returns the records of the faults that the lost host alone could have struck, or confirmed."""
+    open_ = [each for each in told.requested if each not in (told.confirmed | told.unconfirmed)]
+    waited = [*(each for each in open_ if each not in struck), *sorted(begun)]
+    how = dict.fromkeys(waited, f"it waited with host {lost}, which was lost")
+    how |= {each: f"host {lost}, which had struck it, was lost before its sign" for each in open_ if each in struck}
+    return [RecordFault(UnconfirmedRecord(fault=each, how=text)) for each, text in how.items()]
+
+
+def _again(old: Injection, now: Now, struck: StruckFault) -> Moved:
+    """Sends the signals that may not have been sent to victims that live: late ones, and those that end at once."""
+    signals = struck.kind.signals(struck.parameters)
+    outputs: list[InjectionOutput] = []
+    late: list[LateWork] = []
+    for worker in struck.workers:
+        if worker in old.ended:
+            continue
+        late += [
+            LateWork(now.now_ns + each.after_ns, SendSignal(worker, each.number)) for each in signals if each.after_ns
+        ]
+        if worker in struck.missing and struck.kind.by == "agent":
+            if struck.fault.do in AT_ONCE:
+                outputs += [SendSignal(worker, each.number) for each in signals if not each.after_ns]
+            outputs.append(LookAtVictim(worker))
+    return old._replace(late=(*old.late, *late)), tuple(outputs)

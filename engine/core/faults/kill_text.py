@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
 from engine.core.errors import Problem, UserError, nearest
 from engine.core.faults.fault import WHENS, At
 from engine.core.faults.scenario import Expect, FaultSpec, Scenario, Target
 from engine.core.faults.scenario_rules import PlannedFaults, changes_by, never_striking, own_actions
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from engine.core.ownership import Slot
 
 KILL_FORM = "STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]"

@@ -8,14 +8,22 @@ value of a cell keeps its place in the matrix file, so that an error can show it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import heapq
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from math import prod
+from statistics import median
 from typing import Any
 
-from engine.core.config.job import Job
+from engine.core.action import STAGE_OPS
 from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
+from engine.core.faults.fault import After, At
+from engine.core.faults.scenario import FaultSpec, Scenario
+from engine.core.faults.scenario_rules import check_scenario
+from engine.core.job.job import Job
+from engine.core.job.job_rules import check_job
 
 FieldPath = tuple[str | int, ...]
 Fields = Mapping[str, Any]
@@ -201,3 +209,186 @@ def _name_stages(value: Any, num_slots: int | None) -> None:
                 value[key] = (0, num_slots // 2, num_slots - 1)[_STAGES.index(each)]
             else:
                 _name_stages(each, num_slots)
+
+
+# CI shards: a matrix cut into parts of about equal time, one per CI job.
+#
+# Rules: the cut is a pure function of cells and times, so that jobs that compute it separately agree and every cell is
+# in exactly one shard. A cell without a known time counts with the median of the others. Cells keep their order in a
+# shard.
+
+MAX_JOBS = 256  # GitHub's limit for one workflow matrix
+
+
+@dataclass(frozen=True, slots=True)
+class CiShard:
+    """Part `index`, from 1, of `count`."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def parse_part(text: str) -> CiShard:
+    """Returns the part that a text such as ``3/8`` names.
+
+    Raises:
+        UserError: the text has another form, or the part is not in 1 to count.
+    """
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
+    part = CiShard(int(match[1]), int(match[2])) if match else CiShard(0, 0)
+    if not 1 <= part.index <= part.count:
+        raise UserError([Problem("--shard", "a part such as 3/8, from 1/8 to 8/8", repr(text))])
+    return part
+
+
+def estimated(names: Sequence[str], seconds: Mapping[str, float], usual_s: float = 1.0) -> dict[str, float]:
+    """Returns the expected seconds of each cell: its last time, or else the median of the others."""
+    known = [seconds[name] for name in names if name in seconds]
+    usual_s = median(known) if known else usual_s
+    return {name: seconds.get(name, usual_s) for name in names}
+
+
+def shards(names: Sequence[str], count: int, seconds: Mapping[str, float]) -> list[list[str]]:
+    """Returns the names in `count` parts: assigns the longest first, each to the part with the least total time."""
+    times = estimated(names, seconds)
+    place = {name: number for number, name in enumerate(names)}
+    parts: list[list[str]] = [[] for _ in range(count)]
+    heap = [(0.0, index) for index in range(count)]
+    for name in sorted(names, key=lambda name: (-times[name], place[name])):
+        total, index = heapq.heappop(heap)
+        parts[index].append(name)
+        heapq.heappush(heap, (total + times[name], index))
+    return [sorted(part, key=place.__getitem__) for part in parts]
+
+
+def workflow_matrix(
+    matrix: str, names: Sequence[str], count: int, seconds: Mapping[str, float]
+) -> dict[str, list[dict[str, str | int]]]:
+    """Returns the matrix of a GitHub workflow: one job per shard, at most `MAX_JOBS`, none of them empty."""
+    count = max(1, min(count, len(names), MAX_JOBS))
+    return {
+        "include": [
+            {"matrix": matrix, "shard": str(CiShard(index, count)), "cells": len(part)}
+            for index, part in enumerate(shards(names, count, seconds), start=1)
+        ]
+    }
+
+
+# Shrinking: reduces a failing scenario to the smallest one that still fails.
+#
+# Rules: it is pure; the caller decides whether a scenario fails. Each proposal is smaller and breaks no rule: fewer
+# faults first, then fewer pipelines, blocks, stages, steps and microbatches, down to one, to a half, and by one. Faults
+# move with the reduction: a fault at the first or last stage stays there, and faults keep their distance from the first
+# fault. The result is a scenario of which no proposal fails, or the smallest one found within `budget` tries.
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestScenario:
+    """The smallest scenario found, the number of tries, and whether no proposal was left untried."""
+
+    scenario: Scenario
+    num_tries: int
+    is_minimal: bool
+
+
+def shrink(
+    scenario: Scenario, fails: Callable[[Scenario], bool], ending: Collection[str], budget: int = 40
+) -> SmallestScenario:
+    """Returns the smallest scenario found for which `fails` is true, as it is for the given one.
+
+    `ending` are the kinds of faults that end their victim.
+    """
+    num_tries = 0
+    tried: list[Scenario] = []
+    while True:
+        for proposal in proposals(scenario):
+            if proposal in tried or not is_possible(proposal, ending):
+                continue
+            if num_tries == budget:
+                return SmallestScenario(scenario, num_tries, is_minimal=False)
+            num_tries += 1
+            tried.append(proposal)
+            if fails(proposal):
+                scenario = proposal
+                break
+        else:
+            return SmallestScenario(scenario, num_tries, is_minimal=True)
+
+
+def is_possible(scenario: Scenario, ending: Collection[str]) -> bool:
+    """Returns whether a scenario breaks no rule."""
+    return not check_job(scenario.job) and not check_scenario(scenario, ending)
+
+
+def proposals(scenario: Scenario) -> Iterator[Scenario]:
+    """Yields smaller scenarios, the greatest reductions first; some may break a rule."""
+    for number in range(len(scenario.faults)):
+        if len(scenario.faults) > 1:
+            yield _without_fault(scenario, number)
+    job = scenario.job
+    for count in _fewer(job.pipelines):
+        yield _mapped(scenario, replace(job, pipelines=count), pipelines=count)
+    for count in _fewer(job.blocks):
+        yield _mapped(scenario, replace(job, blocks=count))
+    for count in _fewer(job.stages):
+        yield _mapped(scenario, replace(job, stages=count))
+    first = min((each.trigger.step for each in scenario.faults if isinstance(each.trigger, At)), default=0)
+    for earlier in dict.fromkeys((first, first // 2, 1)):
+        if 0 < earlier <= first:
+            yield _mapped(scenario, replace(job, steps=job.steps - earlier), earlier=earlier)
+    for count in _fewer(job.steps):
+        yield replace(scenario, job=replace(job, steps=count))
+    for count in _fewer(job.microbatches):
+        yield _mapped(scenario, replace(job, microbatches=count), microbatches=count)
+
+
+def _fewer(count: int) -> list[int]:
+    """Returns the smaller counts to try: one, a half, one less."""
+    return [each for each in dict.fromkeys((1, count // 2, count - 1)) if 0 < each < count]
+
+
+def _without_fault(scenario: Scenario, number: int) -> Scenario:
+    """Returns the scenario without a fault and the faults that wait for it."""
+    gone = {scenario.faults[number].id}
+    left = list(scenario.faults)
+    while True:
+        staying = [
+            each
+            for each in left
+            if each.id not in gone and not (isinstance(each.trigger, After) and each.trigger.fault in gone)
+        ]
+        gone |= {each.id for each in left} - {each.id for each in staying}
+        if len(staying) == len(left):
+            return replace(scenario, faults=tuple(staying))
+        left = staying
+
+
+def _mapped(scenario: Scenario, job: Job, **smaller: int) -> Scenario:
+    """Returns the scenario with a smaller job; moves each fault to a place that this job has."""
+    slots, old = job.slots, scenario.job.slots
+    pipelines = smaller.get("pipelines", scenario.job.pipelines)
+    microbatches = smaller.get("microbatches", scenario.job.microbatches)
+
+    def stage_of(stage: int) -> int:
+        if slots == old:
+            return stage
+        return slots - 1 if stage == old - 1 else min(stage, max(0, slots - 2))
+
+    def moved(wanted: FaultSpec) -> FaultSpec:
+        trigger, target = wanted.trigger, wanted.target
+        if isinstance(trigger, At):
+            action = trigger.action._replace(
+                stage=stage_of(trigger.action.stage),
+                pipeline=min(trigger.action.pipeline, pipelines - 1),
+            )
+            if action.op not in STAGE_OPS:
+                action = action._replace(microbatch=min(action.microbatch, microbatches - 1))
+            trigger = replace(trigger, action=action, step=trigger.step - smaller.get("earlier", 0))
+        if target.stage is not None and target.pipeline is not None:
+            target = replace(target, stage=stage_of(target.stage), pipeline=min(target.pipeline, pipelines - 1))
+        return replace(wanted, trigger=trigger, target=target)
+
+    return replace(scenario, job=job, faults=tuple(moved(each) for each in scenario.faults))

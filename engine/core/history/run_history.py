@@ -6,43 +6,142 @@ columns. `files` has the actions of the run; the history itself has those that i
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
-from engine.core.config.job import Job
-from engine.core.history.commits import Commits
+from engine.core.exclusion import Cause
 from engine.core.history.process_records import (
+    CheckRecord,
+    ClockRecord,
     EndedRecord,
     ExitRecord,
     FailedRecord,
+    HeardRecord,
+    HostRecord,
+    LostRecord,
     RestartRecord,
     ResumedRecord,
     StartedRecord,
     TrainingEndedRecord,
+    WaitingRecord,
 )
-from engine.core.history.record import Record, StampedRecord
+from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import (
     ActionRecord,
     CommitRecord,
     ConfirmedRecord,
+    CrampedRecord,
     EpochRecord,
     FaultRecord,
+    FinishedRecord,
     GoRecord,
     HeirsRecord,
     JobRecord,
     KeptRecord,
     MarkRecord,
+    NoticeRecord,
     RaisedRecord,
+    Record,
+    StampedRecord,
+    StaysRecord,
     SuspicionRecord,
+    ThinnedRecord,
     UnkeptRecord,
+    UnreadLine,
 )
-from engine.core.history.verdict_records import CheckRecord
+from engine.core.job.job import Job
 from engine.core.ownership import Slot, by_slot
-from engine.core.texts import not_kept_words
+from engine.core.texts import counted, not_kept_words, numbered
+
+# The commits of a run in columns: a long run has millions, and a record of each would take four times the memory.
+
+
+class Commits(Sequence[CommitRecord]):
+    """Commits in the order of the file; `places` has the number of other records before each, `epochs` its epoch."""
+
+    def __init__(self) -> None:
+        self.steps, self.at_ns, self.places, self.epochs = array("q"), array("q"), array("q"), array("q")
+        self.losses, self.grad_norms, self._clip_factors = array("d"), array("d"), array("d")
+        self._writers: dict[int, tuple[int, int]] = {}  # index -> worker and pid, where they change
+        self._last: set[int] = set()  # indexes of commits that no step follows
+
+    def add(self, commit: CommitRecord, place: int, epoch: int) -> None:
+        """Adds the next commit."""
+        writer = (commit.worker, commit.pid)
+        if not self._writers or self._writers[max(self._writers)] != writer:
+            self._writers[len(self)] = writer
+        if commit.last:
+            self._last.add(len(self))
+        self.steps.append(commit.step)
+        self.at_ns.append(commit.at_ns)
+        self.places.append(place)
+        self.epochs.append(epoch)
+        self.losses.append(commit.loss)
+        self.grad_norms.append(commit.grad_norm)
+        self._clip_factors.append(commit.clip_factor)
+
+    def add_fields(self, commits: Sequence[tuple[str, ...]], place: int, epoch: int) -> None:
+        """Adds the next commits, each as the texts of the fields in its line; raises ValueError for another text."""
+        workers, pids, at_ns, steps, losses, grad_norms, clip_factors, lasts = zip(*commits, strict=True)
+        writer = (int(workers[0]), int(pids[0]))
+        if not self._writers or self._writers[max(self._writers)] != writer:
+            self._writers[len(self)] = writer
+        self._last.update(len(self) + number for number, last in enumerate(lasts) if last == "true")
+        self.steps.extend(map(int, steps))
+        self.at_ns.extend(map(int, at_ns))
+        self.losses.extend(map(float, losses))
+        self.grad_norms.extend(map(float, grad_norms))
+        self._clip_factors.extend(map(float, clip_factors))
+        self.places.extend([place] * len(commits))
+        self.epochs.extend([epoch] * len(commits))
+
+    def forget_after(self, step: int) -> None:
+        """Drops the commits behind a step: they are lost, and come again."""
+        length = len(self)
+        while length and self.steps[length - 1] > step:
+            length -= 1
+        for counts in (self.steps, self.at_ns, self.places, self.epochs):
+            del counts[length:]
+        for numbers in (self.losses, self.grad_norms, self._clip_factors):
+            del numbers[length:]
+        self._writers = {index: writer for index, writer in self._writers.items() if index < length}
+        self._last = {index for index in self._last if index < length}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @overload
+    def __getitem__(self, index: int) -> CommitRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[CommitRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> CommitRecord | list[CommitRecord]:
+        if isinstance(index, slice):
+            return [self._record(each) for each in range(*index.indices(len(self)))]
+        return self._record(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[CommitRecord]:
+        return map(self._record, range(len(self)))
+
+    def _record(self, index: int) -> CommitRecord:
+        worker, pid = self._writers[max(each for each in self._writers if each <= index)]
+        return CommitRecord(
+            worker=worker,
+            pid=pid,
+            at_ns=self.at_ns[index],
+            step=self.steps[index],
+            loss=self.losses[index],
+            grad_norm=self.grad_norms[index],
+            clip_factor=self._clip_factors[index],
+            last=index in self._last,
+        )
+
 
 R = TypeVar("R", bound=Record)
 # Recoveries are timed by these records, and by some commits around them: ten usual steps, and the steps between.
@@ -271,3 +370,142 @@ def history_of(records: Iterable[Record]) -> RunHistory:
     for record in records:
         history.add(record)
     return history
+
+
+# How the process of each worker ended, by the records of its run.
+#
+# Rule: a worker that a verdict puts out, or whose end was not expected, is dead. A worker that left with notice has
+# left. A worker that told its last figures has finished. The launcher stopped the others. A number is used again when
+# all workers are started again; then only the records since the last start of a worker count.
+
+WorkerEnd = Literal["dead", "left", "finished", "stopped"]
+
+
+_Of = TypeVar("_Of", CrampedRecord, ExitRecord, FinishedRecord, NoticeRecord, RaisedRecord, StaysRecord, WaitingRecord)
+
+
+def last_starts(history: RunHistory) -> dict[int, StartedRecord]:
+    """Returns the last start of each worker."""
+    return {each.of: each for each in history.of(StartedRecord)}
+
+
+def since_start(history: RunHistory, kind: type[_Of]) -> list[_Of]:
+    """Returns the records of a kind that are about the last process of their worker."""
+    starts = last_starts(history)
+    return [each for each in history.of(kind) if each.of not in starts or each.at_ns >= starts[each.of].at_ns]
+
+
+def worker_ends(history: RunHistory) -> dict[int, WorkerEnd]:
+    """Returns the end of each worker whose last process has ended."""
+    starts = last_starts(history)
+    out = {
+        each.worker: each
+        for epoch in history.of(EpochRecord)
+        for each in epoch.verdict
+        if each.worker not in starts or epoch.at_ns >= starts[each.worker].at_ns
+    }
+    noticed = {each.of for each in since_start(history, NoticeRecord)}
+    not_taken_in = {each.of for each in since_start(history, WaitingRecord) if each.lost}
+    lost = {worker for worker, each in out.items() if each.is_loss} | not_taken_in - noticed
+    left = {worker for worker, each in out.items() if each.cause is Cause.LEFT} | not_taken_in & noticed
+    finished = {each.of for each in since_start(history, FinishedRecord)}
+    ends: dict[int, WorkerEnd] = {}
+    for each in since_start(history, ExitRecord):
+        if not each.expected or each.of in lost:
+            ends[each.of] = "dead"
+        elif each.of in left:
+            ends[each.of] = "left"
+        else:
+            ends[each.of] = "finished" if each.of in finished else "stopped"
+    return ends
+
+
+# The decisions of other hosts in the records of one that has heard them: its folder tells the run without theirs.
+_EPOCH = '{"event":"epoch",'
+
+
+class ReplicatedDecisions:
+    """Reads heard decisions as records of the host that heard them; their times come onto its clock, about."""
+
+    def __init__(self) -> None:
+        self._offsets_ns: dict[str, int] = {}  # of the clock of each other host, as last told
+
+    def told(self, record: Record) -> StampedRecord | None:
+        """Takes the next record of a host; returns the decision that it has heard, None for any other record."""
+        if isinstance(record, ClockRecord):
+            self._offsets_ns[record.of] = (record.least_ns + record.most_ns) // 2
+        if not isinstance(record, HeardRecord):
+            return None
+        decision = decoded(record.line)
+        if not isinstance(decision, StampedRecord):
+            return None
+        offset_ns = self._offsets_ns.get(record.of, decision.at_ns - record.at_ns)
+        return _earlier(decision, offset_ns)
+
+
+def coordinating_host(history: RunHistory) -> str:
+    """Returns the host that coordinates the run of a folder, as its host has heard last; empty for that host."""
+    heard = history.of(HeardRecord)
+    num_epochs = sum(each.line.startswith(_EPOCH) for each in heard)
+    return heard[-1].of if heard and len(history.epochs) <= num_epochs else ""
+
+
+def _earlier(decision: StampedRecord, offset_ns: int) -> StampedRecord:
+    """Returns a decision with all its times on a clock that is `offset_ns` behind."""
+    moved = replace(decision, at_ns=decision.at_ns - offset_ns)
+    if isinstance(moved, ExitRecord):
+        return replace(moved, seen_ns=moved.seen_ns - offset_ns)
+    if isinstance(moved, EpochRecord):
+        verdict = (
+            each if each.alive_ns is None else each._replace(alive_ns=each.alive_ns - offset_ns)
+            for each in moved.verdict
+        )
+        return replace(moved, verdict=tuple(verdict))
+    return moved
+
+
+# The parts of a run's record that a reader does not have, in sentences for reports and the status.
+_MOST_NAMED = 5
+
+
+def gaps(history: RunHistory) -> tuple[str, ...]:
+    """Returns one sentence for each kind of gap; empty if the record is whole."""
+    return (*_lost(history), *_unread(history), *_thinned(history), *_elsewhere(history))
+
+
+def _lost(history: RunHistory) -> Iterator[str]:
+    for each in history.of(LostRecord):
+        yield f"worker {each.worker} could not write {counted(each.records, 'record')}: {each.why}"
+
+
+def _unread(history: RunHistory) -> Iterator[str]:
+    if lines := [each.number for each in history.of(UnreadLine)]:
+        more = ", ..." if len(lines) > _MOST_NAMED else ""
+        which = numbered("line", lines[:_MOST_NAMED])
+        yield f"{counted(len(lines), 'line')} of events.jsonl could not be read ({which}{more})"
+
+
+def _thinned(history: RunHistory) -> Iterator[str]:
+    """Yields what was left out: the steps from the first gap to the last, and how many of them are there."""
+    if left_out := left_out_steps(history):
+        first, last = left_out[0][0], left_out[-1][1]
+        num_kept = last - first + 1 - sum(stop - start + 1 for start, stop in left_out)
+        but = f", but for {num_kept:,} of them," if num_kept else ""
+        yield (
+            f"the actions and hashes of steps {first:,} to {last:,}{but} were left out (events_max is "
+            f"{history.job.events_max}); the steps near failures and faults are there"
+        )
+
+
+def _elsewhere(history: RunHistory) -> Iterator[str]:
+    """Yields that another host coordinates the run, whose folder has the report."""
+    if chief := coordinating_host(history):
+        host = history.first(HostRecord)
+        own = f"host {host.node}" if host is not None and host.node else "one host"
+        verb = "coordinates" if history.ended is None else "coordinated"
+        yield f"these are the records of {own}; host {chief} {verb} the run, and its run folder has the report"
+
+
+def left_out_steps(history: RunHistory) -> list[tuple[int, int]]:
+    """Returns the steps without actions, as (first, last) in order."""
+    return sorted(steps for each in history.of(ThinnedRecord) for steps in each.steps)

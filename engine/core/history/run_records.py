@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from engine.core.config.job import Job
+from engine.core.errors import WorkerException
 from engine.core.exclusion import Verdict
-from engine.core.history.record import Record, StampedRecord
+from engine.core.job.job import Job
 from engine.core.ownership import Slot
-from engine.core.worker_exception import WorkerException
+
+# The base classes of all records of a run, and the version of their format.
+#
+# Rules: the kind of a record in its line is the name of its class in snake case, without `Record`. A field that may be
+# missing in a line has a default; a line leaves it out if it has that value. Names of times end in `_ns`: nanoseconds
+# on the host's monotonic clock.
+
+
+# Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
+# the end is recorded after the verdict; since version 5 actions and hashes stand in files of their own; since version 6
+# a job keeps checkpoints; since version 7 lines are linked, and a seal comes before the end.
+VERSION = 7
+UNSEALED = 6  # is read as well; nothing proves that its records are whole
+AGENT = -1  # the number of the agent in records that name a worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A record of the history of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StampedRecord(Record):
+    """A record with its writer (a worker, or `AGENT`), the process and the time; they are added when it is written."""
+
+    worker: int = 0
+    pid: int = 0
+    at_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadLine(Record):
+    """A line of the file that is no record, such as the half of a line; a reader makes it, and no file has it."""
+
+    number: int  # of the line, from 1
+
+
+def kind_of(record: type[Record]) -> str:
+    """Returns the kind of a record in its line, such as ``cut_short``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", record.__name__.removesuffix("Record")).lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,3 +333,76 @@ class ScenarioRecord(StampedRecord):
     seed: int
     settings: tuple[str, ...]
     needs_trust: bool = False
+
+
+# The records of a run about the paces of its workers, the answers of the policy, and workers that were added.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceRecord(StampedRecord):
+    """Worker `of` has become slow, slower or less slow: `slowness` times its usual time; 1: it is as usual again."""
+
+    of: int
+    step: int
+    slowness: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRecord(StampedRecord):
+    """The policy was asked after a step: why blocks move or not, and the wanted `owners`; empty: the present ones."""
+
+    step: int
+    why: str
+    owners: tuple[int, ...]
+
+    @property
+    def asked(self) -> str:
+        """The moment of the question, in words."""
+        return f"asked after step {self.step}" if self.step >= 0 else "asked before step 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrampedRecord(StampedRecord):
+    """Waiting worker `of` has too little memory for a slot and waits on; `why` follows "worker N".
+
+    Without `why` it has enough again.
+    """
+
+    of: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedRecord(StampedRecord):
+    """The launcher has taken a `request`, a file in the run folder, and starts worker `of`, which will wait.
+
+    `joins`: it becomes a member without a failure, too.
+    """
+
+    request: str
+    of: int
+    joins: bool
+
+
+# The records of a run about the memory and the load of its devices.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRecord(StampedRecord):
+    """The writing worker held at most so many bytes of its GPU in a step: in tensors, and with free ones kept for them.
+
+    A step without a record was within 1 % of the record before it. `predicted` is for a usual step of the owners then,
+    0 if it is not known.
+    """
+
+    step: int
+    allocated: int
+    reserved: int
+    predicted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRecord(StampedRecord):
+    """A GPU of the host computed for this share of the time, in `samples` of a second; `used` bytes were in use."""
+
+    gpu: int
+    samples: int
+    busy: float
+    used: int

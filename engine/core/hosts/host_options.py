@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from engine.core.checkpoints.keeping import keeps_any
-from engine.core.config.job import Job
-from engine.core.errors import Problem
-from engine.core.hosts.host_lease import LEAST_S, MOST_S, USUAL_S
-from engine.core.scalar import whole_number
+from engine.core.checkpoint_rules import keeps_any
+from engine.core.errors import InvariantError, Problem
+from engine.core.hosts.ends import LEAST_S, MOST_S, USUAL_S
+from engine.core.job.bit_fields import different_facts
+from engine.core.job.job import Job
+from engine.core.units import whole_number
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -140,3 +143,40 @@ def _of_job(given: HostOptions, job: Job) -> list[Problem]:
         hint = "checkpoints=PLACE is a folder that all hosts share, or a URL; checkpoint_every=0 keeps none"
         found.append(Problem("checkpoints", "a place that all hosts reach", "the folder of the run", hint))
     return found
+
+
+# The hosts of a run as they register, and the facts in which all of them have to agree: job, code, arithmetic.
+@dataclass(frozen=True, slots=True)
+class RegisteredHost:
+    """A host in the store. Names repeat; `incarnation` does not. `lease_id` is the lease that its key hangs on.
+
+    `facts` are those in which all hosts of a run agree.
+    """
+
+    name: str
+    incarnation: str
+    address: str
+    lease_id: int
+    facts: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """Returns the value of its key."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def registered_host(text: str) -> RegisteredHost:
+    """Returns the host of a key's value; raises InvariantError for another text."""
+    try:
+        return RegisteredHost(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise InvariantError(f"this is no host of a run: {text[:100]!r}") from error
+
+
+def differences(hosts: Sequence[RegisteredHost]) -> list[str]:
+    """Returns a line for each fact in which a host differs from the first one, with both values and both hosts."""
+    first, *others = hosts
+    return [
+        f"{each.name}: {each.before!r} on host {first.name}, {each.now!r} on host {other.name}"
+        for other in others
+        for each in different_facts(first.facts, other.facts)
+    ]

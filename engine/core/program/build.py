@@ -11,16 +11,17 @@ from itertools import groupby
 from engine.core.action import Action, Op, Program
 from engine.core.errors import ensure
 from engine.core.ownership import Ownership, Redundancy, Slot
-from engine.core.program.list_scheduler import merged_compute
-from engine.core.program.redundant_forward_pass import with_redundant_forwards
-from engine.core.program.step_end_pass import with_end_of_step
-from engine.core.program.stream_pass import with_streams
-from engine.core.program.transfer_pass import with_transfers
-from engine.core.program.unshard_pass import with_unshards, with_whole_stages
-from engine.core.schedules.compute import ComputeLists, in_blocks
-from engine.core.schedules.csv_text import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
-from engine.core.schedules.overlap_pairs import with_pairs_together
-from engine.core.schedules.registry import SCHEDULES
+from engine.core.program.passes import (
+    with_end_of_step,
+    with_redundant_forwards,
+    with_streams,
+    with_transfers,
+    with_unshards,
+    with_whole_stages,
+)
+from engine.core.program.remaining_tasks import merged_compute
+from engine.core.program.schedule_csv import has_pairs, is_text, lists_from_csv, rows_from_csv, rows_to_csv
+from engine.core.program.schedules import SCHEDULES, ComputeLists, in_blocks, with_pairs_together
 
 
 def build_program(

@@ -22,9 +22,9 @@ from typing import NamedTuple
 from engine.core.action import ADDING_OPS, COMPUTE_OPS, FORWARD_OPS, SEND_OPS, Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
 from engine.core.ownership import Ownership
-from engine.core.program.dependency_index import DependencyIndex, IndexedActions
-from engine.core.program.list_scheduler import COSTS
-from engine.core.schedules.overlap_pairs import overlapped_costs
+from engine.core.program.dependencies import DependencyIndex, IndexedActions
+from engine.core.program.remaining_tasks import COSTS
+from engine.core.program.schedules import overlapped_costs
 from engine.core.value import WIRE, Held, Kind
 
 Cost = Callable[[Action], float]
@@ -225,3 +225,88 @@ class _Walk:
             worker = comes_from[missing]
         cycle = [*path[path.index(worker) :], worker]
         raise DeadlockError(tuple((each, str(left[each][0])) for each in cycle))
+
+
+# Utilization of the workers in a dry run: the share of idle time, and the number of residuals over time.
+Curve = list[tuple[float, int]]  # (time, number of residuals from then on)
+
+
+def bubbles(run: DryRun) -> dict[int, float]:
+    """Returns for each worker the share of the dry run in which it does not compute."""
+    busy = dict.fromkeys(run.peak_stash, 0.0)
+    for start, end, worker, action in run.spans:
+        if action.op in COMPUTE_OPS:
+            busy[worker] += end - start
+    return {worker: 1.0 - taken / run.makespan if run.makespan else 0.0 for worker, taken in busy.items()}
+
+
+def stash_curves(run: DryRun) -> dict[int, Curve]:
+    """Returns the number of residuals of each worker over time: a forward's end adds one, its backward's end takes one.
+
+    A curve goes from 0 to the end of the run and has a point at each change.
+    """
+    curves: dict[int, Curve] = {worker: [(0.0, 0)] for worker in run.peak_stash}
+    for worker, curve in curves.items():
+        spans = [span for span in run.spans if span.worker == worker]
+        for span, stashed in zip(spans, stash_after([span.action for span in spans]), strict=True):
+            if stashed != curve[-1][1]:
+                curve.append((span.end, stashed))
+        curve.append((run.makespan, curve[-1][1]))
+    return curves
+
+
+# Text grids with a row per worker: of a dry run, a cell per unit of time; of a broken program, a cell per action.
+def grid_lines(run: DryRun, width: int = 0, ownership: Ownership | None = None) -> list[str]:
+    """Returns the compute actions of `run`, which has integer costs, in blocks of at most `width` columns (0: any).
+
+    A cell shows an action at the unit of its start, `-` while it goes on, and blank while the worker waits. Actions of
+    a worker on a slot that it does not own by `ownership` stand in brackets.
+    """
+    num_units = round(run.makespan)
+    workers = sorted({span.worker for span in run.spans})
+    cells = {worker: [""] * num_units for worker in workers}
+    for span in run.spans:
+        if span.action.op in COMPUTE_OPS:
+            first, last = round(span.start), round(span.end)
+            owned = ownership is None or ownership.owner(span.action.pipeline, span.action.stage) == span.worker
+            text = str(span.action) if owned else f"({span.action})"
+            cells[span.worker][first:last] = [text, *["-"] * (last - first - 1)]
+    cell_width = max((len(cell) for row in cells.values() for cell in row), default=1) + 1
+    label_width = len("worker ") + max(len(str(worker)) for worker in workers)
+    units_per_block = max(1, (width - label_width - 2) // cell_width) if width else num_units
+    lines: list[str] = []
+    for first in range(0, num_units, units_per_block):
+        if first:
+            lines.append("")
+        for worker in workers:
+            block = cells[worker][first : first + units_per_block]
+            row = "".join(f"{cell:<{cell_width}}" for cell in block)
+            lines.append(f"{'worker ' + str(worker):<{label_width}}  {row}".rstrip())
+    return lines
+
+
+_BEFORE_THE_FIRST = 3  # columns
+
+
+def marked_lines(
+    program: Mapping[int, tuple[Action, ...]], marked: Collection[tuple[int, int]], width: int
+) -> list[str]:
+    """Returns rows of a program, at most `width` columns wide, that begin shortly before the first marked action.
+
+    `marked` has at least one (worker, position); these actions stand between > and <.
+    """
+    start = max(0, min(position for _, position in marked) - _BEFORE_THE_FIRST)
+    rows = {
+        f"worker {worker}": [
+            f">{action}<" if (worker, start + place) in marked else str(action)
+            for place, action in enumerate(actions[start : start + width])
+        ]
+        for worker, actions in program.items()
+    }
+    label_width = max(map(len, rows)) + 2
+    cell_width = max(len(cell) for row in rows.values() for cell in row) + 1
+    columns = max(1, (width - label_width) // cell_width)
+    return [
+        f"{label:<{label_width}}{''.join(f'{cell:<{cell_width}}' for cell in row[:columns])}".rstrip()
+        for label, row in rows.items()
+    ]

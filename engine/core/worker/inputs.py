@@ -1,8 +1,8 @@
 """The inputs of the worker machine: messages of the agent, and the answers of the driver to outputs.
 
 Rules: a message that waits in an `Inbox` is an input when the main thread waits, or between two of its actions if it
-interrupts. `PlanPrepared`, `NextGroupFormed`, `NoticeGiven` and a message that asks for a prepared plan or for the next
-group are inputs at any time. No rule of a worker reads a clock, so no input has a time.
+interrupts. `PlanPrepared`, `NextGroupFormed`, `NoticeReceived` and a message that asks for a prepared plan or for the
+next group are inputs at any time. No rule of a worker reads a clock, so no input has a time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core.message_codec import ToWorker
-from engine.core.messages import CommitMessage, Evaluation
-from engine.core.ownership import Ownership
-from engine.core.recovery.plan import EpochPlan
+from engine.core.messages import CommitMessage, EpochMessage, Evaluation, StopMessage
+from engine.core.ownership import Grid, Ownership
+from engine.core.program.inventory import PlanMessage, from_json
+from engine.core.program.planner import EpochPlan, PlanInput, make_plan
 
 
 class GroupKey(NamedTuple):
@@ -29,19 +30,19 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Told(Input):
+class ProtocolMessage(Input):
     """The agent has sent a message of the protocol."""
 
     message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)
-class NoticeGiven(Input):
+class NoticeReceived(Input):
     """The worker got SIGTERM: its sender is going to end it soon."""
 
 
 @dataclass(frozen=True, slots=True)
-class Built(Input):
+class StagesBuilt(Input):
     """The worker has joined: its stages are built, and the first group is formed.
 
     `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with.
@@ -59,7 +60,7 @@ class Built(Input):
 
 
 @dataclass(frozen=True, slots=True)
-class Counted(Input):
+class InventoryCounted(Input):
     """The answer to `CountHeld`: the inventory as text, and the places of the slots with a whole replica."""
 
     holds: str
@@ -130,3 +131,52 @@ class TransferFailed(Input):
 
     text: str
     peer: int | None
+
+
+# The inbox of a worker: messages wait in it until the main thread can take them.
+#
+# Rules: agent and worker share one channel that keeps the order, so all messages behind an epoch belong to it. An epoch
+# therefore drops the messages in front of it: a commit among them comes with the epoch. It interrupts, as the end does.
+
+
+class Inbox(NamedTuple):
+    """The messages that wait, in the order in which they are taken; `epoch` is the newest that has come."""
+
+    waiting: tuple[ToWorker, ...] = ()
+    epoch: int = 0
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the first message interrupts the main thread."""
+        return bool(self.waiting) and isinstance(self.waiting[0], (EpochMessage, StopMessage))
+
+
+def arrived(inbox: Inbox, message: ToWorker) -> Inbox:
+    """Returns the inbox after a message; an epoch that is not newer changes nothing."""
+    waiting, epoch = inbox
+    if isinstance(message, StopMessage):
+        return Inbox((message, *waiting), epoch)
+    if not isinstance(message, EpochMessage):
+        return Inbox((*waiting, message), epoch)
+    if message.epoch <= epoch:
+        return inbox
+    stops = tuple(each for each in waiting if isinstance(each, StopMessage))
+    return Inbox((*stops, message), message.epoch)
+
+
+def taken(inbox: Inbox) -> tuple[ToWorker, Inbox]:
+    """Returns the first message, and the inbox without it."""
+    return inbox.waiting[0], Inbox(inbox.waiting[1:], inbox.epoch)
+
+
+def without(inbox: Inbox, message: ToWorker) -> Inbox:
+    """Returns the inbox without one of its messages, which was taken out of turn by a worker that has not joined."""
+    return inbox._replace(waiting=tuple(each for each in inbox.waiting if each is not message))
+
+
+# Makes the plan of an epoch from its document; all members make the same.
+def plan_epoch(grid: Grid, told: PlanMessage) -> EpochPlan:
+    """Returns the plan that follows from a document; raises InvariantError if the document is impossible."""
+    ownership = Ownership(grid, told.owners, told.shadows)
+    inventories = tuple(from_json(text) for _, text in told.inventories)
+    return EpochPlan(told, ownership, make_plan(PlanInput(told.epoch, told.committed, ownership, inventories)))

@@ -8,48 +8,148 @@ that only ``--set`` and flags change it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from engine.core.config.job import ARGS_FIELDS, Job
-from engine.core.config.job_rules import check_job, no_blocks
-from engine.core.config.offered import ANYTHING, Offered
-from engine.core.errors import MASK, Problem, UserError, is_secret
-from engine.files.accelerators import accelerators, device_for
-from engine.files.jobs.counted_epochs import in_steps, spans_of
-from engine.files.jobs.elastic_defaults import FOR_JOINERS, with_elastic_defaults
-from engine.files.jobs.file_kind import init_of, with_its_faults
+from engine.core.errors import MASK, Problem, UserError, is_secret, required
+from engine.core.job.job import ARGS_FIELDS, Job
+from engine.core.job.job_rules import ANYTHING, JobParts, check_job, no_blocks
+from engine.core.units import MILLI, parse_epochs
+from engine.files.accelerators import accelerators, device_for, nccl_stand_in
 from engine.files.jobs.job_layers import (
+    KEPT,
+    LYING_THERE,
     PROJECT_FILE,
     Layer,
     document_layer,
     environment_layer,
     file_layer,
     flag_layer,
+    foreign_values,
+    init_of,
+    last_with,
     set_layer,
+    with_its_faults,
+    without_noted,
 )
-from engine.files.jobs.job_value import A_FIELD, FIELD_TYPES, Given
-from engine.files.jobs.model_defaults import with_model_defaults
-from engine.files.jobs.resolved_job import Resolved
-from engine.files.jobs.schedule_file import own_schedule
-from engine.files.jobs.trust import KEPT, LYING_THERE, foreign_values, without_noted
-from engine.files.nccl_settings import nccl_stand_in
+from engine.files.jobs.job_value import A_FIELD, FIELD_TYPES, IN_EPOCHS, FieldValue
+from engine.files.jobs.resolved_job import ResolvedJob
+from engine.files.jobs.user_files import own_schedule
 from engine.files.strict_yaml import Document
 
+# Turns what a job says in epochs into steps: those of the job, and those between validations or checkpoints.
+#
+# Rules: the samples are counted once, and only if a field is in epochs. A number of steps is rounded up, so that an
+# epoch is whole. A command that does not count them gets a job with 0 steps, which stand for an unknown number, and its
+# `checkpoint_every` stays in epochs.
 
+
+def spans_of(given: Iterable[FieldValue]) -> dict[str, str]:
+    """Returns the text of each field that is given in epochs, such as ``2epochs``, by its name."""
+    return {each.name: each.value for each in given if each.name in IN_EPOCHS and parse_epochs(str(each.value))}
+
+
+def in_steps(job: Job, layers: Sequence[Layer], spans: Mapping[str, str], offered: JobParts) -> Job:
+    """Returns the job with steps in the place of epochs; `steps` of a later layer counts instead of `epochs`.
+
+    The record of a run has both, and its steps stay. Raises UserError if another layer has both, and for epochs of data
+    without an end.
+    """
+    by_epochs = _goes_by_epochs(job, layers)
+    if by_epochs is None:
+        job = replace(job, epochs=0)
+    if not by_epochs and not spans:
+        return job
+    samples = None if offered.samples_of is None else offered.samples_of(job)
+    if samples is None:
+        every = spans.get("checkpoint_every", job.checkpoint_every)
+        return replace(job, checkpoint_every=every, steps=0 if by_epochs else job.steps)
+    if not samples:
+        field, hint = next(iter(spans), "epochs"), "this source has no end: give a number of steps"
+        raise UserError([Problem("epochs" if by_epochs else field, "a finite training set", repr(job.data), hint)])
+    counted: dict[str, Any] = {
+        name: FIELD_TYPES[name](_steps(job, required(parse_epochs(text), "a span in epochs"), samples))
+        for name, text in spans.items()
+    }
+    if by_epochs:
+        counted["steps"] = _steps(job, job.epochs * MILLI, samples)
+    return replace(job, **counted)
+
+
+def _steps(job: Job, thousandths: int, samples: int) -> int:
+    """Returns the steps that train so many thousandths of an epoch, rounded up."""
+    return -(-thousandths * samples // (MILLI * job.pipelines * job.microbatches * job.microbatch_size))
+
+
+def _goes_by_epochs(job: Job, layers: Sequence[Layer]) -> bool | None:
+    """Returns whether epochs decide the steps, False for a record with both, None if steps count instead."""
+    at = {name: last_with(name, layers) for name in ("epochs", "steps")}
+    if not job.epochs or at["steps"] > at["epochs"]:
+        return None
+    layer = layers[at["epochs"]]
+    if at["steps"] < at["epochs"]:
+        return True
+    if not FIELD_TYPES.keys() - ARGS_FIELDS <= {each.name for each in layer.given}:  # no record
+        (given,) = [each for each in layer.given if each.name == "epochs"]
+        raise UserError([given.problem("no steps beside it", str(job.steps), "give epochs or steps, not both")])
+    return False
+
+
+# The defaults of a job that other workers can join: it shares out slots anew, and stages have blocks.
+#
+# Rules: a value that is given wins, and so do the blocks in the record of a run. Without `--blocks` a stage has four,
+# or as many as the smallest stage has layers. It has one where the launcher does not know the layers: of a user's own
+# model, and of stages that are balanced by weights. More could be more than a stage has layers, and the job would be
+# refused.
+
+BLOCKS = 4
+FOR_JOINERS = "default with elastic or standby"  # the origin of such a value
+
+
+def with_elastic_defaults(
+    job: Job, layers: Sequence[Layer], given: Collection[str], offered: JobParts, takes_blocks: bool
+) -> Job:
+    """Returns the job with these defaults; `given` has the names of the fields that a layer gives."""
+    if job.standby > 0 and takes_blocks and last_with("standby", layers) > last_with("elastic", layers):
+        job = replace(job, elastic=True)
+    if not job.elastic or "blocks" in given or not takes_blocks:
+        return job
+    return replace(job, blocks=min(BLOCKS, offered.smallest_stage(job) or 1))
+
+
+# The defaults of a job that its model has: a model of a real size is trained in another dtype, on longer samples.
+#
+# Rule: a value that is given wins. So the record of a run, which has every field, repeats its job.
+
+
+def with_model_defaults(job: Job, given: Collection[tuple[str, ...]], offered: JobParts) -> tuple[Job, dict[str, str]]:
+    """Returns the job with the defaults of its model, and the origin of each; `given` has the paths of given values."""
+    origins = {}
+    for name, value in offered.defaults(job).items():
+        path = tuple(name.split(".", 1))
+        if path in given:
+            continue
+        field = path[0]
+        changed: dict[str, Any] = {field: value if len(path) == 1 else {**getattr(job, field), path[1]: value}}
+        job = replace(job, **changed)
+        origins[name] = f"default of {job.model}"
+    return job, origins
+
+
+# A resolved job: its values, and the origin of each.
 def resolve_job(
     job_file: Path | None,
     environment: Mapping[str, str],
     settings: Iterable[str] = (),
     flags: Mapping[str, str] | None = None,
     project: Path = Path(),
-    offered: Offered = ANYTHING,
+    offered: JobParts = ANYTHING,
     kept: Document | None = None,
     last: Layer | None = None,
-) -> Resolved:
+) -> ResolvedJob:
     """Returns the job that all layers make together.
 
     `settings` holds the ``FIELD=VALUE`` of each ``--set``, `flags` the text of each flag by its field, and `project` is
@@ -74,7 +174,7 @@ def resolve_job(
     return merge([*lower, *layers, environment_layer(environment), *given], offered)
 
 
-def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
+def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     """Returns the job that the layers make together; a later layer overrides an earlier one.
 
     Raises:
@@ -115,15 +215,15 @@ def merge(layers: Sequence[Layer], offered: Offered = ANYTHING) -> Resolved:
     device, why = device_for(counted, accelerators())
     if why:
         counted, origins["device"] = replace(counted, device=device), f"{origins['device']} ({why})"
-    return Resolved(counted, origins, foreign=foreign)
+    return ResolvedJob(counted, origins, foreign=foreign)
 
 
-def _masked(given: Given) -> Problem:
+def _masked(given: FieldValue) -> Problem:
     """Returns the problem of a masked value, which was left out of the file that it comes from."""
     return given.problem("its value, which is secret and was not recorded", "", f"give it: --set {given.name}=VALUE")
 
 
-def _with_a_field(problem: Problem, job: Job, offered: Offered) -> Problem:
+def _with_a_field(problem: Problem, job: Job, offered: JobParts) -> Problem:
     """Returns the problem of an unknown field with the argument of that name, or else with all fields."""
     if problem.expected != A_FIELD or problem.hint:
         return problem
@@ -141,7 +241,7 @@ def _user_file(environment: Mapping[str, str]) -> Path | None:
     return None
 
 
-def _job(given: Iterable[Given]) -> Job:
+def _job(given: Iterable[FieldValue]) -> Job:
     values: dict[str, Any] = {}
     for each in given:
         if len(each.path) == 1:
@@ -151,7 +251,7 @@ def _job(given: Iterable[Given]) -> Job:
     return Job(**values)
 
 
-def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], Given]) -> Problem:
+def _at_its_place(problem: Problem, given: Mapping[tuple[str, ...], FieldValue]) -> Problem:
     path = tuple(problem.field.split(".", 1))
     origin = given.get(path) or given.get(path[:1])  # an argument within a text, such as param_groups.lr
     if origin is None:
@@ -168,7 +268,7 @@ def _in_order(problems: Iterable[Problem], layers: Iterable[Layer]) -> list[Prob
     return sorted(problems, key=lambda each: (rank.get(each.source, -1), each.line, each.column))
 
 
-def _origins(job: Job, given: Mapping[tuple[str, ...], Given]) -> dict[str, str]:
+def _origins(job: Job, given: Mapping[tuple[str, ...], FieldValue]) -> dict[str, str]:
     origins = {
         each.name: "default" for each in fields(job) if each.name not in ARGS_FIELDS or not getattr(job, each.name)
     }

@@ -6,20 +6,192 @@ Texts of the command line and the environment are YAML scalars; a text field tak
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from engine.core.config.job import ARGS_FIELDS
-from engine.core.config.param_groups import PARAM_GROUPS_FORM, as_text
-from engine.core.config.torch_parts import as_list
-from engine.core.errors import MASK, MOST_PROBLEMS, Problem, UserError, has_credentials, is_secret, nearest
-from engine.files.jobs.file_kind import kind_of, other_kind
-from engine.files.jobs.job_value import FIELD_TYPES, Given, check, holds_text, is_known, shown
-from engine.files.jobs.trust import TRUST_VARIABLE
+from engine.core.errors import (
+    MASK,
+    MOST_PROBLEMS,
+    Problem,
+    StorageError,
+    UserError,
+    has_credentials,
+    is_secret,
+    nearest,
+)
+from engine.core.job.job import ACTING, ARGS_FIELDS, CODE_FIELDS, PLACES, Job, code_in
+from engine.core.job.torch_parts import as_list
+from engine.core.job.update_rules import PARAM_GROUPS_FORM, as_text
+from engine.core.texts import TRUST_FLAG, flags, trust_words
+from engine.files.atomic_write import open_to_read, write_atomically
+from engine.files.jobs.job_value import FIELD_TYPES, FieldValue, check, holds_text, is_known, shown
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 from engine.files.yaml_scalar import plain_value
+
+# One value given for a field of the job: its place, and the check of its type.
+#
+# A field has its type in `engine.core.job.job.Job`. A whole number is converted to a number, and for
+# `checkpoint_every` to text; no other value is. A field in `IN_EPOCHS` may have a text such as ``1epoch``.
+
+
+# The user's word on files: values that reach beyond a job, and the files from which they count.
+#
+# Rules: code (``module:attribute``) and the folder of results count from the command line, from ``BAMBOO_*``, from the
+# user's own file, and from a job file or the record of a run that the command line names. Any other file is foreign: a
+# scenario, a matrix, the job file that one of them names, a ``bamboo.yaml`` that lies in the current folder, and a
+# checkpoint. From a foreign file these values count with ``--trust-code`` only.
+#
+# A user's own checkpoint is told from another one by what its job names, because any file can be unpacked from
+# elsewhere: each run notes its code, with the current folder, and its folders in a file of the user's. What a run had
+# here before, it has again, without a word. So does the folder of results in which the run of that checkpoint lies: it
+# was looked for there, and a machine that takes over after a preemption has no notes.
+
+TRUST_VARIABLE = "BAMBOO_TRUST_CODE"
+# The advice about a value of a foreign file (`FieldValue.foreign`).
+FOREIGN = f"if you trust this file, give {TRUST_FLAG}"
+LYING_THERE = f"if you trust this file, give {TRUST_FLAG}, or name the file on the command line"
+
+KEPT = f"if you trust this checkpoint, give {TRUST_FLAG}, or name the value yourself, as with --set"
+_MOST_BYTES = 4 << 20  # of the notes
+
+
+def foreign_values(given: Iterable[FieldValue]) -> tuple[Problem, ...]:
+    """Returns a problem for each value that names code or a folder of results, and comes from a foreign file."""
+    return tuple(problem for each in given if each.foreign and (problem := _refused(each)))
+
+
+def _refused(given: FieldValue) -> Problem | None:
+    if given.name in CODE_FIELDS and (code := code_in(given.value)):
+        module, _, attribute = code[0].partition(":")
+        why = f"bamboo would import {module} and call {attribute}; {given.foreign}"
+        return given.problem("no code from this file", repr(given.value), why)
+    if given.name in PLACES and given.value != (usual := getattr(Job(), given.name)):
+        why = f"bamboo would write to that folder; {given.foreign}"
+        only = f"no folder but {usual!r}" if usual else "no folder"
+        return given.problem(f"{only} from this file", repr(given.value), why)
+    return None
+
+
+def note(job: Job) -> None:
+    """Notes the code and the folders of a job that is run in the current folder, where a note can be written."""
+    noted = _noted()
+    if (lines := noted | {_line(each) for each in _acting(job) if _refused(each)}) == noted:
+        return
+    with suppress(OSError, RuntimeError, StorageError):  # of a home that nobody has, or may write
+        path = _notes()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, "".join(f"{each}\n" for each in sorted(lines)))
+
+
+def without_noted(given: Iterable[FieldValue]) -> list[FieldValue]:
+    """Returns the values of a checkpoint; those that a run had here, and the place of its run, are foreign no more."""
+    noted = _noted()
+    return [replace(each, foreign="") if _line(each) in noted or _is_place(each) else each for each in given]
+
+
+def _is_place(given: FieldValue) -> bool:
+    """Returns whether a value is the folder of results with the run from which it comes."""
+    if given.name != "results" or not isinstance(given.value, str):
+        return False
+    folders = Path(os.path.realpath(given.source)).parents
+    run = next((each for each in folders if (each / "run.json").is_file()), None)
+    return run is not None and os.path.realpath(given.value) == str(run.parent)
+
+
+def needs_word(run: Path, job: Job) -> bool:
+    """Returns whether a run with this job is resumed in this folder with the user's word only."""
+    return any(each.foreign and _refused(each) for each in without_noted(_acting(job, str(run / "run.json"))))
+
+
+def _acting(job: Job, source: str = "") -> list[FieldValue]:
+    return [FieldValue((name,), getattr(job, name), "", source, foreign=KEPT) for name in ACTING]
+
+
+def _line(given: FieldValue) -> str:
+    is_place = given.name in PLACES
+    text = json.dumps([os.path.realpath(str(given.value) if is_place else "."), given.name, is_place or given.value])
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _notes() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "bamboo", "trusted-code")
+
+
+def _noted() -> frozenset[str]:
+    """Returns the lines of the notes, which count if only this user can have written them."""
+    with suppress(OSError, RuntimeError, UnicodeDecodeError), open(open_to_read(_notes()), encoding="ascii") as file:
+        facts = os.fstat(file.fileno())
+        is_own = facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+        return frozenset(file.read(_MOST_BYTES).split() if is_own else ())
+    return frozenset()
+
+
+# The kind of a file, told by its keys: a job, a scenario, a matrix, or the record of a run (``run.json``).
+#
+# Rule: a command that gets a file of another kind names the kind, and the command for it.
+
+FileKind = Literal["job", "scenario", "matrix", "run"]
+
+_NAMES: dict[FileKind, str] = {
+    "job": "a job",
+    "scenario": "a scenario",
+    "matrix": "a matrix",
+    "run": "the record of a run",
+}
+_COMMANDS: dict[FileKind, str] = {"job": "run", "scenario": "inject --scenario", "matrix": "matrix", "run": "run"}
+_OF_A_RECORD = {"job", "origins", "host"}
+
+
+def kind_of(document: Document) -> FileKind | None:
+    """Returns the kind of a document; None if no key tells it."""
+    keys = {path[0] for path in document.key_places if len(path) == 1}
+    if keys >= _OF_A_RECORD:
+        return "run"
+    if keys & {"cases", "axes"}:
+        return "matrix"
+    if keys & {"job", "faults", "host_faults", "expect"}:
+        return "scenario"
+    return "job" if keys & (FIELD_TYPES.keys() - {"name"}) else None
+
+
+def other_kind(document: Document, *wanted: FileKind) -> Problem | None:
+    """Returns the problem of a document of another kind than the `wanted` ones, with the command that takes it."""
+    found = kind_of(document)
+    if found is None or found in wanted:
+        return None
+    hint = f"run it with: bamboo {_COMMANDS[found]} {shlex.quote(document.source)}"
+    return Problem("", " or ".join(_NAMES[each] for each in wanted), _NAMES[found], hint, document.source)
+
+
+def init_of(record: Document) -> str:
+    """Returns the hash of the weights that a run was given, from its record; empty without them."""
+    found: Any = record.value.get("init") if isinstance(record.value, dict) else None
+    return str(found.get("sha256", "")) if isinstance(found, dict) else ""
+
+
+def with_its_faults(record: Document) -> str:
+    """Returns the command that repeats a run with its faults, from the record of the run; empty if it had none."""
+    value: Any = record.value
+    folder = Path(os.path.realpath(Path(record.source).parent))  # `latest` leads to another run soon
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    if isinstance(scenario := value.get("scenario"), dict):
+        words = ["inject", "--scenario", str(folder / "scenario.yaml"), "--seed", str(scenario.get("seed", 0))]
+        words += flags("--set", map(str, scenario.get("settings", ())))
+        words += trust_words(scenario.get("needs_trust") is True)
+    elif kills := value.get("kill"):
+        words = ["run", str(folder / Path(record.source).name), *flags("--kill", map(str, kills))]
+    else:
+        return ""
+    return shlex.join(["bamboo", *words])
+
 
 VERSION = 1
 _MOST_ARGUMENTS = 1000  # of a model or another part
@@ -35,11 +207,11 @@ class Layer:
     `record` is the record of a run from which the layer was read: it has every field.
     """
 
-    given: list[Given] = field(default_factory=list)
+    given: list[FieldValue] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     record: Document | None = None
 
-    def add(self, given: Given) -> None:
+    def add(self, given: FieldValue) -> None:
         """Adds a value, or the problem with it."""
         checked = check(given)
         if isinstance(checked, Problem):
@@ -47,7 +219,7 @@ class Layer:
         else:
             self.given.append(checked)
 
-    def add_text(self, given: Given) -> None:
+    def add_text(self, given: FieldValue) -> None:
         """Adds a value from the command line or the environment, where it is text."""
         if not is_known(given.path) or (holds_text(given.path) and not given.value.startswith(("'", '"'))):
             self.add(given)
@@ -55,13 +227,13 @@ class Layer:
         document = read_scalar(given.value, given.source, given.name)
         self.problems += document.problems
         if not document.problems:
-            self.add(Given(given.path, document.value, given.origin, given.source))
+            self.add(FieldValue(given.path, document.value, given.origin, given.source))
 
 
 def file_layer(path: Path, foreign: str = "") -> Layer:
     """Returns the layer of a job file, or of the record of a run; an unreadable file is a problem of the layer.
 
-    `foreign` is the advice about a foreign file, see `Given`.
+    `foreign` is the advice about a foreign file, see `FieldValue`.
     """
     try:
         document = read_yaml(path)
@@ -89,10 +261,10 @@ def document_layer(document: Document, foreign: str = "") -> Layer:
 
 
 def _add_from_file(layer: Layer, document: Document, name: str, value: Any, foreign: str) -> None:
-    def given(*path: str, value: Any) -> Given:
+    def given(*path: str, value: Any) -> FieldValue:
         # The place of an unknown field is its key: the mistake is there and not in the value.
         place = document.places[path] if is_known(path) or name == "version" else document.key_places[path]
-        return Given(path, value, f"{document.source}:{place[0]}:{place[1]}", document.source, *place, foreign)
+        return FieldValue(path, value, f"{document.source}:{place[0]}:{place[1]}", document.source, *place, foreign)
 
     if name == "version":
         if type(value) is not int or value != VERSION:
@@ -106,7 +278,7 @@ def _add_from_file(layer: Layer, document: Document, name: str, value: Any, fore
         _add_field(layer, given(name, value=value))
 
 
-def _add_field(layer: Layer, given: Given) -> None:
+def _add_field(layer: Layer, given: FieldValue) -> None:
     """Adds the value of a field; lists that have a form as text become that text."""
     name, value = given.name, given.value
     if name == "param_groups" and isinstance(value, list) and all(isinstance(each, dict) for each in value):
@@ -134,7 +306,7 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
             continue
         path = tuple(variable.removeprefix("BAMBOO_").lower().split("__", 1))
         if is_known(path):
-            layer.add_text(Given(path, environment[variable], variable, variable))
+            layer.add_text(FieldValue(path, environment[variable], variable, variable))
         else:
             known = [f"BAMBOO_{name.upper()}" for name in FIELD_TYPES]
             layer.problems.append(Problem(variable, "a variable that bamboo knows", "", nearest(variable, known)))
@@ -164,7 +336,7 @@ def set_layer(settings: Iterable[str]) -> Layer:
     for setting in settings:
         name, equals, text = setting.partition("=")
         if equals:
-            layer.add_text(Given(tuple(name.split(".", 1)), text, "--set", f"--set {masked_setting(setting)}"))
+            layer.add_text(FieldValue(tuple(name.split(".", 1)), text, "--set", f"--set {masked_setting(setting)}"))
         else:
             layer.problems.append(Problem("--set", "FIELD=VALUE", repr(setting)))
     return layer
@@ -176,7 +348,7 @@ def flag_layer(flags: Mapping[str, str]) -> Layer:
     for name, text in flags.items():
         denial = "no-" if FIELD_TYPES.get(name) is bool and text == "false" else ""
         flag = f"--{denial}{name.replace('_', '-')}"
-        layer.add_text(Given((name,), text, flag, flag))
+        layer.add_text(FieldValue((name,), text, flag, flag))
     return layer
 
 
@@ -186,9 +358,9 @@ def keyword_layer(values: Mapping[str, Any], source: str) -> Layer:
     for name, value in values.items():
         if name in ARGS_FIELDS and isinstance(value, dict):
             for key, each in value.items():
-                layer.add(Given((name, key), _as_listed(name, each), source, source))
+                layer.add(FieldValue((name, key), _as_listed(name, each), source, source))
         else:
-            _add_field(layer, Given((name,), value, source, source))
+            _add_field(layer, FieldValue((name,), value, source, source))
     return layer
 
 

@@ -1,8 +1,4 @@
-"""One value given for a field of the job: its place, and the check of its type.
-
-A field has its type in `engine.core.config.job.Job`. A whole number is converted to a number, and for
-`checkpoint_every` to text; no other value is. A field in `IN_EPOCHS` may have a text such as ``1epoch``.
-"""
+"""One value given for a field of the job: its place, and the check of its type."""
 
 from __future__ import annotations
 
@@ -10,21 +6,35 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.core.config.job import ARGS_FIELDS, Job
-from engine.core.duration import parse_epochs
-from engine.core.errors import Problem, nearest
-from engine.core.scalar import Args, Scalar
+from engine.core.errors import (
+    Problem,
+    nearest,
+)
+from engine.core.job.job import ARGS_FIELDS, Job
+from engine.core.units import Args, Scalar, parse_epochs
 from engine.files.yaml_scalar import plain_value
 
 OptionPath = tuple[str, ...]
 
+
 FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
+
+
 A_FIELD = "a field of the job"
+
+
 IN_EPOCHS = ("validate_every", "checkpoint_every")
+
+
 STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"
+
+
 _MOST_TEXT = 1 << 15  # the longest has the first layers of 4096 stages
 
+
 OWN_LINKS = "bamboo has links of its own in the place of Gloo: --backend direct"
+
+
 _EXPECTED: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -36,11 +46,11 @@ _EXPECTED: dict[Any, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class FieldValue:
     """A value for `path`: a field, or a field of arguments and the name of an argument.
 
     `origin` is its place as the list of all values shows it; messages show `source`, with line and column in a file.
-    `foreign` is the advice how to trust its file if that is a foreign one (`engine/files/jobs/trust.py`), else empty.
+    `foreign` is the advice how to trust its file if that is a foreign one, else empty.
     """
 
     path: OptionPath
@@ -73,7 +83,7 @@ def holds_text(path: OptionPath) -> bool:
     return len(path) == 1 and (FIELD_TYPES[path[0]] is str or get_origin(FIELD_TYPES[path[0]]) is Literal)
 
 
-def check(given: Given) -> Given | Problem:
+def check(given: FieldValue) -> FieldValue | Problem:
     """Returns `given` with its value converted to the type of its field, or the problem with it."""
     # pydantic takes 40 ms to import, and help texts and unreadable files do not need it.
     from pydantic import ValidationError
@@ -95,7 +105,7 @@ def check(given: Given) -> Given | Problem:
         return given.problem(expected, shown(given.value), _advice(given, kind))
 
 
-def _name_or_length_problem(given: Given) -> Problem | None:
+def _name_or_length_problem(given: FieldValue) -> Problem | None:
     if isinstance(given.value, str) and len(given.value) > _MOST_TEXT:
         return given.problem(f"at most {_MOST_TEXT} characters", f"{len(given.value)} of them")
     if is_known(given.path):
@@ -121,7 +131,7 @@ def shown(value: Any) -> str:
     return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _advice(given: Given, kind: Any) -> str:
+def _advice(given: FieldValue, kind: Any) -> str:
     if kind == Args:
         return f"give each as {given.name}.NAME"
     if (given.name, given.value) == ("backend", "gloo"):

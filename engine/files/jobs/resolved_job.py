@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 
-from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.job import ARGS_FIELDS, Job
+from engine.core.checkpoint_rules import Resumption
 from engine.core.errors import MASK, Problem
-from engine.files.nccl_settings import nccl_settings
+from engine.core.job.job import ARGS_FIELDS, Job
+from engine.files.accelerators import nccl_settings
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedJob:
     """A job and, per field (``stages``, ``model_args.width``), the place that gave it, such as ``job.yaml:3:9``.
 
     `with_faults` is the command that repeats the faults too, if the job is that of a run with faults. `foreign` has the
@@ -34,7 +34,7 @@ def secret_arguments(job: Job) -> list[str]:
     return [f"{name}.{key}" for name in ARGS_FIELDS for key, value in getattr(hidden, name).items() if value == MASK]
 
 
-def explain(resolved: Resolved) -> list[tuple[str, object, str]]:
+def explain(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
     """Returns (field, value, origin) of each field in the order of `Job`, and of each argument in a row of its own.
 
     Secret values are masked. With NCCL, the variables that its workers set follow.

@@ -7,22 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.core.config.job import Job
-from engine.core.config.metric_names import PERPLEXITY, named_metrics
 from engine.core.errors import Problem, UserError
+from engine.core.job.job import PERPLEXITY, Job, named_metrics
 from engine.models.data import Data
 from engine.models.layers import LayerSpec, Model, ModuleCopy, Tensors
 from engine.models.losses import default_loss
 from engine.models.memory_rules import refuse_what_cannot_be_kept
-from engine.models.traced.cuts import Cut, choose_cuts, names_of, place_of
-from engine.models.traced.given_inputs import with_given
-from engine.models.traced.piece import Piece
-from engine.models.traced.pieces import PlannedPiece, Splitter
-from engine.models.traced.recorded import Example, recorded
-from engine.models.traced.recording import CodeLine, LeafCall, NamedState, Trace, places_of
-from engine.models.traced.refusal import UnrecordableError, refused, told
-from engine.models.traced.rows import is_by_sample
-from engine.models.traced.source_text import PieceProgram, Writer
+from engine.models.traced.pieces import Cut, PlannedPiece, Splitter, choose_cuts, is_by_sample, names_of, place_of
+from engine.models.traced.recorded import Example, recorded, with_given
+from engine.models.traced.recording import (
+    CodeLine,
+    LeafCall,
+    NamedState,
+    Trace,
+    UnrecordableError,
+    places_of,
+    refused,
+    told,
+)
+from engine.models.traced.source_text import Piece, PieceProgram, Writer
 
 _SAME_BORDERS = "a forward whose pieces hand on the same tensors in training and in evaluation"
 _OUTPUT_TOO = "a forward that returns an output beside its loss"

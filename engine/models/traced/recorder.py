@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import numbers
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.models.layers import Tensors
-from engine.models.pytree import flatten, unflatten
-from engine.models.traced.guard import DispatchGuard, recorded_functions
+from engine.models.layers import Tensors, flatten, unflatten
 from engine.models.traced.recording import (
+    REGISTER,
+    SUBMODULE,
     BufferWrite,
     CodeLine,
     Context,
@@ -36,11 +39,78 @@ from engine.models.traced.recording import (
     TorchCall,
     Trace,
     TracedValue,
+    UnrecordableError,
+    own_line,
     places_of,
     tensors_in,
+    way_out,
 )
-from engine.models.traced.refusal import REGISTER, SUBMODULE, UnrecordableError, own_line, way_out
-from engine.models.traced.work import work_of
+
+# About how much an operation computes: the measure by which a module is cut into equal pieces, on every machine.
+
+
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "matmul", "linear"})
+
+
+def work_of(function: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Returns about the number of floating point operations: exact for products, else one for each number made."""
+    made = result[0] if isinstance(result, (tuple, list)) and result else result
+    if not isinstance(made, Tensor):
+        return 0
+    name = function.overloadpacket.__name__
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if name in _PRODUCTS:
+        left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
+        return 2 * made.numel() * left.shape[-1]
+    if name.startswith("convolution") or name.startswith("mkldnn_convolution"):
+        return 2 * made.numel() * math.prod(tensors[1].shape[1:])
+    if "attention" in name:
+        return 4 * made.numel() * tensors[1].shape[-2]
+    return made.numel()
+
+
+# Shows the recorder what torch's mode for functions is not shown: every dispatch, and own autograd functions.
+_alone = threading.Semaphore()  # the patch belongs to the process, where workers may be threads
+_apply = torch.autograd.Function.__dict__["apply"]
+
+
+class DispatchGuard(TorchDispatchMode):
+    """Calls `sees` with each operation that torch dispatches, its arguments and its result."""
+
+    def __init__(self, sees: Callable[[Any, tuple[Any, ...], Any], None]):
+        super().__init__()
+        self._sees = sees
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operation imports torch._dynamo: more than a second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._sees(func, args, result)
+        return result
+
+
+@contextlib.contextmanager
+def recorded_functions(is_recording: Callable[[], bool], record: Callable[..., Any]) -> Iterator[None]:
+    """Gives calls of own autograd functions in this thread to `record` while `is_recording`."""
+    thread = threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = _apply.__get__(None, cls)
+        if threading.get_ident() != thread or not is_recording():
+            return bound(*args, **kwargs)
+        return record(bound, bound, args, kwargs)
+
+    with _alone:
+        setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(torch.autograd.Function, "apply", _apply)  # noqa: B010
+
 
 _FACTS = frozenset(
     """

@@ -6,12 +6,21 @@ parameter or a buffer of the module), or a `HeldTensor`, which existed before th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import inspect
+import linecache
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from engine.core.errors import Problem, UserError
+from engine.models.user_code import is_own, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +182,172 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
     elif isinstance(tree, dict):
         yield from tensors_in(list(tree.values()))
+
+
+# What cannot be recorded, in words: the line of the user's code, and the ways out.
+SUBMODULE = "put the line into a submodule, which then runs as it is, or return a list of layers or a Model"
+REGISTER = "make the tensor once, in the constructor, and register it as a buffer"
+DRAW = (
+    "draw from torch's default generator, in each forward, and choose with torch.where: a dropped layer is "
+    "`y = layer(x)` with `x = torch.where(torch.rand(()) < p, x, y)`, or a submodule that draws, branches and calls it"
+)
+_BRANCH = (
+    "the way of the forward may not depend on values: compute both ways and choose with torch.where, put the line into "
+    "a submodule, which then runs as it is, or return an nn.Sequential, a list of layers or a Model"
+)
+_ASSERTION = (
+    "leave the assertion out, as a loss that is not finite ends the run by itself, or put it with the layer that it "
+    "checks into a submodule, which then runs as it is"
+)
+_NUMBER = (
+    "leave it out if it is for a log: the run reports losses, and --metrics in validations. Keep it a tensor in "
+    "arithmetic, choose with torch.where in place of a branch, or put the line into a submodule, which runs as it is"
+)
+_NUMBERS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"})
+_EXPECTED = "a module whose forward does the same torch operations for every microbatch"
+
+
+class UnrecordableError(Exception):
+    """A line of the user's forward cannot be recorded; `path` is the submodule that ran it, empty for the model."""
+
+    def __init__(self, words: str, hint: str, line: CodeLine, path: str):
+        super().__init__(words)
+        self.words, self.hint, self.line, self.path = words, hint, line, path
+
+
+def refused(error: UnrecordableError) -> UserError:
+    """Returns the user's mistake with its line."""
+    return UserError([Problem("model", _EXPECTED, f"{told(error.line)}{error.words}", error.hint)])
+
+
+def way_out(name: str, line: CodeLine) -> str:
+    """Returns what to do about a line that takes a value out of a tensor by the function `name` of torch."""
+    if _text_of(line).startswith("assert "):
+        return _ASSERTION
+    return _NUMBER if name in _NUMBERS else _BRANCH
+
+
+def told(line: CodeLine) -> str:
+    """Returns a line of code as the beginning of a message, empty if it is not known."""
+    if not line.file:
+        return ""
+    text = _text_of(line)
+    return f"{shown(line.file)}:{line.number}, in {line.function}: {f'`{text}`: ' if text else ''}"
+
+
+def _text_of(line: CodeLine) -> str:
+    return linecache.getline(line.file, line.number).strip()
+
+
+def own_line() -> CodeLine:
+    """Returns the innermost line of the user's code that is running, that of an installed package if there is none."""
+    frame = next((each for each in _frames() if is_own(each.f_code.co_filename)), None)
+    return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else CodeLine()
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+# Finds the plain attributes of a module that carry something from one forward to the next: a record would freeze them.
+#
+# An attribute that each forward sets anew, such as the last activations or a mask that is made once, does no harm: a
+# second forward then leaves it as the first one did, and returns the same. A counter or a growing list does not.
+
+Attribute = tuple[str, str]  # (path of the module, name)
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, nn.Module)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_CHANGES = (
+    r"(?:[ \t]*(?:[-+*/%&|^@]|//|\*\*|<<|>>)?=(?!=)|\[|\.(?:append|extend|add|update|insert|pop|clear|remove)\w*\()"
+)
+
+
+def attributes_of(module: nn.Module) -> dict[Attribute, str]:
+    """Returns a text of each plain attribute of a module and its submodules."""
+    return {
+        (path, name): _text(value, set())
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if name not in _OF_TORCH
+    }
+
+
+def difference(
+    one: Mapping[Attribute, str], other: Mapping[Attribute, str], leaves: Collection[str]
+) -> list[Attribute]:
+    """Returns the attributes that differ, those of outer modules first, without those of submodules in `leaves`."""
+    found = [each for each in {**one, **other} if one.get(each) != other.get(each)]
+    outside = [each for each in found if not any(f"{each[0]}.".startswith(f"{leaf}.") for leaf in leaves)]
+    return sorted(outside, key=lambda each: each[0].count(".") + bool(each[0]))
+
+
+def text_of(tensors: tuple[Tensor, ...]) -> str:
+    """Returns a text that is equal for tensors with equal bits."""
+    return _text(tensors, set())
+
+
+def carried(module: nn.Module, attribute: Attribute) -> UnrecordableError:
+    """Returns the error about an attribute that a forward changes."""
+    path, name = attribute
+    words = f"the forward changes {'.'.join(filter(None, attribute))!r}, which later forwards find; no record keeps it"
+    hint = (
+        "register it as a buffer (a tensor, which takes part in checkpoints and recoveries), leave it out, or put it "
+        "with the line into a submodule, which then runs as it is"
+    )
+    return UnrecordableError(words, hint, _line_of(module.get_submodule(path), name), path)
+
+
+def _text(value: object, seen: Set[int]) -> str:
+    if isinstance(value, Tensor):
+        return _text_of_tensor(value)
+    if isinstance(value, _CODE) or id(value) in seen:
+        return ""
+    seen = {*seen, id(value)}
+    if isinstance(value, Mapping):
+        return ",".join(f"{_text(key, seen)}:{_text(each, seen)}" for key, each in value.items())
+    if isinstance(value, (list, tuple, Set)):
+        return f"[{','.join(_text(each, seen) for each in value)}]"
+    if isinstance(raw := getattr(value, "tobytes", None), BuiltinFunctionType):
+        return _hash_of(raw())
+    own: Any = getattr(value, "__dict__", None)
+    return _ADDRESS.sub("", repr(value)) if own is None else _text(own, seen)
+
+
+def _text_of_tensor(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return repr(tensor)
+    bits = (
+        ""
+        if isinstance(tensor, nn.Parameter)
+        else _hash_of(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+    )  # the recorder watches parameters
+    return f"{tensor.dtype}{list(tensor.shape)}{bits}"
+
+
+def _hash_of(data: Any) -> str:
+    return hashlib.blake2b(data).hexdigest()
+
+
+def _line_of(module: nn.Module, name: str) -> CodeLine:
+    """Returns the first line of the methods of a module that changes an attribute, those of its constructor last."""
+    change = re.compile(rf"\.{re.escape(name)}{_CHANGES}")
+    methods = [
+        each
+        for kind in type(module).__mro__
+        for each in vars(kind).values()
+        if isinstance(each, FunctionType) and is_own(each.__code__.co_filename)
+    ]
+    for method in sorted(methods, key=lambda each: (each.__name__ == "__init__", each.__name__ != "forward")):
+        try:
+            lines, first = inspect.getsourcelines(method)
+        except (OSError, TypeError):
+            continue
+        for number, line in enumerate(lines, first):
+            if change.search(line):
+                return CodeLine(method.__code__.co_filename, number, method.__name__)
+    return CodeLine()

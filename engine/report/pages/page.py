@@ -5,26 +5,310 @@ Rule: every text from outside is escaped, for HTML and for Plotly.
 
 from __future__ import annotations
 
+import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
 from string import Template
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from engine.core.checks.stall import Stall, quantile
-from engine.core.samples.ledger import passes
-from engine.core.texts import sentence
+from engine.core.checks.recoveries import Stall, quantile
+from engine.core.history.process_records import HostRecord
+from engine.core.history.run_records import RaisedRecord
+from engine.core.job.job import Job
+from engine.core.job.samples import passes
+from engine.core.program.schedule_csv import name_of
+from engine.core.texts import counted, sentence, spans
+from engine.report.actions import KINDS
 from engine.report.headline import command, headline
-from engine.report.load import RunTables
-from engine.report.pages.charts import KIND_COLOURS, PHASE_COLOURS, charts, metric_names
-from engine.report.pages.exceptions_section import exceptions_section
-from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
-from engine.report.pages.job_facts import host_line, job_line, when_text
-from engine.report.pages.recoveries import recoveries_section
-from engine.report.pages.timeline import drawable, slots_text, timeline
-from engine.report.pages.words import definition
-from engine.report.recovery import NO_WORKER_LOST, stalls_of
+from engine.report.load import RunTables, exceptions_in_words
+from engine.report.pages.frame import (
+    KIND_COLOURS,
+    PHASE_COLOURS,
+    Heading,
+    Tile,
+    asset,
+    charts,
+    definition,
+    framed,
+    html_table,
+    metric_names,
+    word,
+)
+from engine.report.tables import ALL_PHASES, FROM_CHECKPOINT, NO_WORKER_LOST, stalls_of
+
+# The lines at the top of a page that say which job ran, on which machine, and when.
+
+
+def job_line(job: Job) -> str:
+    """Returns the job in one line: model, data, shape, schedule and redundancy."""
+    pipelines = f"{counted(job.pipelines, 'pipeline')} of " if job.pipelines > 1 else ""
+    per_worker = f", {job.stages_per_worker} per worker" if job.stages_per_worker > 1 else ""
+    parts = [
+        f"model {job.model} on data {job.data}",
+        f"{pipelines}{job.cut}{per_worker}",
+        f"schedule {name_of(job.schedule)}",
+        f"{counted(job.microbatches, 'microbatch', 'microbatches')} of {job.microbatch_size}",
+        f"redundancy {job.redundancy}",
+        counted(job.steps, "step"),
+        f"seed {job.seed}",
+    ]
+    return "Job: " + ", ".join(parts) + "."
+
+
+def jobs_line(jobs: Iterable[Job]) -> str:
+    """Returns the first of some jobs in one line, and the number of others."""
+    lines = list(dict.fromkeys(map(job_line, jobs)))
+    others = [f"{counted(len(lines) - 1, 'other job')} in other cells."] if len(lines) > 1 else []
+    return " ".join([*lines[:1], *others])
+
+
+def host_line(host: HostRecord) -> str:
+    """Returns the machine in one line: processor, cores and versions."""
+    torch = f", torch {host.torch}" if host.torch else ""
+    return f"Machine: {host.cpu}, {counted(host.cores, 'core')}{torch}, Python {host.python}."
+
+
+def when_text(host: HostRecord) -> str:
+    """Returns the day and the local time at which a run began, such as ``22 November 2026, 14:40``."""
+    began = datetime.fromisoformat(host.began)
+    return f"{began.day} {began:%B %Y, %H:%M}"
+
+
+# The section of a run's page about the exceptions that ended workers: the user's own lines first.
+def exceptions_section(raised: Sequence[RaisedRecord]) -> str:
+    """Returns the section as HTML; workers that raised the same exception share it. A run without any has none."""
+    if not raised:
+        return ""
+    told = "".join(_told(*each) for each in exceptions_in_words(raised))
+    return f"<section><h2>Exceptions</h2>{told}</section>"
+
+
+def _told(sentence: str, raised: RaisedRecord) -> str:
+    frames = f"<pre>{html.escape(raised.frames)}</pre>" if raised.frames else ""
+    whole = f"<details><summary>The whole traceback</summary><pre>{html.escape(raised.traceback)}</pre></details>"
+    return f'<p class="bad">{html.escape(sentence)}</p>{frames}{whole if raised.traceback else ""}'
+
+
+# The timeline's data: columns of numbers, of which the page draws the part in view.
+#
+# Rules: a page holds at most `MAX_ACTIONS` single actions; steps near a recovery come first. Of every step it holds one
+# bar per worker. Times are milliseconds since training began.
+
+MAX_ACTIONS = 150_000
+MAX_STEPS = 10_000
+REDUNDANT, _REPLAYED, _TAKEN_OVER = 1, 2, 4  # bits that choose the pattern of a bar
+
+
+def timeline(run: RunTables) -> dict[str, Any]:
+    """Returns the data from which the page draws the timeline, as values for JSON; arrays are base64 of their bytes."""
+    shown = _nearest(run.actions, run.recovery)
+    codes, texts = pd.factorize(shown["action"])
+    origin_ns = run.origin_ns
+    taken_over = _of_others(shown, run) & ~shown["redundant"]
+    marks = shown["redundant"] * REDUNDANT + shown["replayed"] * _REPLAYED + taken_over * _TAKEN_OVER
+    return {
+        "unit": "ms",
+        "numbered": False,
+        "axis": "ms since training began",
+        "all": "Whole run",
+        "told": "worker %{customdata[1]}, step %{customdata[2]}, epoch %{customdata[3]}",
+        "kinds": list(KINDS),
+        "definitions": [definition(kind) for kind in KINDS],
+        "texts": [str(text) for text in texts],
+        "workers": [_worker(row, run) for row in run.workers.itertuples()],
+        "actions": {
+            "worker": packed(shown["worker"], "<i4"),
+            "start": packed((shown["start_ns"] - origin_ns) / 1e6, "<f8"),
+            "length": packed((shown["end_ns"] - shown["start_ns"]) / 1e6, "<f4"),
+            "step": packed(shown["step"], "<i4"),
+            "epoch": packed(shown["epoch"], "<i4"),
+            "text": packed(codes, "<i4"),
+            "kind": packed(shown["kind"], "<u1"),
+            "mark": packed(marks, "<u1"),
+        },
+        "bars": _bars(run.bars, origin_ns),
+        "commits": [round(at, 4) for at in run.steps["commit_ms"]],
+        "steps": run.steps["step"].tolist(),
+        "recoveries": [_recovery(row) for row in run.recovery.to_dict("records")],
+        "left_out": int(run.workers["num_actions"].sum()) - len(shown),
+        "end": run.end_ms,
+    }
+
+
+def drawable(run: RunTables) -> tuple[RunTables, int]:
+    """Returns a run with the steps that a page can draw, and n if these are one of n beside those with actions."""
+    every = -(-len(run.steps) // MAX_STEPS)
+    if every <= 1:
+        return run, 1
+    places = np.arange(len(run.steps))
+    validated = run.steps["validation_loss"].notna()
+    kept = (places % every == 0) | run.steps["step"].isin(run.actions["step"].unique())
+    kept |= validated & (validated.cumsum() % max(1, every // 10) == 0)
+    steps = run.steps[kept]
+    drawn = {*steps["step"]}
+    bars = run.bars[run.bars["step"].isin(drawn)]
+    twin_loss = {step: loss for step, loss in run.twin_loss.items() if step in drawn}
+    evaluations = run.evaluations[run.evaluations["step"].isin(drawn)]
+    return replace(run, evaluations=evaluations, steps=steps, bars=bars, twin_loss=twin_loss), every
+
+
+def _nearest(actions: pd.DataFrame, recovery: pd.DataFrame) -> pd.DataFrame:
+    """Returns the actions of whole steps, at most `MAX_ACTIONS`, in the order of their beginning."""
+    if len(actions) > MAX_ACTIONS:
+        steps = actions.groupby("step").size()
+        centres = recovery["step"].dropna().to_numpy(dtype=np.int64)
+        centres = centres if len(centres) else np.array([steps.index.min()])
+        distance = np.abs(steps.index.to_numpy()[:, None] - centres[None, :]).min(axis=1)
+        in_turn = steps.iloc[np.argsort(distance, kind="stable")]
+        actions = actions[actions["step"].isin(in_turn.index[in_turn.cumsum() <= MAX_ACTIONS])]
+    return actions.sort_values("start_ns", kind="stable")
+
+
+def packed(values: Any, dtype: str) -> tuple[str, str]:
+    """Returns the type of an array and base64 of its bytes."""
+    return dtype[1:], base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()
+
+
+def _of_others(actions: pd.DataFrame, run: RunTables) -> pd.Series:
+    """Returns for each action whether its worker took over the slot from another worker."""
+    slot = ["worker", "pipeline", "stage"]
+    since_ms = run.takeovers.groupby(["heir", "pipeline", "stage"])["from_ms"].min()
+    known = pd.MultiIndex.from_frame(actions[slot])
+    begin_ms = pd.Series(since_ms.reindex(known).fillna(np.inf).to_numpy(), index=actions.index)
+    return (actions["start_ns"] - run.origin_ns) / 1e6 >= begin_ms
+
+
+def _worker(row: Any, run: RunTables) -> dict[str, Any]:
+    """Returns the line of a worker: its name, its first slots, the slots that it took over, and its end."""
+    slots = [tuple(map(int, each.split("."))) for each in row.slots.split()]
+    lost = run.takeovers[run.takeovers["before"] == row.worker]
+    gained = run.takeovers[run.takeovers["heir"] == row.worker]
+    also = []
+    for (from_ms, before), each in gained.groupby(["from_ms", "before"]):
+        taken = slots_text(each[["pipeline", "stage"]].to_numpy(), run.job)
+        also.append(f"from {from_ms / 1e3:.1f} s also {taken} (of worker {before})")
+    is_gone = row.state not in ("finished", "stopped", "running")
+    heirs = [f"worker {heir}" for heir in dict.fromkeys(lost["heir"])]
+    goes_on = f"; {' and '.join(heirs)} took over" if heirs else ""
+    return {
+        "worker": row.worker,
+        "slots": slots_text(slots, run.job),
+        "also": also,
+        "also_short": f"+ {slots_text(gained[['pipeline', 'stage']].to_numpy(), run.job)}" if len(gained) else "",
+        "state": f"{row.state}{goes_on}",
+        "end": row.end_ms if is_gone else None,
+    }
+
+
+def slots_text(slots: Iterable[Sequence[int]], job: Job) -> str:
+    """Returns slots of a job in words: ``stages 0, 7``, ``blocks 0-3``, beside others ``stage 1 of pipeline 0``."""
+    by_pipeline: dict[int, list[int]] = {}
+    for pipeline, stage in slots:
+        by_pipeline.setdefault(int(pipeline), []).append(int(stage))
+    return ", ".join(
+        f"{job.slot_noun}{'s' if len(stages) > 1 else ''} {', '.join(spans(stages))}"
+        + ("" if job.pipelines == 1 else f" of pipeline {pipeline}")
+        for pipeline, stages in by_pipeline.items()
+    )
+
+
+def _bars(bars: pd.DataFrame, origin_ns: int) -> dict[str, tuple[str, str]]:
+    """Returns one bar per worker and step: its start, its length, and the busy share of that length."""
+    length_ns = (bars["end_ns"] - bars["start_ns"]).clip(lower=1)
+    return {
+        "worker": packed(bars["worker"], "<i4"),
+        "step": packed(bars["step"], "<i4"),
+        "epoch": packed(bars["epoch"], "<i4"),
+        "start": packed((bars["start_ns"] - origin_ns) / 1e6, "<f8"),
+        "length": packed(length_ns / 1e6, "<f4"),
+        "busy": packed(bars["busy_ns"] / length_ns, "<f4"),
+    }
+
+
+def _recovery(row: dict[Any, Any]) -> dict[str, Any]:
+    phases = [[phase, row[f"{phase}_ms"]] for phase in ALL_PHASES if not pd.isna(row[f"{phase}_ms"])]
+    known = {name: None if pd.isna(row[name]) else row[name] for name in ("begin_ms", "resume_ms", "healed_ms")}
+    if row["outcome"] in NO_WORKER_LOST:
+        known["resume_ms"] = row["begin_ms"]  # nothing was interrupted
+    texts = {name: str(row[name]) for name in ("what", "verdict", "who", "outcome", "last_action")}
+    return known | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}
+
+
+# The section of a run's page about its recoveries: the costs in a table, and the rest of each recovery to unfold.
+def recoveries_section(run: RunTables) -> str:
+    """Returns the section as HTML; a run without faults and failures has none."""
+    if run.recovery.empty:
+        return ""
+    rows = run.recovery.to_dict("records")
+    table = html_table(pd.DataFrame([_costs(run, place, row) for place, row in enumerate(rows)]))
+    if run.recovery["outcome"].isin(NO_WORKER_LOST).all():
+        return f"<section><h2>Faults</h2>{table}</section>"
+    heading = "<h2>Recoveries <small>(ms; click merged or heal to see the time after the pause)</small></h2>"
+    unfolded = "".join(_details(place, row) for place, row in enumerate(rows))
+    return f'<section>{heading}<div id="phases" class="chart"></div>{table}{unfolded}</section>'
+
+
+def _costs(run: RunTables, place: int, row: dict[Any, Any]) -> dict[str, Any]:
+    stalls = stalls_of(run.recovery.iloc[[place]])
+    redone = row["redone_actions"]
+    return {
+        "": place + 1,
+        "what": row["what"],
+        "step": row["step"],
+        "took over": _heirs(run, place),
+        "training stalled": str(stalls[0]) if stalls else "",
+        "redone": "" if pd.isna(redone) else f"{counted(redone, 'action')}, {counted(row['samples_redone'], 'sample')}",
+        "outcome": row["outcome"],
+    }
+
+
+def _heirs(run: RunTables, place: int) -> str:
+    """Returns the heirs of a recovery with the stages that they took over, such as ``worker 1: stage 2``."""
+    if run.recovery["rung"].iloc[place] == FROM_CHECKPOINT:
+        return ""  # all workers were started again
+    begins = [*run.recovery["begin_ms"], float("inf")]
+    since = run.takeovers["from_ms"]
+    taken = run.takeovers[(since >= begins[place]) & (since < begins[place + 1])]
+    return "; ".join(
+        f"worker {heir}: {slots_text(of[['pipeline', 'stage']].to_numpy(), run.job)}"
+        for heir, of in taken.groupby("heir")
+    )
+
+
+def _details(place: int, row: dict[Any, Any]) -> str:
+    """Returns the phases, the throughput and the bytes of one recovery, to unfold."""
+    pairs = "".join(f"<div><dt>{name}</dt><dd>{html.escape(text)}</dd></div>" for name, text in _pairs(row) if text)
+    return f'<details><summary>Recovery {place + 1} in detail</summary><dl class="pairs">{pairs}</dl></details>'
+
+
+def _pairs(row: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+    for phase in ALL_PHASES:
+        yield word(phase), _ms(row[f"{phase}_ms"])
+    yield f"{word('pause')}, detect to replay", _ms(row["pause_ms"])
+    yield "phases that span hosts, more or less", _ms(row["uncertain_ms"])
+    speeds = [row[f"samples_per_s_{when}"] for when in ("before", "during", "after")]
+    known = ["-" if pd.isna(each) else f"{each:,.0f}" for each in speeds]
+    yield "samples per second before, during and after", "" if pd.isna(speeds).all() else ", ".join(known)
+    yield "bytes sent in the plan", _megabytes(row["plan_bytes"])
+    yield "bytes sent to heal", _megabytes(row["heal_bytes"])
+    yield "the state came from", row["rung"]
+    yield "last action of the lost worker", row["last_action"]
+    yield "reason", row["reason"]
+
+
+def _ms(value: float) -> str:
+    return "" if pd.isna(value) else f"{value:,.1f} ms" if value >= 10 else f"{value:.3g} ms"
+
+
+def _megabytes(value: Any) -> str:
+    return "" if pd.isna(value) or not value else f"{value / 1e6:,.2f} MB"
+
 
 # Gloo names a line of its own source before the cause, and gives general advice after it.
 _OF_GLOO = re.compile(r"\[\S+\.(?:cc|h):\d+\] |\. This is typically caused by.*", re.DOTALL)

@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from engine.core.action import COMPUTE_OPS, OP_TABLE
-from engine.core.analysis.schedule_comparison import over_none
-from engine.core.analysis.utilization import bubbles, stash_curves
-from engine.core.config.initial_program import initial_program
-from engine.core.config.job import Job
-from engine.core.op_row import Stands
+from engine.core.action import COMPUTE_OPS, OP_TABLE, StepPosition
+from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
+from engine.core.job.schedule_comparison import over_none
 from engine.core.ownership import Ownership
-from engine.core.program.dry_run import DryRun, dry_run
-from engine.core.schedules.csv_text import name_of
+from engine.core.program.dry_run import DryRun, bubbles, dry_run, stash_curves
+from engine.core.program.schedule_csv import name_of
 from engine.core.texts import counted
-from engine.report.pages.charts import (
+from engine.report.pages.frame import (
     BLUE,
     GREEN,
     GREY,
@@ -33,13 +31,17 @@ from engine.report.pages.charts import (
     VERMILLION,
     YELLOW,
     Figure,
+    Heading,
+    Tile,
+    asset,
+    definition,
+    framed,
+    html_table,
     title,
 )
-from engine.report.pages.frame import Heading, Tile, asset, framed, html_table
-from engine.report.pages.timeline import REDUNDANT, packed, slots_text
-from engine.report.pages.words import definition
+from engine.report.pages.page import REDUNDANT, packed, slots_text
 
-_OPS = [op for op, row in OP_TABLE.items() if row.work and row.stands is not Stands.AGAIN]
+_OPS = [op for op, row in OP_TABLE.items() if row.work and row.stands is not StepPosition.AGAIN]
 _COLOURS = (SKY, ORANGE, YELLOW, GREEN)
 _LINES = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, GREY)
 _UNIT = "A unit is a forward of one {}; a backward takes two, or one for each of its parts. Numbers are microbatches."
@@ -92,7 +94,7 @@ def schedule_page(job: Job) -> str:
 
 
 def _timeline(run: DryRun, ownership: Ownership, slots: dict[int, str], idle: dict[int, float]) -> dict[str, Any]:
-    """Returns the data of the page's script, in the form of `engine.report.pages.timeline`."""
+    """Returns the data of the page's script, in the form of `engine.report.pages.page`."""
     spans = [span for span in run.spans if span.action.op in COMPUTE_OPS]
     redundant = [ownership.owner(each.action.pipeline, each.action.stage) != each.worker for each in spans]
     nothing, all_bars = np.zeros(len(spans)), np.zeros(len(idle))

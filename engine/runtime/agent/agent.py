@@ -2,7 +2,7 @@
 
     dead worker      agent                                  other workers
     exits ---------> ExitMessage ------------------------>  record it; nothing is decided yet
-                     Ended -> coordinator: verdict, epoch, plan, go, commit (engine/core/coordinator/machine.py)
+                     Ended -> coordinator: verdict, epoch, plan, go, commit (engine/core/protocol/coordinator.py)
 
 Rules: the pidfd of a worker proves that the worker has ended; the message of another worker is only a suspicion. If the
 other workers cannot replace a failed worker, the run fails: the agent keeps the first cause, tells every worker to
@@ -12,40 +12,267 @@ SIGKILL is recorded and left behind. `event_loop.py` calls it.
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.core.agent import ends
-from engine.core.agent.ends import HostOutput
-from engine.core.checkpoints.resumption import Resumption, begun_with
-from engine.core.config.job import Job
-from engine.core.coordinator import orders, outputs
-from engine.core.coordinator.inputs import CoordinatorInput, Ended, Passed, Stopping
-from engine.core.elastic.way_out import nobody_takes_over
-from engine.core.errors import WorkerFailedError
+from engine.core import messages
+from engine.core.checkpoint_rules import KeptMessage, Resumption, UnkeptMessage, begun_with
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError, WorkerFailedError
 from engine.core.faults.fault import Fault
+from engine.core.faults.injection import MomentReport
 from engine.core.history import process_records as records
-from engine.core.history.run_records import GoRecord
-from engine.core.membership.events import Heard, LeaseExpired, Notice
-from engine.core.membership.state import Phase
+from engine.core.history.run_records import GoRecord, PaceRecord
+from engine.core.hosts import ends
+from engine.core.hosts.ends import HostAgent, HostEnd, HostOutput
+from engine.core.job.job import Job
 from engine.core.message_codec import Message, ToWorker
-from engine.core.messages import ExitMessage, RaisedMessage
-from engine.core.process_messages import NoticeMessage, PingMessage, StopMessage
+from engine.core.messages import (
+    BusyMessage,
+    ExitMessage,
+    LinkWantedMessage,
+    NoticeMessage,
+    PingMessage,
+    PureMessage,
+    RaisedMessage,
+    StopMessage,
+)
+from engine.core.program.ballot import VoteMessage
+from engine.core.program.inventory import InventoryMessage
+from engine.core.protocol import inputs_outputs, orders
+from engine.core.protocol.events import LeaseExpired, Notice, WorkerWord
+from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput, ProcessExit, RunStopping
+from engine.core.protocol.state import Phase
+from engine.core.protocol.wishes import nobody_takes_over
 from engine.runtime.agent.checkpoints import Checkpoints
-from engine.runtime.agent.ends_of_run import EndsOfRun
+from engine.runtime.agent.coordinator import Node
 from engine.runtime.agent.injector import Injector
-from engine.runtime.agent.message_handlers import OwnParts
+from engine.runtime.agent.keeper import NO_KEEPER, Keeper
 from engine.runtime.agent.newcomers import Newcomers
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.taken_run import HandedOverError
+from engine.runtime.agent.run_state import HandoverError, RunState, audit_record
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
-from engine.runtime.coordinator.node import Node
-from engine.runtime.ipc.link_pairs import LinkPairs
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.link import LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.keeping.keeper import NO_KEEPER, Keeper
+from engine.runtime.ipc.recorder import Recorder
+
+# The ends of a run and of the processes of this host: the first cause, signals to the launcher, deadlines, SIGKILL.
+#
+# `engine/core/hosts/ends.py` decides; the agent, which is made on this class, tells the coordinator and the workers.
+
+
+_START_GRACE_NS = 300_000_000
+_GONE_S = 2.0  # from SIGKILL, where no record can be written any more
+_FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
+
+
+class EndsOfRun(ABC):
+    """The ends of a run on this host."""
+
+    def __init__(self, members: dict[int, WorkerHandle], recorder: Recorder, run_state: RunState, own_host: str):
+        """Of several hosts `own_host` is the name of this one."""
+        self.members, self.recorder, self.run_state = members, recorder, run_state
+        self.own_host, self.num_notices = own_host, 0
+        self.host = HostAgent(frozenset(members))
+        self.cause: BambooError | None = None
+        self.interrupted: signal.Signals | None = None
+        self.is_restarting = False
+        self.origin: Resumption | None = None  # to go on with, after a loss of state
+
+    @abstractmethod
+    def carry_out(self, output: HostOutput) -> None:
+        """Carries out a decision about the ends of processes."""
+
+    def end_workers(self, rule: Callable[..., HostEnd], *given: int | str) -> None:
+        """Lets a rule of `engine/core/hosts/ends.py` decide on an input, now, and carries out its outputs."""
+        self.host, found = rule(self.host, now_ns(), *given)
+        for output in found:
+            self.carry_out(output)
+
+    def kill(self, kill: ends.KillWorker) -> None:
+        """Sends SIGKILL to a worker."""
+        if kill.why:
+            self.recorder.write(records.KilledRecord(of=kill.worker, why=kill.why))
+        self.members[kill.worker].child.signal(signal.SIGKILL)
+
+    def give_up(self, member: WorkerHandle, limit_s: float) -> None:
+        """Kills a worker that has loaded code and data for too long, and says so; training goes on."""
+        why = f"has not loaded its code and data within {limit_s:g} s"
+        self.end_workers(ends.give_up, member.worker, why)
+        doing = f": it {member.doing}" if member.doing else ""
+        self.run_state.note(f"{member.name}, which was no member yet, {why}, and is given up{doing}; see {member.log}")
+
+    def leave_behind(self, leave: ends.LeaveBehind) -> None:
+        """Names a process that does not end."""
+        member = self.members[leave.worker]
+        member.is_left_behind = True
+        self.recorder.write(records.LeftBehindRecord(of=member.worker, child=member.child.pid))
+        self.run_state.note(f"{member.name} does not end by SIGKILL and is left behind")
+
+    def abandon(self) -> None:
+        """Kills every worker, and leaves those behind that wait for a disk which has stopped."""
+        living = [each for each in self.members.values() if each.exit_code is None and not each.is_left_behind]
+        for member in living:
+            member.child.signal(signal.SIGKILL)
+        until_s = time.monotonic() + _GONE_S
+        for member in living:
+            if member.child.wait(max(0.0, until_s - time.monotonic())) is None:
+                with contextlib.suppress(StorageError):
+                    self.leave_behind(ends.LeaveBehind(member.worker))
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Makes an error of the coordinator, of the run state or of a store the end of the run."""
+        try:
+            yield
+        except BambooError as error:
+            self.fail(error)
+
+    def fail(self, cause: BambooError) -> None:
+        """Keeps the first cause and stops every worker; an interrupted run has nothing to recover."""
+        if self.cause is None and (self.interrupted is None or cause.exit_code in _FINDINGS):
+            if isinstance(cause, CoordinatorUnavailableError):
+                self.recorder.settle()  # raises, if its store lies on a disk that has stopped
+                cause = CoordinatorUnavailableError(f"{cause}; {self.run_state.progress()}")
+            self.cause = cause
+            self.recorder.write(records.FailedRecord(error=str(cause), notice=cause.notice))
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops every worker."""
+        # Before training, workers may be blocked in forming a group; killing them early loses no work.
+        is_training = self.run_state.going_at_ns and not self.is_restarting
+        self.end_workers(ends.stop, ends.STOP_NS if is_training else _START_GRACE_NS)
+
+    def is_notice(self, number: signal.Signals) -> bool:
+        """Whether a signal is a notice for the workers of this host, one of several, which get it; a second kills."""
+        if not self.own_host or number is not signal.SIGTERM or not self.run_state.going_at_ns:
+            return False
+        self.recorder.write(records.InterruptRecord(signal=number.name))
+        self.num_notices += 1
+        for member in self.own_living:
+            member.child.signal(signal.SIGTERM if self.num_notices == 1 else signal.SIGKILL)
+        return True
+
+    def living(self, worker: int) -> WorkerHandle | None:
+        """Returns a worker that has not ended."""
+        found = self.members.get(worker)
+        return found if found is not None and found.exit_code is None else None
+
+    @property
+    def own_living(self) -> list[WorkerHandle]:
+        """The workers of this host, one of several, that have not ended."""
+        return [each for each in self.members.values() if each.host == self.own_host and each.exit_code is None]
+
+    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
+        """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
+        self.interrupted = self.interrupted or number
+        self.recorder.write(records.InterruptRecord(signal=number.name))
+        is_training = self.run_state.going_at_ns > 0
+        grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
+        self.end_workers(ends.interrupt, grace_ns, is_training)
+
+    @property
+    def is_to_restart(self) -> bool:
+        """Whether the workers are to be started again once all have ended, perhaps from a checkpoint (`origin`)."""
+        return self.origin is not None or (self.is_restarting and not (self.cause or self.interrupted))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends now."""
+        return self.host.is_stopping
+
+
+# The agent's own part in a message of a worker, for results, pictures and faults; the coordinator has the others.
+@dataclass(frozen=True, slots=True)
+class OwnParts:
+    """The agent's own parts in the messages of the workers of a run."""
+
+    run_state: RunState
+    recorder: Recorder
+    injector: Injector
+    checkpoints: Checkpoints
+    pairs: LinkPairs
+
+    def take(self, member: WorkerHandle, message: Message) -> bool:
+        """Handles the agent's part in a message; returns whether that is all, and no matter of the coordinator.
+
+        Raises the errors of the run that the message shows.
+        """
+        if (take := _OWN_PARTS.get(type(message))) is not None:
+            take(self, member, message)
+        return isinstance(message, KeptMessage | UnkeptMessage | BusyMessage | LinkWantedMessage)
+
+    def close(self) -> None:
+        """Completes the results after the end of every worker."""
+        self.run_state.close_book()
+        self.checkpoints.close()
+
+
+def _on_ready(own: OwnParts, member: WorkerHandle, ready: messages.ReadyMessage) -> None:
+    member.state, member.busy = "ready", BusyMessage()
+
+
+def _on_waiting(own: OwnParts, member: WorkerHandle, waiting: messages.WaitingMessage) -> None:
+    member.state, member.busy = "waiting", BusyMessage()
+
+
+def _on_busy(own: OwnParts, member: WorkerHandle, busy: BusyMessage) -> None:
+    member.busy = busy
+
+
+def _on_audit(own: OwnParts, member: WorkerHandle, audit: messages.AuditMessage) -> None:
+    own.run_state.audit(member.worker, audit)
+    own.recorder.write(audit_record(member.worker, audit))
+
+
+def _on_vote(own: OwnParts, member: WorkerHandle, vote: VoteMessage) -> None:
+    own.run_state.vote(member.worker, vote)
+    for each in own.run_state.computed(member.worker, vote):
+        own.recorder.write(PaceRecord(of=each.worker, step=each.step, slowness=each.slowness, why=each.why))
+
+
+def _on_finished(own: OwnParts, member: WorkerHandle, finished: messages.FinishedMessage) -> None:
+    member.state = "finished"
+    member.peak_stash = {(pipeline, stage): peak for pipeline, stage, peak in finished.peak_stash}
+    member.peak_memory_kib = finished.peak_memory_kib
+
+
+def _on_raised(own: OwnParts, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
+    exception, step = raised.exception, raised.step if own.run_state.going_at_ns else -1
+    is_of_job = step < 0 and exception.place  # every worker would raise it
+    told = own.run_state.at_start(exception) if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
+    own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
+
+
+_OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], object]] = {
+    LinkWantedMessage: lambda own, member, wanted: own.pairs.link(member, wanted),
+    messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
+    PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
+    BusyMessage: _on_busy,
+    messages.ReadyMessage: _on_ready,
+    messages.WaitingMessage: _on_waiting,
+    VoteMessage: _on_vote,
+    messages.AuditMessage: _on_audit,
+    messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
+    messages.FinishedMessage: _on_finished,
+    messages.RaisedMessage: _on_raised,
+    InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
+    KeptMessage: lambda own, member, told: own.checkpoints.kept(told),
+    UnkeptMessage: lambda own, member, told: own.checkpoints.unkept(told),
+    messages.StrikeMessage: lambda own, member, told: own.injector.strike(
+        told.fault, MomentReport(member.worker, told.step, told.done)
+    ),
+    messages.SufferedMessage: lambda own, member, told: own.injector.sees(
+        member.worker, "suffered", told.how, told.fault
+    ),
+    messages.MarkMessage: lambda own, member, mark: own.injector.reached(mark.phase, mark.epoch),
+}
+
 
 _LEAVE_GRACE_NS = 2_000_000_000  # from the permission to leave to the end of all workers
 _STEP_OF_ALL_S = 10.0  # for the open step of a run whose hosts all have a notice
@@ -115,8 +342,8 @@ class Agent(EndsOfRun):
                 self.decide(Notice(now_ns(), worker, grace_ns))
                 self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
                 return
-            found = self.decide(Heard(now_ns(), worker, message, member.host or self.node.name))
-            if isinstance(message, RaisedMessage) and not any(isinstance(each, outputs.Fail) for each in found):
+            found = self.decide(WorkerWord(now_ns(), worker, message, member.host or self.node.name))
+            if isinstance(message, RaisedMessage) and not any(isinstance(each, inputs_outputs.Fail) for each in found):
                 self.injector.sees(worker, "raised", message.exception.error)
 
     def sees_end(self, member: WorkerHandle) -> None:
@@ -156,25 +383,25 @@ class Agent(EndsOfRun):
         if member.child.lost and worker not in self.node.state.out:  # with its whole host, which is one verdict
             self.run_state.note(f"host {member.host} is lost: {member.child.lost}")
             self.decide(LeaseExpired(now_ns(), member.host))
-        self.decide(Ended(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
+        self.decide(ProcessExit(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
         self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
 
-    def decide(self, given: CoordinatorInput) -> tuple[outputs.CoordinatorOutput, ...]:
+    def decide(self, given: CoordinatorInput) -> tuple[inputs_outputs.CoordinatorOutput, ...]:
         """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
-        found: tuple[outputs.CoordinatorOutput, ...] = ()
+        found: tuple[inputs_outputs.CoordinatorOutput, ...] = ()
         with self.failing():
             owners, members = self.node.coordination.owners, self.node.state.members
             found = self.node.handle(given)
             if self.node.coordination.owners != owners:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
-            for output in outputs.recorded_first(found) if self.own_host else found:
+            for output in inputs_outputs.recorded_first(found) if self.own_host else found:
                 self.carry_out(output)
             if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
                 self._on_joiners(self)
         return found
 
-    def carry_out(self, output: outputs.CoordinatorOutput | HostOutput) -> None:
+    def carry_out(self, output: inputs_outputs.CoordinatorOutput | HostOutput) -> None:
         """Carries out a decision of the coordinator, or one about the ends of processes."""
         _CARRY_OUT[type(output)](self, output)
 
@@ -182,13 +409,13 @@ class Agent(EndsOfRun):
         """Sends a message to every live worker."""
         self._tell(orders.tell_all(self.node.coordination, message))
 
-    def _tell(self, tell: outputs.Tell) -> None:
+    def _tell(self, tell: inputs_outputs.Tell) -> None:
         self._told_ns = now_ns()
         self.checkpoints.await_parts(tell.message, self.node.state)
         self.newcomers.learn(tell.message)
         tell_all((self.members[worker] for worker in tell.workers if worker in self.members), tell.message)
 
-    def _write(self, write: outputs.Write) -> None:
+    def _write(self, write: inputs_outputs.Write) -> None:
         record = replace(write.record, at_ns=write.record.at_ns or self._told_ns or now_ns())
         self._told_ns = 0
         if self.run_state.books(record):
@@ -197,27 +424,27 @@ class Agent(EndsOfRun):
             for worker in self.node.state.members:
                 self.members[worker].state = "running"
 
-    def _restart(self, restart: outputs.Restart) -> None:
+    def _restart(self, restart: inputs_outputs.Restart) -> None:
         self.is_restarting = True
         self.stop()
 
-    def _ends(self, stop: outputs.Stop) -> None:
+    def _ends(self, stop: inputs_outputs.Stop) -> None:
         parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
         logs = [f"; {self.members[each].account}" for each in self.node.state.out if each in self.members]
         self.fail(WorkerFailedError("".join([stop.text, parts, *logs]), stop.exit_code))
 
-    def _fails(self, failed: outputs.Fail) -> None:
+    def _fails(self, failed: inputs_outputs.Fail) -> None:
         member = self.members[failed.worker]
         member.state = "failed"
         self.fail(self.run_state.error_of(member, failed.last, has_commit=failed.has_commit))
 
-    def _release(self, release: outputs.Release) -> None:
+    def _release(self, release: inputs_outputs.Release) -> None:
         """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
         self.newcomers.stop()
         self.end_workers(ends.let_end, _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS)
 
     def _tell_stop(self, stop: ends.StopWorkers) -> None:
-        self.node.handle(Stopping(now_ns()))
+        self.node.handle(RunStopping(now_ns()))
         self.broadcast(StopMessage())
         self.newcomers.stop()
 
@@ -242,7 +469,7 @@ class Agent(EndsOfRun):
                 self.node.renew(now_ns())
                 self.node.report(now_ns())
         if self.recorder.answers:  # else workers wait for the disk, and this time is not watched
-            self.decide(Passed(now_ns(), self.injector.places(), *sights_of(self.members.values(), self._board)))
+            self.decide(ClockTick(now_ns(), self.injector.places(), *sights_of(self.members.values(), self._board)))
         self.broadcast(PingMessage())
         self.newcomers.ping(now_ns())
         limit_ns = self.node.state.options.form_ns
@@ -266,7 +493,7 @@ class Agent(EndsOfRun):
             return
         others = any(each.exit_code is None for each in self.members.values())
         if self.num_notices and others and not self.own_living:
-            raise HandedOverError
+            raise HandoverError
         if self.own_host and nobody_takes_over(self.node.state):
             self.run_state.note("all workers have a notice, and no other one can take over: the run ends")
             self._end_after_step(signal.SIGTERM, min(_STEP_OF_ALL_S, self.grace_ns / 2e9))
@@ -282,17 +509,17 @@ class Agent(EndsOfRun):
             self.injector.close()
 
 
-_CARRY_OUT: dict[type[outputs.CoordinatorOutput | HostOutput], Callable[[Agent, Any], object]] = {
-    outputs.Tell: Agent._tell,
-    outputs.Write: Agent._write,
-    outputs.Kill: lambda agent, kill: agent.end_workers(ends.kill, kill.worker),
-    outputs.Note: lambda agent, note: agent.run_state.note(note.text),
-    outputs.Reached: lambda agent, reached: agent.injector.reached(reached.phase, reached.epoch),
-    outputs.Arm: lambda agent, arm: agent.injector.arm(),
-    outputs.Restart: Agent._restart,
-    outputs.Stop: Agent._ends,
-    outputs.Fail: Agent._fails,
-    outputs.Release: Agent._release,
+_CARRY_OUT: dict[type[inputs_outputs.CoordinatorOutput | HostOutput], Callable[[Agent, Any], object]] = {
+    inputs_outputs.Tell: Agent._tell,
+    inputs_outputs.Write: Agent._write,
+    inputs_outputs.Kill: lambda agent, kill: agent.end_workers(ends.kill, kill.worker),
+    inputs_outputs.Note: lambda agent, note: agent.run_state.note(note.text),
+    inputs_outputs.PhaseReached: lambda agent, reached: agent.injector.reached(reached.phase, reached.epoch),
+    inputs_outputs.Arm: lambda agent, arm: agent.injector.arm(),
+    inputs_outputs.Restart: Agent._restart,
+    inputs_outputs.Stop: Agent._ends,
+    inputs_outputs.Fail: Agent._fails,
+    inputs_outputs.Release: Agent._release,
     ends.StopWorkers: Agent._tell_stop,
     ends.EndStep: lambda agent, order: agent.decide(Notice(now_ns(), None, order.grace_ns)),
     ends.KillWorker: EndsOfRun.kill,

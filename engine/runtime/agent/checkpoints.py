@@ -14,21 +14,27 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from engine.core.checkpoints import gathering
-from engine.core.checkpoints.gathering import Gathered, Gathering, GivenUp, Whole
-from engine.core.checkpoints.manifest import LayerHash, Manifest, draft
-from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
-from engine.core.checkpoints.resumption import Resumption
+from engine.core import checkpoint_rules as gathering
+from engine.core.checkpoint_rules import (
+    AbandonedCheckpoint,
+    CompleteCheckpoint,
+    Gathered,
+    Gathering,
+    KeptMessage,
+    Resumption,
+    UnkeptMessage,
+)
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import BambooError, StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
-from engine.core.membership.state import State
+from engine.core.manifest import LayerHash, Manifest, draft
 from engine.core.message_codec import ToWorker
-from engine.files.checkpoints.checkpoint_folder import CheckpointName, NewestGood, RefusedCheckpoint
+from engine.core.protocol.state import State
+from engine.files.checkpoint_folder import CheckpointName, NewestGood, RefusedCheckpoint
+from engine.runtime.agent.keeper import Keeper
+from engine.runtime.agent.orders import LIMIT_S, READ_LIMIT_S
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.keeping.away import LIMIT_S, READ_LIMIT_S
-from engine.runtime.keeping.keeper import Keeper
 
 _END_S = LIMIT_S  # that the end of a run waits for the last manifest
 _READ_S = READ_LIMIT_S
@@ -72,7 +78,7 @@ class Checkpoints:
         self._gathering = Gathering()
         self._unkept = -1  # the last step that was given up, maybe before an older one was written
         self._under_way: dict[int, _UnderWay] = {}
-        self._orders: queue.SimpleQueue[tuple[Whole, _UnderWay] | _Spare | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[CompleteCheckpoint, _UnderWay] | _Spare | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[KeptRecord | UnkeptRecord | str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._publish_all, name="checkpoints", daemon=True)
         if self.place:
@@ -160,14 +166,14 @@ class Checkpoints:
         self._gathering, settled = found
         for each in settled:
             under_way = self._under_way.pop(each.step)
-            if isinstance(each, GivenUp):
+            if isinstance(each, AbandonedCheckpoint):
                 self._results.put(UnkeptRecord(step=each.step, why=each.why))
                 self._order(_Spare(each.step, under_way.files))
             else:
                 self._order((each, under_way))
         self.record()
 
-    def _order(self, order: tuple[Whole, _UnderWay] | _Spare) -> None:
+    def _order(self, order: tuple[CompleteCheckpoint, _UnderWay] | _Spare) -> None:
         with contextlib.suppress(BambooError):  # then the thread tells that there is none
             self._keeper.begin()
         self._orders.put(order)
@@ -210,7 +216,7 @@ class Checkpoints:
         with contextlib.suppress(StorageError):  # `bamboo clean` finds them
             self._ask("remove parts", *spare)
 
-    def _published(self, whole: Whole, under_way: _UnderWay) -> KeptRecord:
+    def _published(self, whole: CompleteCheckpoint, under_way: _UnderWay) -> KeptRecord:
         manifest = Manifest(
             run=self._keeper.run,
             step=whole.step,

@@ -24,8 +24,8 @@ from http.client import NO_CONTENT, NOT_FOUND, OK
 from typing import Any, Protocol
 from urllib.error import HTTPError
 
-from engine.core.agent.notice_answer import MOST_BYTES, NoticeAnswer, NoticeFrom, answer_of
-from engine.core.elastic.way_out import can_wait_for_joiners
+from engine.core.hosts.notice_answer import MOST_BYTES, NoticeAnswer, NoticeFrom, answer_of
+from engine.core.protocol.wishes import can_wait_for_joiners
 from engine.core.texts import numbered
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.process.subprocesses import is_readable, module, start
@@ -36,7 +36,7 @@ _SILENT = (OK, NO_CONTENT, NOT_FOUND)  # statuses by which a metadata address sa
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # two clouds answer to requests with theirs only
 
 
-class Noticed(Protocol):
+class NoticeTarget(Protocol):
     """The agent, as its notice source sees it."""
 
     @property
@@ -136,7 +136,7 @@ class NoticeSource:
             os.close(pidfd)
         return said
 
-    def look(self, agent: Noticed) -> None:
+    def look(self, agent: NoticeTarget) -> None:
         """Passes on the answers that have come, in the thread of the agent."""
         while not self._answers.empty():
             found = self._answers.get()
@@ -145,7 +145,7 @@ class NoticeSource:
             elif not agent.is_stopping:
                 self._tell(agent, found)
 
-    def _tell(self, agent: Noticed, notice: NoticeAnswer) -> None:
+    def _tell(self, agent: NoticeTarget, notice: NoticeAnswer) -> None:
         """Gives the workers that a notice names theirs, each process once: all workers may begin again.
 
         If it names all members, waiting workers take over, or the run ends.

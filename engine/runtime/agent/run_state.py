@@ -5,29 +5,34 @@ Rule: the ledger outlives a coordinator. A coordinator that takes over writes so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from engine.core.checks.audit import AuditBook, AuditMarks
-from engine.core.checks.loaded_data import LoadedBook
-from engine.core.checks.purity import PurityBook
-from engine.core.checks.trajectory import TrajectoryRow
-from engine.core.config.job import FACTORY, Job, is_due
-from engine.core.elastic.move_costs import after_commit, after_epoch
-from engine.core.elastic.slow_workers import PaceChange
-from engine.core.elastic.worker_times import WorkerTimes, heard
+from engine.core.checks.trajectory import LoadedBook, PurityBook, TrajectoryRow
 from engine.core.errors import (
+    GPU_MEMORY,
     BambooError,
     DivergedError,
     EnvironmentLacksError,
     ExitCode,
     ReplicasDifferError,
+    StorageError,
     UserCodeError,
     UserError,
+    WorkerException,
     WorkerFailedError,
 )
-from engine.core.history.record import StampedRecord
-from engine.core.history.run_records import AuditRecord, CommitRecord, EpochRecord, GoRecord
+from engine.core.faults.injection import InheritedFaults
+from engine.core.history.process_records import TrainingEndedRecord
+from engine.core.history.run_records import AuditRecord, CommitRecord, EpochRecord, GoRecord, StampedRecord
+from engine.core.job.job import FACTORY, Job, is_due
+from engine.core.kv import Lease
+from engine.core.message_codec import ToWorker
 from engine.core.messages import (
     AuditMessage,
     CutMessage,
@@ -36,10 +41,18 @@ from engine.core.messages import (
     RaisedMessage,
     RefusedMessage,
     ValidationMessage,
+    WelcomeMessage,
 )
-from engine.core.recovery.vote import VoteMessage
-from engine.core.worker_exception import GPU_MEMORY, WorkerException
+from engine.core.program.ballot import VoteMessage
+from engine.core.protocol.state import Sighting
+from engine.core.protocol.worker_times import PaceChange, WorkerTimes, after_commit, after_epoch, heard
+from engine.files.run_folder import RunFolder
+from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.progress_board import Progress, ProgressBoard
+from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.fork_client import Child
 
 _UNNAMED_DATA = "; the job names no data, so it trains on the built-in synthetic float vectors: name data by --data"
 
@@ -232,3 +245,151 @@ def audit_record(worker: int, audit: AuditMessage) -> AuditRecord:
     """Returns the record of a worker's hashes."""
     rows = tuple(row[:3] for row in audit.rows)  # the marks only explain a difference between replicas
     return AuditRecord(of=worker, step=audit.step, pipeline=audit.pipeline, rows=rows)
+
+
+# The view of a run for pictures while it runs, and the ending of a run.
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker in a picture; `silent_s` since its last message, and `inside_s` in the action that it computes.
+
+    `doing` is the part of the start that it has been in for seconds, in words.
+    """
+
+    worker: int
+    pid: int
+    slots: tuple[tuple[int, int], ...]
+    state: str
+    progress: Progress
+    peak_stash: int
+    peak_memory_kib: int
+    silent_s: float = 0.0
+    inside_s: float = 0.0
+    doing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run in a picture, a few times a second; the agent goes on to change the run state."""
+
+    run_state: RunState
+    workers: tuple[WorkerView, ...]
+    is_interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The ending of a session: its outcome in one word, the error if there was one, and the last view of the run.
+
+    `missing` names the results of the last step that a finished run lacks, because a worker ended before it sent them.
+    `loggers` has the end of each logger as plain values.
+    """
+
+    outcome: str
+    exit_code: int
+    error: BambooError | None
+    view: RunView
+    started_at_ns: int
+    ended_at_ns: int
+    missing: tuple[str, ...] = ()
+    loggers: tuple[Mapping[str, Any], ...] = ()
+
+    def unstored(self, error: StorageError) -> Ending:
+        """Returns the ending of a run whose records or results are not all on disk; one by a signal keeps its code."""
+        if self.outcome == "interrupted":
+            return replace(self, error=self.error or error)
+        cause = self.error or StorageError(f"{error}; {self.view.run_state.progress()}")
+        return replace(self, outcome="failed", exit_code=int(error.exit_code), error=cause)
+
+
+def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | None, *, is_slow: bool) -> WorkerView:
+    """Returns the picture of a worker now."""
+    silent_s, inside_s = (0.0, 0.0) if seen is None else seen.ages_s(now_ns())
+    return WorkerView(
+        member.worker,
+        member.child.pid,
+        member.slots,
+        "slow" if is_slow and member.state == "running" else member.state,
+        board.read(member.worker),
+        max(member.peak_stash.values(), default=0),
+        member.peak_memory_kib,
+        silent_s,
+        inside_s,
+        member.doing,
+    )
+
+
+def ended(recorder: Recorder, ending: Ending) -> Ending:
+    """Records the end of training; returns it, or the end of a run whose events cannot be written any more."""
+    try:
+        recorder.write(TrainingEndedRecord(outcome=ending.outcome, exit_code=ending.exit_code))
+        recorder.settle()
+    except StorageError as error:
+        if ending.error is None:
+            return ending.unstored(error)
+    return ending
+
+
+@contextlib.contextmanager
+def telling_unwritten() -> Iterator[None]:
+    """Tells the user of records that a process which ends by force leaves unwritten."""
+    try:
+        yield
+    except StorageError as error:
+        os.write(2, f"bamboo: {error}\n".encode())
+
+
+# A run that another host has coordinated, as the agent of the next one takes it over: its workers go on.
+#
+#     the host before ends    the store has the state, each host has its processes, this host has heard the results
+#     this agent              gets a handle for each process, lets the coordinator take over, and hears again what the
+#                             workers have said that the host before may not have handled
+#
+# Rule: a member without a process counts as ended, with its host if that is lost. So the loss of a host is one verdict.
+
+
+class InheritedProcess(NamedTuple):
+    """The process of a worker of a host; `adopt` makes a handle with the far end of a link and a progress board."""
+
+    worker: int
+    host: str
+    adopt: Callable[[int, int], Child]
+
+
+class InheritedRun(NamedTuple):
+    """A run to go on with; `hear_again` lets the words come that were said before.
+
+    `home` is the folder in which the run began: its workers keep checkpoints there, if the job names no other place,
+    and these have its name. `faults` are those of which this host has heard; `lost` is the host before. `welcomes` by
+    worker, and `place`, were told to the workers; `last` is their greatest number. This host has had so many `notices`.
+    """
+
+    home: Path
+    results: RunState
+    processes: Sequence[InheritedProcess]
+    hear_again: Callable[[], None]
+    faults: InheritedFaults
+    lost: str
+    welcomes: Mapping[int, WelcomeMessage]
+    place: Sequence[ToWorker]
+    last: int
+    notices: int
+
+
+class FailoverContext(NamedTuple):
+    """What a session has beside its servers: its scribe; on a host of several a lease and a run to go on with.
+
+    A thread keeps the lease. The `folder` is there if this host has served another one before. Without a run all
+    workers begin again. Without a scribe this process waits for the disk itself.
+    """
+
+    lease: Lease | None = None
+    folder: RunFolder | None = None
+    taken: InheritedRun | None = None
+    scribe: Scribe | None = None
+
+
+NO_SEAT = FailoverContext()
+
+
+class HandoverError(Exception):
+    """All workers of this host have left after a notice, and the run goes on: another host coordinates it."""

@@ -4,50 +4,178 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import selectors
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from engine.core.agent.notice_answer import NoticeFrom
-from engine.core.checkpoints.resumption import Resumption, begun_with
-from engine.core.config.job import Job
-from engine.core.config.job_wants import fresh_ownership, shadowed
-from engine.core.config.update_rules import preloads
-from engine.core.coordinator.inputs import Resumed
-from engine.core.coordinator.state import first_state
-from engine.core.elastic.cramped import MemoryLook
-from engine.core.elastic.rebalancing import Rebalancing
-from engine.core.elastic.slow_workers import slow_workers
-from engine.core.errors import ExitCode, StorageError
+from engine.core.checkpoint_rules import Resumption, begun_with
+from engine.core.errors import ExitCode, StorageError, required
 from engine.core.faults.fault import Fault
-from engine.core.history.memory_records import LoadRecord
-from engine.core.history.process_records import HostRecord, InterruptRecord, ResumedRecord, TrainingEndedRecord
-from engine.core.membership.events import Restarted, TakenOver
+from engine.core.history.process_records import (
+    ForkServerEndedRecord,
+    ForkServerRecord,
+    HostRecord,
+    InterruptRecord,
+    ResumedRecord,
+    TrainingEndedRecord,
+)
+from engine.core.history.run_records import LoadRecord
+from engine.core.hosts.notice_answer import NoticeFrom
+from engine.core.job.job import Job
+from engine.core.job.partition import fresh_ownership, shadowed
+from engine.core.job.update_rules import preloads
+from engine.core.message_codec import Message
 from engine.core.ownership import Ownership
-from engine.files.accelerators import refuse_what_this_host_lacks
-from engine.files.nvml import GpuLook
+from engine.core.protocol.coordinator_state import first_state
+from engine.core.protocol.events import JobRestart, Takeover
+from engine.core.protocol.inputs_outputs import JobResumption
+from engine.core.protocol.wishes import MemoryLook, Rebalancing
+from engine.core.protocol.worker_times import slow_workers
+from engine.files.accelerators import GpuLook, refuse_what_this_host_lacks
 from engine.runtime.agent.agent import Agent
-from engine.runtime.agent.asking import ask, look_at_memory
-from engine.runtime.agent.event_loop import supervise
-from engine.runtime.agent.fault_requests import FaultRequests
+from engine.runtime.agent.coordinator import Node, join_store
+from engine.runtime.agent.injector import FaultRequests
+from engine.runtime.agent.keeper import keeper_for
+from engine.runtime.agent.newcomers import ask, look_at_memory
 from engine.runtime.agent.notice_source import NoticeSource, asked_for
-from engine.runtime.agent.run_state import RunState
-from engine.runtime.agent.run_view import Ending, RunView, ended, telling_unwritten, worker_view
-from engine.runtime.agent.start_up import Crew, Launch, recording
-from engine.runtime.agent.taken_run import NO_SEAT, HandedOverError, Seat, TakenRun
-from engine.runtime.agent.worker_handles import give_slots, start_coordinator
-from engine.runtime.coordinator.node import Node
-from engine.runtime.coordinator.store_joining import join_store
+from engine.runtime.agent.requests import JoinRequests, WorkerControls
+from engine.runtime.agent.run_state import (
+    NO_SEAT,
+    Ending,
+    FailoverContext,
+    HandoverError,
+    InheritedRun,
+    RunState,
+    RunView,
+    ended,
+    telling_unwritten,
+    worker_view,
+)
+from engine.runtime.agent.start_up import LaunchSpec, WorkerGroup, recording
+from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, start_coordinator
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.link import swept_of_nccl
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.ipc.shared_memory import swept_of_nccl
-from engine.runtime.keeping.keeper import keeper_for
+from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
-from engine.runtime.requests.join_requests import Hands, JoinRequests
 from engine.runtime.store.etcd_settings import EtcdSettings
+
+# The event loop of the agent: waits for workers' messages and exits, signals and the clock.
+
+
+_TICK_S = 0.25
+_PATIENCE_S = 0.05  # for the descendants of a worker: large ones end slowly, and the others wait for this loop
+
+
+class Supervisor(Protocol):
+    """The agent, as its event loop sees it."""
+
+    members: dict[int, WorkerHandle]
+    recorder: Recorder
+
+    @property
+    def due_s(self) -> float:
+        """The time of the next deadline or late work."""
+
+    def hear(self, member: WorkerHandle, message: Message) -> None:
+        """Handles a message of a worker."""
+
+    def sees_end(self, member: WorkerHandle) -> None:
+        """Handles the sight of an end, before the last words of the worker."""
+
+    def exited(self, member: WorkerHandle, code: int) -> None:
+        """Handles the end of a worker, after its last words."""
+
+    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
+        """Handles a signal to this process."""
+
+    def look_at_deadlines(self) -> None:
+        """Does the work that is due."""
+
+    def look_at_clock(self) -> None:
+        """Does the work of a tick."""
+
+    def close(self) -> None:
+        """Completes the records after the last end."""
+
+
+def supervise(agent: Supervisor, server: ForkServer, interrupts: Interrupts) -> None:
+    """Runs until every worker has ended or is left behind."""
+    watched: set[int] = set()
+    server_pid = _look_at(server, agent, 0)
+    with selectors.DefaultSelector() as selector:
+        selector.register(interrupts, selectors.EVENT_READ, partial(_interrupted, agent, interrupts))
+        ticked_s = 0.0
+        while any(member.exit_code is None and not member.is_left_behind for member in agent.members.values()):
+            for worker in agent.members.keys() - watched:  # at the start, and when one more was started
+                _watch(selector, agent, agent.members[worker], server)
+                watched.add(worker)
+            wait_s = min(_TICK_S, agent.due_s - time.monotonic())
+            for key, _ in selector.select(max(0.0, wait_s)):
+                # An earlier handler of this round may have unregistered this source, or have emptied it.
+                if selector.get_map().get(key.fd) is key:
+                    with contextlib.suppress(BlockingIOError):
+                        key.data()
+            agent.look_at_deadlines()
+            now_s = time.monotonic()
+            if now_s - ticked_s >= _TICK_S:
+                ticked_s = now_s
+                agent.look_at_clock()
+                server_pid = _look_at(server, agent, server_pid)
+    agent.close()
+
+
+def _interrupted(agent: Supervisor, interrupts: Interrupts) -> None:
+    agent.interrupt(interrupts.take(), interrupts.step_grace_s)
+
+
+def _watch(selector: selectors.BaseSelector, agent: Supervisor, member: WorkerHandle, server: ForkServer) -> None:
+    def ended() -> None:
+        agent.sees_end(member)
+        _hear_last_words(agent, member)
+        agent.exited(member, required(member.child.wait(), "a process whose pidfd is readable has ended"))
+        for end in (member.link, member.child.pidfd):
+            if end in selector.get_map():
+                selector.unregister(end)
+        member.release()
+        server.end_descendants(_PATIENCE_S)
+
+    def spoken() -> None:
+        message = member.link.receive()
+        if message is None:
+            selector.unregister(member.link)
+        else:
+            agent.hear(member, message)
+
+    selector.register(member.child.pidfd, selectors.EVENT_READ, ended)
+    selector.register(member.link, selectors.EVENT_READ, spoken)
+
+
+def _hear_last_words(agent: Supervisor, member: WorkerHandle) -> None:
+    """Handles the remaining messages of a worker that has ended, before its exit is handled.
+
+    A process that the worker has started may hold the link open; the link is then empty, but not at its end.
+    """
+    with contextlib.suppress(BlockingIOError):
+        while (message := member.link.receive()) is not None:
+            agent.hear(member, message)
+
+
+def _look_at(server: ForkServer, agent: Supervisor, known: int) -> int:
+    """Records the end of the `known` fork server and the start of another; returns the present pid, 0 for none."""
+    now = 0 if server.has_ended() else server.pid
+    if known not in (0, now):
+        agent.recorder.write(ForkServerEndedRecord(child=known))
+    if now not in (0, known):
+        agent.recorder.write(ForkServerRecord(child=now))
+    return now
+
 
 _CALL_PATIENCE_S = 0.5  # from the end of an interrupted run's step until a call to the store is broken off
 
@@ -73,7 +201,7 @@ def run_session(
     origin: Resumption | None = None,
     revive: Callable[[Agent], Resumption | None] = lambda agent: None,
     notices: NoticeFrom | None = None,
-    seat: Seat = NO_SEAT,
+    seat: FailoverContext = NO_SEAT,
 ) -> Ending:
     """Runs a job. `events` is appended to; `watch` is called about four times a second in this thread.
 
@@ -94,7 +222,7 @@ def run_session(
                 start = partial(start_coordinator, server, logs) if standby_coordinator else None
                 node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start, seat.lease)
                 stack.enter_context(_renewing(node, server))
-                launch = Launch(stack, server, job, ownership, ranks, recorder, record_fds, logs, folder, faults)
+                launch = LaunchSpec(stack, server, job, ownership, ranks, recorder, record_fds, logs, folder, faults)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)
                 keeper = stack.enter_context(keeper_for(server, job, folder, events.parent.name))
                 made = partial(Agent, job, recorder=recorder, node=node, grace_s=grace_s, faults=faults, keeper=keeper)
@@ -106,7 +234,7 @@ def run_session(
             return _broken_off(recorder, job, error, started_at_ns)
 
 
-def _first_ownership(job: Job, given: Ownership, server: ForkServer | None, seat: Seat) -> Ownership:
+def _first_ownership(job: Job, given: Ownership, server: ForkServer | None, seat: FailoverContext) -> Ownership:
     if server is None or not server.host:  # each of several has done so before it came to the others
         refuse_what_this_host_lacks(job)
     return given if seat.taken else _on_hosts(job, given, server)
@@ -138,12 +266,12 @@ def _broken_off(recorder: Recorder, job: Job, error: RunInterruptedError, starte
 
 
 def _trained(
-    launch: Launch,
+    launch: LaunchSpec,
     made: Callable[..., Agent],
-    look: Callable[[Crew], _Look],
+    look: Callable[[WorkerGroup], _Look],
     run: Callable[[Agent], None],
     origin: Resumption | None,
-    taken: TakenRun | None,
+    taken: InheritedRun | None,
 ) -> tuple[Agent, ProgressBoard]:
     """Starts workers and runs their agent, again while they are to be started again; returns the last agent.
 
@@ -174,7 +302,7 @@ def _trained(
             agent.newcomers.know(taken.place)
             agent.run_state.notes += agent.injector.take_over(taken.faults, taken.lost)
             give_slots(crew.members.values(), agent.node.coordination.ownership)
-            agent.decide(TakenOver(now_ns(), lost=taken.lost))  # an epoch begins: all say again what they hold
+            agent.decide(Takeover(now_ns(), lost=taken.lost))  # an epoch begins: all say again what they hold
             taken.hear_again()
         run(agent)
     return agent, board
@@ -183,9 +311,9 @@ def _trained(
 def _restarted(agent: Agent, ownership: Ownership) -> Sequence[Fault]:
     """Lets the coordinator begin again after the end of all workers; returns the faults that have not struck."""
     if agent.origin is None:
-        agent.node.handle(Restarted(now_ns(), ownership.shadows))
+        agent.node.handle(JobRestart(now_ns(), ownership.shadows))
     else:
-        agent.node.handle(Resumed(now_ns(), agent.origin.step, ownership.owners, ownership.shadows))
+        agent.node.handle(JobResumption(now_ns(), agent.origin.step, ownership.owners, ownership.shadows))
     return agent.injector.injection.waiting
 
 
@@ -205,7 +333,7 @@ def _supervise(server: ForkServer, interrupts: Interrupts, agent: Agent) -> None
         interrupts.let_wait()
     try:
         supervise(agent, server, interrupts)
-    except HandedOverError:
+    except HandoverError:
         with contextlib.suppress(StorageError):
             agent.recorder.settle()  # the last records are shipped from the disk
         server.leave()
@@ -226,7 +354,9 @@ def _forced(recorder: Recorder, stack: contextlib.ExitStack, number: signal.Sign
 class _Look:
     """The work of every tick of an agent; the policy is also asked at a verdict that takes workers in."""
 
-    def __init__(self, job: Job, watch: Watching, requests: FaultRequests, source: NoticeSource | None, crew: Crew):
+    def __init__(
+        self, job: Job, watch: Watching, requests: FaultRequests, source: NoticeSource | None, crew: WorkerGroup
+    ):
         self._job, self._watch, self._requests, self._source = job, watch, requests, source
         self._crew, launch = crew, crew.launch
         self._joins = JoinRequests(launch.logs.parent, job, launch.recorder)
@@ -255,7 +385,7 @@ class _Look:
             self._asked = ask(self._asked, run, known, agent.recorder, agent.decide, takes_in=takes_in)
 
 
-def _hands(agent: Agent, crew: Crew) -> Hands:
+def _hands(agent: Agent, crew: WorkerGroup) -> WorkerControls:
     """Returns what requests for workers are carried out with."""
 
     def start(joins: bool) -> int:
@@ -272,7 +402,7 @@ def _hands(agent: Agent, crew: Crew) -> Hands:
             crew.members[worker].child.signal(signal.SIGTERM)
         return worker in crew.members
 
-    return Hands(start, notify, crew.launch.numbers, agent.is_stopping)
+    return WorkerControls(start, notify, crew.launch.numbers, agent.is_stopping)
 
 
 def _view(agent: Agent, board: ProgressBoard) -> RunView:

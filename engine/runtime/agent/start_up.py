@@ -9,28 +9,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from engine.core.checkpoints.resumption import Resumption
-from engine.core.config.job import Job
-from engine.core.config.size import parse_size
+from engine.core.checkpoint_rules import Resumption
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import HostRecord, PairsRecord, StartedRecord
-from engine.core.history.record import AGENT, VERSION
-from engine.core.history.run_records import JobRecord
-from engine.core.history.step_files import FOLDER, span_of
+from engine.core.history.record_lines import FOLDER, span_of
+from engine.core.history.run_records import AGENT, VERSION, JobRecord
+from engine.core.job.job import Job, parse_size
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.files.accelerators import accelerators, lacks
-from engine.runtime.agent.taken_run import TakenRun
+from engine.runtime.agent.keeper import place_of
+from engine.runtime.agent.run_state import InheritedRun
+from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, open_events
-from engine.runtime.ipc.step_writer import StepWriter, open_steps
-from engine.runtime.ipc.thinning import Thinning
-from engine.runtime.keeping.keeper import place_of
-from engine.runtime.keeping.scribe import Scribe
+from engine.runtime.ipc.recorder import LogRetention, Recorder, StepWriter, open_events, open_steps
 from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.process.network_namespace import new_network
+from engine.runtime.process.kernel import new_network
 
 
 def recording(
@@ -66,12 +62,12 @@ def recording(
 def _opened(events: Path, job: Job) -> tuple[Recorder, tuple[int, int]]:
     events_fd, steps_fd = open_events(events), open_steps(events.parent / FOLDER)
     span, limit = span_of(job), parse_size(job.events_max)
-    thinning = Thinning(steps_fd, events_fd, span, limit) if limit else None
+    thinning = LogRetention(steps_fd, events_fd, span, limit) if limit else None
     return Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning), (events_fd, steps_fd)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchSpec:
     """All that the workers of a run are started with; `stack` ends them. `ranks` orders the process group.
 
     `folder` is the one in which the run began. `numbers` has each worker that was ever started.
@@ -89,12 +85,12 @@ class Launch:
     faults: Sequence[Fault] = ()
     numbers: set[int] = field(default_factory=set)
 
-    def start(self, faults: Sequence[Fault], origin: Resumption | None) -> Crew:
+    def start(self, faults: Sequence[Fault], origin: Resumption | None) -> WorkerGroup:
         """Starts owners and waiting workers; with an `origin` they begin after that checkpoint."""
         board = ProgressBoard.create(max(self.ownership.workers()) + 1 + self.job.standby)
         self.stack.callback(board.close)
         network_fds = _network_of_nccl(self.stack, self.recorder, self.job)
-        crew = Crew(self, board, network_fds, self._told(faults, origin), {})
+        crew = WorkerGroup(self, board, network_fds, self._told(faults, origin), {})
         self.stack.callback(close_workers, crew.members)
         with self.server.forking():
             for worker in self.ownership.workers():
@@ -105,7 +101,7 @@ class Launch:
             crew.welcome(member)
         return crew
 
-    def take_over(self, taken: TakenRun, origin: Resumption | None) -> Crew:
+    def take_over(self, taken: InheritedRun, origin: Resumption | None) -> WorkerGroup:
         """Returns the workers of a run that another host has coordinated; they go on."""
         workers = [each.worker for each in taken.processes]
         board = ProgressBoard.create(max(workers, default=0) + 1)
@@ -114,7 +110,7 @@ class Launch:
         waiting = tuple(each for each in self.faults if each.id not in struck)
         told = next(iter(taken.welcomes.values()), self._told((), origin))  # none is there if no worker lives
         told = replace(told, faults=tuple(map(to_plain, waiting)))
-        crew = Crew(self, board, (), told, {}, taken.last)
+        crew = WorkerGroup(self, board, (), told, {}, taken.last)
         self.stack.callback(close_workers, crew.members)
         self.numbers.update(workers)
         for each in taken.processes:
@@ -146,13 +142,13 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class WorkerGroup:
     """The workers of a run since its last start, and all that one more of them is started with.
 
     Each is `told` the same; `last` is the greatest number of those that another host had.
     """
 
-    launch: Launch
+    launch: LaunchSpec
     board: ProgressBoard
     network_fds: tuple[int, ...]
     told: WelcomeMessage

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from engine.core.membership.evidence import HostWord, Sight
 from engine.core.message_codec import ToWorker
+from engine.core.messages import BusyMessage
 from engine.core.ownership import Ownership
-from engine.core.process_messages import BusyMessage
+from engine.core.protocol.events import HostWord, Sight
 from engine.files.atomic_write import open_to_append
+from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.link import Link, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
 
 Looks = tuple[dict[int, Sight], tuple[int, ...], dict[int, HostWord]]

@@ -10,20 +10,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.core.checkpoints.manifest import Manifest
-from engine.core.checkpoints.plain_names import plain_names
 from engine.core.errors import Problem, UserError
+from engine.core.job.job import Job
+from engine.core.manifest import Manifest, is_manifest, plain_names, prefixes, step_of
 from engine.files.atomic_write import storage_errors, write_named
-from engine.files.checkpoints.checkpoint_folder import CheckpointFolder
+from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
+from engine.models.layers import Model
 from engine.runtime.checkpoint.loader import read_layer
+from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.replicas import Replicas
+from engine.runtime.stage.stage import build_layer
 
 INDEX = "model.safetensors.index.json"
 _FILES = (".pt", ".pth", ".safetensors")
@@ -31,14 +36,16 @@ _METADATA = {"format": "pt"}  # transformers asks for it
 _LARGEST_BYTES = 5 * 10**9  # of a file in a folder, unless one tensor is larger; as transformers has it
 
 
-class Exported(NamedTuple):
+class ExportedWeights(NamedTuple):
     """The number of tensors that were written, and their bytes."""
 
     tensors: int
     num_bytes: int
 
 
-def export(folder: CheckpointFolder, manifest: Manifest, output: Path, largest: int = _LARGEST_BYTES) -> Exported:
+def export(
+    folder: CheckpointFolder, manifest: Manifest, output: Path, largest: int = _LARGEST_BYTES
+) -> ExportedWeights:
     """Writes the weights of a checkpoint to a ``.safetensors`` file, a ``.pt`` or ``.pth`` file, or a new folder.
 
     A file of a folder has at most `largest` bytes of tensors, or one tensor.
@@ -51,7 +58,7 @@ def export(folder: CheckpointFolder, manifest: Manifest, output: Path, largest: 
     if output.suffix:
         tensors = weights_of(folder, manifest)
         write_named(output, _pickled(tensors) if output.suffix != ".safetensors" else as_safetensors(tensors))
-        return Exported(len(tensors), sum(map(_size, tensors.values())))
+        return ExportedWeights(len(tensors), sum(map(_size, tensors.values())))
     return _write_folder(_tensors(folder, manifest), output, largest)
 
 
@@ -94,7 +101,7 @@ def as_safetensors(tensors: dict[str, Tensor]) -> bytes:
     return save({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, metadata=_METADATA)
 
 
-def _write_folder(tensors: Iterator[tuple[str, Tensor]], output: Path, largest: int) -> Exported:
+def _write_folder(tensors: Iterator[tuple[str, Tensor]], output: Path, largest: int) -> ExportedWeights:
     temporary = output.parent / f".{output.name}.{os.urandom(8).hex()}"
     with storage_errors("write", output):
         temporary.mkdir(mode=0o700)
@@ -108,7 +115,7 @@ def _write_folder(tensors: Iterator[tuple[str, Tensor]], output: Path, largest: 
     return found
 
 
-def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: int) -> Exported:
+def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: int) -> ExportedWeights:
     files: list[list[str]] = []
     total, held, held_bytes = 0, dict[str, Tensor](), 0
 
@@ -131,7 +138,7 @@ def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: i
         places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     write_named(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return Exported(len(places), total)
+    return ExportedWeights(len(places), total)
 
 
 def _size(tensor: Tensor) -> int:
@@ -142,3 +149,193 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+# The weights with which a job begins: a file or a folder of the user's, read by name, each worker its own layers only.
+#
+# Rules: names and shapes must be those of the model's state_dict, all of them and no other; every mismatch is told. No
+# file can run code: safetensors, or `torch.load(weights_only=True)`. The files are mapped into memory; those of a
+# checkpoint are read as each reader of checkpoints does it.
+
+_MOST_MISMATCHES = 50  # that one message lists
+
+
+class GivenWeights:
+    """The tensors in the file or the folder at `path`, by name; raises UserError if it cannot be read."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}  # by name of the tensor: an open safetensors file
+        self._places: dict[str, str] = {}  # by name of the tensor: the path of that file
+        self._tensors: Mapping[str, Tensor] = {}
+        try:
+            if manifests := _manifests_in(path):
+                self._tensors = _of_checkpoint(path, manifests)
+            elif os.path.isdir(path):
+                for file, names in _files_in(Path(path)).items():
+                    self._open(file, names)
+            elif path.endswith(".safetensors"):
+                self._open(path, None)
+            else:
+                self._tensors = _torch_file(path)
+        except UserError:
+            raise
+        except Exception as error:  # of the files, and of their index
+            raise _wrong(
+                path, "weights that can be read", f"{error or type(error).__name__}".splitlines()[0][:300]
+            ) from error
+
+    def fill(self, replicas: Replicas) -> None:
+        """Sets the weights of every replica, and its persistent buffers in every pipeline; then closes the files."""
+        beginnings = _prefixes(replicas.model)
+        for stage in replicas.stages.values():
+            for index, layer in stage.layers.items():
+                for name, tensor in _stored(layer):
+                    with torch.no_grad():
+                        overwrite(tensor, self.tensor(f"{beginnings[index]}{name}"))
+            if stage.boundary:
+                stage.boundary = (stage.copy_buffers(),) * len(stage.boundary)
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors."""
+        return [*self._files, *self._tensors]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor, without its bytes."""
+        if name in self._files:
+            return tuple(self._files[name].get_slice(name).get_shape())
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor."""
+        found: Tensor = self._files[name].get_tensor(name) if name in self._files else self._tensors[name]
+        return found
+
+    def _open(self, file: str, names: list[str] | None) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            opened = self._stack.enter_context(safe_open(file, framework="pt"))
+        except SafetensorError as error:
+            raise _wrong(self.path, "a safetensors file", f"{file}: {error}") from error
+        there = set(opened.keys())
+        for name in sorted(there) if names is None else names:
+            if name not in there:
+                raise _wrong(self.path, "every tensor of the index", f"{name!r} is not in {file!r}")
+            if (other := self._places.setdefault(name, file)) != file:
+                raise _wrong(self.path, "each tensor in one file", f"{name!r} is in {other!r} and in {file!r}")
+            self._files[name] = opened
+
+
+def check_given(given: GivenWeights, job: Job, model: Model) -> None:
+    """Compares the given names and shapes with those of all layers; raises UserError with every mismatch."""
+    names, known, problems = set(given.names()), set[str](), list[str]()
+    for index, prefix in enumerate(_prefixes(model)):
+        first: dict[int, str] = {}  # by tensor: a state_dict has one tensor under each of its names
+        for name, tensor in _stored(build_layer(job, model, index)):
+            plain = f"{prefix}{name}"
+            known.add(plain)
+            other = first.setdefault(id(tensor), plain)
+            problems += filter(
+                None, [_mismatch(given, names, plain, tensor) or _other_bits(given, names, plain, other)]
+            )
+    problems += [f"{name}: not in the model" for name in sorted(names - known)]
+    for tie in model.ties:
+        use, *others = (f"{_prefixes(model)[layer]}{name}" for layer, name in tie.uses)
+        problems += filter(None, (_other_bits(given, names, other, use) for other in others))
+    if problems:
+        more = len(problems) - _MOST_MISMATCHES
+        told = problems[:_MOST_MISMATCHES] + ([f"{more} more"] if more > 0 else [])
+        expected = "a tensor for each name of the model's state_dict, with its shape"
+        raise UserError([Problem("init", expected, f"{given.path!r}: {each}") for each in told])
+
+
+def _mismatch(given: GivenWeights, names: set[str], plain: str, tensor: Tensor) -> str:
+    """Returns the difference between a given tensor and one of the model, in words; empty without one."""
+    if plain not in names:
+        return f"{plain}: missing"
+    if given.shape(plain) != tuple(tensor.shape):
+        return f"{plain}: shape {list(given.shape(plain))}, the model has {list(tensor.shape)}"
+    dtype = given.tensor(plain).dtype
+    return f"{plain}: {dtype}, the model has {tensor.dtype}" if _kind(dtype) != _kind(tensor.dtype) else ""
+
+
+def _kind(dtype: torch.dtype) -> object:
+    """Returns the kind of a dtype: floating point numbers of any width are one, because weights are converted."""
+    return "floating" if dtype.is_floating_point else dtype
+
+
+def _other_bits(given: GivenWeights, names: set[str], plain: str, other: str) -> str:
+    """Returns words if two names of one tensor have different bits; empty if not."""
+    if plain == other or not {plain, other} <= names or torch.equal(given.tensor(plain), given.tensor(other)):
+        return ""
+    return f"{plain}: other bits than {other}, and the model has one tensor there"
+
+
+def _prefixes(model: Model) -> tuple[str, ...]:
+    return prefixes([each.name for each in model.layers])
+
+
+def _stored(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, each) for name, each in layer.state_dict(keep_vars=True).items() if isinstance(each, Tensor)]
+
+
+def _files_in(folder: Path) -> dict[str, list[str] | None]:
+    """Returns the safetensors files of a folder, each with the names that its index gives, or all."""
+    index = folder / INDEX
+    if not index.exists():
+        found: dict[str, list[str] | None] = {str(file): None for file in sorted(folder.glob("*.safetensors"))}
+        if not found:
+            raise _wrong(str(folder), "a folder with safetensors files", "it has none")
+        return found
+    found_index = json.loads(index.read_bytes())
+    places = found_index.get("weight_map") if isinstance(found_index, dict) else None
+    if not isinstance(places, dict):
+        raise _wrong(str(folder), "an index with a 'weight_map' of file names by tensor", f"none in {index.name}")
+    by_file: dict[str, list[str]] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise _wrong(str(folder), "an index that names files of its folder", repr(file))
+        by_file.setdefault(str(folder / file), []).append(name)
+    return {**by_file}
+
+
+def _manifests_in(path: str) -> list[str]:
+    """Returns the manifests in the folder of one step of checkpoints; none for any other path."""
+    return [each for each in os.listdir(path) if is_manifest(each)] if os.path.isdir(path) else []
+
+
+def _of_checkpoint(path: str, manifests: list[str]) -> Mapping[str, Tensor]:
+    whole = Path(path).absolute()
+    if len(manifests) > 1 or (step := step_of(whole.name)) is None:
+        raise _wrong(path, "the folder of one checkpoint", ", ".join(manifests)[:300])
+    folder = checkpoints_at(whole.parent)
+    return weights_of(folder, folder.manifest(CheckpointName(step, manifests[0])))
+
+
+def _torch_file(path: str) -> Mapping[str, Tensor]:
+    if os.path.isfile(path) and not os.path.getsize(path):
+        raise _wrong(path, "weights that torch.load(weights_only=True) reads", "an empty file")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # its advice is to load the file as code
+        raise _wrong(
+            path, "weights that torch.load(weights_only=True) reads", f"none ({type(error).__name__})"
+        ) from error
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise _wrong(path, "a state_dict: tensors by name", type(found).__name__)
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            hint = f"{name!r} is a {type(tensor).__name__}; save the state_dict itself"
+            raise _wrong(path, "a state_dict: tensors by name", hint)
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+            raise _wrong(path, "dense tensors", f"{name!r} is none: {tensor.layout} on {tensor.device}")
+    return found
+
+
+def _wrong(path: str, expected: str, found: str) -> UserError:
+    return UserError([Problem("init", expected, f"{path!r}: {found}")])

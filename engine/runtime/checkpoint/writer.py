@@ -14,19 +14,135 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.checkpoints.part_messages import KeptMessage, UnkeptMessage
+import torch
+from torch import Tensor, nn
+
+from engine.core.checkpoint_rules import KeptMessage, StateShare, UnkeptMessage
 from engine.core.errors import StorageError
-from engine.core.worker.outputs import Keep
-from engine.files.checkpoints.checkpoint_folder import checkpoints_at
-from engine.files.checkpoints.faulty_disk import DiskTroubles
-from engine.runtime.checkpoint.layer_file import LayerImage
-from engine.runtime.checkpoint.snapshot import LayerState, state_of
+from engine.core.ownership import Slot
+from engine.core.worker.state import Keep
+from engine.files.checkpoint_disk import DiskTroubles
+from engine.files.checkpoint_folder import checkpoints_at
+from engine.runtime.checkpoint.loader import LayerImage, laid_out
 from engine.runtime.device.device import Device
 from engine.runtime.ipc.control import Control
-from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.buffers import named_copies
+from engine.runtime.stage.optimizer import LayerOptimizer
+from engine.runtime.stage.replicas import Replicas
+from engine.runtime.stage.stage import Stage
+
+# The names that a layer's state_dict has beside those of a checkpoint, and the buffers that it leaves out.
+
+
+class StateDictNames(NamedTuple):
+    """Differences between the names in a state_dict and those in a part, which has the same two fields."""
+
+    transient: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...]
+
+
+def state_dict_names(layer: nn.Module) -> StateDictNames:
+    """Returns the buffers that are not persistent, and each further name of a tensor with the one in a checkpoint."""
+    stored = layer.state_dict(keep_vars=True)
+    buffers = list(layer.named_buffers())
+    first = {id(tensor): f"weight/{name}" for name, tensor in layer.named_parameters()}
+    first |= {id(tensor): f"buffer/0/{name}" for name, tensor in buffers}
+    found = ((name, first.get(id(tensor), "")) for name, tensor in stored.items())
+    return StateDictNames(
+        tuple(name for name, _ in buffers if name not in stored),
+        tuple((name, kept) for name, kept in found if kept and not kept.endswith(f"/{name}")),
+    )
+
+
+# The state of a worker's share of a checkpoint: the tensors of each layer at a step boundary, and a copy of them.
+#
+# Rules: the weights and the optimizer state change in place with the next step only, so the copy may run beside the
+# open step. Where a worker can take over, every replica has copies of the buffers at the boundary, which no forward
+# changes. Elsewhere the buffers are live, and are copied at once.
+
+NamedTensors = list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The tensors of one layer, or of one shard of it, by their names in a checkpoint.
+
+    `live` are those that the next step changes; `fixed` are not changed any more. A part has the same `transient` and
+    `aliases`.
+    """
+
+    layer: int
+    shard: int
+    shards: int
+    live: NamedTensors
+    fixed: NamedTensors
+    transient: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...]
+
+    def copied(self, image: LayerImage | None = None) -> LayerImage:
+        """Returns the state in memory that nothing else changes: in the image of an older step, if it has its form."""
+        tensors = [*self.fixed, *self.live]
+        if image is None or not image.takes(tensors):
+            image = LayerImage(tensors)
+        image.fill(tensors)
+        return image
+
+
+def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerState]:
+    """Yields the state of each layer of a share, from the replicas of a worker at a step boundary."""
+    stage = stages[share.slot]
+    buffers = _buffers_of(stage, stages, share.slot[1])
+    for index, layer in stage.layers.items():
+        named = [
+            (f"buffer/{pipeline}/{name}", tensor)
+            for pipeline, by_layer in buffers.items()
+            for name, tensor in by_layer[index]
+        ]
+        live = list(_own_tensors(stage.optimizers[index]))
+        yield LayerState(index, share.shard, share.shards, live, named, *state_dict_names(layer))
+
+
+def _own_tensors(optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, kept in optimizer.kept.items():
+        yield f"weight/{name}", kept.detach()
+    for name, named in optimizer.state.items():
+        for key, tensor in named.items():
+            yield f"optimizer/{name}/{key}", tensor
+
+
+def _buffers_of(stage: Stage, stages: Mapping[Slot, Stage], index: int) -> dict[int, dict[int, NamedTensors]]:
+    """Returns the buffers of each pipeline by layer: those of the boundary, or copies where there are none."""
+    if stage.boundary:
+        return {pipeline: named_copies(stage.layers, kept) for pipeline, kept in enumerate(stage.boundary)}
+    return {
+        pipeline: {at: copies_of(list(layer.named_buffers())) for at, layer in each.layers.items()}
+        for (pipeline, other), each in sorted(stages.items())
+        if other == index
+    }
+
+
+def copies_of(named: NamedTensors) -> NamedTensors:
+    """Returns copies of tensors, with their strides."""
+    with torch.no_grad():
+        copies = [_empty_like(tensor) for _, tensor in named]
+        dense = [(copy, tensor) for copy, (_, tensor) in zip(copies, named, strict=True) if copy is not None]
+        if dense:  # one call, so that another thread can run Python meanwhile
+            torch._foreach_copy_([copy for copy, _ in dense], [tensor for _, tensor in dense])
+        return [
+            (name, laid_out(tensor, tensor.stride()) if copy is None else copy)
+            for (name, tensor), copy in zip(named, copies, strict=True)
+        ]
+
+
+def _empty_like(tensor: Tensor) -> Tensor | None:
+    """Returns an uninitialised tensor with the strides of a dense one; None for any other."""
+    empty = torch.empty_like(tensor, requires_grad=False)
+    return empty if empty.stride() == tensor.stride() else None
+
 
 _ROOM_S = 30.0  # shorter than the wait of all workers that counts as a lost message
 _OFTEN_S = 10.0  # from one checkpoint to the next: then the memory of a copy is kept for the next one

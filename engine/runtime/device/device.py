@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from functools import reduce
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils import deterministic
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.core.errors import EnvironmentLacksError
-from engine.core.texts import counted
+from engine.core.checks.determinism import DEMANDED, Setting, changed_setting
+from engine.core.errors import GPU_ERROR, GPU_MEMORY, EnvironmentLacksError, Problem
+from engine.core.texts import counted, printable
 from engine.runtime.device.action_clock import ActionClock, GpuClock, TellTimes
 from engine.runtime.device.copies import HOST_COPIES, NO_WATCH, Copies, Leaving, StreamCopies, Watch
 from engine.runtime.device.device_faults import DeviceFaults, DoubledCopies
@@ -139,9 +145,131 @@ def open_device(
     faults = faults or DeviceFaults()
     if kind != "cuda":  # a job in memory that no file resolved has `auto`
         return Device(HOST.place, True, DoubledCopies(faults), watch, faults)
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the numbers that `engine/files/nvml.py` tells
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the numbers that `engine/files/accelerators.py` tells
     place = torch.device("cuda", ordinal(local_rank, torch.cuda.device_count(), shares=shares))
     torch.cuda.set_device(place)
     name = f"GPU {place.index} ({torch.cuda.get_device_name(place)})"
     copies, computing = StreamCopies(place, watch.wake), torch.cuda.current_stream(place)
     return Device(place, False, copies, watch, faults, computing, name)
+
+
+# Errors of a device: which exceptions tell that the worker's own GPU has failed, and its trouble in words.
+#
+# Rule: after such an exception nothing on the device can be trusted, because an error may belong to an earlier call,
+# and a sticky one fails each later call. So the worker ends, whichever code of it met the exception.
+
+_OF_LIBRARIES = re.compile(
+    r"(?:CUDA|CUDA driver|CUDA runtime|cuDNN|cuSOLVER|cuSPARSE|cuFFT) error: ?(.*)", re.IGNORECASE
+)
+_WANTED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
+_MOST_LINKED = 20
+_MOST_CHARACTERS = 300
+
+
+def device_trouble(error: BaseException | None) -> str:
+    """Returns the trouble of this worker's GPU that an exception, or one that it hangs on, tells; empty for none."""
+    for _ in range(_MOST_LINKED):
+        if error is None:
+            break
+        if trouble := _trouble(error):
+            return trouble
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _trouble(error: BaseException) -> str:
+    # Exact types: an exception of the user's code may have a text that raises.
+    if type(error) is torch.OutOfMemoryError:
+        wanted = _WANTED.search(str(error))
+        return f"{GPU_MEMORY}: tried to allocate {wanted[1]}" if wanted else f"{GPU_MEMORY}: {_first_line(error)}"
+    if type(error) not in (RuntimeError, torch.AcceleratorError, torch.cuda.CudaError):
+        return ""
+    line = _first_line(error)
+    found = _OF_LIBRARIES.match(line)
+    if found is None:
+        return "" if type(error) is RuntimeError else f"{GPU_ERROR}: {line}"
+    return f"{GPU_ERROR}: {found[1] or line}"
+
+
+def _first_line(error: BaseException) -> str:
+    return printable(str(error).partition("\n")[0].strip()[:_MOST_CHARACTERS])
+
+
+# Carries out the list of `engine/core/checks/determinism.py`, and finds the operations without a deterministic form.
+#
+# Rules: a worker calls `set_up` before it imports the user's code and before CUDA starts. The settings belong to the
+# process: workers that are threads of one process share them.
+
+_OF_TORCH = "torch."
+_WITHOUT_FORM = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+def set_up(settings: Iterable[Setting]) -> None:
+    """Sets each of the settings."""
+    for each in settings:
+        if not each.name.startswith(_OF_TORCH):
+            os.environ[each.name] = str(each.value)
+        elif each.read:
+            _found(each.name)(each.value)
+        else:
+            owner, _, name = each.name.rpartition(".")
+            setattr(_found(owner), name, each.value)
+
+
+def changed(settings: Iterable[Setting]) -> list[Problem]:
+    """Returns a problem for each setting that has another value by now, and may not."""
+    found = ((each, _value(each)) for each in settings if not each.may_change)
+    return [changed_setting(each, value) for each, value in found if value != each.value]
+
+
+def _value(setting: Setting) -> object:
+    if not setting.name.startswith(_OF_TORCH):
+        return os.environ.get(setting.name)
+    return _found(setting.read)() if setting.read else _found(setting.name)
+
+
+def _found(name: str) -> Any:
+    parts = name.split(".")[1:]
+    if parts[:1] == ["utils"]:  # `import torch` does not load it
+        import_module("torch.utils.deterministic")
+    return reduce(getattr, parts, torch)
+
+
+class WithoutForm(TorchDispatchMode):
+    """Lets operations without a deterministic form run in this thread, and notes their names in `found`, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # with True, the first operation imports the compiler of torch, which takes seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation; if it raises for want of a deterministic form, it is run again without that demand."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            told = _WITHOUT_FORM.match(str(error))
+            if told is None:
+                raise
+        if told[1] not in self.found:
+            self.found.append(told[1])
+        torch.set_deterministic_debug_mode(0)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.set_deterministic_debug_mode(DEMANDED)
+
+
+@contextlib.contextmanager
+def unwritten_filled() -> Iterator[None]:
+    """Fills new memory with NaN in the block: who reads it before it is written gets other bits."""
+    holder: Any = deterministic  # a module whose class has the property
+    before = holder.fill_uninitialized_memory
+    holder.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        holder.fill_uninitialized_memory = before

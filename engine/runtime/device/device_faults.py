@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.core.worker_exception import INJECTED
+from engine.core.errors import INJECTED
 from engine.runtime.device.copies import Copies, Leaving
 
 DeviceTrouble = Literal["error", "sticky", "hang", "memory"]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import engine.runtime.faults as package
 from engine.core.errors import ensure
-from engine.core.faults.fault_kind import FaultKind, Parameter, Parameters, Sign, no_signals
+from engine.core.faults.fault import FaultKind, Parameter, Parameters, Sign, no_signals
 
 if TYPE_CHECKING:
-    from engine.files.checkpoints.faulty_disk import DiskTroubles
+    from engine.files.checkpoint_disk import DiskTroubles
     from engine.runtime.device.device import Device
     from engine.runtime.ipc.control import Control
     from engine.runtime.stage.stage import Stage
@@ -50,14 +50,14 @@ class WorkerFaultContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class RegisteredFault:
     """A kind of fault with its function."""
 
     kind: FaultKind
     strike: Callable[[Any], Any]
 
 
-_KINDS: dict[str, Registered] = {}
+_KINDS: dict[str, RegisteredFault] = {}
 
 Strike = TypeVar("Strike", bound=Callable[[Any], Any])
 
@@ -73,14 +73,14 @@ def fault_kind(
     def register(strike: Strike) -> Strike:
         ensure(name not in _KINDS, f"two kinds of fault are called {name!r}")
         signals = strike if by == "agent" else no_signals
-        _KINDS[name] = Registered(FaultKind(name, about, by, ends, parameters, shows, signals), strike)
+        _KINDS[name] = RegisteredFault(FaultKind(name, about, by, ends, parameters, shows, signals), strike)
         return strike
 
     return register
 
 
 @functools.cache
-def registered() -> Mapping[str, Registered]:
+def registered() -> Mapping[str, RegisteredFault]:
     """Returns all kinds by name; imports all modules of this package."""
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")

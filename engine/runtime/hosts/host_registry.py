@@ -14,23 +14,170 @@ incarnation holds is refused. Who may read these keys may be a host of the run: 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from engine.core.errors import (
     CoordinatorUnavailableError,
     EnvironmentLacksError,
     ExitCode,
     InvariantError,
+    LeaseLostError,
     Problem,
     UserError,
 )
-from engine.core.hosts.registered_host import RegisteredHost, differences, registered_host
-from engine.core.store.kv import KV, Lease, Put, Txn, absent
-from engine.runtime.hosts.run_certificate import RunCertificate
+from engine.core.hosts.ends import LeaseTime
+from engine.core.hosts.host_options import CLEAR, RegisteredHost, differences, registered_host
+from engine.core.kv import KV, Lease, Put, Txn, absent
+from engine.files.atomic_write import write_atomically
 from engine.runtime.process.interrupts import breakable
+
+# The lease of a host, kept by a thread of its own: no other call to the store, and no work of the host, holds it up.
+#
+# Rule: a host that cannot renew its lease is gone before the lease can expire: it ends its workers and itself, whatever
+# else it does (`engine/core/hosts/ends.py`). Time counts from the sending of a renewal, and suspension counts too.
+
+
+_LOOK_S = 0.05
+
+
+def boottime_ns() -> int:
+    """Returns the time of a clock that goes on while the host is suspended."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+class KeptLease:
+    """A lease of the store; `end_workers` is called, from a thread, when it cannot be kept, and the process ends."""
+
+    def __init__(self, kv: KV, ttl_s: int, end_workers: Callable[[str], None] = lambda why: None):
+        self.end_workers = end_workers
+        self._kv = kv
+        sent_ns = boottime_ns()
+        self.lease: Lease = kv.grant(ttl_s)
+        self._time = LeaseTime(ttl_s * 1_000_000_000, sent_ns)
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name="lease", daemon=True) for work in (self._renew, self._watch)
+        ]
+        for each in self._threads:
+            each.start()
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            sent_ns = boottime_ns()
+            self._end_if_late(sent_ns)  # before it asks: its workers have computed for too long already
+            if sent_ns < self._time.renew_ns:
+                continue
+            try:
+                if not self._kv.keep_alive(self.lease) and not self._is_over.is_set():
+                    self._end("the lease of this host has expired, or was revoked: the run goes on without it")
+                self._time = self._time.renewed(sent_ns)
+            except (CoordinatorUnavailableError, LeaseLostError):
+                pass  # tried again, until the time is over
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            self._end_if_late(boottime_ns())
+
+    def _end_if_late(self, now_ns: int) -> None:
+        if now_ns >= self._time.end_ns:
+            self._end("the lease of this host could not be renewed in time")
+
+    def _end(self, why: str) -> NoReturn:
+        self.end_workers(why)
+        os._exit(ExitCode.FENCED)
+
+    @property
+    def unrenewed_s(self) -> float:
+        """The seconds since the sending of the last renewal that was answered."""
+        return (boottime_ns() - self._time.sent_ns) / 1e9
+
+    def close(self) -> None:
+        """Gives the lease back, and with it all its keys; raises CoordinatorUnavailableError."""
+        self._is_over.set()
+        for each in self._threads:
+            each.join()
+        self._kv.revoke(self.lease)
+
+
+# The certificate of a run: one key pair, which each host of the run has and no other one.
+#
+# Rules: `openssl` makes it, in a folder in memory that only this user can open; nothing of it stays on a disk. Both
+# ends of a stream, and of a link between workers of two hosts, show it, and take no other one. It has no end and no
+# begin that matters, as the clocks of hosts differ: it is forgotten with the run.
+
+NAME = "bamboo"  # in the certificate
+_MOST_S = 20.0
+_SETTINGS = f"""
+[ca]
+default_ca = run
+[run]
+database = index
+serial = serial
+new_certs_dir = .
+default_md = sha256
+policy = named
+x509_extensions = both
+unique_subject = no
+[named]
+commonName = supplied
+[both]
+subjectAltName = DNS:{NAME}
+basicConstraints = critical,CA:TRUE
+[req]
+distinguished_name = of_request
+[of_request]
+"""
+_MADE = ("-startdate", "20000101000000Z", "-enddate", "20991231235959Z", "-out", "certificate")
+_COMMANDS = (
+    ["genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", "key"],
+    ["req", "-new", "-key", "key", "-subj", f"/CN={NAME}", "-config", "settings", "-out", "request"],
+    ["ca", "-selfsign", "-batch", "-notext", "-config", "settings", "-keyfile", "key", "-in", "request", *_MADE],
+)
+
+
+class RunCertificate(NamedTuple):
+    """The certificate and its key, each as PEM."""
+
+    certificate: str
+    key: str
+
+
+def new_certificate() -> RunCertificate:
+    """Makes one; raises EnvironmentLacksError where `openssl` is not there or fails."""
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - a new folder in it, of this user alone
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        folder = Path(name)
+        for file, text in (("settings", _SETTINGS), ("index", ""), ("serial", "01\n")):
+            write_atomically(folder / file, text)
+        for command in _COMMANDS:
+            _run(command, folder)
+        return RunCertificate((folder / "certificate").read_text(), (folder / "key").read_text())
+
+
+def _run(command: list[str], folder: Path) -> None:
+    program = shutil.which("openssl") or "openssl"
+    try:
+        done = subprocess.run([program, *command], cwd=folder, capture_output=True, timeout=_MOST_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentLacksError(f"a run on several hosts needs the program `openssl`: {error}") from error
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise EnvironmentLacksError(f"openssl {command[0]} failed: {''.join(why)}")
+
+
+def network_of(made: RunCertificate, transfers: str) -> dict[str, str]:
+    """Returns what the links between hosts are secured with: nothing in a network that the user trusts."""
+    return {} if transfers == CLEAR else made._asdict()
+
 
 _HOSTS, _ELECTED, _BEGUN, _REFUSED, _OUTCOME = "hosts/", "elected", "begun", "refused", "outcome"
 _REFUSED_S = 30
@@ -40,7 +187,7 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Elected:
+class ElectedHost:
     """The host that coordinates a run: where it listens, the hosts of the run, and the certificate of the run.
 
     It had heard so many decisions when it was elected, none if it has begun the run.
@@ -80,7 +227,7 @@ class HostKeys:
         found = sorted(self._kv.read_prefix(_HOSTS).items, key=lambda each: each.create_revision)
         return [registered_host(each.value.decode()) for each in found]
 
-    def elected(self) -> Elected | None:
+    def elected(self) -> ElectedHost | None:
         """Returns the host that coordinates the run, None if there is none."""
         found = self._kv.get(_ELECTED)
         if found is None:
@@ -91,7 +238,7 @@ class HostKeys:
             names, lives = tuple(plain["hosts"]), tuple(plain["incarnations"])
             pair, lease_id = (certificate, key), int(plain["lease_id"])
             heard = int(plain["heard"])
-            return Elected(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id, heard)
+            return ElectedHost(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id, heard)
         except (KeyError, TypeError, ValueError) as error:
             raise InvariantError("the key 'elected' of this run is not of a host") from error
 
@@ -188,9 +335,9 @@ class HostRegistry(HostKeys):
         names = tuple(each.name for each in hosts)
         lives = tuple(each.incarnation for each in hosts)
         pair, lease_id = (made.certificate, made.key), self._lease.lease_id
-        return self._stands(Elected(self.own.name, self.own.incarnation, place, names, lives, pair, lease_id))
+        return self._stands(ElectedHost(self.own.name, self.own.incarnation, place, names, lives, pair, lease_id))
 
-    def succeed(self, before: Elected, place: str, heard: int) -> Elected | None:
+    def succeed(self, before: ElectedHost, place: str, heard: int) -> ElectedHost | None:
         """Tries to put this host in the place of one that is lost; None if another host is, or the run is over.
 
         It has `heard` so many decisions; the other hosts tell it the later ones.
@@ -200,7 +347,7 @@ class HostRegistry(HostKeys):
         value = replace(value, heard=heard)
         return value if self._stands(value) else None
 
-    def _stands(self, value: Elected) -> bool:
+    def _stands(self, value: ElectedHost) -> bool:
         text = json.dumps(asdict(value), sort_keys=True).encode()
         begun = f"host {value.name} at {value.place} coordinated hosts {', '.join(value.hosts)}"
         is_free = (absent(_ELECTED), absent(_OUTCOME))
@@ -212,23 +359,23 @@ class HostRegistry(HostKeys):
         found = self._kv.get(_BEGUN)
         return "" if found is None else found.value.decode(errors="replace")
 
-    def revoke(self, elected: Elected) -> None:
+    def revoke(self, elected: ElectedHost) -> None:
         """Ends the lease of a host whose process is known to have ended."""
         self._kv.revoke(Lease(elected.lease_id, 1))
 
-    def of_run(self, elected: Elected) -> list[RegisteredHost]:
+    def of_run(self, elected: ElectedHost) -> list[RegisteredHost]:
         """Returns the hosts of a run; one that is lost has neither address nor lease."""
         known = {each.incarnation: each for each in self.hosts()}
         pairs = zip(elected.hosts, elected.incarnations, strict=True)
         return [known.get(life) or RegisteredHost(name, life, "", 0, {}) for name, life in pairs]
 
-    def outlived(self) -> Elected | None:
+    def outlived(self) -> ElectedHost | None:
         """Returns the run that goes on without this host, which was lost and has come back; None if there is none."""
         found = self.elected()
         is_back = found is not None and self.own.name in found.hosts and self.own.incarnation not in found.incarnations
         return found if is_back else None
 
-    def awaited(self, run: Elected) -> HostOutcome:
+    def awaited(self, run: ElectedHost) -> HostOutcome:
         """Waits for the outcome of a run; raises CoordinatorUnavailableError if no host coordinates it any more."""
         seen_s = time.monotonic()
         while (found := self.outcome()) is None:
@@ -248,7 +395,7 @@ class HostRegistry(HostKeys):
         for prefix in (*prefixes, _BEGUN):
             self._kv.delete_prefix(prefix)
 
-    def waited_for_elected(self, patience_s: float = _ELECTION_S) -> Elected | None:
+    def waited_for_elected(self, patience_s: float = _ELECTION_S) -> ElectedHost | None:
         """Returns the host that was elected, None if there is none after a time."""
         until_s = time.monotonic() + patience_s
         while (found := self.elected()) is None and time.monotonic() < until_s:

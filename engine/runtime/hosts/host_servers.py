@@ -10,21 +10,252 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from engine.core.errors import CoordinatorUnavailableError, WorkerFailedError
-from engine.core.hosts.deal import deal, host_for_one_more
-from engine.core.hosts.host_loss import LATER_NS, HostSight
-from engine.core.message_codec import MAX_BYTES
-from engine.core.store.kv import KV, Lease
+from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
+from engine.core.errors import BambooError, CoordinatorUnavailableError, WorkerFailedError, ensure
+from engine.core.faults.injection import InheritedFaults
+from engine.core.history.process_records import DeadlyRecord, ExitRecord, RequestRecord, ResumedRecord, StartedRecord
+from engine.core.history.record_lines import decoded, encoded
+from engine.core.history.run_records import (
+    AGENT,
+    AuditRecord,
+    CommitRecord,
+    ConfirmedRecord,
+    EpochRecord,
+    FaultRecord,
+    GoRecord,
+    HeirsRecord,
+    KeptRecord,
+    PartitionRecord,
+    PlanRecord,
+    PreparedRecord,
+    Record,
+    StampedRecord,
+    UnconfirmedRecord,
+    ValidationRecord,
+)
+from engine.core.hosts.ends import LATER_NS, HostSight, deal, host_for_one_more, unheard
+from engine.core.job.job import Job
+from engine.core.kv import KV, Lease
+from engine.core.message_codec import MAX_BYTES, Message, decode, kind_of
+from engine.core.messages import (
+    AuditMessage,
+    BorderMessage,
+    CutMessage,
+    Evaluation,
+    FailedMessage,
+    NoticeMessage,
+    PartitionMessage,
+    RaisedMessage,
+    ReadyMessage,
+    RefusedMessage,
+    StrikeMessage,
+    SufferedMessage,
+    WaitingMessage,
+    WelcomeMessage,
+)
 from engine.core.texts import numbered
-from engine.runtime.hosts.away_server import AwayServer
-from engine.runtime.hosts.heard_results import KEPT, HeardResults
-from engine.runtime.hosts.line_exchange import CoordinatorLines
+from engine.runtime.agent.run_state import RunState, audit_record
+from engine.runtime.hosts.remote_workers import CoordinatorLines, RemoteSpawner
+from engine.runtime.hosts.wire import MOST_WAITING_BYTES
 from engine.runtime.process import descendants
 from engine.runtime.process.fork_client import Child, ForkServer
+
+# The words of a worker that the next coordinator has to hear again: that it has joined, its notice, its last words.
+#
+# It hears too what the workers of a host were told, as a newcomer is told the same.
+#
+# Rule: in the epoch of a take-over all members report again, and vote again; the rest is said once only. The hashes of
+# the last steps may not have been told to other hosts when a host was lost, and no worker writes a part of a checkpoint
+# a second time. A worker that has come to the moment of a fault stands still until it is answered.
+
+
+_ONCE = tuple(
+    f'{{"kind":"{kind_of(each)}"'.encode()
+    for each in (
+        ReadyMessage,
+        WaitingMessage,
+        NoticeMessage,
+        StrikeMessage,
+        SufferedMessage,
+        RaisedMessage,
+        FailedMessage,
+        RefusedMessage,
+    )
+)
+_PARTS = tuple(f'{{"kind":"{kind_of(each)}"'.encode() for each in (KeptMessage, UnkeptMessage))
+_HASHES = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
+_WELCOME = f'{{"kind":"{kind_of(WelcomeMessage)}"'.encode()
+_PLACE = tuple(f'{{"kind":"{kind_of(each)}"'.encode() for each in (PartitionMessage, BorderMessage))
+_MOST_HASHES = 64  # messages: those of two steps, of a worker with many slots
+
+
+class ReplayBuffer:
+    """The words of one worker that are said again."""
+
+    def __init__(self) -> None:
+        self._once: list[bytes] = []
+        self._hashes: deque[bytes] = deque(maxlen=_MOST_HASHES)
+        self._parts: list[bytes] = []
+        self._step = -1  # of these parts
+
+    def add(self, packet: bytes) -> None:
+        """Takes a control message of the worker."""
+        if packet.startswith(_HASHES):
+            self._hashes.append(packet)
+        elif packet.startswith(_ONCE):
+            self._once.append(packet)
+        elif packet.startswith(_PARTS) and isinstance(told := decode(packet), KeptMessage | UnkeptMessage):
+            if told.step > self._step:
+                self._step, self._parts = told.step, []
+            self._parts += [packet] * (told.step == self._step)
+
+    @property
+    def packets(self) -> list[bytes]:
+        """The words, each kind in its order."""
+        return [*self._once, *self._hashes, *self._parts]
+
+
+class WelcomeCache:
+    """What the workers of a host were told since they were started last: their welcomes, the cut and the borders.
+
+    Workers that begin again have another start.
+    """
+
+    def __init__(self) -> None:
+        self._start = ""
+        self._packets: dict[bytes, None] = {}
+
+    def add(self, packet: bytes) -> None:
+        """Takes a control message to a worker."""
+        if packet.startswith(_WELCOME) and isinstance(welcome := decode(packet), WelcomeMessage):
+            if welcome.start != self._start:
+                self._start = welcome.start
+                self._packets.clear()
+        elif not packet.startswith(_PLACE):
+            return
+        self._packets[packet] = None
+
+    @property
+    def packets(self) -> list[bytes]:
+        """The messages, each once, in their order."""
+        return [*self._packets]
+
+
+# The results of a run as a host hears them that does not coordinate it: the next one goes on with these.
+#
+# Rules: each decision has a number, and is heard in the order in which it was recorded, so the results are those of the
+# host that recorded. The last ones are kept as lines, as many as may wait in a stream: a host that is not lost lacks no
+# more, so hosts can complete each other at a take-over.
+
+KEPT = (
+    AuditRecord,
+    CommitRecord,
+    ConfirmedRecord,
+    DeadlyRecord,
+    EpochRecord,
+    FaultRecord,
+    GoRecord,
+    HeirsRecord,
+    KeptRecord,
+    PartitionRecord,
+    PlanRecord,
+    PreparedRecord,
+    RequestRecord,
+    ResumedRecord,
+    StartedRecord,
+    ExitRecord,
+    UnconfirmedRecord,
+    ValidationRecord,
+)  # of these every host hears
+_AUDIT = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
+
+
+def hashes_of(packet: bytes) -> AuditMessage | None:
+    """Returns a control message of a worker that has hashes; None for another one."""
+    message: Message | None = decode(packet) if packet.startswith(_AUDIT) else None
+    return message if isinstance(message, AuditMessage) else None
+
+
+class ReplicatedResults:
+    """The results of one run, of which this host hears; `count` decisions so far."""
+
+    def __init__(self, job: Job):
+        self.results = RunState(job)
+        self.faults = InheritedFaults()
+        self.count = 0
+        self._lines: deque[str] = deque()  # the last ones
+        self._bytes = 0
+
+    def take(self, number: int, line: str) -> Record | None:
+        """Takes the next decision; returns it, or None for one that was heard before."""
+        if number < self.count:
+            return None
+        ensure(number == self.count, f"decision {number} was told where {self.count} comes next")
+        record = decoded(line)
+        self._keep(line)
+        self.hear(record)
+        return record
+
+    def _keep(self, line: str) -> None:
+        self.count += 1
+        self._lines.append(line)
+        self._bytes += len(line)
+        while self._bytes > MOST_WAITING_BYTES:
+            self._bytes -= len(self._lines.popleft())
+
+    @property
+    def _first(self) -> int:
+        return self.count - len(self._lines)
+
+    def last_since(self, number: int) -> dict[int, str]:
+        """Returns the decisions from a number on, as far as they are kept."""
+        return {each: line for each, line in enumerate(self._lines, self._first) if each >= number}
+
+    def since(self, number: int) -> dict[int, str]:
+        """Returns the decisions from a number on; raises CoordinatorUnavailableError if older ones are needed."""
+        if number < self._first:
+            raise CoordinatorUnavailableError(f"the decisions {number} to {self._first - 1} are not kept any more")
+        return self.last_since(number)
+
+    def complete(self, told: Iterable[Mapping[int, str]]) -> None:
+        """Takes what other hosts have heard, and this one has not."""
+        for line in unheard(self.count, told):
+            self.take(self.count, line)
+
+    def hear(self, record: object) -> None:
+        """Takes a decision. Results that contradict each other are for the host that coordinates to judge."""
+        self.faults.hear(record)
+        found = self.results
+        with contextlib.suppress(BambooError):
+            match record:
+                case ResumedRecord(step=step):
+                    self.results = found.again(step) if found.losses else RunState(found.job, step)
+                case PartitionRecord(starts=starts, layers=layers, samples=samples):  # of each start of the workers
+                    self.results = found = found.again(found.committed)
+                    found.cut(CutMessage(starts, layers, samples))
+                case AuditRecord(of=worker, step=step, pipeline=pipeline, rows=rows):
+                    found.audit(worker, AuditMessage(step, pipeline, tuple((*row, (), ()) for row in rows)))
+                case ValidationRecord(step=step, name=name, samples=samples, loss=loss, metrics=metrics):
+                    known = [each for each in found.validations.get(step, ()) if each.name != name]
+                    found.validations[step] = (*known, Evaluation(name, samples, loss, metrics))
+                case KeptRecord(step=step):
+                    found.kept = step
+                case StampedRecord():
+                    found.books(record)
+
+    def hear_again(self, worker: int, packet: bytes) -> None:
+        """Takes hashes of a worker that the host which is lost may not have told; raises ReplicasDifferError."""
+        message = hashes_of(packet)
+        if message is not None and message.step == self.results.committed:
+            self.results.audit(worker, message)
+            self._keep(encoded(replace(audit_record(worker, message), worker=AGENT)))  # other hosts lack it too
+
 
 _LOOK_S = 0.05
 _TICK_S = 0.25
@@ -40,7 +271,7 @@ class HostServers(ForkServer):
     def __init__(
         self,
         local: ForkServer,
-        away: Sequence[AwayServer],
+        away: Sequence[RemoteSpawner],
         kv: KV,
         room: int = 0,
         network: Mapping[str, str] = MappingProxyType({}),
@@ -96,7 +327,7 @@ class HostServers(ForkServer):
                     self._losing[each.host].start()
             self._lines.look()
 
-    def _why_lost(self, away: AwayServer, began_ns: int, now_ns: int) -> str:
+    def _why_lost(self, away: RemoteSpawner, began_ns: int, now_ns: int) -> str:
         peer = away.peer
         if peer.broken:
             return f"it has sent what no host sends: {peer.broken}"
@@ -106,7 +337,7 @@ class HostServers(ForkServer):
             return "it does not read any more"
         return HostSight(peer.heard_ns, peer.ended_ns, peer.is_waiting).why_lost(now_ns)
 
-    def _lose(self, away: AwayServer, why: str) -> None:
+    def _lose(self, away: RemoteSpawner, why: str) -> None:
         with contextlib.suppress(CoordinatorUnavailableError):  # asked again at the next look
             if away.known.lease_id:
                 self._kv.revoke(Lease(away.known.lease_id, 1))
@@ -126,10 +357,10 @@ class HostServers(ForkServer):
                 self._num_decisions += 1
 
     @property
-    def _others(self) -> list[AwayServer]:
+    def _others(self) -> list[RemoteSpawner]:
         return [each for each in self._away.values() if each is not self._local]
 
-    def go_on_after(self, heard: HeardResults) -> None:
+    def go_on_after(self, heard: ReplicatedResults) -> None:
         """Lets all other hosts keep what this one has heard before; one that lacks too much of it counts as lost."""
         self._num_decisions = heard.count
         for each in self._others:

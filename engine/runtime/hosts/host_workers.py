@@ -18,13 +18,16 @@ import os
 import queue
 import selectors
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from engine.core.config.job import Job
-from engine.core.errors import EnvironmentLacksError, required
+from engine.core.errors import EnvironmentLacksError, ExitCode, required
+from engine.core.history.merging import OffsetBounds, OffsetWatch
 from engine.core.history.process_records import ClockRecord, HeardRecord
 from engine.core.history.run_records import AuditRecord
 from engine.core.hosts.host_messages import (
@@ -42,26 +45,146 @@ from engine.core.hosts.host_messages import (
     ToldHostMessage,
     UnforkedHostMessage,
     WordsHostMessage,
+    WorkerSign,
     frame,
+    sign_frames,
 )
-from engine.core.merging.clock_bounds import OffsetBounds, OffsetWatch
-from engine.core.message_codec import MAX_BYTES, Message
+from engine.core.job.job import Job
+from engine.core.message_codec import MAX_BYTES, Message, encode, kind_of
+from engine.core.messages import PingMessage, StopMessage
+from engine.core.protocol.events import unwatched_ns
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
-from engine.runtime.hosts.heard_results import HeardResults, hashes_of
 from engine.runtime.hosts.host_registry import HostOutcome
-from engine.runtime.hosts.line_exchange import ServedLines
-from engine.runtime.hosts.own_process import OwnProcess
-from engine.runtime.hosts.own_signs import OwnSigns
-from engine.runtime.hosts.said_again import TaughtWorkers
-from engine.runtime.hosts.stream_end import StreamEnd
-from engine.runtime.ipc.link_pairs import LinkPairs
+from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults, WelcomeCache, hashes_of
+from engine.runtime.hosts.remote_workers import ServedLines
+from engine.runtime.hosts.wire import StreamEnd
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.link import Link, LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
+# A process of a worker on this host, as its agent keeps it for the host that coordinates, and for the next one.
+
+
+_STOP = f'{{"kind":"{kind_of(StopMessage)}"'.encode()
+
+
+@dataclass(slots=True)
+class LocalProcess:
+    """The process of a worker; `code` is there when it has ended."""
+
+    number: int
+    worker: int
+    child: Child
+    link: Link
+    heartbeat: bytes = b""  # the last one that no sign has told
+    code: int | None = None
+    heard_ns: int = field(default_factory=now_ns)  # when it spoke last
+    num_signals: int = 0  # from the host that coordinates now
+    said: ReplayBuffer = field(default_factory=ReplayBuffer)
+    was_stopped: bool = False
+
+    def tell(self, packet: bytes) -> None:
+        """Passes on a message of the host that coordinates."""
+        self.was_stopped = self.was_stopped or packet.startswith(_STOP)
+        self.link.send_packet(packet)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has ended, and the run goes on without it: the run was not over, and did not stop it."""
+        return self.has_ended and self.code != ExitCode.OK and not self.was_stopped
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, or this agent has no handle of it any more."""
+        return self.code is not None or self.child.is_closed
+
+    def to_plain(self) -> tuple[int, ...]:
+        """Returns the facts of it that the next host needs."""
+        return (self.number, self.worker, self.child.pid, *(() if self.code is None else (self.code,)))
+
+    def sign(self, board: ProgressBoard) -> WorkerSign:
+        """Returns its sign of life, and takes its heartbeat for that."""
+        heartbeat, self.heartbeat = self.heartbeat.decode(), b""
+        num_signals = self.num_signals  # before the look at the process, which they may have changed
+        at, place, times = board.read(self.worker), board.place_of(self.worker), self.child.times()
+        where: tuple[Any, ...] = ()
+        if place is not None:
+            aged = place._replace(since_ns=now_ns() - place.since_ns)
+            where = tuple(map(int, aged))
+        progress = (at.step, at.num_computed, at.action)
+        seen: tuple[Any, ...] = () if times is None else tuple(times)
+        return WorkerSign(self.number, heartbeat, progress, where, seen, num_signals, now_ns() - self.heard_ns)
+
+
+# Signs of life of the workers of this host, for the host that coordinates: four times a second, in few messages.
+#
+# Rule: a sign tells how many signals the worker had got when its process was looked at, so that no older look can
+# confirm a fault. After a signal that stops a worker a sign goes at once. Time in which this host stood still is no
+# silence of its workers.
+
 _TICK_S = 0.25
+_STOPS_S = 0.02  # until a worker stands still after a signal; a later sign tells it too
+_STOPPED = ("T", None)  # None: it has ended
+_PING = encode(PingMessage())
+
+
+class HeartbeatReporter:
+    """Tells the signs of the processes that `all_of` returns, and asks them for heartbeats, in a thread of its own."""
+
+    def __init__(self, board: ProgressBoard, all_of: Callable[[], Sequence[LocalProcess]]):
+        self._board, self._all_of = board, all_of
+        self._end: StreamEnd | None = None
+        self._is_over = threading.Event()
+        threading.Thread(target=self._tell_all, name="signs", daemon=True).start()
+
+    def follow(self, end: StreamEnd) -> None:
+        """Tells them over this stream from now on, to a host that has sent no signal yet."""
+        for each in self._all_of():
+            each.num_signals = 0
+        self._end = end
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_over.set()
+
+    def _tell_all(self) -> None:
+        looked_ns = now_ns()
+        while not self._is_over.wait(_TICK_S):
+            living, end = [each for each in self._all_of() if not each.has_ended], self._end
+            late_ns, looked_ns = unwatched_ns(looked_ns, at_ns := now_ns()), at_ns
+            for each in living:
+                each.heard_ns = min(at_ns, each.heard_ns + late_ns)
+            if end is None:
+                continue
+            self._send(end, living)
+            for each in living:
+                with contextlib.suppress(OSError):  # it was released meanwhile
+                    each.link.send_packet(_PING)
+
+    def tell(self, of: LocalProcess) -> None:
+        """Tells the sign of one process at once."""
+        if self._end is not None:
+            self._send(self._end, [of])
+
+    def signal(self, of: LocalProcess, number: signal.Signals) -> None:
+        """Sends a signal to a worker; tells at once that it stands still, for which a fault may wait."""
+        of.child.signal(number)
+        of.num_signals += 1
+        if number is signal.SIGSTOP:
+            until_s = time.monotonic() + _STOPS_S
+            while of.child.state() not in _STOPPED and time.monotonic() < until_s:
+                time.sleep(_STOPS_S / 20)
+            self.tell(of)
+
+    def _send(self, end: StreamEnd, of: Sequence[LocalProcess]) -> None:
+        for each in sign_frames(end.received, now_ns(), [process.sign(self._board) for process in of]):
+            end.send(each)
+
+
 _LOOK_S = 1.0  # between the records of the clock
 _ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
 _PATIENCE_S = 0.05  # for the descendants of a worker
@@ -83,7 +206,7 @@ class HostWorkers:
         self.outcome: HostOutcome | None = None
         self.has_left = False  # all workers, after a notice to this host
         self._is_ending = False  # the run: a worker has ended with it
-        self.heard = HeardResults(job)
+        self.heard = ReplicatedResults(job)
         self.lines = ServedLines(server.host, logs.parent)
         self.each_second: Callable[[str], None] = lambda chief: None  # is called with the host that coordinates
         self._end: StreamEnd | None = None
@@ -93,13 +216,13 @@ class HostWorkers:
         self._server, self._record_fds, self._board, self._logs = server, record_fds, board, logs
         self._orders: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._processes: dict[int, OwnProcess] = {}
+        self._processes: dict[int, LocalProcess] = {}
         self._selector = selectors.DefaultSelector()
         self.num_notices = 0  # to this host
-        self._taught = TaughtWorkers()
+        self._taught = WelcomeCache()
         self._pairs = LinkPairs(self._living)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
-        self._signs = OwnSigns(board, lambda: [*self._processes.values()])
+        self._signs = HeartbeatReporter(board, lambda: [*self._processes.values()])
 
     def leave(self) -> None:
         """Serves no host from now on; the next one's stream may begin before `follow`, so its orders are kept."""
@@ -236,13 +359,13 @@ class HostWorkers:
         except EnvironmentLacksError as error:
             self._send(UnforkedHostMessage(order.process, str(error)))
             return
-        made = OwnProcess(order.process, order.worker, child, link)
+        made = LocalProcess(order.process, order.worker, child, link)
         self._processes[order.process] = made
         self._send(ForkedHostMessage(order.process, child.pid))
         self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._ended, made))
         self._selector.register(link, selectors.EVENT_READ, partial(self._spoken, made))
 
-    def _spoken(self, of: OwnProcess) -> bool:
+    def _spoken(self, of: LocalProcess) -> bool:
         """Passes on one message of a worker; returns whether there was one."""
         try:
             data = of.link.socket.recv(MAX_BYTES)
@@ -262,7 +385,7 @@ class HostWorkers:
             self._send(WordsHostMessage(of.number), data)
         return True
 
-    def _ended(self, of: OwnProcess) -> None:
+    def _ended(self, of: LocalProcess) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._spoken(of):
                 pass
@@ -272,11 +395,11 @@ class HostWorkers:
         self._unwatch(of)
         self._server.end_descendants(_PATIENCE_S)
 
-    def _living(self, worker: int) -> OwnProcess | None:
+    def _living(self, worker: int) -> LocalProcess | None:
         processes = self._processes.values()
         return next((each for each in processes if each.worker == worker and not each.has_ended), None)
 
-    def _unwatch(self, of: OwnProcess) -> None:
+    def _unwatch(self, of: LocalProcess) -> None:
         for each in (of.link, of.child.pidfd):
             if each in self._selector.get_map():
                 self._selector.unregister(each)

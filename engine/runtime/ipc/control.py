@@ -9,17 +9,21 @@ it is recorded, and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
+import select
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import KnownRecord
-from engine.core.membership.standstill import LEAST_QUIET_NS
 from engine.core.message_codec import Message, ToAgent, ToWorker
 from engine.core.messages import (
     ArmMessage,
@@ -28,16 +32,208 @@ from engine.core.messages import (
     FiredMessage,
     HeartbeatMessage,
     InflictMessage,
+    KeyMessage,
+    LinkMessage,
     MarkMessage,
+    NextGroupMessage,
     OwnPhase,
+    PingMessage,
+    StopMessage,
 )
-from engine.core.process_messages import KeyMessage, LinkMessage, NextGroupMessage, PingMessage, StopMessage
-from engine.core.recovery.plan_messages import PrepareMessage
-from engine.core.worker.inbox import Inbox, arrived, taken, without
+from engine.core.program.inventory import PrepareMessage
+from engine.core.protocol.state import LEAST_QUIET_NS
+from engine.core.worker.inputs import Inbox, arrived, taken, without
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.ipc.told_keys import ToldKeys
-from engine.runtime.ipc.wakeups import Wakeups
+
+# The one wait of a worker's main thread: for its links, and for news from other threads; an arrival wakes nobody else.
+#
+#     wake()      from any thread: the main thread looks again
+#     watch(fd)   what is readable there, or writable, is handled in the main thread, in its wait
+#
+# Rule: a source is handled while the main thread waits or looks, and never beside it.
+
+
+OnReady = Callable[[int], object]  # gets the events of `select.epoll`
+_RETRY_S = 0.0005  # for a ring that was full: its reader does not tell that there is room again
+
+
+class Wakeups:
+    """The wait of one main thread."""
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.epoll()
+        self._poll.register(self._event, select.EPOLLIN)
+        self._handlers: dict[int, OnReady] = {}
+        self._retries: deque[Callable[[], bool]] = deque()
+        self._heeding: list[Callable[[], object]] = []
+        self._writing: set[int] = set()  # descriptors that are to become writable
+        weakref.finalize(self, _close, self._event, self._poll)
+
+    def wake(self) -> None:
+        """Ends the present wait, or the next one; any thread may call it."""
+        os.eventfd_write(self._event, 1)
+
+    def watch(self, fd: int, handler: OnReady, *, writable: bool = False) -> None:
+        """Handles a descriptor that is readable, and with `writable` also one that is writable."""
+        events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+        (self._writing.add if writable else self._writing.discard)(fd)
+        if fd in self._handlers:
+            self._poll.modify(fd, events)
+        else:
+            self._poll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def forget(self, fd: int) -> None:
+        """Handles a descriptor no more; call it before that is closed."""
+        self._writing.discard(fd)
+        if self._handlers.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def heed(self, work: Callable[[], object]) -> None:
+        """Calls `work` whenever `wake` has ended a wait."""
+        self._heeding.append(work)
+
+    def retry(self, work: Callable[[], bool]) -> None:
+        """Calls `work` again and again, in each wait and look, until it returns True; any thread may call, and wake."""
+        self._retries.append(work)
+
+    @property
+    def owes(self) -> bool:
+        """Whether something waits to be written: then the main thread looks now and then while it works."""
+        return bool(self._retries or self._writing)
+
+    def look(self) -> bool:
+        """Handles all that has come, without a wait; returns whether there was something."""
+        return self._handle(self._poll.poll(0))
+
+    def wait(self) -> None:
+        """Waits until something has come, and handles it."""
+        while not self._handle(self.sleep(_RETRY_S if self._retries else None)):
+            pass
+
+    def sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """Waits until something has come, and returns it by descriptor; nothing if that takes longer."""
+        return self._poll.poll(timeout_s)
+
+    def _handle(self, events: list[tuple[int, int]]) -> bool:
+        for _ in range(len(self._retries)):
+            work = self._retries.popleft()
+            if not work():
+                self._retries.append(work)
+        for fd, mask in events:
+            if fd == self._event:
+                os.eventfd_read(fd)
+                for heed in self._heeding:
+                    heed()
+            elif (handler := self._handlers.get(fd)) is not None:  # an earlier one may have forgotten it
+                handler(mask)
+        return bool(events)
+
+
+def _close(event: int, poll: select.epoll) -> None:
+    poll.close()
+    os.close(event)
+
+
+# The notice of a worker by SIGTERM.
+#
+#     thread that blocks it    the signal waits, and the thread `notice` takes it
+#     thread that does not     of a library or of the user: a handler writes a byte, and the thread `notice-byte` reads
+#     it
+#
+# Rules: the process blocks the signal before it has other threads, so threads that start later do. A thread may still
+# take it out of its mask: without a handler the signal would end the process there. A handler in Python runs in the
+# main thread, which may compute for long, so the byte is written by the handler of the interpreter itself. A process
+# that the worker forks gives no notice to the worker.
+
+NOTICE = signal.SIGTERM  # its sender is going to end the worker soon
+
+
+def give_notice_of_sigterm(give: Callable[[], None]) -> None:
+    """Starts threads that give notice at each SIGTERM, also while the main thread is blocked; it calls this."""
+    bytes_of, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.signal(NOTICE, lambda number, frame: None)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget)
+
+    def listen() -> None:
+        while True:
+            signal.sigwait({NOTICE})
+            give()
+
+    def read() -> None:
+        while byte := os.read(bytes_of, 1):
+            if byte[0] == NOTICE:  # other signals that have a handler write theirs, too
+                give()
+
+    threading.Thread(target=listen, name="notice", daemon=True).start()
+    threading.Thread(target=read, name="notice-byte", daemon=True).start()
+
+
+def _forget() -> None:
+    """Leaves the signal to the forked process; its byte would be a notice for the worker."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(NOTICE, signal.SIG_DFL)
+
+
+# The keys that the members of an epoch tell each other through the agent, to find each other.
+#
+# Rule: a wait ends at once when its epoch is over, its group is given up, or this worker is told to stop. Any thread
+# may call.
+
+
+class RendezvousClient:
+    """The keys of all epochs that are not over."""
+
+    def __init__(self) -> None:
+        self._over: float = -1  # the highest epoch that is over
+        self._values: dict[tuple[int, str], str] = {}
+        self._given_up: set[tuple[int, str]] = set()  # groups of epochs that are not over
+        self._changed = threading.Condition()
+
+    def put(self, epoch: int, key: str, value: str) -> None:
+        """Sets a key, which is ignored if its epoch is over."""
+        with self._changed:
+            if epoch > self._over:
+                self._values[epoch, key] = value
+                self._changed.notify_all()
+
+    def end(self, epoch: float = math.inf) -> None:
+        """Ends the waits of an epoch and of lower ones, and forgets their keys; without it those of any epoch."""
+        with self._changed:
+            self._over = max(epoch, self._over)
+            self._values = {key: value for key, value in self._values.items() if key[0] > self._over}
+            self._given_up = {each for each in self._given_up if each[0] > self._over}
+            self._changed.notify_all()
+
+    def give_up(self, epoch: int, group: str) -> None:
+        """Ends every wait for keys of one group of an epoch."""
+        with self._changed:
+            self._given_up.add((epoch, group))
+            self._changed.notify_all()
+
+    def wait(self, epoch: int, group: str, names: Sequence[str], timeout_s: float) -> list[str]:
+        """Returns the values of all keys of a group once they are set.
+
+        Raises RuntimeError if `epoch` is over, if the group is given up, or after a time.
+        """
+        keys = [f"{group}/{name}" for name in names]
+        wanted = {(epoch, key) for key in keys}
+
+        def is_over() -> bool:
+            return epoch <= self._over or (epoch, group) in self._given_up
+
+        with self._changed:
+            is_told = self._changed.wait_for(lambda: is_over() or self._values.keys() >= wanted, timeout_s)
+            if is_over():
+                raise RuntimeError(f"epoch {epoch} is over" if epoch <= self._over else f"group {group} was given up")
+            if not is_told:
+                raise RuntimeError(f"no worker has set {', '.join(keys)} in time")
+            return [self._values[epoch, key] for key in keys]
+
 
 Found = TypeVar("Found")
 Wanted = TypeVar("Wanted", bound=ToWorker)
@@ -65,7 +261,7 @@ class Control:
 
     def __init__(self, link: Link, wakeups: Wakeups | None = None):
         self.link = link
-        self.keys = ToldKeys()
+        self.keys = RendezvousClient()
         self.wakeups = wakeups or Wakeups()
         self.given_links: queue.SimpleQueue[tuple[LinkMessage, list[int]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the inbox

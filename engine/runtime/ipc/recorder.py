@@ -11,31 +11,136 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import InvariantError, StorageError
-from engine.core.history.process_records import LostRecord
-from engine.core.history.record import AGENT, Record, StampedRecord
-from engine.core.history.record_lines import encoded
-from engine.core.history.run_records import AuditRecord
-from engine.core.history.step_files import entry
+from engine.core.history.process_records import LostRecord, StartedRecord
+from engine.core.history.record_lines import MarkedSteps, StepFile, as_ranges, encoded, entry, superfluous
+from engine.core.history.run_records import AGENT, AuditRecord, CommitRecord, Record, StampedRecord, ThinnedRecord
 from engine.files.atomic_write import open_to_append
-from engine.files.evidence.chained_append import Chain, chain_of
-from engine.runtime.ipc.step_writer import StepWriter
-from engine.runtime.ipc.thinning import Thinning
+from engine.files.linked_lines import Chain, chain_of
+from engine.runtime.ipc.clock import now_ns
 
-now_ns = time.monotonic_ns  # one clock for all processes of a host
+# Leaves out ranges of steps from the files of a run that grows beyond its limit; `retention` has the rule.
+#
+# Rules: the launcher decides, at the first commit in each new range; of several hosts each one for its own files. It
+# records which steps it leaves out before it deletes their files, so that no reader finds a gap without its reason.
+
+
+class LogRetention:
+    """The files of a run's workers, of `span` steps each, in the folder of `folder_fd`.
+
+    With the events file they may take `limit` bytes.
+    """
+
+    def __init__(self, folder_fd: int, events_fd: int, span: int, limit: int):
+        self._folder_fd = folder_fd
+        self._events_fd = events_fd
+        self._writers: set[int | None] = {None}
+        self._span = span
+        self._limit = limit
+        self._marked = MarkedSteps()
+        self._num_bytes: dict[int, int] = {}  # range -> bytes, of the ranges that are complete and there
+        self._range = 0
+        self._superfluous: set[int] = set()
+
+    def after(self, record: Record) -> ThinnedRecord | None:
+        """Takes the next record of the launcher, or a decision that it has heard.
+
+        Returns the record of the steps to leave out now, if there are any.
+        """
+        self._marked.add(record)
+        if isinstance(record, StartedRecord):
+            self._writers.add(record.of)
+        if not isinstance(record, CommitRecord) or record.step // self._span <= self._range:
+            return None
+        for number in range(self._range, record.step // self._span):
+            self._num_bytes[number] = sum(map(self._size, self._files(number)))
+        self._range = record.step // self._span
+        marked = {step // self._span for step in self._marked.steps}
+        left = self._limit - os.fstat(self._events_fd).st_size
+        self._superfluous = superfluous(self._num_bytes, marked, left)
+        return ThinnedRecord(steps=as_ranges(self._superfluous, self._span)) if self._superfluous else None
+
+    def delete(self) -> None:
+        """Deletes the files of the steps of the last record."""
+        for number in self._superfluous:
+            del self._num_bytes[number]
+            for each in self._files(number):
+                with contextlib.suppress(OSError):  # a worker without an action in these steps has no file
+                    os.unlink(str(each), dir_fd=self._folder_fd)
+        self._superfluous = set()
+
+    def _files(self, number: int) -> list[StepFile]:
+        return [StepFile(number * self._span, worker) for worker in self._writers]
+
+    def _size(self, file: StepFile) -> int:
+        try:
+            return os.stat(str(file), dir_fd=self._folder_fd, follow_symlinks=False).st_size
+        except OSError:
+            return 0
+
+
+# Appends to the files of a run in which each holds a range of steps; `core.history.step_files` has their form.
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class StepWriter:
+    """The files of one worker, or of the hashes; `folder_fd` is the folder's descriptor, `span` the steps of a file."""
+
+    def __init__(self, folder_fd: int, worker: int | None, span: int):
+        self._folder_fd = folder_fd
+        self._worker = worker
+        self._span = span
+        self._fd = -1
+        self._steps = range(0)  # of the open file
+        self._rest = b""  # of an entry of which the kernel took a part; no other process writes behind it
+
+    def append(self, step: int, data: bytes) -> None:
+        """Writes an entry of a step; raises OSError if it could not be written."""
+        if step not in self._steps:
+            self._open(step)
+        data = self._rest + data
+        written = os.write(self._fd, data)
+        while written < len(data):
+            self._rest = data = data[written:]
+            written = os.write(self._fd, data)
+        self._rest = b""
+
+    def fd_of(self, step: int) -> int:
+        """Returns the descriptor of the file of a step, for lines; raises OSError if it cannot be opened."""
+        if step not in self._steps:
+            self._open(step)
+        return self._fd
+
+    def close(self) -> None:
+        """Closes the open file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._steps = -1, range(0)
+
+    def _open(self, step: int) -> None:
+        first = step - step % self._span
+        fd = os.open(str(StepFile(first, self._worker)), _FLAGS, 0o600, dir_fd=self._folder_fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._steps, self._rest = fd, range(first, first + self._span), b""
+
+
+def open_steps(path: os.PathLike[str] | str) -> int:
+    """Makes the folder of the files and returns its descriptor."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 class Recorder:
     """Appends to events.jsonl through a descriptor opened with O_APPEND, and to the files of `steps` if it has them."""
 
     def __init__(
-        self, fd: int, worker: int, steps: StepWriter | None = None, thinning: Thinning | None = None, pid: int = 0
+        self, fd: int, worker: int, steps: StepWriter | None = None, thinning: LogRetention | None = None, pid: int = 0
     ):
         """`pid` is that of the process whose records it writes, by default this one."""
         self.fd = fd

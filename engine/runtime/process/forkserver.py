@@ -25,20 +25,20 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.core.process_messages import BeginMessage, ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
+from engine.core.messages import BeginMessage, ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ignore_ctrl_c
-from engine.runtime.process.log_stream import log_stream
 from engine.runtime.process.prctl import adopt, die_with_parent, name_process
+from engine.runtime.process.subprocesses import log_stream
 
 # Roles of a child: role -> (module, function). The function gets the child's descriptors.
 ROLES = {
     "worker": ("engine.runtime.worker.worker", "main"),
-    "keeper": ("engine.runtime.keeping.disk_work", "main"),
-    "coordinator": ("engine.runtime.coordinator.coordinator_process", "main"),
+    "keeper": ("engine.runtime.agent.disk_work", "main"),
+    "coordinator": ("engine.runtime.agent.coordinator_process", "main"),
     "bench-pipeline": ("engine.bench.pipeline", "main"),
-    "bench-relay": ("engine.bench.peers.relay_worker", "main"),
-    "bench-links": ("engine.bench.peers.hop_worker", "main"),
+    "bench-relay": ("engine.bench.relay_worker", "main"),
+    "bench-links": ("engine.bench.hop_worker", "main"),
 }
 TAKES_NOTICE = ("worker",)  # roles that block SIGTERM: a thread takes it as a notice
 PRELOAD = ("engine.runtime.worker.worker",)

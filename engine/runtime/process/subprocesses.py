@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from engine.core.errors import BambooError
 from engine.runtime.process.interrupts import ctrl_c_held
@@ -108,3 +109,23 @@ def ask(module_name: str, question: Any) -> Any:
     if not answer:
         raise BambooError(f"{module_name} ended with code {code}, without an answer")
     return json.loads(answer)
+
+
+# The standard output and error of a worker: text that a full disk does not take is lost, and no layer fails for it.
+class _Lossy(io.FileIO):
+    def write(self, data: Any) -> int:
+        """Writes all of the data, and drops the part that the file does not take."""
+        view = memoryview(data).cast("B")
+        written = 0
+        try:
+            while written < len(view):
+                written += super().write(view[written:]) or 0
+        except OSError:
+            pass
+        return len(view)
+
+
+def log_stream(fd: int) -> TextIO:
+    """Returns a stream on a descriptor that writes each line at once: a line of a killed worker must not be lost."""
+    raw = io.BufferedWriter(_Lossy(fd, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)

@@ -13,26 +13,230 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
-from engine.core.config.job import Job
 from engine.core.errors import DivergedError, ensure
-from engine.core.random_key import layer_key
-from engine.models.layers import MAX_TENSORS, Model, Tensors, as_tensors
+from engine.core.job.job import Job
+from engine.core.job.torch_parts import LEAST_SCALE
+from engine.core.random_key import layer_key, weights_key
+from engine.models.layers import MAX_TENSORS, Model, Tensors, Tie, as_tensors
 from engine.models.losses import loss_of, metrics_of, shapes_of
-from engine.models.user_code import RAISED, blame
+from engine.models.memory_rules import refuse_what_cannot_be_kept
+from engine.models.user_code import RAISED, blame, running
 from engine.runtime.device.device import HOST, Device
-from engine.runtime.device.missing_gradients import look_at
-from engine.runtime.stage.buffer_rules import form_of, on_trial, refuse_another_form
-from engine.runtime.stage.buffers import BufferHistory, in_use, lending, modules_of, snapshot_of
-from engine.runtime.stage.build_layer import build_layer
-from engine.runtime.stage.loss_share import LossShare
+from engine.runtime.device.missing_gradients import is_missing, look_at, made, marked, marked_as, none_like
+from engine.runtime.stage.buffers import (
+    BufferHistory,
+    BufferSnapshot,
+    form_of,
+    in_use,
+    lending,
+    modules_of,
+    on_trial,
+    refuse_another_form,
+    snapshot_of,
+)
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
-from engine.runtime.stage.residual import Checkpoint, Pending, Residual, groups_of
-from engine.runtime.stage.segment import Segment, cut_off, gradient_of
-from engine.runtime.transport.tensor_spec import Border, border_of, difference, laid_out_as
+from engine.runtime.transport.transport import Border, border_of, difference, laid_out_as
+
+# A segment: the autograd graph of one layer, detached from the neighbouring layers.
+#
+# A missing gradient is a tensor of minus zeros, so sums and transfers keep what is missing; no backward begins from
+# one.
+
+
+def cut_off(tensors: Tensors) -> Tensors:
+    """Returns the same tensors as leaves of a new graph."""
+    return tuple(marked_as(tensor.detach().requires_grad_(tensor.requires_grad), tensor) for tensor in tensors)
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Returns the gradient of a leaf; minus zeros if it has none, and plain zeros for a gradient of minus zeros."""
+    return none_like(leaf) if leaf.grad is None else made(leaf.grad)
+
+
+@dataclass(slots=True)
+class Segment:
+    """The detached inputs and the outputs of one layer, between which its backward runs; `place` names the layer."""
+
+    inputs: Tensors
+    outputs: Tensors
+    place: str
+
+    def backward(self, gradients: Tensors, only_inputs: bool = False, keep_graph: bool = False) -> Tensors:
+        """Runs the backward: adds to the gradients of the parameters, returns those of the inputs that require one.
+
+        With `only_inputs` the parameters are left out. An input that was not used gets minus zeros, so that the
+        transfers of a step do not depend on the data. With `keep_graph` a backward for the weights may follow.
+        """
+        needed = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
+        # An empty tuple would mean all leaves to the engine.
+        if needed or not only_inputs:
+            self._run(gradients, needed if only_inputs else (), keep_graph)
+        return tuple(gradient_of(tensor) for tensor in needed)
+
+    def backward_weights(self, gradients: Tensors, parameters: Tensors) -> None:
+        """Adds the same to the gradients of the parameters as the whole backward would; leaves the inputs out."""
+        if parameters:
+            self._run(gradients, parameters, keep_graph=False)
+
+    def _run(self, gradients: Tensors, leaves: Tensors, keep_graph: bool) -> None:
+        outputs = [output for output in self.outputs if output.requires_grad]
+        roots = [pair for pair in zip(outputs, gradients, strict=bool(outputs)) if not is_missing(pair[1])]
+        if not roots:
+            return
+        try:
+            # torch.autograd.backward, the wrapper of this function, would import sympy: 0.3 s per worker.
+            _engine_run_backward(
+                *zip(*roots, strict=True), keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
+            )
+        except RAISED as error:
+            blame(error, f"the backward of {self.place}")
+            raise
+
+
+# The residual of a microbatch: the data that a stage keeps from its forward until the end of its backward.
+
+
+# For a later backward for the weights: (layer, segment, gradients of the segment's outputs).
+Pending = list[tuple[int, Segment, Tensors]]
+
+
+def groups_of(layers: Iterable[int], every: int) -> list[list[int]]:
+    """Returns the groups of layers that are recomputed together; a group begins at each multiple of `every`."""
+    groups: dict[int, list[int]] = {}
+    for index in layers:
+        groups.setdefault(index // every if every else 0, []).append(index)
+    return list(groups.values())
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The inputs of a group of layers and its buffers before the forward: enough to run that forward again."""
+
+    inputs: Tensors
+    buffers: BufferSnapshot
+
+
+@dataclass(slots=True)
+class Residual:
+    """The residual of one microbatch: for each group of layers all segments, or a checkpoint."""
+
+    groups: list[list[Segment] | Checkpoint]
+    outputs: Tensors
+    loss: Segment | None = None
+
+
+# Tied parameters: each use has its own copy and its own gradient; the gradients are added in layer order.
+#
+# This also holds for two uses on one worker, so that the cut into stages does not change a bit. Every copy takes the
+# same optimizer step and stays equal to the others.
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of tie number `tie`: parameter `name` of layer `layer` in stage `stage`."""
+
+    tie: int
+    order: int
+    stage: int
+    layer: int
+    name: str
+
+
+def stage_of(layer: int, starts: Sequence[int]) -> int:
+    """Returns the stage that contains a layer; `starts` has the first layer of each stage."""
+    return max(stage for stage, start in enumerate(starts) if start <= layer)
+
+
+def uses_of(ties: Sequence[Tie], starts: Sequence[int]) -> list[list[Use]]:
+    """Returns the uses of each tie, in layer order."""
+    return [
+        [Use(tie, order, stage_of(layer, starts), layer, name) for order, (layer, name) in enumerate(sorted(each.uses))]
+        for tie, each in enumerate(ties)
+    ]
+
+
+def tied_stages(ties: Sequence[Tie], starts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of stages that share a parameter, for `Grid.ties`; groups within one stage are left out."""
+    groups = {tuple(sorted({use.stage for use in uses})) for uses in uses_of(ties, starts)}
+    return tuple(sorted(group for group in groups if len(group) > 1))
+
+
+def later_uses(ties: Sequence[Tie]) -> set[tuple[int, str]]:
+    """Returns the uses after the first of each tie; a gradient norm leaves them out, as they repeat the first's."""
+    return {use for tie in ties for use in sorted(tie.uses)[1:]}
+
+
+def sum_in_layer_order(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the gradients of a tie's uses, given in layer order, as a new tensor."""
+    total = gradients[0].clone()
+    for gradient in gradients[1:]:
+        total += gradient
+    return total
+
+
+# The gradient with which the backward of a microbatch begins: its share of the loss of the step, times the scale.
+class LossShare:
+    """The share of one of some microbatches: the loss of a step is their mean. A tensor is made once for each scale."""
+
+    def __init__(self, microbatches: int):
+        self._microbatches = microbatches
+        self._made: Tensor | None = None
+        self._scale = 0.0
+
+    def of(self, loss: Tensor, scale: float) -> Tensor:
+        """Returns the gradient of a microbatch's loss.
+
+        Raises:
+            DivergedError: the scale has become smaller than any that could help.
+        """
+        if self._made is None or scale != self._scale:
+            if scale < LEAST_SCALE:
+                raise DivergedError(f"the gradients are not finite, down to a scale of the loss of {scale}")
+            share = (torch.ones_like(loss) * scale) / self._microbatches
+            self._made, self._scale = marked(share, is_missing=False), scale
+        return self._made
+
+
+# Builds one layer of a model, with the same bits on every worker.
+def build_layer(job: Job, model: Model, index: int, device: Device = HOST) -> nn.Module:
+    """Returns layer `index` on a device; its weights are drawn on the host, so that they do not depend on the device.
+
+    A later use of a tied parameter copies the first use.
+    """
+    layer = _built(job, model, index)
+    if not device.is_host:
+        modules = modules_of([layer])
+        moved = snapshot_of(modules).put(device).buffers()
+        for parameter in layer.parameters():
+            parameter.data = device.put(parameter.data)  # a parameter with two names stays one
+        for module, own in zip(modules, moved, strict=True):
+            module._buffers.update(own)
+    return layer
+
+
+def _built(job: Job, model: Model, index: int) -> nn.Module:
+    torch.default_generator.manual_seed(weights_key(job.seed, index))
+    with running(f"the constructor of layer {index} ({model.layers[index].name})"):
+        layer = model.layers[index].build()
+    refuse_what_cannot_be_kept({index: layer})
+    for module in layer.modules():
+        # The input of a layer is a leaf for autograd and must not be overwritten; out of place gives the same bits.
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+    for tie in model.ties:
+        (first, first_name), *later = tie.uses
+        for use, name in later:
+            if use == index:
+                source = _built(job, model, first)
+                with torch.no_grad():
+                    layer.get_parameter(name).copy_(source.get_parameter(first_name))
+    return layer
 
 
 class Stage:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,3 +32,25 @@ def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> MarkedHash:
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
         marks.append((name, digest.hexdigest()[:MARK_DIGITS]))
     return digest.hexdigest(), marks
+
+
+# Shards: the parts of each tensor of a stage, along its first dimension, each kept by another worker.
+class Shard(NamedTuple):
+    """Shard `number` of `total`, as `torch.chunk` cuts a tensor; the last ones may be empty.
+
+    A tensor without dimensions is whole in each.
+    """
+
+    number: int
+    total: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Returns the part of a tensor, as a view."""
+        if self.total == 1 or not whole.dim():
+            return whole
+        rows = -(-len(whole) // self.total)
+        begin = min(self.number * rows, len(whole))
+        return whole[begin : begin + rows]
+
+
+WHOLE = Shard(0, 1)

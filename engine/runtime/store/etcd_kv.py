@@ -1,4 +1,4 @@
-"""The coordinator's store on etcd, through the `etcd3` package: an implementation of engine/core/store/kv.py.
+"""The coordinator's store on etcd, through the `etcd3` package: an implementation of engine/core/kv.py.
 
 Rules: all keys are under the root, ``/bamboo/<run-id>/``; no other key is read or changed. Only the connection, the
 messages and the stubs of the package are used. Its locks, refresh and `limit` have bugs, which the tests show.
@@ -7,15 +7,258 @@ messages and the stubs of the package are used. Its locks, refresh and `limit` h
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from engine.core.errors import LeaseLostError, ensure
-from engine.core.store.kv import Change, Condition, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
-from engine.runtime.store.etcd_calls import DEADLINE_S, EtcdCalls, rpc
-from engine.runtime.store.etcd_keys import KeySpace
-from engine.runtime.store.etcd_settings import EtcdSettings
+from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure, required
+from engine.core.kv import (
+    KV,
+    Change,
+    Condition,
+    Delete,
+    KeyValue,
+    Lease,
+    Put,
+    StoreSnapshot,
+    Txn,
+    TxnOutcome,
+    absent,
+    equal,
+    settled,
+)
+from engine.runtime.process.grpc_import import grpc
+from engine.runtime.process.interrupts import breakable
+from engine.runtime.store.etcd3_import import import_etcd3
+from engine.runtime.store.etcd_settings import PASSWORD_FILE, SOCKET, USER, Endpoint, EtcdSettings, SocketEndpoint
+
+# Keys under a root: a near key is bamboo's, relative text; a far key is etcd's, absolute bytes.
+#
+# Rule: every key that is sent to etcd comes from here, so that nothing outside of the root is read or changed.
+
+
+class KeySpace:
+    """The keys under one root. A foreign key that is not UTF-8 is converted there and back without loss."""
+
+    def __init__(self, root: str):
+        self._root = root.encode()
+        self._end = _after(self._root)
+
+    def far(self, key: str) -> bytes:
+        """Returns the absolute form of a key."""
+        ensure(bool(key), "a key is not empty")
+        return self._root + key.encode("utf-8", "surrogateescape")
+
+    def near(self, key: bytes) -> str:
+        """Returns the relative form of a key."""
+        ensure(key.startswith(self._root), f"{key!r} is not under {self._root!r}")
+        return key[len(self._root) :].decode("utf-8", "surrogateescape")
+
+    def far_range(self, prefix: str) -> tuple[bytes, bytes]:
+        """Returns the range of absolute keys with `prefix`: the first, and the end (exclusive)."""
+        start = self._root + prefix.encode("utf-8", "surrogateescape")
+        end = _after(start)
+        ensure(self._root <= start < end <= self._end, f"{prefix!r} leaves {self._root!r}")
+        return start, end
+
+
+def _after(prefix: bytes) -> bytes:
+    """Returns the least key that is greater than all keys with `prefix`."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1])
+
+
+# Calls to etcd with retries at all endpoints until a deadline.
+#
+# Rules: every attempt has a timeout, every call a deadline. An endpoint that did not answer in time is asked again when
+# no other one is left, or after some seconds, by all clients of a process: a host that is gone costs one timeout. One
+# that has refused for a second is no better: while etcd elects a leader the living members may be too slow. Errors of
+# gRPC and etcd are raised as CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only
+# in the process that made it: its threads and locks do not survive a fork, and a forked child would hang.
+
+etcd3 = import_etcd3()
+rpc = etcd3.etcdrpc
+
+DEADLINE_S = 10.0
+ATTEMPT_S = 1.0
+PAUSE_S = 0.05
+_AVOIDED_S = 10.0  # an endpoint that did not answer
+_REFUSES_S = 1.0  # an endpoint, until it counts as one that did not answer
+_avoided_until_s: dict[Endpoint | SocketEndpoint, float] = {}
+_refuses_since_s: dict[Endpoint | SocketEndpoint, float] = {}
+
+_CHANNEL_OPTIONS = (
+    # A web proxy of the host is not for etcd.
+    ("grpc.enable_http_proxy", 0),
+    # Without it, all clients of a process share a connection and its back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Back-off between attempts to connect; the second option is the least timeout of an attempt.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # Detects a silently cut connection. etcd refuses pings more often than every 5 s.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.max_receive_message_length", 256 << 20),
+)
+# Errors after which another attempt, at another endpoint, may succeed.
+_PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+# etcd drops a log-in when it restarts, after five idle minutes, and when users are changed.
+_LOG_IN_AGAIN = ("invalid auth token", "revision of auth store is old")
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """The methods of one endpoint by name, and the metadata of each call."""
+
+    methods: dict[str, Callable[..., Any]]
+    metadata: tuple[tuple[str, str], ...]
+    close: Callable[[], None]
+
+
+class EtcdCalls:
+    """Calls of one process to one etcd; thread-safe."""
+
+    def __init__(self, settings: EtcdSettings, deadline_s: float = DEADLINE_S, root: str = ""):
+        """`root` is the prefix of the keys that the calls are about, for the words of errors."""
+        self.deadline_s, self._root = deadline_s, root
+        self._settings = settings
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._connections: dict[Endpoint | SocketEndpoint, _Connection] = {}
+        self._turn = 0
+
+    def call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
+        """Makes an idempotent call with retries, and returns the reply; raises CoordinatorUnavailableError."""
+        until_s = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        while True:
+            reply = self.attempt(method, request, until_s)
+            if reply is not None:
+                return reply
+
+    def attempt(self, method: str, request: Any, until_s: float) -> Any:
+        """Makes one attempt at a call; returns the reply, or None if it was lost and another attempt is in time.
+
+        `until_s` is on the monotonic clock. Raises CoordinatorUnavailableError after it or if etcd refuses,
+        LeaseLostError if the lease has expired, and CompactedError.
+        """
+        self.check_process()
+        endpoint = self._next()
+        timeout_s = min(ATTEMPT_S, max(PAUSE_S, until_s - time.monotonic()))
+        try:
+            connection = self._connect(endpoint)
+            with breakable():
+                reply = connection.methods[method](request, timeout=timeout_s, metadata=connection.metadata)
+            _avoided_until_s.pop(endpoint, None)
+            _refuses_since_s.pop(endpoint, None)
+            return reply
+        except grpc.RpcError as error:
+            self._judge(error, endpoint)
+            if time.monotonic() + PAUSE_S >= until_s:
+                places = ", ".join(str(each) for each in self._settings.endpoints)
+                raise CoordinatorUnavailableError(f"etcd at {places} does not answer: {error.details()}") from None
+            time.sleep(PAUSE_S)
+            return None
+
+    def _next(self) -> Endpoint | SocketEndpoint:
+        """Returns the endpoint whose turn it is, or the one after it that is not avoided."""
+        every, now_s = self._settings.endpoints, time.monotonic()
+        in_turn = (*every[self._turn :], *every[: self._turn])
+        return next((each for each in in_turn if _avoided_until_s.get(each, 0.0) <= now_s), in_turn[0])
+
+    def check_process(self) -> None:
+        """Raises InvariantError unless this is the process that made the object: a forked child would hang."""
+        ensure(os.getpid() == self._pid, "the client of etcd was made before a fork: make one in the child")
+
+    def close(self) -> None:
+        """Closes all connections; no call may be in progress."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _judge(self, error: Any, endpoint: Endpoint | SocketEndpoint) -> None:
+        """Prepares another attempt, at the next endpoint or with a new log-in; raises if none can help."""
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
+            raise LeaseLostError(f"the lease has expired: {details}") from None
+        if any(text in details for text in _LOG_IN_AGAIN):
+            with self._lock:
+                self._connections.pop(endpoint, None)
+        elif code in _PASSING:
+            self._turn = (self._settings.endpoints.index(endpoint) + 1) % len(self._settings.endpoints)
+            now_s = time.monotonic()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                _avoided_until_s[endpoint] = now_s + _AVOIDED_S
+            elif now_s >= _refuses_since_s.setdefault(endpoint, now_s) + _REFUSES_S:
+                _avoided_until_s[endpoint] = now_s + _REFUSES_S
+        else:
+            way_out = f"; {self._way_out(details)}" if self._way_out(details) else ""
+            raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}{way_out}") from None
+
+    def _way_out(self, details: str) -> str:
+        user = self._settings.user
+        if "permission denied" in details:
+            return f"user {user!r} needs a role that may read and write the keys under {self._root or '/bamboo/'}"
+        if "user name is empty" in details:
+            return f"this etcd wants a user: set {USER}, and {PASSWORD_FILE}"
+        return ""
+
+    def _connect(self, endpoint: Endpoint | SocketEndpoint) -> _Connection:
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            with self._lock:
+                connection = self._connections[endpoint] = _open(self._settings, endpoint)
+        return connection
+
+
+class EndpointClient(etcd3.Etcd3Client):  # type: ignore[name-defined]
+    """The package's client of one endpoint; raises CoordinatorUnavailableError for a socket that is not private."""
+
+    def __init__(self, endpoint: Endpoint | SocketEndpoint, **options: Any):
+        self._folder_fd = -1
+        if isinstance(endpoint, SocketEndpoint):
+            self._folder_fd = endpoint.open_folder()
+            host, port = "unix", f"/proc/self/fd/{self._folder_fd}/{SOCKET}"
+        else:
+            host, port = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host, str(endpoint.port)
+        super().__init__(host, port, **options)
+
+    def close(self) -> None:
+        """Disconnects."""
+        super().close()
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1
+
+
+def _open(settings: EtcdSettings, endpoint: Endpoint | SocketEndpoint) -> _Connection:
+    """Connects, and logs in if the settings have a user; raises the errors of gRPC."""
+    client = EndpointClient(
+        endpoint,
+        ca_cert=settings.ca_file or None,
+        cert_cert=settings.cert_file or None,
+        cert_key=settings.key_file or None,
+        timeout=ATTEMPT_S,
+        user=settings.user or None,
+        password=settings.password.reveal() or None,
+        grpc_options=_CHANNEL_OPTIONS,
+    )
+    keep_alive = client.leasestub.LeaseKeepAlive
+    methods = {
+        "Range": client.kvstub.Range,
+        "Put": client.kvstub.Put,
+        "DeleteRange": client.kvstub.DeleteRange,
+        "Txn": client.kvstub.Txn,
+        "LeaseGrant": client.leasestub.LeaseGrant,
+        "LeaseRevoke": client.leasestub.LeaseRevoke,
+        "LeaseKeepAlive": lambda request, **options: next(keep_alive(iter((request,)), **options)),
+    }
+    # The token goes into the metadata: gRPC refuses the package's call credentials without TLS.
+    # With hasleader, a member without a majority returns an error instead of blocking.
+    return _Connection(methods, (*(client.metadata or ()), ("hasleader", "true")), client.close)
 
 
 class EtcdKV:
@@ -108,3 +351,61 @@ class EtcdKV:
         if isinstance(change, Put):
             return rpc.RequestOp(request_put=self._put_request(change))
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.far(change.key)))
+
+
+# Leader election: at most one candidate holds a key, as long as it renews its lease.
+#
+# Rules: no call blocks; a candidate polls again when the key may be free. `poll` is only a hint, because the lease may
+# have expired since its last renewal. Every write of the holder must therefore have `fence` as a condition, which fails
+# once another candidate holds the key.
+
+LEASE_TTL_S = 15  # of a host and of a role
+PRIVATE_TTL_S = 86_400  # the same in a private etcd, which ends with its only host: a paused machine loses no role
+RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
+
+
+class Election:
+    """One candidate for a key; `value` is unique among the candidates. A `kept` lease is renewed by somebody else."""
+
+    def __init__(self, kv: KV, key: str, value: bytes, ttl_s: int, kept: Lease | None = None):
+        self.key = key
+        self._kv = kv
+        self._value = value
+        self._ttl_s = ttl_s
+        self._kept = kept
+        self._lease: Lease | None = None
+
+    @property
+    def fence(self) -> Condition:
+        """The condition that this candidate still holds the key."""
+        return equal(self.key, self._value)
+
+    def poll(self) -> bool:
+        """Takes the key if it is free; returns whether this candidate holds it."""
+        if self._lease is None and self._kv.get(self.key) is None:
+            lease = self._kept or self._kv.grant(self._ttl_s)
+            try:
+                outcome = self._kv.transact(Txn((absent(self.key),), (Put(self.key, self._value, lease),)))
+            except LeaseLostError:
+                return False  # the lease expired meanwhile: the next poll tries again
+            if outcome.succeeded:
+                self._lease = lease
+            elif self._kept is None:
+                self._kv.revoke(lease)
+        return self._lease is not None
+
+    def renew(self) -> bool:
+        """Renews the lease; returns False if it has expired, so that another candidate may hold the key."""
+        if self._kept is not None:
+            return True
+        if not self._kv.keep_alive(required(self._lease, "a candidate that renews has a lease")):
+            self._lease = None
+        return self._lease is not None
+
+    def resign(self) -> None:
+        """Releases the key, if this candidate holds it."""
+        if self._lease is not None and self._kept is None:
+            self._kv.revoke(self._lease)
+        elif self._lease is not None:
+            self._kv.transact(Txn((self.fence,), (Delete(self.key),)))
+        self._lease = None

@@ -12,15 +12,205 @@ thread of a worker calls everything here but `Joining`. It waits in the `Waiter`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from math import prod
 from typing import NamedTuple, Protocol, TypeVar
 
-from engine.core.links.disturbance import Disturbance
+import torch
+from torch import Tensor
+
+from engine.core.action import Action
+from engine.core.errors import ensure
+from engine.core.links import Disturbance
+from engine.core.ownership import Grid
+from engine.core.program.dependencies import carried
+from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Leaving
 from engine.runtime.device.device import Device
-from engine.runtime.links.disturbed_wire import Met
-from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.transport.transfer_key import AsideKey, Issued, ProgramKey
+from engine.runtime.transport.link_wire import Met
+
+# Specs of the tensors between stages: learned once at the start, so that transfers carry data only.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, and whether its gradient is sent back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Returns the spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of such a tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor has this spec."""
+        same_form = tensor.shape == self.shape and tensor.dtype == self.dtype
+        return same_form and tensor.requires_grad == self.needs_grad
+
+    def told(self, beside: TensorSpec) -> str:
+        """Returns the spec in words, with its gradient where that alone tells it from the spec beside it."""
+        words = f"{list(self.shape)} {self.dtype}"
+        if (self.shape, self.dtype) != (beside.shape, beside.dtype):
+            return words
+        return f"{words} {'with' if self.needs_grad else 'without'} a gradient"
+
+    def as_gradient(self) -> TensorSpec:
+        """Returns the spec of the gradient of such a tensor."""
+        return replace(self, needs_grad=False)
+
+    def empty(self, device: Device) -> Tensor:
+        """Returns an uninitialised tensor on a device."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device.place)
+
+    def zeros(self, device: Device) -> Tensor:
+        """Returns a tensor of zeros on a device as a trial input of a layer."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device.place).requires_grad_(self.needs_grad)
+
+    def to_json(self) -> tuple[tuple[int, ...], str, bool]:
+        """Returns the spec as plain values."""
+        return self.shape, str(self.dtype).removeprefix("torch."), self.needs_grad
+
+    @classmethod
+    def from_json(cls, value: tuple[tuple[int, ...], str, bool]) -> TensorSpec:
+        """Returns the spec for a value of `to_json`."""
+        shape, dtype, needs_grad = value
+        return cls(tuple(shape), getattr(torch, dtype), needs_grad)
+
+
+Border = tuple[TensorSpec, ...]  # the tensors that one stage hands to the next
+
+
+def border_of(tensors: Tensors) -> Border:
+    """Returns the border of these tensors."""
+    return tuple(TensorSpec.of(tensor) for tensor in tensors)
+
+
+def difference(expected: Border, tensors: Tensors) -> str:
+    """Returns in words what tensors have in place of the specs that were learned at the start; empty if they fit."""
+    if len(tensors) == len(expected) and all(map(TensorSpec.fits, expected, tensors)):
+        return ""
+    found = border_of(tensors)
+    wrong = " and ".join(
+        f"{one.told(other)} instead of {other.told(one)}"
+        for one, other in zip(found, expected, strict=False)
+        if one != other
+    )
+    return wrong or f"{len(found)} tensors instead of {len(expected)}"
+
+
+def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient with the strides of its parameter; a copy only if they differ."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# Keys of messages between workers, equal at sender and receiver; the type of a key says in which channel it goes.
+#
+# Messages in program order: for each pair of workers, the receiver posts them in the order in which the sender sends
+# them, by the program that both run. Messages aside: they may come late, or never, and no other message waits for them.
+
+_MAX_TIES = 64
+
+
+class ProgramPurpose(IntEnum):
+    """The content of a message in program order."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+    SCATTER = 3
+    GATHER = 4
+    TIE = 5
+    ENDING = 6  # buffers and losses of a pipeline
+    LOG = 7
+
+
+class AsidePurpose(IntEnum):
+    """The content of a message aside."""
+
+    VALIDATION = 2
+    HEAL = 8
+    STREAM = 9
+    SHARD = 10
+
+
+class ProgramKey(NamedTuple):
+    """A message in program order; `item` is a microbatch, a tie, a part, or 0, and `number` stands for all fields."""
+
+    purpose: ProgramPurpose
+    pipeline: int
+    stage: int
+    item: int
+    number: int
+
+
+class AsideKey(NamedTuple):
+    """A message aside, with the fields of a ProgramKey."""
+
+    purpose: AsidePurpose
+    pipeline: int
+    stage: int
+    item: int
+    number: int
+
+
+class Issued(NamedTuple):
+    """One end of a transfer of a program, in the order in which a worker issues them on a backend without tags."""
+
+    is_send: bool
+    peer: int
+    key: ProgramKey
+    border: Border
+
+
+def program_key(grid: Grid, purpose: ProgramPurpose, pipeline: int, stage: int, item: int = 0) -> ProgramKey:
+    """Returns the key of a message in program order for a slot."""
+    return ProgramKey(purpose, pipeline, stage, item, _number(grid, purpose, pipeline, stage, item))
+
+
+def aside_key(grid: Grid, purpose: AsidePurpose, pipeline: int, stage: int, item: int = 0) -> AsideKey:
+    """Returns the key of a message aside for a slot."""
+    return AsideKey(purpose, pipeline, stage, item, _number(grid, purpose, pipeline, stage, item))
+
+
+def _number(grid: Grid, purpose: int, pipeline: int, stage: int, index: int) -> int:
+    num_indexes = grid.microbatches + _MAX_TIES
+    ensure(index < num_indexes, f"index {index} of a transfer, where {num_indexes} are numbered")
+    return ((purpose * grid.pipelines + pipeline) * grid.stages + stage) * num_indexes + index
+
+
+def carrier_key(grid: Grid, transfer: Action) -> ProgramKey:
+    """Returns the key of a SEND or RECV of a step."""
+    return value_key(grid, carried(transfer))
+
+
+def value_key(grid: Grid, value: Value) -> ProgramKey:
+    """Returns the key of an activation or a gradient."""
+    kind, pipeline, stage, microbatch = value
+    purpose = ProgramPurpose.GRADIENT if kind is Kind.GRADIENT else ProgramPurpose.ACTIVATION
+    return program_key(grid, purpose, pipeline, stage, microbatch)
+
+
+def validation_key(grid: Grid, transfer: Action) -> AsideKey:
+    """Returns the key of a SEND or RECV of a validation pass."""
+    _, pipeline, stage, microbatch = carried(transfer)
+    return aside_key(grid, AsidePurpose.VALIDATION, pipeline, stage, microbatch)
+
 
 Found = TypeVar("Found")
 AnyKey = TypeVar("AnyKey", bound=ProgramKey | AsideKey)

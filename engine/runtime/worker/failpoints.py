@@ -21,11 +21,11 @@ from engine.core.action import COMPUTE_OPS, Action, Op
 from engine.core.errors import required
 from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_by
 from engine.core.messages import ArmMessage, InflictMessage, StrikeMessage, SufferedMessage
-from engine.files.checkpoints.faulty_disk import DiskTroubles
+from engine.files.checkpoint_disk import DiskTroubles
 from engine.runtime.faults.registry import WorkerFaultContext, registered
+from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.recorder import now_ns
-from engine.runtime.replica.replicas import Replicas
+from engine.runtime.stage.replicas import Replicas
 from engine.runtime.transport.transport import LinkFaults
 
 _PATIENCE_NS = 10_000_000_000  # to wait for a strike; without a strike the fault has not fired, and its case fails

@@ -16,26 +16,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.checks.determinism import without_form
-from engine.core.checks.purity import DATA, OPTIMIZER, DigestByName, impure_layer
-from engine.core.config.job import Job
+from engine.core.checks.trajectory import DATA, OPTIMIZER, DigestByName, impure_layer
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
+from engine.core.job.job import Job
 from engine.core.message_codec import CUT, cut, in_messages
+from engine.core.messages import PureMessage
 from engine.core.ownership import Ownership
-from engine.core.process_messages import PureMessage
 from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
 from engine.models.model_registry import is_own
-from engine.runtime.device.determinism import WithoutForm, unwritten_filled
-from engine.runtime.device.device import HOST, Device
-from engine.runtime.ipc.recorder import now_ns
-from engine.runtime.stage.layer_trial import MICROBATCHES, LayerTrial, drawn_like
-from engine.runtime.stage.optimizer_trial import OptimizerTrial
+from engine.runtime.device.device import HOST, Device, WithoutForm, unwritten_filled
+from engine.runtime.ipc.clock import now_ns
 from engine.runtime.stage.random_streams import displace, set_back
-from engine.runtime.transport.tensor_spec import Border
-from engine.runtime.worker.data_trial import DataTrial
-from engine.runtime.worker.microbatch_loader import on_device
-from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.stage.trials import MICROBATCHES, LayerTrial, OptimizerTrial, drawn_like
+from engine.runtime.transport.transport import Border
+from engine.runtime.worker.microbatches import DataTrial, on_device
+from engine.runtime.worker.step_end import WorkerContext
 
 _MOST_PROBLEMS = 20
 _MOST_OF_NAME = 1_000  # bytes; the name begins with the number of the layer

@@ -7,21 +7,25 @@ after a failure drops the earlier entries of its slots, because some replicas ma
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from engine.core.action import Action
-from engine.core.checks.loaded_data import LoadedMarks
-from engine.core.config.job import is_due
+from engine.core.checks.trajectory import LoadedMarks
+from engine.core.job.job import Job, is_due
 from engine.core.message_codec import in_messages
 from engine.core.messages import AuditMessage
 from engine.core.ownership import Ownership, Slot
-from engine.core.program.routes import Routes
-from engine.core.recovery.vote import SlotVote, VoteMessage
+from engine.core.program.ballot import SlotVote, VoteMessage
+from engine.core.program.dependencies import Routes
 from engine.core.value import Kind, Value
-from engine.runtime.optimizers.learning_rates import learning_rates
-from engine.runtime.replica.gradient_log import (
+from engine.models.data import Data
+from engine.runtime.checkpoint.writer import CheckpointWriter
+from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.stage.gradient_log import (
     LogEntry,
     laid_out,
     losses_of,
@@ -31,15 +35,48 @@ from engine.runtime.replica.gradient_log import (
     take_step,
     unscaled,
 )
-from engine.runtime.replica.replica_hashes import hash_rows
-from engine.runtime.replica.state_transfer import send_state, take_state
-from engine.runtime.stage.stage_bytes import stage_bytes
-from engine.runtime.stage.tied import Use, later_uses, sum_in_layer_order, uses_of
-from engine.runtime.transport.reduction import ReduceGroup, gather_over_pipelines, mean_over_pipelines
-from engine.runtime.transport.tensor_spec import TensorSpec
-from engine.runtime.transport.transfer_key import AsidePurpose, ProgramKey, ProgramPurpose, aside_key, program_key
-from engine.runtime.transport.transport import Transport
-from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.stage.memory_watch import stage_bytes
+from engine.runtime.stage.optimizer import learning_rates
+from engine.runtime.stage.replicas import Replicas, hash_rows
+from engine.runtime.stage.sharded_stages import ShardedStages
+from engine.runtime.stage.stage import Use, later_uses, sum_in_layer_order, uses_of
+from engine.runtime.stage.state_transfer import send_state, take_state
+from engine.runtime.transport.transfers import ReduceGroup, gather_over_pipelines, mean_over_pipelines
+from engine.runtime.transport.transport import (
+    AsidePurpose,
+    Border,
+    ProgramKey,
+    ProgramPurpose,
+    TensorSpec,
+    Transport,
+    TransportBackend,
+    aside_key,
+    program_key,
+)
+from engine.runtime.worker.failpoints import Failpoints
+
+# The parts of a worker that stay the same for a whole job; training, planning and validation share them.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """The fixed parts of one worker; `starts` has the first layer of each stage, `borders` one border per stage."""
+
+    job: Job
+    worker: int
+    starts: tuple[int, ...]
+    borders: tuple[Border, ...]
+    replicas: Replicas
+    data: Data
+    control: Control
+    recorder: Recorder
+    board: ProgressBoard
+    failpoints: Failpoints
+    backend: TransportBackend
+    shards: ShardedStages | None = None
+    checkpoints: CheckpointWriter | None = None
+    has_hosts: bool = False  # the run has several hosts
+
 
 _STEPS_OF_SIZES = 2  # of a program; before the first step of all an optimizer has no state
 

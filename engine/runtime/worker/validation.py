@@ -12,24 +12,20 @@ from functools import partial
 from statistics import fmean
 
 from engine.core.action import Action, Op
-from engine.core.config.job import Job
-from engine.core.config.metric_names import PERPLEXITY, named_metrics
+from engine.core.job.job import PERPLEXITY, Job, named_metrics
+from engine.core.job.samples import EvaluationPart, left_out, parts_of
 from engine.core.messages import Evaluation
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
-from engine.core.program.dependencies import carried
-from engine.core.program.routes import routes_of
-from engine.core.samples.evaluation import EvaluationPart, left_out, parts_of
+from engine.core.program.dependencies import carried, routes_of
 from engine.core.worker.inputs import PassEnded
 from engine.models.data import Data
+from engine.models.data_sources import EvaluatedBatch, evaluation, evaluation_sets
 from engine.models.layers import Model, Tensors
-from engine.models.sources.evaluations import evaluation, evaluation_sets
-from engine.models.sources.sample_rows import EvaluatedBatch
-from engine.runtime.transport.transfer_key import validation_key
 from engine.runtime.transport.transfers import Receiver, receives_of
-from engine.runtime.transport.transport import Transport
-from engine.runtime.worker.microbatch_loader import on_device
-from engine.runtime.worker.worker_context import WorkerContext
+from engine.runtime.transport.transport import Transport, validation_key
+from engine.runtime.worker.microbatches import on_device
+from engine.runtime.worker.step_end import WorkerContext
 
 _MOST_EXPONENT = 700.0  # of a float64
 _Result = tuple[EvaluationPart, float, dict[str, float]]  # loss and metrics of a microbatch

@@ -11,66 +11,185 @@ to the agent, which decides how the run goes on.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 
 from engine.core import messages
-from engine.core.checkpoints.resumption import Resumption, begun_with
+from engine.core.checkpoint_rules import Resumption, begun_with
 from engine.core.checks.determinism import settings_of
-from engine.core.config.job import Job
-from engine.core.config.partition import partition
-from engine.core.errors import BambooError, ExitCode, Problem, TransferFailedError, UserError, ensure
+from engine.core.errors import (
+    GPU_ERROR,
+    BambooError,
+    ExitCode,
+    Problem,
+    TransferFailedError,
+    UserError,
+    WorkerException,
+    ensure,
+)
 from engine.core.faults.fault import from_plain
-from engine.core.history.step_files import span_of
+from engine.core.history.record_lines import span_of
+from engine.core.job.job import Job
+from engine.core.job.partition import partition
+from engine.core.messages import BusyMessage, RaisedMessage, WelcomeMessage
 from engine.core.ownership import Ownership
 from engine.core.random_key import random_key
-from engine.core.worker.inputs import NoticeGiven, Told
+from engine.core.worker.inputs import NoticeReceived, ProtocolMessage
+from engine.files.accelerators import nccl_settings, nccl_stand_in
 from engine.models.data import Data
+from engine.models.data_sources import evaluation, evaluation_sets, open_data
 from engine.models.layers import Model
 from engine.models.model_loader import build_model
-from engine.models.sources.evaluations import evaluation, evaluation_sets
-from engine.models.sources.open_data import open_data
-from engine.models.user_code import RAISED, exception_of, log_exception
-from engine.runtime.checkpoint.given_weights import GivenWeights, check_given
+from engine.models.user_code import RAISED, exception_of, log_exception, log_stack, running_line
+from engine.runtime.checkpoint.export import GivenWeights, check_given
 from engine.runtime.checkpoint.loader import load
 from engine.runtime.checkpoint.writer import CheckpointWriter
-from engine.runtime.device.determinism import WithoutForm, changed, set_up
-from engine.runtime.device.device import HOST, Device, open_device
-from engine.runtime.device.device_errors import device_trouble
+from engine.runtime.device.device import HOST, Device, WithoutForm, changed, device_trouble, open_device, set_up
 from engine.runtime.device.device_faults import DeviceFaults
-from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped
+from engine.runtime.device.side_queue import SideQueue
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped, give_notice_of_sigterm
 from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.notice_signal import give_notice_of_sigterm
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, now_ns
-from engine.runtime.ipc.step_writer import StepWriter
-from engine.runtime.ipc.whereabouts import Whereabouts
-from engine.runtime.optimizers.layer_groups import check_groups
-from engine.runtime.optimizers.learning_rates import check_rates
+from engine.runtime.ipc.progress_board import LoaderStatus, ProgressBoard
+from engine.runtime.ipc.recorder import Recorder, StepWriter
 from engine.runtime.process.prctl import sleep_exactly
-from engine.runtime.replica.replicas import Replicas
-from engine.runtime.replica.sharded_stages import ShardedStages
-from engine.runtime.stage.build_layer import build_layer
+from engine.runtime.stage.class_optimizer import check_groups
+from engine.runtime.stage.optimizer import check_rates
 from engine.runtime.stage.random_streams import displace, set_back
-from engine.runtime.stage.stage import Stage
-from engine.runtime.stage.tied import tied_stages
-from engine.runtime.stage.weigh_layers import weigh_layers
-from engine.runtime.transport.tensor_spec import Border, TensorSpec
-from engine.runtime.transport.transport import Transport, TransportBackend
-from engine.runtime.worker.backends import backend_for
+from engine.runtime.stage.replicas import Replicas
+from engine.runtime.stage.sharded_stages import ShardedStages
+from engine.runtime.stage.stage import Stage, build_layer, tied_stages
+from engine.runtime.stage.trials import weigh_layers
+from engine.runtime.transport.direct_transport import DirectBackend, LinkCuts
+from engine.runtime.transport.links import Links
+from engine.runtime.transport.nccl_library import Communicators, NcclCommunicators, NcclLibrary
+from engine.runtime.transport.nccl_queue import NcclThread
+from engine.runtime.transport.nccl_transport import AgentMeeting, LastResort, NcclBackend
+from engine.runtime.transport.peer_link import memory_of
+from engine.runtime.transport.transport import Border, TensorSpec, Transport, TransportBackend
 from engine.runtime.worker.failpoints import Failpoints
-from engine.runtime.worker.microbatch_loader import on_device
+from engine.runtime.worker.microbatches import WatchedData, on_device
 from engine.runtime.worker.pure_check import check_pure
-from engine.runtime.worker.start_watch import StartWatch
-from engine.runtime.worker.training import Training, exit_code
+from engine.runtime.worker.step_end import WorkerContext
+from engine.runtime.worker.training import Training, WorkerProtocol, exit_code
 from engine.runtime.worker.validation import unmeasured
-from engine.runtime.worker.watched_data import WatchedData
-from engine.runtime.worker.worker_context import WorkerContext
-from engine.runtime.worker.worker_protocol import WorkerProtocol
+
+# The watch on a worker's start: the agent hears of a long part of it, and the log gets the stack of the main thread.
+#
+# Rule: the control thread looks, at each ping, so that the user's code can be named while it blocks the main thread.
+
+
+_TOLD_AFTER_NS, _LOGGED_AFTER_NS = 3_000_000_000, 30_000_000_000
+_PARTS: dict[CodeType, str] = {
+    Control.wait_until.__code__: "",  # for the other workers
+    open_data.__code__: "opens the data",
+    WatchedData.microbatch.__code__: "reads the data",
+    WatchedData.evaluation.__code__: "reads the data",
+    build_model.__code__: "builds the model",
+    build_layer.__code__: "builds a layer",
+    weigh_layers.__code__: "measures the layers",
+    Stage.probe.__code__: "tries its layers",
+    check_pure.__code__: "tries its layers",
+    check_rates.__code__: "makes the learning rates",
+    load.__code__: "reads the checkpoint",
+}
+
+
+class StartWatch:
+    """The watch on the thread that makes it; `look` is called in another one."""
+
+    def __init__(self, control: Control):
+        self._control, self._thread = control, threading.get_ident()
+        self._part, self._since_ns, self._is_logged = "", now_ns(), False
+        self._told = BusyMessage()
+
+    def look(self) -> None:
+        """Tells the agent of a part of the start that goes on for seconds, and of its end; logs a longer one."""
+        time_ns, frame = now_ns(), sys._current_frames().get(self._thread)
+        if frame is None:  # the thread has ended
+            return
+        if (part := part_of(frame)) != self._part:
+            self._part, self._since_ns, self._is_logged = part, time_ns, False
+        lasted_ns = time_ns - self._since_ns if part else 0
+        is_long = lasted_ns >= _TOLD_AFTER_NS
+        busy = BusyMessage(part, running_line(frame), self._since_ns) if is_long else BusyMessage()
+        if busy != self._told:
+            self._told = busy
+            self._control.send(busy)
+        if lasted_ns >= _LOGGED_AFTER_NS and not self._is_logged:
+            self._is_logged = True
+            log_stack(f"it {part} for {lasted_ns / 1e9:.0f} s; the stack of its main thread:", frame)
+
+
+def part_of(frame: FrameType) -> str:
+    """Returns the innermost part of the start that a thread is in, in words; empty if it waits for other workers."""
+    return next((_PARTS[each.f_code] for each, _ in traceback.walk_stack(frame) if each.f_code in _PARTS), "")
+
+
+# The backend of a worker process: its links, and NCCL between GPUs beside them if the job asks for it.
+def backend_for(control: Control, welcome: WelcomeMessage, network_fd: int | None, device: Device) -> TransportBackend:
+    """Returns the backend that the job of a worker asks for."""
+    over_host = direct_backend(control, welcome, device)
+    job = Job(**welcome.job)
+    if job.backend != "nccl":
+        return over_host
+    for name, value in nccl_settings(welcome.worker, shares=job.share_gpu, environment=os.environ).items():
+        os.environ[name] = value  # NCCL reads them once, when it is loaded
+    communicators, queue = nccl_of(device)  # with an error before this worker joins, where there is none
+    return NcclBackend(
+        over_host,
+        communicators,
+        welcome.worker,
+        partial(AgentMeeting, control),
+        queue,
+        NcclThread("nccl", network_fd),
+        LastResort(partial(end_this_process, control, device.name)),
+        is_audited=job.audit > 0,
+    )
+
+
+def nccl_of(device: Device) -> tuple[Communicators, SideQueue]:
+    """Returns a worker's way to NCCL and the queue of its messages, or what a test has in their place."""
+    if stand_in := nccl_stand_in():
+        communicators, queue = importlib.import_module(stand_in).nccl_of(device)
+        return communicators, queue
+    return NcclCommunicators(NcclLibrary()), SideQueue(device)
+
+
+def end_this_process(control: Control, device: str, why: str) -> None:
+    """Ends this worker at once: nothing of it can be trusted to return. The agent sees the end of the process."""
+    tell_end(control, device, why)
+    print(why, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell_end(control: Control, device: str, why: str) -> None:
+    """Tells the cause, which the verdict on this worker has then, as trouble of its GPU: no user's code is in it."""
+    told = WorkerException(why, gpu=f"{GPU_ERROR}: {why}, on {device}")
+    control.send(RaisedMessage(now_ns(), control.at[0], told))
+
+
+def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) -> DirectBackend:
+    """Returns the backend of a worker that has been welcomed."""
+
+    def room_of(size: int) -> memoryview:
+        return memory_of(device.copies.room((size,), torch.uint8))
+
+    links = Links(control, room_of, welcome.address, welcome.network)
+    return DirectBackend(LinkCuts(control), links, device)
+
 
 _MOST_PROBLEMS = 100  # in one message
 BackendOf = Callable[[messages.WelcomeMessage, Device], TransportBackend]
@@ -110,11 +229,11 @@ def work(
     """Runs one worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
     protocol, faults = WorkerProtocol(control), DeviceFaults()
     if takes_sigterm:
-        give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeGiven()))
+        give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeReceived()))
     try:
         return _run(control, protocol, record_fds, board_fd, backend_of, faults)
     except (Stopped, Fenced):  # before it has joined
-        return exit_code(protocol.feed(Told(control.hear())))
+        return exit_code(protocol.feed(ProtocolMessage(control.hear())))
     except UserError as error:
         log_exception(error)  # the message to the agent has no lines of the user's code
         control.send(messages.RefusedMessage(_told(error.problems)))
@@ -198,7 +317,7 @@ def join(
     job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
     torch.set_num_threads(job.threads)
     board = ProgressBoard(board_fd, welcome.num_lines)
-    whereabouts = Whereabouts(board, worker)
+    whereabouts = LoaderStatus(board, worker)
     control.on_move = whereabouts.move
     with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
         displace(random_key(job.seed, "data") % 2**32)

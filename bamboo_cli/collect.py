@@ -1,0 +1,63 @@
+"""`bamboo collect`: the folders of the hosts of one run, merged into one with the whole history."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bamboo_cli.options import completion
+from bamboo_cli.report import DEFAULT_RESULTS, Results
+from bamboo_cli.terminal.echo import echo
+from engine.core.texts import counted
+
+EPILOG = "Examples:  bamboo collect latest  |  bamboo collect latest /mnt/b/results/20260101-120000-host-b-1a2b --json"
+
+
+def collect(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="The run, named as its folder on one of the hosts is; or that folder; or latest.",
+            autocompletion=completion.runs,
+        ),
+    ] = "latest",
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="The folders of its other hosts; by default those of the same run beside it.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    results: Results = DEFAULT_RESULTS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Merge the records of the hosts of a run, on one clock and in one order, into RUN/collected.
+
+    `bamboo report RUN/collected` reads it. Each host whose records are incomplete is named.
+    """
+    from engine.files.host_folders import collect as collected
+    from engine.files.host_folders import folders_of
+
+    found = collected(folders_of(results, run, folders or []))
+    if as_json:
+        echo(json.dumps(found))
+        return
+    for each in found["hosts"]:
+        echo(_told(each, found["reference"]))
+    echo(f"together {counted(found['records'], 'record')}, each decision once, in {found['run_dir']!r}")
+    echo(f"next: bamboo report --open {found['run_dir']}")
+
+
+def _told(host: dict[str, Any], reference: str) -> str:
+    if host["node"] == reference:
+        clock = "all times are on its clock"
+    else:
+        clock = "" if host["within_ms"] is None else f"its times are within {host['within_ms']:.3f} ms"
+    parts = [counted(host["records"], "record"), *filter(None, [clock]), *host["incomplete"]]
+    return f"host {host['node']}: {'; '.join(parts)}"

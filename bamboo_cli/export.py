@@ -1,0 +1,44 @@
+"""`bamboo export`: the weights of a run, for programs that do not know bamboo."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bamboo_cli.checkpoint import AsJson, Where
+from bamboo_cli.report import DEFAULT_RESULTS, Results
+from bamboo_cli.terminal.echo import echo
+from engine.core.texts import counted
+
+EPILOG = (
+    "Examples:  bamboo export latest --output model.safetensors  |  bamboo export latest@39 --output model.pt  |  "
+    "bamboo export /data/kept --output folder"
+)
+_MIB = 2**20
+
+
+def export(
+    where: Where = "latest",
+    *,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE|DIR", help="FILE.safetensors, FILE.pt, or a new folder.")
+    ],
+    results: Results = DEFAULT_RESULTS,
+    as_json: AsJson = False,
+) -> None:
+    """Write the weights of a run for other programs: safetensors, torch, or a folder of shards.
+
+    The names are those of the model's own state_dict. `bamboo run --init` begins with such a file.
+    """
+    from engine.harness.run_list import export_weights
+
+    found = export_weights(where, results, output, partial(echo, err=True))
+    if as_json:
+        echo(json.dumps(found))
+        return
+    told = f"{counted(found['tensors'], 'tensor')}, {found['bytes'] / _MIB:.1f} MiB"
+    echo(f"{told}, of step {found['step']} of {found['run']} in {found['output']!r}")

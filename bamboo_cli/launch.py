@@ -1,0 +1,146 @@
+"""`bamboo launch`: a run on several hosts as files for Slurm, Kubernetes, Ray or ssh; and their submission."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bamboo_cli.options import completion
+from bamboo_cli.options.hosts import (
+    Endpoints,
+    Hosts,
+    InstructionSet,
+    LeaseSeconds,
+    PlainHttp,
+    Settings,
+    TrustedNetwork,
+    Workers,
+)
+from bamboo_cli.options.job import TrustCode
+from bamboo_cli.terminal.echo import echo
+from engine.core.errors import Problem, UserError
+from engine.core.hosts.ends import USUAL_S
+from engine.core.hosts.launch import PLACES, USUAL_GRACE_S, LaunchPlan, problems_of_plan
+from engine.core.job.job import Job
+from engine.core.units import whole_number
+
+EPILOG = (
+    "Examples:  bamboo launch slurm job.yaml --hosts 3 --etcd 10.0.0.1:2379 --trusted-network 10.0.0.0/8  |  "
+    "bamboo launch k8s job.yaml --hosts 3 --image train:1 --etcd etcd:2379 --trusted-network 10.0.0.0/8 --submit"
+)
+_ANY = "192.0.2.1"  # an address for documents: that of the hosts is not known here
+
+Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")]
+
+
+def launch(
+    place: Annotated[str, typer.Argument(metavar="PLACE", help=f"{', '.join(PLACES[:-1])} or {PLACES[-1]}.")],
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB.yaml", help="The job file.", autocompletion=completion.job_files)
+    ],
+    *,
+    hosts: Hosts = "",
+    etcd: Endpoints = "",
+    etcd_plain_http: PlainHttp = False,
+    trusted: TrustedNetwork = "",
+    workers: Workers = 0,
+    lease_s: LeaseSeconds = USUAL_S,
+    settings: Settings = None,
+    isa: InstructionSet = "",
+    trust_code: TrustCode = False,
+    name: Annotated[str, typer.Option("--name", help="Of the run; by default that of the job file.")] = "",
+    grace_s: Grace = USUAL_GRACE_S,
+    image: Annotated[str, typer.Option("--image", help="Of the pods, with bamboo, code and data.")] = "",
+    extra: Annotated[
+        list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="A line for sbatch; repeatable.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write the files there.")] = None,
+    is_submitted: Annotated[bool, typer.Option("--submit", help="Write the files and send them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the files with which Slurm, Kubernetes, Ray or ssh place a run on several hosts.
+
+    They start one agent on each, and the loss of a host ends no other. Secrets are written into files, and not printed.
+    """
+    names = () if (number := whole_number(hosts)) is not None or not hosts else tuple(map(str.strip, hosts.split(",")))
+    plan = LaunchPlan(
+        name=name or job_file.stem.lower().replace("_", "-"),
+        job_file=str(job_file),
+        num_hosts=len(names) if number is None else number,
+        etcd=etcd,
+        workers=workers,
+        trusted=trusted,
+        plain_http=etcd_plain_http,
+        trust_code=trust_code,
+        settings=tuple(settings or ()),
+        lease_s=lease_s,
+        grace_s=grace_s,
+        image=image,
+        hosts=names,
+        extra=tuple(extra or ()),
+        isa=isa,
+    )
+    job = _refuse(place, plan, hosts)
+    plan = replace(plan, cores=workers or -(-job.num_workers // plan.num_hosts))
+    _make(place, plan, output, is_submitted=is_submitted, as_json=as_json)
+
+
+def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bool, as_json: bool) -> None:
+    from engine.harness.host_run import launch_files, submit, write_files
+
+    files = launch_files(place, plan)
+    folder = output or (Path(f"launch-{plan.name}") if is_submitted else None)
+    if folder is not None:
+        write_files(files, folder)
+    told = submit(place, folder / files[-1].name) if folder is not None and is_submitted else ""
+    if as_json:
+        shown = {each.name: each.shown for each in files}
+        echo(json.dumps({"files": shown, "folder": folder and str(folder), "submitted": told or None}))
+        return
+    for each in files:
+        echo(each.shown.rstrip("\n") if folder is None else f"wrote {folder / each.name}")
+    if told:
+        echo(told)
+
+
+def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
+    """Returns the job; raises UserError with every mistake: in the options, in the job, and in it on so many hosts."""
+    from bamboo_cli.options.hosts import etcd_settings
+    from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
+    from engine.core.hosts.host_options import HostOptions, problems_of
+    from engine.harness.host_run import refused_variables
+
+    problems = [*problems_of_plan(place, plan), *refused_variables(place)]
+    endpoints: tuple[str, ...] = ()
+    try:
+        found = etcd_settings(plan.etcd, plan.plain_http)
+        endpoints = () if found is None else tuple(str(getattr(each, "host", "localhost")) for each in found.endpoints)
+    except UserError as error:
+        problems += error.problems
+        endpoints = (plan.etcd,)
+    values: dict[str, Any] = dict.fromkeys(FLAG_FIELDS) | {"job_file": Path(plan.job_file), "results": None}
+    values |= {"set": list(plan.settings), "trust_code": plan.trust_code}
+    job = None
+    try:
+        job = resolve_options(values, program_only=False, is_plan=False).job
+    except UserError as error:
+        problems += error.problems
+    address = plan.trusted.partition("/")[0] or _ANY
+    node = plan.names[0] if plan.hosts else "any"
+    given = HostOptions(
+        "any", ",".join(plan.names) or hosts or "0", node, address, endpoints, plan.workers, plan.trusted
+    )
+    for each in problems_of(replace(given, lease_s=plan.lease_s), job, lambda _: True):
+        if each.field == "--address":  # that of the network, which is not one of a host
+            problems.append(Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(plan.trusted)))
+        elif each.field == "--trusted-network" and not plan.trusted:
+            problems.append(Problem("--trusted-network", "the network of the hosts", "nothing", each.hint))
+        else:
+            problems.append(each)
+    if problems or job is None:  # which is a problem too
+        raise UserError(problems)
+    return job

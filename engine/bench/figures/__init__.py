@@ -1,1 +1,0 @@
-"""Pure parts of the benchmarks: rows, confidence intervals, and the work to redo, from events."""

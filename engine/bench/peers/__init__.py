@@ -1,1 +1,0 @@
-"""The peers of our side in the benchmarks: torch's pipelining, torchrun and torchft."""

@@ -1,1 +1,0 @@
-"""The host agent as a pure machine: the ends of the workers of one host."""

@@ -1,1 +1,0 @@
-"""The cost of a program: bubble, memory, grids, and comparisons of schedules."""

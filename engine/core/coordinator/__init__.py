@@ -1,1 +1,0 @@
-"""The coordinator: a pure machine that decides for the whole job."""

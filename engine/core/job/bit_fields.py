@@ -1,0 +1,159 @@
+"""The fields of a job that decide the bits of training, and those that do not.
+
+Rule: a field decides bits unless it stands in `NEUTRAL`, and so does a new field. The cut of the model, the worker that
+computes a slot, and the ways in which state is kept or moved change no bit.
+
+The math libraries choose their kernels by the processor, unless variables of the environment name an instruction set.
+They read them when torch is loaded. A set is fixed if all three variables have its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Final, NamedTuple
+
+from engine.core.job.job import CODE_FIELDS, Job, code_in
+from engine.core.job.update_rules import depends_on_steps
+
+
+class _OfRun:
+    """Stands for the value that the run has."""
+
+
+_AS_RUN: Final = _OfRun()
+# The neutral fields, each with its cheapest value: that of the fault-free twin.
+NEUTRAL: Mapping[str, Any] = {
+    "stages": _AS_RUN,
+    "blocks": _AS_RUN,
+    "elastic": False,
+    "standby": 0,
+    "stages_per_worker": _AS_RUN,
+    "workers": _AS_RUN,
+    "placement": _AS_RUN,
+    "schedule": _AS_RUN,
+    "partition": _AS_RUN,
+    "activation_checkpoint": _AS_RUN,
+    "audit": _AS_RUN,
+    "share_gpu": _AS_RUN,
+    "retain": "device",
+    "epochs": 0,  # the steps decide
+    "load_ahead": _AS_RUN,
+    "validation_microbatches": _AS_RUN,
+    "metrics": "",
+    "redundancy": "none",
+    "redundancy_level": 1,
+    "log_every": 0,
+    "fsdp": 0,
+    "check_pure": False,  # the run itself was checked
+    "validate_every": 0,
+    "events_max": Job().events_max,
+    "hang_after": Job().hang_after,
+    "silent_after": Job().silent_after,
+    "checkpoint_every": "0",  # the twin keeps nothing
+    "keep": Job().keep,
+    "checkpoints": "",
+    "restarts": Job().restarts,
+    "name": "",
+    "results": "",
+    "logger": "",
+}
+# The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
+OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
+# The values that older versions had for fields that they did not know.
+# On a GPU they were deterministic, and on the CPU that changes no bits but those that were others each time.
+_BEFORE: Mapping[str, object] = {"device": "cpu", "deterministic": True}
+# The facts of a host that select the compute kernels, and so the bits.
+BIT_FACTS = ("python", "torch", "machine", "cpu", "isa", "kernel_variables")
+OF_GPUS = ("gpus", "torch_cuda")  # of a job that computes on GPUs
+
+
+class InstructionSet(NamedTuple):
+    """A set: the variables that fix it, and the flags of /proc/cpuinfo that a processor needs for it."""
+
+    variables: Mapping[str, str]
+    needs: tuple[str, ...]
+
+
+def _named(aten: str, mkl: str, onednn: str, *needs: str) -> InstructionSet:
+    return InstructionSet({"ATEN_CPU_CAPABILITY": aten, "MKL_CBWR": mkl, "ONEDNN_MAX_CPU_ISA": onednn}, needs)
+
+
+INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
+    "portable": _named("default", "COMPATIBLE", "SSE41"),
+    "avx2": _named("avx2", "AVX2", "AVX2", "avx2", "fma"),
+    "avx512": _named("avx512", "AVX512", "AVX512_CORE", "avx2", "fma", "avx512f"),
+}
+
+
+def fixed_set(kernel_variables: object) -> str:
+    """Returns the set that some ``NAME=VALUE`` fix; empty if they fix none."""
+    told = set(kernel_variables) if isinstance(kernel_variables, Iterable) else set()
+    for name, each in INSTRUCTION_SETS.items():
+        if {f"{variable}={value}" for variable, value in each.variables.items()} <= told:
+            return name
+    return ""
+
+
+class BitDifference(NamedTuple):
+    """A field or a fact that decides bits, with its value before and now."""
+
+    name: str
+    before: object
+    now: object
+
+
+def own_code(job: Job) -> list[str]:
+    """Returns each ``package.module:attribute`` of the user's that decides bits."""
+    return [each for name in CODE_FIELDS if name not in NEUTRAL for each in code_in(getattr(job, name))]
+
+
+def cheapest(job: Job) -> Job:
+    """Returns the job with the same bits whose neutral fields have their cheapest values."""
+    return replace(job, **{name: value for name, value in NEUTRAL.items() if not isinstance(value, _OfRun)})
+
+
+def bit_facts(facts: Mapping[str, object]) -> dict[str, object]:
+    """Returns the facts of a host that decide bits; a fixed instruction set stands for the processor and its own."""
+    found = {name: facts.get(name) for name in (*BIT_FACTS, *OF_GPUS)}
+    fixed = fixed_set(facts.get("kernel_variables"))
+    return found | {"cpu": None, "isa": [fixed]} if fixed else found
+
+
+def compared_facts(facts: Mapping[str, object], job: Job) -> dict[str, object]:
+    """Returns those facts of a host that decide the bits of a job."""
+    of_host = bit_facts(facts)
+    return {name: of_host[name] for name in (*BIT_FACTS, *(OF_GPUS if job.device == "cuda" else ()))}
+
+
+def different_facts(before: Mapping[str, object], now: Mapping[str, object]) -> list[BitDifference]:
+    """Returns the facts that differ; values count as equal if JSON would make them so."""
+    names = sorted(before.keys() | now.keys())
+    found = [BitDifference(name, _plain(before.get(name)), _plain(now.get(name))) for name in names]
+    return [each for each in found if each.before != each.now]
+
+
+def bit_differences(
+    before: Mapping[str, object], facts: Mapping[str, object], job: Job, now: Mapping[str, object]
+) -> list[BitDifference]:
+    """Returns what decides bits and differs between a kept job on a host with `facts`, and `job` on this host.
+
+    The number of steps decides bits only where the learning rate depends on it.
+    """
+    ours = asdict(job.masked)
+    names = [name for name in ours if name not in NEUTRAL and (name != "steps" or depends_on_steps(job))]
+    of_job = [BitDifference(name, before.get(name, _BEFORE.get(name)), ours[name]) for name in names]
+    different = [each for each in of_job if _plain(each.before) != _plain(each.now)]
+    return different + different_facts(compared_facts(facts, job), compared_facts(now, job))
+
+
+def is_same_job(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Returns whether two kept jobs decide the same bits; no job is that of a record that cannot be read."""
+    names = [name for name in asdict(Job()) if name not in NEUTRAL]
+    kept = [[each.get(name, _BEFORE.get(name)) for name in names] for each in (one, other)]
+    return bool(one and other) and kept[0] == kept[1]
+
+
+def _plain(value: object) -> object:
+    """Returns a value as JSON would give it back."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,369 @@
+"""The job: the complete configuration of a run, as plain values.
+
+The fields and their defaults are defined only here. Job files, ``BAMBOO_*``, ``--set``, flags and schemas derive from
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from engine.core.errors import MASK, Problem, is_secret, nearest
+from engine.core.ownership import Grid, PlacementChoice, Redundancy
+from engine.core.program.schedules import SCHEDULES
+from engine.core.texts import counted
+from engine.core.units import Args, Scalar, whole_units
+
+Backend = Literal["auto", "direct", "nccl"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+RetainPlace = Literal["device", "cpu"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
+CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule", "logger")  # name code
+PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
+ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
+FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
+
+
+def _field(default: Scalar, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _args(text: str) -> Any:
+    return field(default_factory=dict, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A resolved job. Sizes are counts; the learning rate is per optimizer step."""
+
+    model: str = _field("gpt", "built-in model, or package.module:factory (trusted code)")
+    model_args: Args = _args("arguments of the model, such as width or tied")
+    data: str = _field(
+        "auto",
+        "text, digits, synthetic, a FILE.txt, a FILE.bin of tokens, a folder of MNIST or CIFAR-10 files, or "
+        "package.module:factory",
+    )
+    data_args: Args = _args("arguments of the data source")
+    collate: str = _field(
+        "", "package.module:function that makes a microbatch of a list of samples (trusted code); the data's by default"
+    )
+    load_ahead: int = _field(
+        1, "microbatches that a worker loads ahead, each in a thread, from a slow source that draws nothing; 0 = none"
+    )
+    stages: int = _field(4, "stages of one pipeline (P)")
+    blocks: int = _field(
+        1,
+        "blocks of each stage: each is owned, shadowed and taken over by itself; kills and scenarios then name blocks",
+    )
+    elastic: bool = _field(
+        False,
+        "share out slots anew, by moves at step boundaries, when a worker has been lost or leaves; use it with blocks",
+    )
+    standby: int = _field(
+        0, "waiting workers beside the owners: each has code and data loaded, and takes the place of a worker that dies"
+    )
+    pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
+    microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
+    microbatch_size: int = _field(4, "samples in one microbatch")
+    steps: int = _field(80, "optimizer steps")
+    epochs: int = _field(
+        0, "passes over a finite training set; sets the steps: as many as train each sample so often; 0 = as steps says"
+    )
+    schedule: str = _field(
+        "1f1b",
+        "pipeline schedule: {schedules}, FILE.csv with compute lists, or package.module:generator (trusted code)",
+    )
+    stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
+    workers: int = _field(
+        0, "worker processes; 0 = one for the stages of each pipeline that stand together; fewer carry several of them"
+    )
+    placement: PlacementChoice = _field(
+        "auto", "which stages stand on one worker: loop, v (there and back), or auto: the schedule's own"
+    )
+    optimizer: str = _field(
+        "adamw", "optimizer: adamw, sgd, another of torch.optim, or package.module:Class (trusted code)"
+    )
+    optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
+    param_groups: str = _field(
+        "",
+        "other arguments for parameters whose names match: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr is a factor",
+    )
+    lr: float = _field(2e-3, "peak learning rate")
+    lr_schedule: str = _field(
+        "cosine",
+        "constant, linear, cosine, another of torch's such as onecycle, or package.module:function (trusted code)",
+    )
+    lr_args: Args = _args("arguments of the schedule of the learning rate, such as gamma")
+    warmup_steps: int = _field(10, "steps of linear warm-up of the learning rate")
+    clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
+    dtype: Dtype = _field("float32", "bfloat16 and float16 run the layers under autocast; float16 scales the loss")
+    scaler_args: Args = _args("arguments of the scale of the loss in float16, such as growth_interval")
+    partition: str = _field("uniform", PARTITION_FORMS)
+    split: str = _field(
+        "",
+        "layers of an ordinary module: names of submodules such as blocks.*, or a number of about equal pieces; by "
+        "default its repeated blocks",
+    )
+    redundancy: Redundancy = _field(
+        "lazy",
+        "which worker can take over a stage: none; lazy: a shadow keeps its weights in step; eager: the shadow also "
+        "runs its forwards when idle; reroute: the next pipeline",
+    )
+    redundancy_level: int = _field(1, "shadows of each stage with lazy and eager: failures at once that it survives")
+    log_every: int = _field(0, "send gradients to the shadows every N microbatches, to redo less after a kill; 0 = off")
+    fsdp: int = _field(
+        0, "shard weights and optimizer state over the pipelines: at most N unsharded stages per worker; 0 = off"
+    )
+    activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
+    device: DeviceKind = _field(
+        "auto", "where layers compute: cpu, cuda, or auto: cuda if each worker gets a GPU of its own; it decides bits"
+    )
+    share_gpu: bool = _field(False, "several workers may share a GPU: a mode for tests, as they wait for each other")
+    retain: RetainPlace = _field(
+        "device",
+        "where the values for other workers stay until the commit: device, or cpu, in pinned host memory: more room on "
+        "a GPU",
+    )
+    deterministic: bool = _field(
+        True, "the settings of torch and CUDA that give an operation the same bits each time; they decide bits"
+    )
+    backend: Backend = _field("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
+    seed: int = _field(0, "seed of weights, data and dropout")
+    init: str = _field(
+        "", "begin with these weights: FILE.safetensors, FILE.pt, or a folder; names and shapes as in the state_dict"
+    )
+    threads: int = _field(1, "compute threads of each worker; another count changes bits")
+    check_pure: bool = _field(
+        True,
+        "the check before training, which refuses layers whose bits depend on more than weights, buffers and inputs",
+    )
+    audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
+    validate_every: int = _field(20, "validation pass every N steps, or every so many epochs (1epoch); 0 = off")
+    validation_microbatches: int = _field(
+        8, "microbatches of each evaluation set in a validation pass; 0 = every sample once"
+    )
+    metrics: str = _field(
+        "",
+        "metrics of a validation: accuracy, perplexity, NAME=package.module:function (trusted code), comma-separated",
+    )
+    name: str = _field("", "name of the run; the model's by default")
+    events_max: str = _field(
+        "500MB", "size of a run's events, beyond which actions of ordinary steps are left out; 0B = keep all"
+    )
+    hang_after: str = _field(
+        "1s",
+        "a worker is put out that stays inside one action for this time without running, or five times as long while "
+        "it runs; ten times as long as its slowest action of late, if that is more",
+    )
+    silent_after: str = _field("5s", "a worker is put out that is stopped, or answers nothing, for this time")
+    checkpoint_every: str = _field(
+        "end",
+        "keep the state as a checkpoint: every N steps (100), epochs (1epoch) or span of time (10m), end: the last; "
+        "0 = off",
+    )
+    keep: int = _field(3, "newest checkpoints of a run that stay; older ones are deleted")
+    checkpoints: str = _field("", "folder or URL (s3://...) of the checkpoints; in the run's folder by default")
+    restarts: int = _field(
+        3, "after the loss of a state, go on from the newest good checkpoint, at most N times in an hour; 0 = off"
+    )
+    results: str = _field("results", "folder that receives one folder per run")
+    logger: str = _field(
+        "", "csv, tensorboard, wandb, mlflow or package.module:Class (trusted code); with commas between several"
+    )
+
+    @property
+    def masked(self) -> Job:
+        """The job as files and messages show it: without the values of secret arguments."""
+        hidden: dict[str, Any] = {name: _masked(getattr(self, name)) for name in ARGS_FIELDS}
+        return replace(self, **hidden)
+
+    @property
+    def names_code(self) -> bool:
+        """Whether a field names code of the user's."""
+        return any(code_in(getattr(self, name)) for name in CODE_FIELDS)
+
+    @property
+    def has_program(self) -> bool:
+        """Whether its schedule is known: the name of a generator that was not called stands for no schedule."""
+        return not FACTORY.fullmatch(self.schedule)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the number of its steps is known; it is 0 for epochs of data that were not counted."""
+        return self.steps > 0
+
+    @property
+    def slots(self) -> int:
+        """The number of slots of one pipeline: its stages, or their blocks."""
+        return self.stages * self.blocks
+
+    @property
+    def slot_noun(self) -> str:
+        """The noun for a slot of a pipeline in messages: a whole stage, or a block of one."""
+        return self.grid.noun
+
+    @property
+    def cut(self) -> str:
+        """The cut of a pipeline in words, such as ``4 stages`` or ``4 stages of 2 blocks``."""
+        return counted(self.stages, "stage") + (f" of {self.blocks} blocks" if self.blocks > 1 else "")
+
+    @property
+    def grid(self) -> Grid:
+        """The slots of all pipelines; without the ties of the model."""
+        return Grid(self.slots, self.microbatches, self.pipelines, blocks=self.blocks, fsdp=self.fsdp)
+
+    @property
+    def most_workers(self) -> int:
+        """The number of workers without `workers`: P / V in each pipeline."""
+        return self.stages // max(1, self.stages_per_worker) * self.pipelines
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers before any failure."""
+        return self.workers or self.most_workers
+
+    @property
+    def retains(self) -> bool:
+        """Whether another worker can take over a slot; each worker then keeps until the commit what it sends."""
+        return self.redundancy != "none" or (self.pipelines > 1 and not self.fsdp)
+
+
+ARGS_FIELDS = tuple(each.name for each in fields(Job) if each.default_factory is dict)  # each can have a secret
+
+
+def code_in(value: str) -> list[str]:
+    """Returns each ``package.module:attribute`` in the value of a field, which may be a list with names."""
+    named = (part.rpartition("=")[2].strip() for part in value.split(","))
+    return [each for each in named if FACTORY.fullmatch(each)]
+
+
+def logger_names(text: str) -> tuple[str, ...]:
+    """Returns the loggers in the value of the field `logger`, in their order; each once."""
+    return tuple(dict.fromkeys(name for each in text.split(",") if (name := each.strip())))
+
+
+def _masked(args: Args) -> Args:
+    return {name: MASK if is_secret(name, value) else value for name, value in args.items()}
+
+
+def is_due(every: int, step: int, is_last: bool) -> bool:
+    """Returns whether periodic work follows `step`: after each `every` steps and after the last; never if 0."""
+    return every > 0 and ((step + 1) % every == 0 or is_last)
+
+
+# The help texts of a job's fields, with the names of the built-in schedules.
+_SCHEDULES = ", ".join(sorted(SCHEDULES))
+FIELD_HELP = {each.name: str(each.metadata["help"]).replace("{schedules}", _SCHEDULES) for each in fields(Job)}
+
+
+# The metrics of a job: their names, and the function that each stands for.
+#
+# accuracy,f1=mine:f1_score        accuracy is built in, f1 is the function f1_score of the user's module mine
+
+PERPLEXITY = "perplexity"
+BUILT_IN = ("accuracy", PERPLEXITY)
+
+
+def named_metrics(job: Job) -> dict[str, str]:
+    """Returns the built-in name, or ``package.module:function``, of each metric of a job by the metric's name."""
+    return dict(map(_named, _parts(job)))
+
+
+def metric_problems(job: Job) -> list[Problem]:
+    """Returns a problem for each metric that is neither built in nor a function, and for a name that comes twice."""
+    named = list(map(_named, _parts(job)))
+    expected = f"{', '.join(BUILT_IN)}, or NAME=package.module:function, with commas between them"
+    problems = [
+        Problem("metrics", expected, repr(path), nearest(path, BUILT_IN))
+        for name, path in named
+        if path not in BUILT_IN and not (FACTORY.fullmatch(path) and name.isidentifier())
+    ]
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    return problems or [Problem("metrics", "another name for one of them: NAME=", repr(name)) for name in twice]
+
+
+def _parts(job: Job) -> list[str]:
+    return [part.strip() for part in job.metrics.split(",")] if job.metrics.strip() else []
+
+
+def _named(part: str) -> tuple[str, str]:
+    name, equals, path = part.partition("=")
+    return (name.strip(), path.strip()) if equals else (part.rpartition(":")[2], part)
+
+
+# Sizes as people write them (``200MB``; in the program they are whole bytes), and the sizes that a job can have.
+SIZE_FORM = "a size in B, kB, MB, GB or TB, such as 200MB"
+# For the schemas of files: whole bytes, with spaces around them.
+SIZE_PATTERN = r"^\s*[0-9]{1,6}(?:(?:\.[0-9]{1,3})?(?:kB|MB|GB|TB)|(?:\.0{1,3})?B)\s*$"
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_TEXT = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?(B|kB|MB|GB|TB)")
+_AT_LEAST = {
+    "stages": 1,
+    "blocks": 1,
+    "stages_per_worker": 1,
+    "pipelines": 1,
+    "microbatches": 1,
+    "microbatch_size": 1,
+    "redundancy_level": 1,
+    "steps": 1,
+    "epochs": 0,
+    "load_ahead": 0,
+    "threads": 1,
+    "seed": 0,
+    "warmup_steps": 0,
+    "log_every": 0,
+    "fsdp": 0,
+    "workers": 0,
+    "restarts": 0,
+    "standby": 0,
+    "activation_checkpoint": 0,
+    "audit": 0,
+    "validate_every": 0,
+    "validation_microbatches": 0,
+    "keep": 1,
+}
+# A typo should not try to start thousands of workers, nor a file from elsewhere have their program made.
+_MAX_FORWARDS = 1_000_000
+_MOST_WORKERS = 1024
+AT_MOST = {
+    "load_ahead": 256,
+    "stages": 4096,
+    "blocks": 4096,
+    "standby": 1024,
+    "pipelines": 1024,
+    "microbatches": 65536,
+    "threads": 1024,
+    "steps": 1_000_000_000_000,
+}
+
+
+def parse_size(text: str) -> int | None:
+    """Returns the bytes that `text` spells; None if it is no size, or has a fraction of a byte."""
+    return whole_units(text, _TEXT, _UNITS)
+
+
+def size_problems(job: Job) -> list[Problem]:
+    """Returns a problem for each size of `job` that no job can have; the types of its fields must be right already."""
+    problems = [
+        Problem(name, f"a whole number >= {least}", repr(getattr(job, name)))
+        for name, least in _AT_LEAST.items()
+        if getattr(job, name) < least
+    ]
+    problems += [
+        Problem(name, f"a whole number <= {most}", repr(getattr(job, name)))
+        for name, most in AT_MOST.items()
+        if getattr(job, name) > most
+    ]
+    num_actions = job.slots * job.pipelines * job.microbatches
+    if num_actions > _MAX_FORWARDS and not AT_MOST.keys() & {each.field for each in problems}:
+        expected = f"stages {'x blocks ' * (job.blocks > 1)}x pipelines x microbatches <= {_MAX_FORWARDS}"
+        problems.append(Problem("microbatches", expected, str(num_actions)))
+    if not problems and (num_workers := job.most_workers) > _MOST_WORKERS:
+        expected = f"stages x pipelines / stages_per_worker <= {_MOST_WORKERS}, the workers of a job"
+        problems.append(Problem("stages", expected, str(num_workers)))
+    return problems

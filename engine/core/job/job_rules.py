@@ -1,0 +1,335 @@
+"""The rules between the fields of a job; each broken rule becomes a `Problem`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from engine.core.action import Program
+from engine.core.checkpoint_rules import KEEPING_FORM, keeping_of
+from engine.core.errors import Problem, ScheduleError, nearest
+from engine.core.job.job import (
+    ACTING,
+    AT_MOST,
+    FACTORY,
+    PARTITION_FORMS,
+    SIZE_FORM,
+    Job,
+    metric_problems,
+    parse_size,
+    size_problems,
+)
+from engine.core.job.partition import written
+from engine.core.job.torch_parts import scaling_problems
+from engine.core.job.update_rules import update_problems
+from engine.core.ownership import Grid, PlacementChoice, fresh
+from engine.core.program.build import build_program
+from engine.core.program.schedule_csv import (
+    cell_of,
+    is_text,
+    lists_from_csv,
+    named_pairs,
+    placement_of,
+    stages_on,
+    stands_as,
+)
+from engine.core.program.schedules import SCHEDULES, Schedule, overlap_of, pairs_of
+from engine.core.program.verify import Violation, verify
+from engine.core.texts import pattern_error
+from engine.core.units import DURATION_FORM, MOST_FLOAT, Scalar, parse_duration, whole_number
+
+# The models, data and arguments that a job can name, as the resolution of a job asks for them.
+
+
+@dataclass(frozen=True, slots=True)
+class JobParts:
+    """The models, data and arguments that a job can name.
+
+    `problems` returns the problems with those that a job names, `arguments` returns the arguments that its parts take,
+    such as ``model_args.width``. `acts_on` has the fields of `ACTING` that the command acts on: it imports the code
+    that they name, or writes to the folder. Unless it acts on the schedule, a generator is not called: `Job.schedule`
+    keeps its name, and no rule about the program is checked. A value of these fields from a file that the command line
+    does not name as a job is refused, unless the user `trusts_files`. `samples_of`
+    counts the training samples of a job with epochs: 0 for data without an end, None if they are not counted.
+    `smallest_stage` returns the layers of the smallest stage, None if only the cut of the model tells. `defaults`
+    returns the fields and arguments that have other defaults with the model of a job.
+    """
+
+    problems: Callable[[Job], Iterable[Problem]]
+    arguments: Callable[[Job], Iterable[str]]
+    acts_on: tuple[str, ...] = ACTING
+    trusts_files: bool = False
+    samples_of: Callable[[Job], int | None] | None = None
+    smallest_stage: Callable[[Job], int | None] = lambda job: None
+    defaults: Callable[[Job], Mapping[str, Scalar]] = lambda job: {}
+
+    @property
+    def calls_code(self) -> bool:
+        """Whether a generator of a schedule, which is the user's code, is called."""
+        return "schedule" in self.acts_on
+
+    def trusting(self, is_trusted: bool) -> JobParts:
+        """Returns the same, with the user's word on whether files are trusted."""
+        return replace(self, trusts_files=is_trusted)
+
+
+ANYTHING = JobParts(lambda job: (), lambda job: ())
+
+
+# The rules between a schedule and the other fields of a job: placement, stages, workers and microbatches.
+_MOST_SHOWN = 5
+
+
+def check_schedule(
+    schedule: str, stages: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+) -> list[Problem]:
+    """Returns a problem for each rule about schedules that these fields of a job break."""
+    unknown = []
+    if not is_text(schedule) and schedule not in SCHEDULES:
+        expected = f"one of {', '.join(sorted(SCHEDULES))}"
+        unknown = [Problem("schedule", expected, repr(schedule), nearest(schedule, SCHEDULES))]
+    if stages_per_worker < 1 or stages < 1 or microbatches < 1:
+        return unknown  # `check_job` reports these counts
+    if stages % stages_per_worker:
+        fitting = ", ".join(str(each) for each in range(1, stages + 1) if stages % each == 0)
+        expected = f"a divisor of {stages} stages: {fitting}"
+        return [*unknown, Problem("stages_per_worker", expected, str(stages_per_worker))]
+    if unknown:
+        return unknown
+    num_workers = stages // stages_per_worker
+    if is_text(schedule):
+        return _check_text(schedule, num_workers, stages_per_worker, microbatches, choice)
+    return _check_named(schedule, SCHEDULES[schedule], num_workers, stages_per_worker, microbatches, choice)
+
+
+def _check_named(
+    name: str, schedule: Schedule, num_workers: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+) -> list[Problem]:
+    problems = []
+    least, most = schedule.stages_per_worker
+    if not schedule.takes(stages_per_worker):
+        stages, wanted = num_workers * stages_per_worker, str(least) if least == most else f"{least} to {most}"
+        hint = f"{stages} stages are then on {stages // least} workers"
+        if stages % least:
+            hint = f"and a number of stages that {least} divides"
+        problems.append(Problem("stages_per_worker", f"{wanted} with schedule {name}", str(stages_per_worker), hint))
+    if choice not in ("auto", schedule.placement) and stages_per_worker > 1:
+        problems.append(Problem("placement", f"{schedule.placement} with schedule {name}", repr(choice)))
+    few = schedule.least_microbatches(num_workers)
+    if microbatches < few and not problems:
+        expected = f"a whole number >= {few} with schedule {name} on {num_workers} workers"
+        problems.append(Problem("microbatches", expected, str(microbatches)))
+    return problems
+
+
+def _check_text(
+    text: str, num_workers: int, stages_per_worker: int, microbatches: int, choice: PlacementChoice
+) -> list[Problem]:
+    try:
+        lists = lists_from_csv(text)
+        stages_on(lists)
+    except ScheduleError as error:
+        return [Problem("schedule", "the compute lists of every worker", "a file of which", str(error))]
+    if len(lists) != num_workers:
+        expected = f"one row per worker of a pipeline: {num_workers}"
+        hint = f"{num_workers * stages_per_worker} stages, {stages_per_worker} on each worker"
+        return [Problem("schedule", expected, f"{len(lists)} rows", hint)]
+    placement = placement_of(text, choice)
+    if not stands_as(lists, placement):
+        expected = f"the stages on the workers as placement {placement} has them"
+        return [Problem("schedule", expected, _named(stages_on(lists)))]
+    grid = Grid(num_workers * stages_per_worker, microbatches)
+    ownership = fresh(grid, stages_per_worker, placement)
+    program = build_program(text, ownership)
+    broken = verify(program, ownership)[:_MOST_SHOWN]
+    told = [str(_in_text(each, text, program)) for each in broken]
+    lost = () if broken else _lost_pairs(text, program)
+    return [*(Problem("schedule", "a program that runs to its end", each) for each in told), *lost]
+
+
+def _lost_pairs(text: str, program: Program) -> Iterator[Problem]:
+    """Yields the overlap pairs that are named in `text`, and whose actions do not run as a pair in its program."""
+    formed = {
+        worker: {actions[place : place + 2]: kind for place, kind in pairs_of(actions)}
+        for worker, actions in program.items()
+    }
+    for worker, position, first, second in named_pairs(text):
+        if (first, second) not in formed[worker]:
+            beside = [each for each in formed[worker] if {first, second} & {*each}]
+            why = f"{beside[0][0]} and {beside[0][1]} are a pair" if beside else "a transfer stands between the two"
+            found = f"worker {worker}, position {position}: ({first};{second}){overlap_of(first, second)}"
+            yield Problem("schedule", "overlap pairs that can run as they are written", found, why)
+
+
+def _in_text(broken: Violation, text: str, program: Program) -> Violation:
+    """Returns a violation with its position in `text`, from which the program was built."""
+    if broken.position < 0:
+        return broken
+    actions = program[broken.worker]
+    action = actions[broken.position]
+    nth = actions[: broken.position].count(action)
+    return replace(broken, position=cell_of(text, broken.worker, action, nth))
+
+
+def _named(stages: dict[int, int]) -> str:
+    return ", ".join(f"stage {stage} on worker {worker}" for stage, worker in sorted(stages.items()))
+
+
+_LEAST_PATIENCE_NS = 100_000_000
+
+
+def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
+    """Returns a problem for each rule that `job` breaks; the types of its fields must be right already.
+
+    `nccl_on_cpu` is for tests, where a double of NCCL sends between CPUs.
+    """
+    problems = size_problems(job)
+    if not 0 < job.lr <= MOST_FLOAT:
+        problems.append(Problem("lr", "a finite float32 number > 0", repr(job.lr)))
+    if not 0 <= job.clip_norm <= MOST_FLOAT:
+        problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
+    problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
+    problems += [*_check_blocks(job), *_check_elastic(job), *_check_standby(job), *_check_device(job, nccl_on_cpu)]
+    problems += [*update_problems(job), *scaling_problems(job)]
+    problems += [*_check_partition(job), *_check_code(job)]
+    if job.split.isdecimal() and not whole_number(job.split):
+        problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
+    if keeping_of(job.checkpoint_every) is None:
+        problems.append(Problem("checkpoint_every", KEEPING_FORM, repr(job.checkpoint_every)))
+    problems += [*_check_workers(job), *_check_shards(job), *_check_streams(job), *_check_redundancy(job)]
+    if parse_size(job.events_max) is None:
+        problems.append(Problem("events_max", SIZE_FORM, repr(job.events_max)))
+    problems += [
+        Problem(name, f"{DURATION_FORM}, at least 100ms", repr(getattr(job, name)))
+        for name in ("hang_after", "silent_after")
+        if (parse_duration(getattr(job, name)) or 0) < _LEAST_PATIENCE_NS
+    ]
+    if job.name and not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,39}", job.name):
+        problems.append(Problem("name", "up to 40 of a-z 0-9 . _ - (first a letter or digit)", repr(job.name)))
+    return problems
+
+
+def _check_blocks(job: Job) -> list[Problem]:
+    if job.blocks <= 1:
+        return []
+    problems = [Problem("blocks", f"1 with {each}", repr(job.blocks), hint) for each, hint in no_blocks(job)]
+    if job.slots > AT_MOST["stages"] >= max(job.stages, job.blocks):
+        problems.insert(0, Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks)))
+    return problems
+
+
+def no_blocks(job: Job) -> list[tuple[str, str]]:
+    """Returns all that keeps slots from being taken over one by one, each with the reason.
+
+    Such a slot needs a replica of its own, and an order of actions that takes runs of blocks.
+    """
+    order = "its order of actions is made for one slot per stage"
+    known = SCHEDULES.get(job.schedule)
+    found = []
+    if job.fsdp:
+        found.append(("fsdp", "shards lie over whole stages, which keep their owners until one dies"))
+    if job.stages_per_worker > 1:
+        found.append((f"stages_per_worker {job.stages_per_worker}", order))
+    if is_text(job.schedule) or FACTORY.fullmatch(job.schedule):
+        found.append(("a schedule of one's own", order))
+    elif known is not None and not known.takes_blocks:
+        fitting = ", ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
+        found.append((f"schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
+    return found
+
+
+def _check_standby(job: Job) -> list[Problem]:
+    """A joiner takes over blocks, or stages that are as small."""
+    if job.standby < 1:
+        return []
+    return [Problem("standby", f"0 with {each}", repr(job.standby), hint) for each, hint in no_blocks(job)]
+
+
+def _check_elastic(job: Job) -> list[Problem]:
+    """The policy gives each worker one run of neighbouring slots: it would take two stages of a worker apart."""
+    if not job.elastic:
+        return []
+    return [Problem("elastic", f"false with {each}", "true", hint) for each, hint in no_blocks(job)]
+
+
+def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
+    problems = []
+    if job.device == "cuda" and job.fsdp:
+        hint = "shards have been put together on CPUs only"
+        problems.append(Problem("fsdp", "0 with device cuda", repr(job.fsdp), hint))
+    if job.device == "cpu" and job.backend == "nccl" and not nccl_on_cpu:
+        hint = "NCCL sends between GPUs; --device cuda computes on them"
+        problems.append(Problem("backend", "auto or direct with device cpu", "'nccl'", hint))
+    if job.device == "cpu" and job.retain == "cpu":
+        hint = "what the CPU computes lies on the host already"
+        problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))
+    return problems
+
+
+def _check_code(job: Job) -> list[Problem]:
+    problems = metric_problems(job)
+    if job.collate and not FACTORY.fullmatch(job.collate):
+        problems.append(Problem("collate", "package.module:function", repr(job.collate)))
+    return problems
+
+
+def _check_shards(job: Job) -> list[Problem]:
+    expected = hint = ""
+    if job.fsdp and job.pipelines == 1:
+        expected, hint = "0 with one pipeline", "shards lie over the pipelines: give --pipelines 2 or more"
+    elif job.fsdp and job.redundancy not in ("none", "lazy"):
+        expected = f"0 with redundancy {job.redundancy}"
+        hint = "the shadow of a shard holds that shard, and runs no forwards: give --redundancy lazy or none"
+    elif job.fsdp > job.stages_per_worker >= 1:
+        expected = f"a whole number <= {job.stages_per_worker}"
+        hint = f"a worker has {job.stages_per_worker} of the stages (stages_per_worker)"
+    return [Problem("fsdp", expected, repr(job.fsdp), hint)] if expected else []
+
+
+def _check_workers(job: Job) -> list[Problem]:
+    if job.workers > max(1, job.most_workers):
+        hint = "stages / stages_per_worker x pipelines; a worker has at least one stage of one pipeline"
+        return [Problem("workers", f"a whole number <= {job.most_workers}", repr(job.workers), hint)]
+    if job.workers and job.fsdp:
+        hint = "the owners of a stage hold its shards, one in each pipeline"
+        return [Problem("workers", "0 with fsdp", repr(job.workers), hint)]
+    return []
+
+
+def _check_streams(job: Job) -> list[Problem]:
+    expected = hint = ""
+    if job.log_every and job.redundancy not in ("lazy", "eager"):
+        expected = "0 without shadows"
+        hint = f"with redundancy {job.redundancy} there is no shadow to send to: give --redundancy lazy or eager"
+    elif job.log_every >= job.microbatches >= 1:
+        expected = f"a whole number <= {job.microbatches - 1}"
+        hint = f"of {job.microbatches} microbatches; after the last, the log of the whole step is sent"
+    return [Problem("log_every", expected, repr(job.log_every), hint)] if expected else []
+
+
+def _check_redundancy(job: Job) -> list[Problem]:
+    """A shadow is another worker than the owner; only a job of one worker may ask for a shadow and have none."""
+    if job.redundancy == "reroute" and job.pipelines == 1:
+        hint = "the next pipeline takes over: give --pipelines 2 or more"
+        return [Problem("redundancy", "none, lazy or eager with one pipeline", "'reroute'", hint)]
+    num_workers = job.num_workers
+    most = max(1, num_workers - 1)
+    if job.redundancy in ("lazy", "eager") and job.redundancy_level > most:
+        expected = f"a whole number <= {most}"
+        hint = f"{num_workers} workers, and a shadow is another one than the owner"
+        return [Problem("redundancy_level", expected, repr(job.redundancy_level), hint)]
+    return []
+
+
+def _check_partition(job: Job) -> list[Problem]:
+    form = job.partition
+    if form in ("uniform", "parameters", "profile"):
+        return []
+    if form.startswith("type:"):
+        wrong = pattern_error(form[len("type:") :])
+        return [Problem("partition", "a regular expression after type:", repr(form), wrong)] if wrong else []
+    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", form) or (job.stages == 1 and form == ""):
+        fits = written(form, job.stages) or job.stages < 1
+        return [] if fits else [Problem("partition", f"{job.stages - 1} rising layer numbers from 1", repr(form))]
+    return [Problem("partition", PARTITION_FORMS, repr(form), nearest(form, ("uniform", "parameters", "profile")))]

@@ -1,0 +1,108 @@
+"""The comparison of schedules by dry runs with the same workers, stages, microbatches and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.action import COMPUTE_OPS, SEND_OPS, Action
+from engine.core.job.job_rules import check_schedule
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
+from engine.core.program.build import build_program
+from engine.core.program.dry_run import Cost, DryRun, dry_run, unit_costs
+from engine.core.program.schedules import SCHEDULES
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """The dry run of one schedule. Times are in units of the costs.
+
+    `over_ideal` is the length over the work of the busiest worker, `bubble` the share of idle time. `peak_stash` counts
+    residuals of stages, each 1 / V of a worker's part of the model. `over_none` is the relative increase of the
+    length by redundant forwards.
+    """
+
+    schedule: str
+    stages_per_worker: int
+    placement: str
+    makespan: float
+    over_ideal: float
+    bubble: float
+    peak_stash: int
+    transfers: int
+    over_none: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleComparison:
+    """A row per schedule that fits; `skipped` maps the name of each other schedule to the reason."""
+
+    rows: tuple[ComparisonRow, ...]
+    skipped: dict[str, str]
+
+
+def compare(
+    stages: int,
+    microbatches: int,
+    stages_per_worker: int,
+    cost: Cost = unit_costs,
+    redundancy: Redundancy = "none",
+    level: int = 1,
+    begin: Callable[[str], object] = str,
+    latency: float = 0.0,
+) -> ScheduleComparison:
+    """Returns the comparison of all schedules on stages / V workers.
+
+    `cost` is the cost of an action of one of `stages` stages. A schedule of one stage per worker runs V stages as one,
+    at V times the cost. `begin` is called with the name of each schedule that fits before its dry run. A transfer takes
+    `latency`.
+    """
+    num_workers = stages // stages_per_worker
+    rows: list[ComparisonRow] = []
+    skipped: dict[str, str] = {}
+    for name, schedule in SCHEDULES.items():
+        v = 1 if schedule.takes(1) and not schedule.takes(stages_per_worker) else stages_per_worker
+        problems = check_schedule(name, num_workers * v, v, microbatches, "auto")
+        if problems:
+            skipped[name] = str(problems[0])
+            continue
+        begin(name)
+        ownership = fresh(Grid(num_workers * v, microbatches), v, schedule.placement)
+        if redundancy == "eager":
+            ownership = with_shadows(ownership, redundancy, level, ownership.workers())
+        rows.append(_row(name, v, ownership, redundancy, _scaled(cost, stages_per_worker // v), latency))
+    return ScheduleComparison(tuple(rows), skipped)
+
+
+def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = unit_costs, latency: float = 0.0) -> float:
+    """Returns the relative increase of the length of `run` over the same step without redundancy."""
+    none = dry_run(build_program(schedule, ownership), ownership, cost, latency=latency)
+    return run.makespan / none.makespan - 1.0
+
+
+def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost, latency: float) -> ComparisonRow:
+    program = build_program(name, ownership, redundancy)
+    run = dry_run(program, ownership, cost, latency=latency)
+    work = [
+        sum(cost(each) for each in actions if each.op in COMPUTE_OPS and _owns(ownership, worker, each))
+        for worker, actions in program.items()
+    ]
+    return ComparisonRow(
+        schedule=name,
+        stages_per_worker=v,
+        placement=SCHEDULES[name].placement,
+        makespan=run.makespan,
+        over_ideal=run.makespan / max(work),
+        bubble=run.bubble,
+        peak_stash=max(run.peak_stash.values()),
+        transfers=sum(action.op in SEND_OPS for actions in program.values() for action in actions),
+        over_none=over_none(run, name, ownership, cost, latency) if redundancy == "eager" else 0.0,
+    )
+
+
+def _owns(ownership: Ownership, worker: int, action: Action) -> bool:
+    return ownership.owner(action.pipeline, action.stage) == worker
+
+
+def _scaled(cost: Cost, times: int) -> Cost:
+    return lambda action: times * cost(action)

@@ -1,0 +1,189 @@
+"""The rules of the fields about the update of the weights: optimizer, parameter groups, schedule of the rate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from engine.core.errors import Problem, nearest
+from engine.core.job.job import FACTORY, Job
+from engine.core.job.torch_parts import (
+    LR_SCHEDULES,
+    NO_OPTIMIZERS,
+    NO_SCHEDULES,
+    OPTIMIZERS,
+    SCHEDULES,
+    TorchPart,
+    argument_problems,
+)
+from engine.core.texts import pattern_error
+from engine.core.units import MOST_FLOAT, Args, Scalar
+
+# Parameter groups: other arguments of the optimizer for parameters whose names match a regular expression.
+#
+# The text of a job: ``PATTERN: NAME=VALUE, NAME=VALUE; PATTERN: ...``. Rules: a pattern is searched for in the plain
+# name of a parameter, which is that of the model's state_dict. The first group that matches has the parameter; the
+# others keep the job's own arguments. ``lr`` is a factor of the rate that the schedule gives.
+
+
+PARAM_GROUPS_FORM = "PATTERN: NAME=VALUE, NAME=VALUE; PATTERN: ..., such as 'bias|norm: weight_decay=0'"
+LR = "lr"
+MATCH = "match"  # the key of a pattern in a list of mappings
+_MOST_NAMES = 8  # in a message
+_NAMED = re.compile(r"\s*([^\W\d]\w*)\s*=\s*(.*?)\s*")
+_NEXT = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")  # a list of numbers has commas of its own
+
+
+class ParamGroup(NamedTuple):
+    """A group: its pattern, the factor of its rate, and its other arguments."""
+
+    pattern: str
+    lr: float
+    args: Args
+
+
+def param_groups(text: str) -> tuple[ParamGroup, ...]:
+    """Returns the groups of a job's text; raises ValueError with the part that is wrong."""
+    return tuple(_group(part) for part in text.split(";") if part.strip())
+
+
+def group_problems(text: str, of_args: Callable[[Args], Iterable[Problem]]) -> list[Problem]:
+    """Returns the problem of a job's text, or those that `of_args` has with the arguments of its groups."""
+    try:
+        groups = param_groups(text)
+    except ValueError as error:
+        return [Problem("param_groups", PARAM_GROUPS_FORM, repr(text), str(error))]
+    return [problem for each in groups for problem in of_args(each.args)]
+
+
+def _group(part: str) -> ParamGroup:
+    pattern, colon, rest = part.rpartition(":")
+    pattern = pattern.strip()
+    if not colon or not pattern:
+        raise ValueError(f"{part.strip()!r} has no pattern before a colon")
+    if wrong := pattern_error(pattern):
+        raise ValueError(f"{pattern!r} is no regular expression: {wrong}")
+    args: Args = {}
+    for each in _NEXT.split(rest):
+        match = _NAMED.fullmatch(each)
+        if match is None or not match[2]:
+            raise ValueError(f"{each.strip()!r} is not NAME=VALUE")
+        if match[1] in args:
+            raise ValueError(f"{match[1]!r} stands twice for {pattern!r}")
+        args[match[1]] = _value(match[2])
+    factor = args.pop(LR, 1.0)
+    if isinstance(factor, (str, bool)) or not 0 <= factor <= MOST_FLOAT:
+        raise ValueError(f"lr of {pattern!r} is {factor!r}, and not a factor of the schedule's rate, at least 0")
+    return ParamGroup(pattern, float(factor), args)
+
+
+def _value(text: str) -> Scalar:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def as_text(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of groups that a file has as mappings, each with the key `match`; raises ValueError."""
+    parts = []
+    for each in groups:
+        args = {name: value for name, value in each.items() if name != MATCH}
+        pattern = each.get(MATCH)
+        if not isinstance(pattern, str) or not args:
+            raise ValueError(f"each group has {MATCH!r}, a text, and arguments")
+        if ";" in pattern:
+            raise ValueError(f"write \\x3b in place of the semicolon in {pattern!r}")
+        parts.append(f"{pattern}: " + ", ".join(f"{name}={_written(value)}" for name, value in args.items()))
+    return "; ".join(parts)
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list) and all(type(each) in (int, float) for each in value):
+        return ",".join(map(str, value))
+    if isinstance(value, (int, float, str)):
+        return str(value)
+    raise ValueError(f"{value!r} is no value of an argument")
+
+
+def group_of(groups: Sequence[ParamGroup], name: str) -> ParamGroup | None:
+    """Returns the first group whose pattern is found in the plain name of a parameter; None without one."""
+    return next((each for each in groups if re.search(each.pattern, name)), None)
+
+
+def idle_groups(groups: Sequence[ParamGroup], names: Iterable[str]) -> list[Problem]:
+    """Returns a problem for each group that has no parameter among the plain `names` of a model."""
+    known = tuple(names)
+    used = {id(group_of(groups, name)) for name in known}
+    problems = []
+    for each in groups:
+        if id(each) not in used:
+            matched = next((name for name in known if re.search(each.pattern, name)), "")
+            hint = f"the names are {', '.join(known[:_MOST_NAMES])}{', ...' if len(known) > _MOST_NAMES else ''}"
+            if matched:
+                hint = f"an earlier group has each of its parameters, such as {matched}"
+            problems.append(Problem("param_groups", "patterns that match a parameter", repr(each.pattern), hint))
+    return problems
+
+
+OWN_OPTIMIZERS = ("adamw", "sgd")  # by torch's functions, without the classes, whose first use imports the compiler
+
+COMPILER = ("torch._dynamo",)  # imported by the first use of a class of optimizers
+
+
+def update_problems(job: Job) -> Iterator[Problem]:
+    """Yields the problems of these fields of a job, without those of arguments of `OWN_OPTIMIZERS`."""
+    own_optimizers = dict.fromkeys(OWN_OPTIMIZERS)
+    yield from _named("optimizer", job.optimizer, {**own_optimizers, **OPTIMIZERS}, NO_OPTIMIZERS)
+    yield from _named("lr_schedule", job.lr_schedule, {**LR_SCHEDULES, **SCHEDULES}, NO_SCHEDULES)
+    if (optimizer := OPTIMIZERS.get(job.optimizer)) is not None:
+        yield from argument_problems("optimizer_args", optimizer.arguments, job.optimizer_args)
+        if job.fsdp and not optimizer.shards:
+            hint = "it reads whole tensors, or torch has no such step for shards"
+            yield Problem("optimizer", "an optimizer that steps shards, with fsdp", repr(job.optimizer), hint)
+    if (schedule := SCHEDULES.get(job.lr_schedule)) is not None:
+        yield from argument_problems("lr_args", schedule.arguments, job.lr_args)
+    elif job.lr_schedule in LR_SCHEDULES:
+        yield from argument_problems("lr_args", {}, job.lr_args)
+    known = None if optimizer is None else optimizer.arguments
+    yield from group_problems(
+        job.param_groups,
+        lambda args: () if known is None else argument_problems("param_groups", known, args, all_of=False),
+    )
+
+
+def depends_on_steps(job: Job) -> bool:
+    """Returns whether the learning rate of a step depends on the number of steps."""
+    if (part := SCHEDULES.get(job.lr_schedule)) is not None:
+        return bool(part.horizon) and part.horizon not in job.lr_args
+    return job.lr_schedule in LR_SCHEDULES and job.lr_schedule != "constant"
+
+
+def preloads(job: Job) -> tuple[str, ...]:
+    """Returns the modules that every worker of a job imports late, and a fork server can import once."""
+    return () if job.optimizer in OWN_OPTIMIZERS else COMPILER
+
+
+def _named(field: str, name: str, known: Mapping[str, object], never: Mapping[str, str]) -> Iterator[Problem]:
+    """Yields the problem of a name that is neither known nor that of the user's code."""
+    if name in known or FACTORY.fullmatch(name):
+        return
+    expected = f"one of {', '.join(sorted(known))}, or package.module:name"
+    if (reason := never.get(name.lower().replace("_", ""))) is not None:
+        yield Problem(field, expected, repr(name), reason)
+        return
+    yield Problem(field, expected, repr(name), nearest(name, known) or _by_class(name))
+
+
+def _by_class(name: str) -> str:
+    """Returns a hint for the name of a class of torch."""
+    tables: tuple[Mapping[str, TorchPart], ...] = (OPTIMIZERS, SCHEDULES)
+    found = next((each for table in tables for each, part in table.items() if part.cls.lower() == name.lower()), "")
+    return f"did you mean {found!r}?" if found else ""

@@ -1,0 +1,394 @@
+"""The bookkeeping of a link between two workers, pure: frames, their reader, arrivals, and the effects of faults."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from engine.core.errors import InvariantError, required
+
+# The frame of a link: a header of fixed size, then the bytes of one piece of a message, or their place in a ring.
+#
+#     48 bytes, little-endian, each field an unsigned number of 64 bits
+#     epoch    of the group in which the message was sent; an older one than the reader's is read and dropped
+#     key      of the message: program order or aside, and its number
+#     total    bytes of the whole message
+#     start    of this piece in the message
+#     length   bytes of this piece
+#     offset   of the piece in the ring of the link, or `INLINE`: it follows the header
+#
+# Rules: the pieces of a message come in order, and nothing comes between them but a message of a newer epoch. A message
+# without bytes is one piece without bytes.
+
+
+_FORM = struct.Struct("<6Q")
+HEADER_BYTES = _FORM.size
+INLINE = (1 << 64) - 1
+MOST_BYTES = 1 << 40  # of a message: a length beyond is an accident or an attack
+ALIGNMENT = 64  # of each tensor in a message: the receiver views its bytes in place
+
+
+class Frame(NamedTuple):
+    """One header."""
+
+    epoch: int
+    key: int
+    total: int
+    start: int
+    length: int
+    offset: int = INLINE
+
+    def packed(self) -> bytes:
+        """Returns the header as it travels."""
+        return _FORM.pack(*self)
+
+    @property
+    def inline(self) -> int:
+        """The bytes that follow the header."""
+        return self.length if self.offset == INLINE else 0
+
+
+def unpacked(buffer: bytes | bytearray | memoryview, at: int = 0) -> Frame:
+    """Returns the frame of the header at a place of a buffer; raises InvariantError for one that no sender makes."""
+    frame = Frame(*_FORM.unpack_from(buffer, at))
+    _, _, total, start, length, _ = frame
+    if total > MOST_BYTES or start + length > total or (length == 0 and total > 0):
+        raise InvariantError(f"a link has a frame that no sender makes: {frame}")
+    return frame
+
+
+def aligned(size: int) -> int:
+    """Returns the bytes that a tensor of a size takes in a message before another one."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+# The reader of a link: bytes in, frames out; a read may end anywhere, also inside a header.
+#
+#     room()        where the next bytes go: into the reader's own buffer, or straight into the memory of a message
+#     filled(n)     n bytes have come there; yields each frame that is whole now, before the next one begins
+#
+# Large bodies go straight to their destination. Small ones come with the headers around them in one read, and are
+# copied.
+
+_BUFFER_BYTES = 80 << 10  # a small message in one read
+_DIRECT_BYTES = 16 << 10  # the rest of a body from which it is read without a copy
+
+Sink = Callable[[Frame], memoryview | None]  # the memory of the piece that a frame announces; None drops it
+
+
+class FrameReader:
+    """The frames of one link; `sink` is called once for each, before its body is read."""
+
+    def __init__(self, sink: Sink, size: int = _BUFFER_BYTES, direct: int = _DIRECT_BYTES):
+        self._sink, self._direct = sink, direct
+        self._buffer = memoryview(bytearray(max(size, HEADER_BYTES)))
+        self._have = 0  # bytes of the buffer that are not handled
+        self._frame: Frame | None = None
+        self._into: memoryview | None = None
+        self._left = 0  # bytes of the body that have not come
+        self._is_direct = False
+
+    @property
+    def rest(self) -> tuple[bytes, int]:
+        """The frame that has begun and not ended: a part of its header, or the bytes of its body that are to come."""
+        return bytes(self._buffer[: self._have]), self._left
+
+    def room(self) -> memoryview:
+        """Returns the memory for the next bytes; it has at least one."""
+        self._is_direct = self._into is not None and self._left >= self._direct
+        if self._into is not None and self._is_direct:
+            return self._into[len(self._into) - self._left :]
+        return self._buffer[self._have :]
+
+    def filled(self, count: int) -> Iterator[Frame]:
+        """Takes in the bytes that have come to `room`, and yields frames, all of which must be taken.
+
+        Raises InvariantError for a frame that no sender makes.
+        """
+        if self._is_direct:
+            self._left -= count
+            if not self._left:
+                yield self._ended()
+            return
+        self._have += count
+        at = 0
+        while True:
+            if self._frame is None:
+                if self._have - at < HEADER_BYTES:
+                    break
+                self._frame = unpacked(self._buffer, at)
+                at += HEADER_BYTES
+                self._left = self._frame.inline
+                self._into = self._sink(self._frame)
+            at += self._copy(at)
+            if self._left:
+                break
+            yield self._ended()
+        rest = self._have - at
+        if at and rest:
+            self._buffer[:rest] = bytes(self._buffer[at : self._have])
+        self._have = rest
+
+    def _copy(self, at: int) -> int:
+        count = min(self._left, self._have - at)
+        if self._into is not None and count:
+            begin = len(self._into) - self._left
+            self._into[begin : begin + count] = self._buffer[at : at + count]
+        self._left -= count
+        return count
+
+    def _ended(self) -> Frame:
+        frame = required(self._frame, "a frame that ends has begun")
+        self._frame, self._into, self._is_direct = None, None, False
+        return frame
+
+
+# The space of a ring of shared memory, as its writer sees it: the place of the next piece, and the free bytes.
+#
+# The reader frees pieces in the order in which they were placed, and tells how many bytes that were in all. An empty
+# ring begins again at its first byte, so that a link with little on its way touches little memory.
+
+
+class RingSpace:
+    """The space of one ring of `size` bytes."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._placed: deque[tuple[int, int, int]] = deque()  # offset, end, bytes placed up to here
+        self._total = 0
+
+    def place(self, length: int, freed: int) -> int | None:
+        """Returns the offset for a piece, after the reader has freed so many bytes in all; None if there is no room."""
+        placed = self._placed
+        while placed and placed[0][2] <= freed:
+            placed.popleft()
+        offset = self._gap(length)
+        if offset is not None:
+            self._total += length
+            placed.append((offset, offset + length, self._total))
+        return offset
+
+    def _gap(self, length: int) -> int | None:
+        if not self._placed:
+            return 0 if length <= self._size else None
+        first, end = self._placed[0][0], self._placed[-1][1]
+        if self._placed[-1][0] < first:  # it has wrapped
+            return end if end + length <= first else None
+        if end + length <= self._size:
+            return end
+        return 0 if length <= first else None
+
+
+# The messages of a link as their pieces come, and those of a group as they meet their receives.
+#
+#     Incoming    the one message of a link that has begun and not ended
+#     Mailbox     awaited messages, early ones, those of an older epoch
+#
+# Rules: a piece of an older epoch than the reader's is dropped, however much of its message has come. A message of a
+# newer epoch waits until the reader enters that epoch: its sender heard of it first. Messages and receives of one
+# source and key meet in order.
+
+Room = TypeVar("Room", bound=Sized)
+Wanted = TypeVar("Wanted")
+
+
+class Incoming(Generic[Room]):
+    """The open message of one link; `room_of` returns the memory for the message of a frame."""
+
+    def __init__(self, room_of: Callable[[Frame], Room]):
+        self._room_of = room_of
+        self._open: tuple[Frame, Room] | None = None
+        self._got = 0
+
+    def begins(self, frame: Frame, floor: int) -> Room | None:
+        """Returns the memory of the message to which a piece belongs; None if it is of an epoch before `floor`.
+
+        Raises InvariantError for a piece out of order.
+        """
+        if frame.epoch < floor:
+            return None
+        if self._open is not None and self._open[0].epoch < floor:
+            self._open = None
+        if frame.start == 0:
+            if self._open is not None and self._open[0].epoch >= frame.epoch:
+                raise InvariantError(f"a message begins inside another one of its epoch: {frame}")
+            self._open, self._got = (frame, self._room_of(frame)), 0
+        elif self._open is None or self._open[0][:3] != frame[:3] or self._got != frame.start:
+            raise InvariantError(f"a piece of a message is out of order: {frame}")
+        return self._open[1]
+
+    def ended(self, frame: Frame, floor: int) -> Room | None:
+        """Takes in the end of a piece; returns the memory of its message if that is whole, and of no older epoch."""
+        if frame.epoch < floor or self._open is None:
+            return None
+        self._got += frame.length
+        if self._got < frame.total:
+            return None
+        room, self._open = self._open[1], None
+        return room
+
+
+class Arrival(NamedTuple, Generic[Wanted, Room]):
+    """A message that has met its receive."""
+
+    source: int
+    key: int
+    wanted: Wanted
+    room: Room
+
+
+class Mailbox(Generic[Wanted, Room]):
+    """The messages and receives of one worker; `epoch` is that of its present group."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self._posted: dict[tuple[int, int], deque[tuple[Wanted, Room]]] = {}
+        self._early: dict[tuple[int, int], deque[tuple[int, Room]]] = {}
+
+    def enter(self, epoch: int) -> None:
+        """Begins the epoch of a new group: forgets all receives, and the messages of older epochs."""
+        self.epoch = epoch
+        self._posted = {}
+        for address, messages in list(self._early.items()):
+            kept = deque(each for each in messages if each[0] >= epoch)
+            self._early[address] = kept
+            if not kept:
+                del self._early[address]
+
+    def take_early(self, source: int, key: int) -> Room | None:
+        """Returns the message that came before its receive, which need not be posted then; None if none has."""
+        early = self._early.get((source, key))
+        if not early or early[0][0] != self.epoch:
+            return None
+        _, room = early.popleft()
+        if not early:
+            del self._early[source, key]
+        return room
+
+    def post(self, source: int, key: int, wanted: Wanted, room: Room) -> None:
+        """Posts a receive of which no message has come early, with memory for it."""
+        self._posted.setdefault((source, key), deque()).append((wanted, room))
+
+    def room_for(self, source: int, frame: Frame) -> Room | None:
+        """Returns the memory of the receive that the message of a frame will meet; None if it has another size."""
+        posted = self._posted.get((source, frame.key)) if frame.epoch == self.epoch else None
+        return posted[0][1] if posted and len(posted[0][1]) == frame.total else None
+
+    def put(self, source: int, key: int, epoch: int, room: Room) -> Arrival[Wanted, Room] | None:
+        """Takes in a whole message; returns it if its receive is posted, keeps it if it may still be."""
+        if epoch < self.epoch:
+            return None
+        posted = self._posted.get((source, key))
+        if epoch > self.epoch or not posted:
+            self._early.setdefault((source, key), deque()).append((epoch, room))
+            return None
+        return Arrival(source, key, posted.popleft()[0], room)
+
+    def awaits(self, source: int) -> bool:
+        """Returns whether a receive from a worker is posted, and its message has not come."""
+        return any(wanted for (other, _), wanted in self._posted.items() if other == source)
+
+    def forget(self, source: int) -> None:
+        """Forgets early messages from a worker whose number another one has now."""
+        self._early = {address: each for address, each in self._early.items() if address[0] != source}
+
+
+# What a fault does to a link: which bytes pass each way, and when; how many frames it has met. Pure.
+#
+#     delay    each byte passes `by_ns` later
+#     stall    none passes before the end of the fault
+#     reset    the next frame breaks off before its last byte, and the link ends
+#
+# Rule: bytes never overtake each other, so those that come after the end of a fault pass behind the last one held.
+
+Way = Literal["there", "back"]  # from the worker that is struck to the peer, or from the peer to it
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """A fault of a link; without `for_ns` it lasts as long as the link."""
+
+    kind: Literal["delay", "stall", "reset"]
+    direction: str = "both"  # or a way
+    by_ns: int = 0
+    for_ns: int | None = None
+
+
+class FrameCount:
+    """Counts the frames of a stream; of one that has begun before it, part of its header or the rest is known."""
+
+    def __init__(self, head: bytes = b"", left: int = 0):
+        self.whole = 0
+        self._head, self._left = bytearray(head), left
+
+    @property
+    def begun(self) -> int:
+        """The frames that have come, also in part."""
+        return self.whole + bool(self._head or self._left)
+
+    def put(self, data: bytes) -> None:
+        """Takes in the next bytes; raises InvariantError for a frame that no sender makes."""
+        at = 0
+        while at < len(data):
+            if not self._left:
+                begin, at = at, min(len(data), at + HEADER_BYTES - len(self._head))
+                self._head += data[begin:at]
+                if len(self._head) < HEADER_BYTES:
+                    return
+                self._left = unpacked(self._head).inline
+                self._head.clear()
+            count = min(self._left, len(data) - at)
+            at, self._left = at + count, self._left - count
+            self.whole += not self._left
+
+
+class Flow:
+    """One way of a disturbed link: the bytes that it holds."""
+
+    def __init__(self, way: Way, disturbance: Disturbance, began_ns: int, frames: FrameCount):
+        self.num_met = 0  # frames that were held, also in part, or that broke off
+        self.is_over = False  # the link ends with the bytes that are held
+        self._kind = disturbance.kind if disturbance.direction in (way, "both") else None
+        lasts_ns = math.inf if disturbance.for_ns is None else disturbance.for_ns
+        self._by_ns, self._until_ns = disturbance.by_ns, began_ns + lasts_ns
+        self._frames, self._last_met = frames, 0
+        self._held: deque[tuple[float, bytes]] = deque()
+
+    def put(self, data: bytes, now_ns: int) -> None:
+        """Takes in the next bytes."""
+        before = self._frames.whole
+        self._frames.put(data)
+        if self._kind == "reset":
+            self.num_met, self.is_over = 1, True
+            self._held.append((now_ns, data[:-1]))
+            return
+        due_ns: float = now_ns
+        if self._kind is not None and now_ns < self._until_ns:
+            due_ns = self._until_ns if self._kind == "stall" else now_ns + self._by_ns
+            self.num_met += self._frames.begun - max(before, self._last_met)
+            self._last_met = self._frames.begun
+        self._held.append((due_ns, data))
+
+    @property
+    def due_ns(self) -> float:
+        """When the first held bytes pass; infinity if none do."""
+        return self._held[0][0] if self._held else math.inf
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether the end of the stream must wait for held bytes: it does for late ones, not for those of a stall."""
+        return bool(self._held) and self._kind != "stall"
+
+    def due(self, now_ns: int) -> bytes:
+        """Returns the first bytes that may pass now, or none."""
+        return self._held[0][1] if self.due_ns <= now_ns else b""
+
+    def passed(self, count: int) -> None:
+        """Takes away so many of the bytes that were due."""
+        due_ns, data = self._held.popleft()
+        if count < len(data):
+            self._held.appendleft((due_ns, data[count:]))

@@ -1,1 +1,0 @@
-"""Links between workers: frames and the messages of which they are pieces; pure."""

@@ -1,1 +1,0 @@
-"""The membership protocol: one state, and one table of events and phases."""

@@ -1,0 +1,166 @@
+"""The commit of a step: it comes when every replica has voted, and carries the loss and the clip factor.
+
+A vote says that one replica of a slot holds the inputs of its optimizer step. So the step can be finished after any
+later death. Owners vote with norms and loss. Norms are summed in layer order and losses in pipeline order, so that the
+result does not depend on the order of the votes.
+
+    owner    LOG  --------->  COMMIT (vote, norms, loss)  -> commit: loss, clip factor  ->  STEP
+    shadow        -> LOG  ->  COMMIT (vote)               ->                            ->  STEP
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.core.action import Action, Op
+from engine.core.errors import ensure, required
+from engine.core.message_codec import ToAgent, message
+from engine.core.ownership import Ownership, Slot
+
+# Votes for the commit of a step: one message of each worker, with the votes of all its replicas.
+#
+# In every program the COMMITs of a worker stand together behind its last LOG, and no action but STEP needs a vote. So
+# the one message can be sent with the last COMMIT: no other worker waits for it sooner, and the commit needs the last
+# vote in any case. Only the marks of very many microbatches need a second message. The measured times and sizes in a
+# vote decide nothing about the step: the policy goes by them later.
+
+
+@dataclass(frozen=True, slots=True)
+class SlotVote:
+    """A replica holds all that its optimizer step reads; an owner adds norms, the owner of a last stage the loss."""
+
+    pipeline: int
+    stage: int
+    layers: tuple[int, ...] = ()
+    squared_norms: tuple[float, ...] = ()  # of the gradients of these layers
+    loss: float | None = None
+    loaded: tuple[int, ...] = ()  # microbatches, in a step with an audit
+    marks: tuple[str, ...] = ()  # of these microbatches
+    took_ns: tuple[int, ...] = ()  # of an owner: its forwards and backwards, 0 unless it ran those of all microbatches
+    sizes: tuple[int, ...] = ()  # the `StageBytes` of an owned slot, in the first steps of a program
+    heal_ns: int = 0  # of a new shadow: from the first word of its owner to the whole replica
+
+
+@message
+class VoteMessage(ToAgent):
+    """All replicas of a worker are ready for the optimizer, or some of them if one message cannot have all votes."""
+
+    epoch: int
+    step: int
+    slots: tuple[SlotVote, ...]
+
+
+class ComputeTimes:
+    """The times of a worker's forwards and backwards in the open step, by slot; redundant forwards do not count.
+
+    It is the time on the clock, and not that of a processor; on a GPU, that between its events. Only the time that the
+    worker waits for a core is taken off: on a busy machine it falls to one worker now, to another one later.
+    """
+
+    def __init__(self, microbatches: int):
+        self._microbatches = microbatches
+        self._known: dict[Slot, list[int]] = {}  # number and nanoseconds of forwards, then of backwards
+
+    def add(self, action: Action, took_ns: int) -> None:
+        """Adds a compute action that has ended."""
+        if action.op is Op.REDO_F:
+            return
+        known = self._known.setdefault((action.pipeline, action.stage), [0, 0, 0, 0])
+        at = 0 if action.op is Op.F else 2
+        known[at] += action.op is not Op.I  # its second part is to come
+        known[at + 1] += took_ns
+
+    def take_off(self, action: Action, waited_ns: int) -> None:
+        """Takes the time off that a compute action has waited for a core."""
+        if action.op is not Op.REDO_F:
+            known = self._known.setdefault((action.pipeline, action.stage), [0, 0, 0, 0])
+            known[1 if action.op is Op.F else 3] -= waited_ns
+
+    def of(self, slot: Slot) -> tuple[int, int]:
+        """Returns the nanoseconds of all forwards and of all backwards; 0 if some were run elsewhere, or twice."""
+        forwards, forward_ns, backwards, backward_ns = self._known.get(slot, (0, 0, 0, 0))
+        is_whole = forwards == backwards == self._microbatches
+        return (forward_ns, backward_ns) if is_whole else (0, 0)
+
+    def clear(self) -> None:
+        """Forgets the step."""
+        self._known.clear()
+
+
+NO_NORM = -1.0  # stands for a norm that is not finite, which JSON has not
+SKIP = 0.0  # a clip factor: the step is skipped; no finite norm has it
+Voter = tuple[int, Slot]  # worker and slot
+
+
+class Commit(NamedTuple):
+    """The mean loss over pipelines, the global gradient norm, and the factor that clips it, or `SKIP`."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    clip_factor: float
+
+
+class Ballot(NamedTuple):
+    """The votes for one step by the replicas of one ownership, in one epoch; `open_ballot` makes it."""
+
+    epoch: int
+    step: int
+    ownership: Ownership
+    clip_norm: float
+    missing: frozenset[Voter]
+    votes: Mapping[Voter, SlotVote]
+
+    def add(self, worker: int, vote: VoteMessage) -> tuple[Ballot, Commit | None]:
+        """Returns the ballot with a worker's votes, and the commit if no other one is missing.
+
+        A vote of another epoch is ignored: its voter has been frozen since, or soon will be.
+        """
+        if vote.epoch != self.epoch:
+            return self, None
+        ensure(vote.step == self.step, f"vote for step {vote.step} while step {self.step} is open")
+        cast = {(worker, (each.pipeline, each.stage)): each for each in vote.slots}
+        for _, slot in cast:
+            ensure(worker in self.ownership.replicas(*slot), f"worker {worker} has no replica of {slot}")
+        new = self._replace(votes={**self.votes, **cast}, missing=self.missing.difference(cast))
+        return new, None if new.missing else _commit(new)
+
+
+def open_ballot(epoch: int, step: int, ownership: Ownership, clip_norm: float) -> Ballot:
+    """Returns the ballot for a step, without a vote."""
+    return Ballot(epoch, step, ownership, clip_norm, _voters(ownership), {})
+
+
+@lru_cache(maxsize=256)
+def _voters(ownership: Ownership) -> frozenset[Voter]:
+    return frozenset((worker, slot) for slot in ownership.grid.slots() for worker in ownership.replicas(*slot))
+
+
+def _commit(ballot: Ballot) -> Commit:
+    ownership = ballot.ownership
+    grid = ownership.grid
+
+    def of_owner(pipeline: int, stage: int) -> SlotVote:
+        return ballot.votes[ownership.owner(pipeline, stage), (pipeline, stage)]
+
+    total = 0.0
+    for pipeline in range(grid.pipelines):
+        total += required(of_owner(pipeline, grid.stages - 1).loss, "the last stage votes with its loss")
+    squared = 0.0
+    for stage in range(grid.stages):
+        vote = of_owner(0, stage)
+        for _, norm in sorted(zip(vote.layers, vote.squared_norms, strict=True)):
+            squared += norm
+    norm = math.sqrt(squared) if squared >= 0 else math.nan
+    return Commit(ballot.step, total / grid.pipelines, norm, clip_factor(norm, ballot.clip_norm))
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """Returns the factor of the gradients that keeps their global norm to at most `clip_norm` (0 = no limit)."""
+    if clip_norm == 0 or not norm > clip_norm:
+        return 1.0
+    return clip_norm / norm

@@ -1,0 +1,238 @@
+"""The recovery planner: from the inventories of the survivors to a program for the rest of the step.
+
+It walks backwards from the values that are missing: the gradient of every slot at its owner. A value that a live worker
+holds is sent, an accumulator too (`handing.py`); any other value is recomputed, recursively. A backward that has been
+added is redone for its input gradient only, and a forward that its owner has counted is redone without an update. So no
+microbatch counts twice. The planner has no special case for the first or the last stage. A failure during recovery
+needs none either: the planner runs again, on new inventories.
+
+    inventories -> tasks that are left -> order on each worker, replay first -> transfers -> end of the step
+
+Inventories decide, not the ownership: a replica counts if it is whole. The LOGGED values of a group of tied stages
+count only if the owners of all slots of the group hold them; else the accumulators go on from their counters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.core.action import RECEIVE_OPS, SEND_OPS, Action, Op, Program
+from engine.core.errors import InvariantError
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.program.dependencies import carried
+from engine.core.program.dry_run import refuse_stuck
+from engine.core.program.inventory import Inventory, PlanMessage
+from engine.core.program.passes import with_end_of_step, with_transfers, with_whole_stages
+from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
+from engine.core.value import WIRE, Held, Kind, Value
+
+# Handing: the accumulators that a plan sends to the owners of slots, so that no backward is run again.
+#
+#     leaver   1F0 1F1 1B0 | fence | 1HAND0  1SEND_B0 ...      gives what it has added, then what others lack
+#     owner                | fence | 1HAND0  1F1 1B1 ...       goes on from there: only 1F1 is run again
+#
+# Rules: the owner of a slot takes the accumulator of the member that has added most of it, if that is more than its
+# own. This is a worker that leaves in the open step, or a shadow that has taken a later stream. An accumulator comes
+# with the losses and with the buffers before each of its forwards, so the owner can go on as if it had run them. A
+# forward that was counted and not added is run again. What a member without slots of its own sends is received first:
+# it is about to leave.
+
+
+class Hand(NamedTuple):
+    """An accumulator that goes from one worker to another, with the number of its backwards."""
+
+    giver: int
+    taker: int
+    slot: Slot
+    added: int
+
+    @property
+    def action(self) -> Action:
+        """The action, at both ends."""
+        return Action(self.slot[1], Op.HAND, self.added - 1, self.slot[0])
+
+
+def hands_in(
+    ownership: Ownership, step: int, inventories: Iterable[Inventory], done: Collection[Slot]
+) -> tuple[Hand, ...]:
+    """Returns the accumulators to hand over in `step`, by slot; none for slots that are `done`."""
+    held = {each.worker: each for each in inventories if each.step == step}
+    hands = []
+    for slot in ownership.grid.slots():
+        added = {worker: each.added.get(slot, 0) for worker, each in held.items() if slot in each.whole}
+        taker = ownership.owner(*slot)
+        most = max(added.values(), default=0)
+        if slot not in done and most > added.get(taker, 0):
+            hands.append(Hand(min(worker for worker, each in added.items() if each == most), taker, slot, most))
+    return tuple(hands)
+
+
+def held_after(held: Sequence[Held], hands: Iterable[Hand]) -> tuple[Held, ...]:
+    """Returns what workers hold when the accumulators have come; of a counter the first entry of a worker counts."""
+    counted = {(worker, value[1:3]): value.index for worker, value in held if value.kind is Kind.COUNTED}
+    found: list[Held] = []
+    for _, taker, slot, added in hands:
+        found.append((taker, Value(Kind.ADDED, *slot, added - 1)))
+        if counted.get((taker, slot), -1) < added - 1:
+            found.append((taker, Value(Kind.COUNTED, *slot, added - 1)))
+    return (*found, *held)
+
+
+def with_hands(
+    program: Mapping[int, tuple[Action, ...]], hands: Collection[Hand], ownership: Ownership
+) -> dict[int, tuple[Action, ...]]:
+    """Returns the program with the accumulators in front, and behind them the receipts from members without slots."""
+    guests = [worker for worker in program if not ownership.slots_of(worker)]
+    early = {carried(action) for worker in guests for action in program[worker] if action.op in SEND_OPS}
+    found = {}
+    for worker, actions in program.items():
+        mine = [each.action for each in hands if worker in (each.giver, each.taker)]
+        first = [action for action in actions if action.op in RECEIVE_OPS and carried(action) in early]
+        rest = [action for action in actions if action.op not in RECEIVE_OPS or carried(action) not in early]
+        found[worker] = (*mine, *first, *rest)
+    return found
+
+
+# The plan of a recovery, and the plan of an epoch with the document that it follows from.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The work of all members to finish the step. Owners build `adopted` slots from a replica of another pipeline."""
+
+    step: int
+    program: Program
+    adopted: tuple[Slot, ...]
+    lost_stages: tuple[int, ...]  # stages without a whole replica at an owner: the step cannot be finished
+    digest: str  # SHA-256 over all of it, the same on every member
+
+
+class EpochPlan(NamedTuple):
+    """The document of an epoch, with the ownership and the plan that follow from it."""
+
+    told: PlanMessage
+    ownership: Ownership
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    """The document from which every member makes the plan of step ``committed + 1``."""
+
+    epoch: int
+    committed: int
+    ownership: Ownership  # after the verdict: heirs are owners, surviving replicas are shadows
+    inventories: tuple[Inventory, ...]  # of every member, by worker
+
+
+def make_plan(given: PlanInput) -> Plan:
+    """Returns the plan; its program has passed a dry run. Raises InvariantError if the input is impossible."""
+    _refuse_nonsense(given)
+    ownership, step = given.ownership, given.committed + 1
+    whole = {inventory.worker: frozenset(inventory.whole) for inventory in given.inventories}
+    adopted = tuple(slot for slot in ownership.grid.slots() if slot not in whole[ownership.owner(*slot)])
+    is_lost = [ownership.grid.fsdp or not _stands_for(slot, whole[ownership.owner(*slot)]) for slot in adopted]
+    lost = tuple(sorted({slot[1] for slot, gone in zip(adopted, is_lost, strict=True) if gone}))
+    if lost:
+        return _digested(Plan(step, {}, (), lost, ""))
+    done, hands, held = _done(given), _hands(given), held_at_start(given)
+    there = held_after(held, hands)
+    tasks = tasks_left(ownership, there, done)
+    compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
+    members = {worker: compute.get(worker, ()) for worker in whole}
+    members = with_whole_stages(members, ownership) if ownership.grid.fsdp else members
+    sent = with_hands(with_transfers(members, ownership, held), hands, ownership)
+    program = with_end_of_step(sent, ownership, held, healing_in(given))
+    refuse_stuck(program, ownership, held)
+    return _digested(Plan(step, program, adopted, (), ""))
+
+
+def _refuse_nonsense(given: PlanInput) -> None:
+    grid, members = given.ownership.grid, [inventory.worker for inventory in given.inventories]
+    if members != sorted(set(members)):
+        raise InvariantError(f"expected one inventory of each member, in order, found {members}")
+    absent = [worker for worker in given.ownership.workers() if worker not in members]
+    if absent:
+        raise InvariantError(f"workers {absent} own or shadow a slot, and there is no inventory of them")
+    for inventory in given.inventories:
+        if inventory.step - given.committed not in (0, 1):
+            raise InvariantError(
+                f"worker {inventory.worker} is at step {inventory.step} while {given.committed} is the last committed"
+            )
+        counts = (*inventory.counted.values(), *inventory.added.values())
+        if not all(0 <= count <= grid.microbatches for count in counts):
+            raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
+
+
+def _hands(given: PlanInput) -> tuple[Hand, ...]:
+    return hands_in(given.ownership, given.committed + 1, given.inventories, _done(given))
+
+
+def _stands_for(slot: Slot, whole: Collection[Slot]) -> bool:
+    return any(stage == slot[1] for _, stage in whole)
+
+
+def _done(given: PlanInput) -> frozenset[Slot]:
+    """Returns the slots whose owner holds the inputs of the optimizer step; of tied stages all slots or none."""
+    ownership, grid = given.ownership, given.ownership.grid
+    logged = {each.worker: frozenset(each.logged) for each in given.inventories if each.step == given.committed + 1}
+    whole_stages = {
+        stage
+        for stage in range(grid.stages)
+        if all((d, stage) in logged.get(ownership.owner(d, stage), ()) for d in range(grid.pipelines))
+    }
+    return frozenset(slot for slot in grid.slots() if all(each in whole_stages for each in _group(slot[1], grid)))
+
+
+def _group(stage: int, grid: Grid) -> list[int]:
+    """Returns `stage` and the stages that share a parameter with it, directly or over other stages."""
+    group = [stage]
+    for each in group:  # it grows while it is walked
+        group += [other for other in grid.tied_to(each) if other not in group]
+    return group
+
+
+def healing_in(given: PlanInput) -> frozenset[tuple[int, Slot]]:
+    """Returns the shadows, as (worker, slot), that get the state of their slot during the plan."""
+    whole = {inventory.worker: inventory.whole for inventory in given.inventories}
+    shadows = [(worker, slot) for slot in given.ownership.grid.slots() for worker in given.ownership.shadows_of(*slot)]
+    return frozenset((worker, slot) for worker, slot in shadows if slot not in whole[worker])
+
+
+def held_at_start(given: PlanInput) -> tuple[Held, ...]:
+    """Returns the values that workers hold when the plan begins; of a counter the last index only."""
+    return tuple(_held(given, _done(given)))
+
+
+def _held(given: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
+    ownership = given.ownership
+    for inventory in given.inventories:
+        if inventory.step == given.committed:
+            continue  # it first takes the committed optimizer step, which drops all its values
+        worker = inventory.worker
+        yield from ((worker, value) for value in inventory.values)
+        for slot in ownership.slots_of(worker):
+            if slot in done:
+                reduced = Value(Kind.REDUCED, *slot)
+                yield from ((worker, reduced), (WIRE, reduced), (worker, Value(Kind.LOGGED, *slot)))
+            if slot in inventory.whole:
+                for kind, counts in ((Kind.COUNTED, inventory.counted), (Kind.ADDED, inventory.added)):
+                    if counts.get(slot, 0):
+                        yield worker, Value(kind, *slot, counts[slot] - 1)
+        for slot in ownership.shadowed_by(worker):
+            if slot in done and slot in inventory.logged:
+                yield worker, Value(Kind.LOGGED, *slot)
+    for hand in _hands(given):
+        yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
+
+
+def _digested(plan: Plan) -> Plan:
+    lines = [
+        f"step {plan.step}",
+        f"adopted {plan.adopted}",
+        f"lost {plan.lost_stages}",
+        *(f"{worker} {' '.join(map(str, actions))}" for worker, actions in plan.program.items()),
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return Plan(plan.step, plan.program, plan.adopted, plan.lost_stages, digest)

@@ -1,0 +1,410 @@
+"""The built-in schedules: the compute actions of each worker in order, one generator each, and their registry."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, RECEIVE_OPS, SEND_OPS, Action, Op, make_action
+from engine.core.errors import ensure
+from engine.core.ownership import Placement
+
+# Compute lists: the result of a schedule generator.
+#
+# List n holds the compute actions of the n-th worker of a pipeline, in order. On every stage the forwards run in
+# microbatch order, and so do the backwards, whole or split. Gradients are therefore added in the same order with every
+# schedule, and the schedule does not change the bits of a result.
+
+
+ComputeLists = tuple[tuple[Action, ...], ...]
+Generator = Callable[[int, int, int], ComputeLists]  # (workers P, stages per worker V, microbatches M)
+
+
+def in_blocks(lists: ComputeLists, blocks: int) -> ComputeLists:
+    """Returns the lists with each action of a stage as that of its blocks: forwards in their order, others backwards.
+
+    A worker's actions take as long as before and in the same order, so time and residuals are those of `lists`.
+    """
+    if blocks == 1:
+        return lists
+    return tuple(tuple(each for action in line for each in _of_blocks(action, blocks)) for line in lists)
+
+
+def _of_blocks(action: Action, blocks: int) -> tuple[Action, ...]:
+    first = action.stage * blocks
+    found = tuple(action._replace(stage=stage) for stage in range(first, first + blocks))
+    return found if action.op in FORWARD_OPS else found[::-1]
+
+
+class WorkerList:
+    """Builder of the list of one worker: each action takes the next microbatch of its stage."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._taken: dict[tuple[int, Op], int] = {}
+
+    def num(self, stage: int, op: Op) -> int:
+        """Returns the number of microbatches of a stage to which an op was applied."""
+        return self._taken.get((stage, op), 0)
+
+    def add(self, stage: int, *ops: Op) -> None:
+        """Adds ops of a stage, each on its next microbatch; a whole backward (B) counts as I and as W."""
+        for op in ops:
+            counted = Op.I if op is Op.B else op
+            microbatch = self.num(stage, counted)
+            self.actions.append(Action(stage, op, microbatch))
+            self._taken[stage, counted] = microbatch + 1
+            if op is Op.B:
+                self._taken[stage, Op.W] = self.num(stage, Op.W) + 1
+
+
+# Schedules of one stage per worker: GPipe, 1F1B and eager-1F1B.
+#
+# They differ in the number of forwards that stand before the pairs of a forward and a backward: all of them, one for
+# each stage behind this one, or two. With P = 3 and M = 4, if a backward takes twice the time of a forward:
+#
+# GPipe     worker 0  0F0 0F1 0F2 0F3                         0B0 -   0B1 -   0B2 -   0B3 -
+#           worker 1      1F0 1F1 1F2 1F3             1B0 -   1B1 -   1B2 -   1B3 -
+#           worker 2          2F0 2F1 2F2 2F3 2B0 -   2B1 -   2B2 -   2B3 -
+#
+# 1F1B      worker 0  0F0 0F1 0F2                 0B0 -   0F3 0B1 -       0B2 -       0B3 -
+#           worker 1      1F0 1F1         1B0 -   1F2 1B1 -   1F3 1B2 -       1B3 -
+#           worker 2          2F0 2B0 -   2F1 2B1 -   2F2 2B2 -   2F3 2B3 -
+#
+# eager     worker 0  0F0 0F1 0F2 0F3             0B0 -       0B1 -       0B2 -       0B3 -
+#           worker 1      1F0 1F1 1F2     1B0 -   1F3 1B1 -       1B2 -       1B3 -
+#           worker 2          2F0 2B0 -   2F1 2B1 -   2F2 2B2 -   2F3 2B3 -
+#
+# In 1F1B a value is used as soon as it is made, so the time of a transfer comes on top, twice for each hop in a round
+# of P microbatches. Eager-1F1B has one more microbatch under way for each hop. A transfer that takes up to (F + B) / 2
+# then delays the fill and the drain, and nothing between them.
+
+
+def gpipe(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns GPipe: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
+    return tuple(_warm_up_then_pairs(stage, num_microbatches, num_microbatches) for stage in range(num_workers))
+
+
+def one_f_one_b(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns 1F1B: stage s holds at most P - s residuals (Narayanan et al., PipeDream-Flush, ICML 2021)."""
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
+    return tuple(_warm_up_then_pairs(stage, num_workers - stage - 1, num_microbatches) for stage in range(num_workers))
+
+
+def eager_one_f_one_b(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns eager 1F1B: stage s holds at most 2 (P - s) - 1 residuals (Zhuang et al., MLSys 2023, section 4).
+
+    That is one more than 1F1B for each hop from the stage to the last one: the microbatches that are under way.
+    """
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
+    return tuple(
+        _warm_up_then_pairs(stage, 2 * (num_workers - stage - 1), num_microbatches) for stage in range(num_workers)
+    )
+
+
+def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Returns `num_warm_up` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    num_warm_up = min(num_warm_up, num_microbatches)
+    actions = [Action(stage, Op.F, microbatch) for microbatch in range(num_warm_up)]
+    for microbatch in range(num_warm_up, num_microbatches):
+        actions += [Action(stage, Op.F, microbatch), Action(stage, Op.B, microbatch - num_warm_up)]
+    first_left = num_microbatches - num_warm_up
+    actions += [Action(stage, Op.B, microbatch) for microbatch in range(first_left, num_microbatches)]
+    return tuple(actions)
+
+
+# Schedules with several stages per worker: interleaved 1F1B, its flexible form, and breadth-first.
+#
+# Interleaved schedules take the microbatches in rounds: a worker runs a round on one of its stages, then on the next.
+# After a warm-up it alternates forwards and backwards. The warm-up of the last worker lasts until its first backward
+# can start; each worker before it has two forwards more, the time of one activation down and one gradient up. P = V =
+# 2, M = 4:
+#
+#     worker 0  0F0 0F1 2F0 2F1 0F2     2B0 -   0F3 2B1 -   2F2 0B0 -   2F3 0B1 -       2B2 -       2B3 -   0B2 -   0B3
+#     -
+#     worker 1      1F0 1F1 3F0 3B0 -   3F1 3B1 -   1F2 1B0 -   1F3 1B1 -   3F2 3B2 -   3F3 3B3 -   1B2 -   1B3 -
+
+
+def interleaved(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns interleaved 1F1B in rounds of P microbatches (Narayanan et al., Megatron-LM, SC 2021).
+
+    The last round also takes the remainder: in a round of fewer than P, a worker would wait for its own previous stage.
+    """
+    num_rounds = max(1, num_microbatches // num_workers)
+    rest = num_microbatches - num_workers * (num_rounds - 1)
+    return _interleaved(num_workers, stages_per_worker, [num_workers] * (num_rounds - 1) + [rest])
+
+
+def interleaved_flexible(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns interleaved 1F1B in M // P rounds of nearly equal size; torch's rounds where their number divides M."""
+    num_rounds = max(1, num_microbatches // num_workers)
+    each, rest = divmod(num_microbatches, num_rounds)
+    return _interleaved(num_workers, stages_per_worker, [each + 1] * rest + [each] * (num_rounds - rest))
+
+
+def looped_bfs(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns breadth-first: all forwards, stage by stage, then all backwards (Lamy-Poirier, MLSys 2023)."""
+    every = range(num_microbatches)
+    lists = []
+    for worker in range(num_workers):
+        stages = range(worker, num_workers * stages_per_worker, num_workers)
+        actions = [make_action(stage, Op.F, each) for stage in stages for each in every]
+        lists.append((*actions, *(make_action(stage, Op.B, each) for stage in reversed(stages) for each in every)))
+    return tuple(lists)
+
+
+def _interleaved(num_workers: int, stages_per_worker: int, rounds: list[int]) -> ComputeLists:
+    if stages_per_worker == 1:
+        return one_f_one_b(num_workers, 1, sum(rounds))  # which has a shorter warm-up
+    lists = []
+    for worker in range(num_workers):
+        stages = range(worker, num_workers * stages_per_worker, num_workers)
+        forwards = [make_action(stage, Op.F, each) for stage, each in _by_round(rounds, stages)]
+        backwards = [make_action(stage, Op.B, each) for stage, each in _by_round(rounds, stages[::-1])]
+        place = {(stage, each): number for number, (stage, _, each, _) in enumerate(forwards)}
+        ahead = max(place[stage, each] - number for number, (stage, _, each, _) in enumerate(backwards))
+        num_warm_up = min(ahead + 2 * (num_workers - 1 - worker), len(forwards))
+        pairs = zip(forwards[num_warm_up:], backwards, strict=False)
+        left = backwards[len(forwards) - num_warm_up :]
+        lists.append((*forwards[:num_warm_up], *(action for pair in pairs for action in pair), *left))
+    return tuple(lists)
+
+
+def _by_round(rounds: list[int], stages: range) -> list[tuple[int, int]]:
+    """Returns the (stage, microbatch) pairs round by round, and within a round stage by stage."""
+    pairs, first = [], 0
+    for size in rounds:
+        pairs += [(stage, each) for stage in stages for each in range(first, first + size)]
+        first += size
+    return pairs
+
+
+# Zero-bubble schedules: they split the backward, and the part for the weights, which has no successor, fills bubbles.
+#
+# ZB1P has one stage per worker and the memory of 1F1B. ZBV has two stages per worker, placed as a V. It has no bubble
+# if forward, backward for the input and backward for the weights cost the same and M >= 2P - 1. ZB1P with P = 3, M = 4:
+#
+#     worker 0  0F0 0F1 0F2         0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+#     worker 1      1F0 1F1     1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+#     worker 2          2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+
+def zb1p(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns ZB-H1: 1F1B in which W of worker w lags w microbatches behind I (Qi et al., ICLR 2024, section 2.2)."""
+    ensure(stages_per_worker == 1, f"one stage per worker, not {stages_per_worker}")
+    lists = []
+    for worker in range(num_workers):
+        line = WorkerList()
+        line.add(worker, *[Op.F] * min(num_workers - 1 - worker, num_microbatches))
+        for microbatch in range(num_microbatches):
+            if line.num(worker, Op.F) < num_microbatches:
+                line.add(worker, Op.F)
+            line.add(worker, Op.I, *[Op.W] * (microbatch >= worker))
+        line.add(worker, *[Op.W] * (num_microbatches - line.num(worker, Op.W)))
+        lists.append(tuple(line.actions))
+    return tuple(lists)
+
+
+def zbv(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns ZBV: two stages per worker (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
+
+    If M < 2P - 1, it is the schedule for 2P - 1 microbatches without the actions on microbatches M and above.
+    """
+    ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
+    whole = max(2 * num_workers - 1, num_microbatches)
+    lines = [_zbv_line(worker, num_workers, whole) for worker in range(num_workers)]
+    return tuple(tuple(each for each in line.actions if each.microbatch < num_microbatches) for line in lines)
+
+
+def _zbv_line(worker: int, num_workers: int, num_microbatches: int) -> WorkerList:
+    line, down, up = WorkerList(), worker, 2 * num_workers - 1 - worker
+    backward = (Op.I, Op.W)
+    line.add(down, *[Op.F] * (2 * (num_workers - worker) - 1))
+    for _ in range(worker):
+        line.add(up, Op.F)
+        line.add(down, Op.F)
+    for _ in range(num_workers - worker):
+        line.add(up, Op.F, *backward)
+    while line.num(up, Op.F) < num_microbatches:
+        if line.num(down, Op.F) < num_microbatches:
+            line.add(down, Op.F)
+        line.add(down, *backward)
+        line.add(up, Op.F, *backward)
+    for _ in range(worker):
+        line.add(down, Op.I)
+        line.add(up, Op.I)
+    for _ in range(num_workers - worker):
+        line.add(down, *backward)
+    for stage in (up, down):
+        line.add(stage, *[Op.W] * (num_microbatches - line.num(stage, Op.W)))
+    return line
+
+
+# Overlap pairs: a forward and a backward that one worker may run at the same time, as in DualPipeV.
+#
+# Rules: a pair is a forward and a backward of different microbatches that are neighbours in a worker's program. Their
+# order names the kind: OVERLAP_F_B or OVERLAP_B_F. Neither depends on the other, so both stay actions of their own for
+# dependencies, faults and recovery. The pass makes the two neighbours: it moves the receives of the second action
+# before the pair and the sends of the first behind it. A worker that cannot overlap runs the two in sequence, with the
+# same result.
+
+Overlap = Literal["OVERLAP_F_B", "OVERLAP_B_F"]
+OVERLAPS: dict[tuple[Op, Op], Overlap] = {(Op.F, Op.B): "OVERLAP_F_B", (Op.B, Op.F): "OVERLAP_B_F"}
+_TRANSFERS = RECEIVE_OPS | SEND_OPS
+
+
+def overlap_of(first: Action, second: Action) -> Overlap | None:
+    """Returns the kind of pair that two actions form in this order, or None if they form no pair."""
+    same = (first.pipeline, first.microbatch) == (second.pipeline, second.microbatch)
+    return None if same else OVERLAPS.get((first.op, second.op))
+
+
+def pairs_of(actions: Sequence[Action]) -> Iterator[tuple[int, Overlap]]:
+    """Yields the position and the kind of each pair; of two pairs that share an action, only the earlier."""
+    taken = -1
+    for second in range(1, len(actions)):
+        kind = overlap_of(actions[second - 1], actions[second])
+        if kind and second - 1 > taken:
+            yield second - 1, kind
+            taken = second
+
+
+def with_pairs_together(program: Mapping[int, tuple[Action, ...]]) -> dict[int, tuple[Action, ...]]:
+    """Returns a program in which no transfer stands between the two actions of an OVERLAP_F_B pair.
+
+    A worker then waits for the inputs of both before it runs the first. Only schedules made for overlap profit.
+    """
+    return {worker: _together(actions) for worker, actions in program.items()}
+
+
+def _together(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    moved = list(actions)
+    computed = [position for position, action in enumerate(actions) if action.op in COMPUTE_OPS]
+    last = -1  # the position of the backward of the previous pair
+    for first, second in pairwise(computed):
+        between = actions[first + 1 : second]
+        if (
+            first > last
+            and overlap_of(actions[first], actions[second]) == "OVERLAP_F_B"
+            and _TRANSFERS.issuperset(action.op for action in between)
+        ):
+            received = [action for action in between if action.op in RECEIVE_OPS]
+            sent = [action for action in between if action.op in SEND_OPS]
+            moved[first : second + 1] = [*received, actions[first], actions[second], *sent]
+            last = second
+    return tuple(moved)
+
+
+def overlapped_costs(cost: Callable[[Action], float], actions: Sequence[Action]) -> list[float]:
+    """Returns the cost of each action if pairs overlap: the second of a pair costs max(0, its cost - the first's)."""
+    costs = [cost(action) for action in actions]
+    for first, _ in pairs_of(actions):
+        costs[first + 1] = max(costs[first + 1] - costs[first], 0.0)
+    return costs
+
+
+# DualPipeV: each worker has one stage on the way down a V and one on the way up (after DeepSeek's DualPipe).
+#
+# In the middle of a step, a worker alternates a forward of one of its stages with a backward of the other; a device
+# that can run both at once may overlap them. Backwards are split only where a weight gradient fills a gap. P = 2, M =
+# 4:
+#
+#     worker 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 -   3F2 0B0 -   3B2 -   3F3     0B1 -   3B3 -   0I2 0W2 0I3 0W3
+#     worker 1      1F0 2F0 1F1 2F1 1F2 2B0 -   2F2 1B0 -   1F3 2B1 -   2F3 1B1 -   2B2 -   1B2 -   2I3 1I3 2W3 1W3
+
+
+def dual_pipe_v(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
+    """Returns DualPipeV (github.com/deepseek-ai/DualPipe, the cut-in-half form); needs M >= 2P."""
+    ensure(stages_per_worker == 2, f"two stages per worker, not {stages_per_worker}")
+    ensure(num_microbatches >= 2 * num_workers, f"{num_microbatches} microbatches for {num_workers} workers")
+    return tuple(tuple(_line(worker, num_workers, num_microbatches).actions) for worker in range(num_workers))
+
+
+def _line(worker: int, num_workers: int, num_microbatches: int) -> WorkerList:
+    line, down, up = WorkerList(), worker, 2 * num_workers - 1 - worker
+    behind = num_workers - 1 - worker
+    line.add(down, *[Op.F] * (2 * behind))
+    for _ in range(worker + 1):
+        line.add(down, Op.F)
+        line.add(up, Op.F)
+    for _ in range(behind):
+        line.add(up, Op.I, Op.W, Op.F)
+    for _ in range(num_microbatches - 2 * num_workers + worker + 1):
+        _cross(line, down, up)
+        _cross(line, up, down)
+    for _ in range(behind):
+        line.add(up, Op.B)
+        _cross(line, up, down)
+    _drain(line, worker, behind, (up, down))
+    return line
+
+
+def _cross(line: WorkerList, forward: int, backward: int) -> None:
+    line.add(forward, Op.F)
+    line.add(backward, Op.B)
+
+
+def _drain(line: WorkerList, worker: int, behind: int, stages: tuple[int, int]) -> None:
+    """Runs the last backwards; later ones are split, and their weight gradients fill the gaps between the next ones."""
+    put_off: deque[int] = deque()
+    number = 0
+
+    def back(stage: int) -> None:
+        nonlocal number
+        if number <= worker:
+            line.add(stage, Op.B)
+        else:
+            line.add(stage, Op.I)
+            put_off.append(stage)
+        number += 1
+
+    for _ in range(worker + 1):
+        for stage in stages:
+            back(stage)
+    for _ in range(behind):
+        if put_off:
+            line.add(put_off.popleft(), Op.W)
+        back(stages[1])
+    while put_off:
+        line.add(put_off.popleft(), Op.W)
+
+
+# The built-in schedules and the limits of each; a user's own schedule is the CSV text of its compute lists.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A generator and the limits of its arguments. With one stage per worker both placements are the same."""
+
+    generate: Generator
+    placement: Placement = "loop"
+    stages_per_worker: tuple[int, int] = (1, 1)  # least and most
+    least_microbatches: Callable[[int], int] = lambda num_workers: 1
+    overlaps: bool = False  # whether `with_pairs_together` is applied
+    takes_blocks: bool = False  # whether a stage may be a run of blocks, see `in_blocks`
+
+    def takes(self, stages_per_worker: int) -> bool:
+        """Returns whether a worker may have this number of stages."""
+        least, most = self.stages_per_worker
+        return least <= stages_per_worker <= most
+
+    def __call__(self, num_workers: int, num_microbatches: int, stages_per_worker: int = 1) -> ComputeLists:
+        """Returns the compute lists of one pipeline of `num_workers` workers."""
+        return self.generate(num_workers, stages_per_worker, num_microbatches)
+
+
+_ANY = 4096
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": Schedule(one_f_one_b, takes_blocks=True),
+    "eager-1f1b": Schedule(eager_one_f_one_b, takes_blocks=True),
+    "gpipe": Schedule(gpipe, takes_blocks=True),
+    "interleaved": Schedule(interleaved, stages_per_worker=(1, _ANY)),
+    "interleaved-flexible": Schedule(interleaved_flexible, stages_per_worker=(1, _ANY)),
+    "looped-bfs": Schedule(looped_bfs, stages_per_worker=(1, _ANY)),
+    "zb1p": Schedule(zb1p),
+    "zbv": Schedule(zbv, "v", (2, 2)),
+    "dualpipev": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers),
+    "dualpipev-overlapped": Schedule(dual_pipe_v, "v", (2, 2), lambda num_workers: 2 * num_workers, overlaps=True),
+}

@@ -1,0 +1,1 @@
+"""The membership protocol and the coordinator, as pure machines."""

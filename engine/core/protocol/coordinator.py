@@ -1,0 +1,331 @@
+"""The machine of the coordinator: `step(state, input) -> (state, outputs)`, a pure function given by two tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from engine.core import messages
+from engine.core.errors import DivergedError, ExitCode
+from engine.core.history.run_records import (
+    FinishedRecord,
+    NoticeRecord,
+    PartitionRecord,
+    RaisedRecord,
+    SuspicionRecord,
+    ValidationRecord,
+)
+from engine.core.message_codec import LastWords, Message
+from engine.core.messages import KeyMessage, NextGroupFormedMessage
+from engine.core.program.ballot import NO_NORM, SKIP, VoteMessage
+from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
+from engine.core.protocol import membership as protocol
+from engine.core.protocol.coordinator_state import CoordinatorState, begin, heard_of, ready_joiners
+from engine.core.protocol.events import (
+    Answer,
+    ExitSeen,
+    JobRestart,
+    LeaseExpired,
+    MemoryShortage,
+    Notice,
+    StepCommitted,
+    Takeover,
+    Tick,
+    WantedOwners,
+    WorkerWord,
+)
+from engine.core.protocol.inputs_outputs import (
+    ClockTick,
+    CoordinatorInput,
+    CoordinatorOutput,
+    Fail,
+    JobResumption,
+    Kill,
+    Note,
+    ProcessExit,
+    Release,
+    RunStopping,
+    Stop,
+    Tell,
+    Write,
+)
+from engine.core.protocol.orders import (
+    Decided,
+    commit_record,
+    decide,
+    looks_at_ways,
+    prepare,
+    says_who_stays,
+    survives,
+    tell_all,
+    tell_waiting_too,
+)
+from engine.core.protocol.preparation import answered, at_commit, noticed
+from engine.core.protocol.state import Phase
+from engine.core.protocol.state import begin as begin_membership
+from engine.core.protocol.verdicts import may_restart
+
+# Hearing: the rule for each kind of message of a worker.
+
+
+MessageRule = Callable[[CoordinatorState, WorkerWord[Message], Any], Decided]
+
+
+def _decide(state: CoordinatorState, heard: WorkerWord[Message], message: Message) -> Decided:
+    """Leaves a message to the membership protocol, of which it is an event."""
+    return decide(state, heard)
+
+
+def _on_cut(state: CoordinatorState, heard: WorkerWord[Message], cut: messages.CutMessage) -> Decided:
+    record = PartitionRecord(starts=cut.starts, layers=cut.layers, samples=cut.samples)
+    return state, (Write(record), *map(Note, cut.notes), tell_all(state, messages.PartitionMessage(cut.starts)))
+
+
+def _relay(state: CoordinatorState, heard: WorkerWord[Message], message: messages.BorderMessage) -> Decided:
+    return state, (tell_all(state, message),)
+
+
+def _on_key(state: CoordinatorState, heard: WorkerWord[Message], told: KeyMessage) -> Decided:
+    is_of_next = state.next_group.members and told.epoch == state.next_group.epoch
+    return state, (tell_waiting_too(state, told) if is_of_next else tell_all(state, told),)
+
+
+def _on_vote(state: CoordinatorState, heard: WorkerWord[Message], vote: VoteMessage) -> Decided:
+    """Counts votes; the last missing one commits the step. Raises DivergedError for a norm that is not finite."""
+    if state.ballot is None:
+        return state, ()
+    ballot, commit = state.ballot.add(heard.worker, vote)
+    new = state._replace(ballot=ballot)
+    if commit is None or state.is_stopping:
+        return new, ()
+    if not math.isfinite(commit.grad_norm) and state.job.dtype == "float16":
+        commit = commit._replace(grad_norm=NO_NORM, clip_factor=SKIP)  # the scale of the loss was too large
+    elif not math.isfinite(commit.grad_norm):
+        raise DivergedError(f"the gradient norm is {commit.grad_norm} at step {commit.step}; a lower lr often helps")
+    ownership = ballot.ownership
+    event = StepCommitted(heard.now_ns, vote.epoch, commit.step, ownership.shadows)
+    joins = ready_joiners(state.next_group, state.membership)
+    preparation, decisive = at_commit(state.preparation, event, state.membership, ownership, joins)
+    first, *_ = decisive
+    is_entered = isinstance(first, StepCommitted) and bool(first.joins)
+    group = state.next_group._replace(is_entered=is_entered) if joins else state.next_group
+    new = _keeps(new, commit.step, heard.now_ns)._replace(commit=commit, preparation=preparation, next_group=group)
+    return decide(new, *decisive)
+
+
+def _keeps(state: CoordinatorState, step: int, now_ns: int) -> CoordinatorState:
+    """Returns the state after a commit, which is kept as a checkpoint if that is due."""
+    is_last = step >= state.membership.last_step
+    if not state.keeping.is_kept(step, is_last, now_ns - state.kept_ns):
+        return state
+    return state._replace(kept=step, kept_ns=now_ns)
+
+
+def _on_validation(state: CoordinatorState, heard: WorkerWord[Message], outcome: messages.ValidationMessage) -> Decided:
+    records = [ValidationRecord(step=outcome.step, **asdict(each)) for each in outcome.sets]
+    new = state._replace(validated=max(state.validated, outcome.step))
+    notes = () if records else (Note("the data has no evaluation set: no validation"),)
+    return new, (*notes, *map(Write, records), tell_all(new, messages.ValidatedMessage(outcome.step)))
+
+
+def _on_finished(state: CoordinatorState, heard: WorkerWord[Message], finished: messages.FinishedMessage) -> Decided:
+    peak_stash, peak_memory_kib, sizes = finished.peak_stash, finished.peak_memory_kib, finished.sizes
+    record = FinishedRecord(of=heard.worker, peak_stash=peak_stash, peak_memory_kib=peak_memory_kib, sizes=sizes)
+    return _after(record, decide(state, heard))
+
+
+def _on_suspicion(state: CoordinatorState, heard: WorkerWord[Message], suspicion: messages.SuspicionMessage) -> Decided:
+    record = SuspicionRecord(of=heard.worker, text=suspicion.text, peer=suspicion.peer)
+    return _after(record, decide(state, heard))
+
+
+def _on_raised(state: CoordinatorState, heard: WorkerWord[Message], raised: messages.RaisedMessage) -> Decided:
+    step = raised.step if state.started else -1
+    record = RaisedRecord(at_ns=raised.at_ns, of=heard.worker, step=step, **asdict(raised.exception))
+    if not state.is_stopping and state.started:
+        state, goes_on = survives(state, heard.worker, raised)
+        if goes_on:
+            return state, (Write(record),)  # the end of its process makes the verdict
+    return _after(record, _on_failed(state, heard, raised))
+
+
+def _on_failed(
+    state: CoordinatorState,
+    heard: WorkerWord[Message],
+    last: messages.RefusedMessage | messages.FailedMessage | messages.RaisedMessage,
+) -> Decided:
+    membership = state.membership
+    is_broken = isinstance(last, messages.FailedMessage) and last.code == ExitCode.NOT_RECOVERED
+    if is_broken and (membership.phase is Phase.RESTARTING or may_restart(membership)):
+        return state, ()  # a transfer broke, probably because another worker has died; an end of a process decides
+    has_commit = membership.committed > membership.options.begun
+    return state._replace(is_stopping=True), (Fail(heard.worker, last, has_commit),)
+
+
+def _on_prepared(state: CoordinatorState, heard: WorkerWord[Message], told: PreparedMessage) -> Decided:
+    return state._replace(preparation=answered(state.preparation, heard.worker, told)), ()
+
+
+def _on_next_group(state: CoordinatorState, heard: WorkerWord[Message], told: NextGroupFormedMessage) -> Decided:
+    group, given_up = heard_of(state.next_group, state.membership, heard.worker, told)
+    if group is state.next_group or state.is_stopping:
+        return state, ()
+    new = state._replace(next_group=group)
+    if given_up is None:
+        return prepare(new, heard.now_ns)
+    text = f"worker {heard.worker} could not form the group in which workers are to join: {told.failure}"
+    return new, (tell_waiting_too(new, given_up), Note(text))
+
+
+def _after(record: Any, result: Decided) -> Decided:
+    """Returns a result with a record in front of its outputs."""
+    first: CoordinatorOutput = Write(record)
+    return result[0], (first, *result[1])
+
+
+RULES: dict[type[Message], MessageRule] = {
+    messages.CutMessage: _on_cut,
+    messages.BorderMessage: _relay,
+    messages.ReadyMessage: _decide,
+    messages.WaitingMessage: _decide,
+    messages.HeartbeatMessage: _decide,
+    messages.ValidationMessage: _on_validation,
+    messages.FinishedMessage: _on_finished,
+    messages.SuspicionMessage: _on_suspicion,
+    messages.RefusedMessage: _on_failed,
+    messages.FailedMessage: _on_failed,
+    messages.RaisedMessage: _on_raised,
+    InventoryMessage: _decide,
+    PlannedMessage: _decide,
+    PreparedMessage: _on_prepared,
+    VoteMessage: _on_vote,
+    KeyMessage: _on_key,
+    NextGroupFormedMessage: _on_next_group,
+}
+
+
+# The machine of the coordinator: `step(state, input) -> (state, outputs)`, a pure function given by two tables.
+#
+#     dead worker      coordinator                            other workers
+#     exits ---------> verdict, written to the store
+#                      EpochMessage ----------------------->  leave every wait and freeze
+#                      <------------------- InventoryMessage  report their replicas; begin to form a new group
+#                      plan document, written to the store
+#                      PlanMessage ------------------------>  make the plan
+#                      <--------------------- PlannedMessage  report its digest
+#                      GoMessage -------------------------->  run the rest of the step
+#                      <------------------------ VoteMessage  every replica is ready for the optimizer
+#                      CommitMessage ---------------------->  run the optimizer
+#
+# Rules: the driver writes a state for which `is_to_be_kept` holds to the store, by compare-and-swap on the state
+# before, and then carries out the outputs. A message of a worker that is out is ignored: the worker may not know yet
+# that it is out. Messages without a rule are no matter of the coordinator.
+
+
+def step(state: CoordinatorState, given: CoordinatorInput) -> Decided:
+    """Returns the state after an input, and the outputs to carry out.
+
+    Raises InvariantError for an input that only a bug can cause, DivergedError for a norm that is not finite.
+    """
+    return _TABLE[type(given)](state, given)
+
+
+def is_to_be_kept(
+    old: CoordinatorState, new: CoordinatorState, given: CoordinatorInput, outputs: tuple[CoordinatorOutput, ...]
+) -> bool:
+    """Returns whether the new state must be in the store before the outputs are carried out.
+
+    An answer that has no effect is not kept: the next coordinator asks again.
+    """
+    if new.membership is old.membership or new.membership.decided() == old.membership.decided():
+        return False
+    is_answer = isinstance(given, WorkerWord) and isinstance(given.message, Answer)
+    return not is_answer or any(isinstance(each, Tell | Kill | Release | Stop) for each in outputs)
+
+
+def _hears(state: CoordinatorState, heard: WorkerWord[Message]) -> Decided:
+    rule = RULES.get(type(heard.message))
+    if rule is None or heard.worker in state.membership.out:
+        return state, ()
+    if isinstance(heard.message, LastWords) and heard.worker not in state.membership.members:
+        return state, ()  # of a waiting worker: the end of its process is noted
+    return rule(state, heard, heard.message)
+
+
+def _is_noticed(state: CoordinatorState, notice: Notice) -> Decided:
+    worker, grace_ns = notice.worker, notice.grace_ns
+    if worker is None:
+        return decide(state, notice)
+    state = state._replace(
+        preparation=noticed(state.preparation, worker, notice.now_ns + grace_ns, state.membership.committed),
+        graces_ns={**state.graces_ns, worker: grace_ns},
+    )
+    record = NoticeRecord(of=worker, grace_s=grace_ns / 1e9)
+    new, outputs = decide(state, notice)
+    new, told = says_who_stays(new)
+    new, parting = looks_at_ways(new, notice.now_ns)
+    return new, (Write(record), *outputs, *told, *parting)
+
+
+def _ends(state: CoordinatorState, ended: ProcessExit) -> Decided:
+    worker = ended.worker
+    known = state._replace(codes={**state.codes, worker: ended.code})
+    if ended.at is not None:
+        known = known._replace(places={**state.places, worker: ended.at})
+    words = state.raised[worker].words if worker in state.raised else ""
+    return decide(known, ExitSeen(ended.now_ns, worker, ended.code, words))
+
+
+def _passes(state: CoordinatorState, passed: ClockTick) -> Decided:
+    known = state._replace(places={**state.places, **passed.places})
+    new, outputs = decide(known, Tick(passed.now_ns, passed.sights, passed.unseen, passed.words))
+    if not new.membership.leaving:
+        return new, outputs
+    new, told = says_who_stays(new) if new.membership.phase is Phase.RUNNING else (new, ())
+    new, parting = looks_at_ways(new, passed.now_ns)
+    return new, (*outputs, *told, *parting)
+
+
+def _takes_over(state: CoordinatorState, taken: Takeover) -> Decided:
+    """Writes the last commit again: its record may be missing. The coming epoch tells it to the workers again.
+
+    The user of this host has not heard of deadly hosts.
+    """
+    new, outputs = decide(state, taken)
+    warning = [Note(state.deadly)] if state.deadly else []
+    return new, (*([Write(commit_record(state))] if state.commit else []), *outputs, *warning)
+
+
+def _is_restarted(state: CoordinatorState, restarted: JobRestart) -> Decided:
+    """Forgets all that the ended workers have said."""
+    membership, _ = protocol.step(state.membership, restarted)
+    return begin(state.job, membership, restarted.now_ns)._replace(restarts=state.restarts), ()
+
+
+def _is_resumed(state: CoordinatorState, resumed: JobResumption) -> Decided:
+    """Begins again after the step of a checkpoint; the epochs go on."""
+    options = replace(state.membership.options, begun=resumed.committed)
+    last_step = state.job.steps - 1
+    membership = begin_membership(options, resumed.owners, resumed.shadows, last_step, resumed.now_ns)
+    return begin(state.job, membership._replace(epoch=state.membership.epoch), resumed.now_ns), ()
+
+
+def _stops(state: CoordinatorState, stopping: RunStopping) -> Decided:
+    return state._replace(is_stopping=True), ()
+
+
+_TABLE: dict[type[CoordinatorInput], Callable[[CoordinatorState, Any], Decided]] = {
+    WorkerWord: _hears,
+    ProcessExit: _ends,
+    ClockTick: _passes,
+    RunStopping: _stops,
+    Notice: _is_noticed,
+    WantedOwners: decide,
+    MemoryShortage: decide,
+    LeaseExpired: decide,
+    Takeover: _takes_over,
+    JobRestart: _is_restarted,
+    JobResumption: _is_resumed,
+}

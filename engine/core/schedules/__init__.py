@@ -1,1 +1,0 @@
-"""Schedules: generators of the compute actions of one pipeline. One module per family; `registry` lists them all."""

@@ -1,1 +1,0 @@
-"""The store of coordination as a protocol: keys, conditions and transactions."""

@@ -1,0 +1,411 @@
+"""The checkpoints in one place: written parts first and manifest last, read with every hash, removed manifest first.
+
+Rules: a reader that finds a manifest finds all of its parts. Bytes are hashed and then parsed, and never read again in
+between. A checkpoint whose files are not what the manifest says is refused with the name of the file, and the next
+older one is tried. Several runs may write into one place: each counts and removes its own checkpoints only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from engine.core.checkpoint_rules import may_go
+from engine.core.errors import StorageError
+from engine.core.manifest import (
+    MOST_BYTES,
+    DamagedCheckpointError,
+    Manifest,
+    Part,
+    StoredLayer,
+    Strides,
+    is_manifest,
+    layer_in,
+    manifest_bytes,
+    manifest_file,
+    manifest_of,
+    nonce_of,
+    owner_of,
+    part_file,
+    step_folder,
+    step_of,
+    writer_of,
+)
+from engine.files.atomic_write import storage_errors
+from engine.files.checkpoint_disk import Disk, DiskTroubles, FaultyDisk, OwnDisk
+from engine.files.checkpoint_storage import Bytes, Storage, folder_at, refuse_too_large
+from engine.files.checkpoint_stores import FolderStorage
+
+
+class CheckpointName(NamedTuple):
+    """The name of a checkpoint: its step, and the file of its manifest; no file for a folder that cannot be read."""
+
+    step: int
+    file: str
+
+    def __str__(self) -> str:
+        return f"{step_folder(self.step)}/{self.file}"
+
+
+class RefusedCheckpoint(NamedTuple):
+    """A checkpoint that is not to be used, with the reason, which names a file."""
+
+    name: CheckpointName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewestGood:
+    """The newest checkpoint of which every byte is right, if there is one, and the newer ones that were refused."""
+
+    name: CheckpointName | None
+    manifest: Manifest | None
+    refused: tuple[RefusedCheckpoint, ...]
+
+
+class CheckpointFolder:
+    """The checkpoints in a storage, which the run `owner` writes to.
+
+    Every method raises StorageError where the storage cannot be written or read.
+    """
+
+    def __init__(self, storage: Storage, owner: str = ""):
+        self._storage = storage
+        self._owner = owner
+        self._written: dict[CheckpointName, Manifest] = {}  # here, and not removed here
+
+    @property
+    def place(self) -> str:
+        """The folder or the URL."""
+        return self._storage.place
+
+    def try_writing(self) -> None:
+        """Writes and removes a part."""
+        self.remove_parts(0, [self.write_part(0, 0, [b""]).file])
+
+    def write_part(
+        self,
+        step: int,
+        layer: int,
+        chunks: Iterable[Bytes],
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        strides: Strides = (),
+        transient: tuple[str, ...] = (),
+        aliases: tuple[tuple[str, str], ...] = (),
+    ) -> Part:
+        """Writes one part of a checkpoint to come, and returns it; it is on disk then."""
+        file = part_file(layer, shard, shards, nonce_of(self._owner, os.urandom(8)))
+        written = self._storage.create(f"{step_folder(step)}/{file}", chunks)
+        return Part(layer, shard, shards, file, written.size, written.sha256, strides, transient, aliases)
+
+    def publish(self, manifest: Manifest) -> CheckpointName:
+        """Writes the manifest, whose parts are all written: from now on the checkpoint is there."""
+        data = manifest_bytes(manifest)
+        name = CheckpointName(manifest.step, manifest_file(data))
+        try:
+            self._storage.publish(str(name), data)
+        except StorageError:
+            with suppress(StorageError):  # it may have its name already; the caller removes the parts
+                self._storage.remove(str(name))
+            raise
+        self._written[name] = manifest
+        return name
+
+    def names(self) -> tuple[CheckpointName, ...]:
+        """Returns the names of all checkpoints, good or not, by step."""
+        found = (name.rpartition("/") for name in self._storage.names())
+        steps = ((step_of(folder), file) for folder, _, file in found if is_manifest(file) or not file)
+        return tuple(sorted(CheckpointName(step, file) for step, file in steps if step is not None))
+
+    def manifest(self, name: CheckpointName) -> Manifest:
+        """Returns the manifest of a checkpoint; raises DamagedCheckpointError if it is not what was written."""
+        return manifest_of(str(name), self._storage.read(str(name), MOST_BYTES))
+
+    def layer(self, manifest: Manifest, layer: int) -> StoredLayer:
+        """Returns the tensors of a layer; each reader of checkpoints gets them here.
+
+        Raises:
+            StorageError: a part cannot be read, is not the one that was written, or has other weights than the run had.
+        """
+        return layer_in(manifest, layer, ((part, self._bytes_of(manifest, part)) for part in manifest.parts_of(layer)))
+
+    def verify(self, name: CheckpointName) -> Manifest:
+        """Returns the manifest of a checkpoint if every byte and every layer is right; else raises StorageError."""
+        manifest = self.manifest(name)
+        for each in manifest.layers:
+            self.layer(manifest, each.layer)
+        return manifest
+
+    def newest_good(
+        self, run: str = "", step: int | None = None, refuses: Callable[[Manifest], str] = lambda manifest: ""
+    ) -> NewestGood:
+        """Returns the newest good checkpoint: of one run, or of the newest run that has one; at `step`, or at any.
+
+        `refuses` returns the reason why a whole checkpoint is of no use, or an empty text.
+        """
+        found, refused = self._read_all(run)
+        for manifest, name in sorted(found, key=lambda each: (each[0].run, each[0].step), reverse=True):
+            if step in (None, name.step):
+                reason = refuses(manifest)
+                try:
+                    if not reason:
+                        self.verify(name)
+                        newer = (each for each in refused if each.name.step >= name.step)
+                        return NewestGood(name, manifest, tuple(newer))
+                except StorageError as error:
+                    reason = str(error)
+                refused.append(RefusedCheckpoint(name, reason))
+        return NewestGood(None, None, tuple(refused))
+
+    def old(
+        self, keep: int, run: str = "", in_use: Collection[CheckpointName] = (), *, is_verified: bool = False
+    ) -> tuple[CheckpointName, ...]:
+        """Returns the checkpoints that are older than the `keep` newest ones of their run, of one run or of all.
+
+        The caller knows that the newest one is good, because it has just written it; or it wants each one read
+        (`is_verified`), and those that are not good count for nothing.
+        """
+        by_run: dict[str, list[CheckpointName]] = {}
+        for manifest, name in self._read_all(run, {} if is_verified else self._written)[0]:
+            by_run.setdefault(manifest.run, []).append(name)
+        found: list[CheckpointName] = []
+        for names in by_run.values():
+            good = [name for name in names if not is_verified or self._is_good(name)]
+            found += may_go(names, keep, good, in_use)
+        return tuple(found)
+
+    def prune(self, keep: int, run: str = "", in_use: Collection[CheckpointName] = ()) -> tuple[CheckpointName, ...]:
+        """Removes the old checkpoints, as `old` says, and returns their names."""
+        gone = self.old(keep, run, in_use)
+        for name in gone:
+            self.remove(name)
+        return gone
+
+    def remove(self, name: CheckpointName) -> None:
+        """Removes a checkpoint: first its manifest, then its parts, then the folder if it is empty."""
+        parts: tuple[Part, ...] = ()
+        with suppress(DamagedCheckpointError):
+            parts = (self._written.pop(name, None) or self.manifest(name)).parts
+        folder = step_folder(name.step)
+        self._storage.remove(str(name))
+        self._storage.sync_folder(folder)
+        self._remove_all(folder, (part.file for part in parts))
+
+    def remove_parts(self, step: int, files: Iterable[str]) -> None:
+        """Removes parts of a step that no manifest names or will name, then the folder if it is empty."""
+        self._remove_all(step_folder(step), files)
+
+    def orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
+        """Returns the parts that no manifest names, and halves of manifests, of the owners that count.
+
+        Those beside a manifest that cannot be read are none.
+        """
+        by_folder: dict[str, list[str]] = {}
+        for name in self._storage.names():
+            folder, _, file = name.rpartition("/")
+            if step_of(folder) is not None:  # another folder is the user's, such as a copy
+                by_folder.setdefault(folder, []).append(file)
+        found: list[str] = []
+        for folder, files in by_folder.items():
+            theirs = [file for file in files if (owner := writer_of(file)) is not None and counts(owner)]
+            with suppress(StorageError):
+                named = set(self._named_in(folder, files)) if theirs else ()
+                found += (f"{folder}/{file}" for file in theirs if file not in named)
+        return tuple(found)
+
+    def remove_orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
+        """Removes the orphans, and returns their names; their owners may not be writing any more."""
+        gone = self.orphans(counts)
+        for name in gone:
+            folder, _, file = name.rpartition("/")
+            self._remove_all(folder, [file])
+        return gone
+
+    def _bytes_of(self, manifest: Manifest, part: Part) -> bytes:
+        name = f"{manifest.folder}/{part.file}"
+        refuse_too_large(name, part.size)
+        return self._storage.read(name, part.size)
+
+    def _is_good(self, name: CheckpointName) -> bool:
+        try:
+            self.verify(name)
+        except StorageError:
+            return False
+        return True
+
+    def _named_in(self, folder: str, files: Iterable[str]) -> Iterator[str]:
+        step = step_of(folder)
+        for file in files:
+            if step is not None and is_manifest(file):
+                name = CheckpointName(step, file)
+                yield from (part.file for part in (self._written.get(name) or self.manifest(name)).parts)
+
+    def _remove_all(self, folder: str, files: Iterable[str]) -> None:
+        for file in files:
+            self._storage.remove(f"{folder}/{file}")
+        with suppress(StorageError):  # files of others are in it
+            self._storage.remove(folder)
+
+    def _read_all(
+        self, run: str, known: Mapping[CheckpointName, Manifest] = MappingProxyType({})
+    ) -> tuple[list[tuple[Manifest, CheckpointName]], list[RefusedCheckpoint]]:
+        """Returns the readable manifests of a run, of all without one, and the refused ones of any run.
+
+        Those that the caller knows are not read.
+        """
+        found: list[tuple[Manifest, CheckpointName]] = []
+        refused: list[RefusedCheckpoint] = []
+        for name in self.names():
+            try:
+                manifest = known.get(name) or self.manifest(name)
+            except StorageError as error:
+                refused.append(RefusedCheckpoint(name, str(error)))
+            else:
+                if run in ("", manifest.run):
+                    found.append((manifest, name))
+        return found, refused
+
+
+def checkpoints_at(
+    place: str | Path, below: Path | None = None, troubles: DiskTroubles | None = None, run: str = ""
+) -> CheckpointFolder:
+    """Returns the checkpoints in a folder, which the first file makes, or at a URL; none of them is read.
+
+    No part of the path of a folder may be a link after `below`; without it, only the user's own links lead there.
+    `troubles` are faults of the disk or of the store. The files that are written have names of the run `run`.
+
+    Raises:
+        UserError: the URL is none that can be used.
+    """
+    owner = owner_of(run) if run else ""
+    if (folder := folder_at(place)) is None:
+        from engine.files.checkpoint_stores import ObjectStorage
+
+        return CheckpointFolder(ObjectStorage(str(place), troubles or DiskTroubles()), owner)
+    disk: Disk = OwnDisk(folder, below)
+    storage = FolderStorage(FaultyDisk(disk, troubles) if troubles else disk, str(folder), owner)
+    return CheckpointFolder(storage, owner)
+
+
+# The claims of runs on a folder of checkpoints that they share: one file each, locked as long as the launcher lives.
+#
+# A run that is killed leaves parts that no manifest names. Another run removes them once their claim proves the death
+# of the run: its lock is free, and it was made on this machine since the machine started.
+#
+# Rules: without a claim nothing is proved, and the parts stay; an object store has no claims. The parts are listed
+# behind the proof, because a dying run may still have named them. A run holds its claim before it writes.
+
+_CLAIM = re.compile(r"\.bamboo-run-([0-9a-f]{8})(-[0-9a-f]{8})?\.lock")
+_START = Path("/proc/sys/kernel/random/boot_id")  # another one after each start of the machine
+
+
+@contextlib.contextmanager
+def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
+    """Claims a place for a run during the block; nothing is claimed at no place and in an object store.
+
+    `heir` is the folder with which another host goes on with the run: it lives as long as one of its claims does.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    folder = folder_at(place) if place else None
+    if folder is None:
+        yield
+        return
+    by = f"-{owner_of(heir)}" if heir not in ("", run) else ""
+    disk, name = OwnDisk(folder), f".bamboo-run-{owner_of(run)}{by}.lock"
+    with storage_errors("write", folder / name):
+        disk.make_folder("")
+        fd = _locked(disk, name)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            disk.remove(name)
+        os.close(fd)
+
+
+def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tuple[str, ...]:
+    """Removes the parts of dead runs that no manifest names, or only finds them (`is_trial`); returns their names.
+
+    Where the user has said that no run writes there (`believed`), parts stay of runs that are seen to live.
+
+    Raises:
+        StorageError: the place cannot be read or written.
+    """
+    kept, folder = checkpoints_at(place), folder_at(place)
+    disk = OwnDisk(folder or Path())
+    live, dead = set[str](), dict[str, list[str]]()
+
+    def counts(owner: str) -> bool:
+        return owner in dead or (believed and owner not in live)
+
+    with contextlib.ExitStack() as locks, storage_errors("read", Path(place)):
+        for name in disk.names() if folder is not None else ():
+            if claim := _CLAIM.fullmatch(name):
+                if locks.enter_context(_dead(disk, name, believed)):
+                    dead.setdefault(claim[1], []).append(name)
+                else:
+                    live.add(claim[1])
+        for owner in live:
+            dead.pop(owner, None)
+        if is_trial or not (dead or believed):
+            return kept.orphans(counts)
+        removed = kept.remove_orphans(counts)
+        for name in (each for names in dead.values() for each in names):
+            disk.remove(name)
+    return removed
+
+
+def _locked(disk: OwnDisk, name: str) -> int:
+    """Returns a descriptor of a claim with its lock; a sweep may remove it before it has that.
+
+    A claim that is there is of an earlier keeper of the same run, which may be dying: its lock is waited for.
+    """
+    while True:
+        try:
+            fd = disk.create(name)
+        except FileExistsError:
+            try:
+                fd = disk.open(name)
+            except FileNotFoundError:
+                continue
+        else:
+            try:
+                os.write(fd, _START.read_bytes())
+            except OSError:  # as on a full disk
+                os.close(fd)
+                disk.remove(name)
+                raise
+        with contextlib.suppress(OSError):  # a file system without locks: nothing will prove a death there
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _dead(disk: OwnDisk, name: str, believed: bool) -> Iterator[bool]:
+    """Yields whether a claim proves the death of its run, or, if it is `believed`, does not disprove it."""
+    fd = -1
+    try:
+        fd = disk.open(name)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_dead = believed or os.pread(fd, 100, 0) == _START.read_bytes()
+    except OSError:
+        is_dead = False
+    try:
+        yield is_dead
+    finally:
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,93 @@
+"""A place for checkpoints, a folder or a URL: all files of checkpoints are written and read through it.
+
+Rules: names are ``FOLDER/FILE``. A file that was created is whole and on disk, or no manifest will name it. A file that
+was published takes its name in one step, behind all files of its folder that were created before. A read returns the
+bytes of one open file: a caller hashes these bytes, and then parses the same. Every method raises StorageError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote
+
+from engine.core.errors import StorageError
+
+# The text of a place for checkpoints: a folder, or a URL.
+#
+# Rule: a text that begins with a scheme and a colon is a URL, in any case of letters, and must be ``SCHEME://PLACE``.
+# Any other text is a folder; one that looks like a URL has a ``./`` in front. ``file:///PATH`` is a folder too, with
+# ``%20`` and its like decoded.
+
+
+_SCHEME = "[a-z][a-z0-9+.-]*"
+_URL = re.compile(f"({_SCHEME}::)*{_SCHEME}://", re.IGNORECASE)  # fsspec chains file systems with ::
+_FILE = re.compile("file://(?=/)", re.IGNORECASE)
+_LIKE_URL = re.compile(f"{_SCHEME}:|://", re.IGNORECASE)
+_NO_PLACE = re.compile("file://(?!/)|[^/]*://$", re.IGNORECASE)
+
+
+def is_url(text: str) -> bool:
+    """Returns whether a text is a URL, of an object store or of a folder."""
+    return _URL.match(text) is not None
+
+
+def is_half_url(text: str) -> bool:
+    """Returns whether a text is neither a folder nor a whole URL."""
+    return bool(_NO_PLACE.match(text) or (_LIKE_URL.match(text) and not is_url(text)))
+
+
+def folder_at(place: str | Path) -> Path | None:
+    """Returns the folder of this machine that a place is; None for the URL of an object store."""
+    text = str(place)
+    if file := _FILE.match(text):
+        return Path(unquote(text[file.end() :]))
+    return None if is_url(text) else Path(text)
+
+
+Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """The size of a file in bytes, and the SHA-256 (hex) of the bytes that were handed to the system."""
+
+    size: int
+    sha256: str
+
+
+class Storage(Protocol):
+    """A place for checkpoints; `place` is its folder or its URL, for messages."""
+
+    @property
+    def place(self) -> str:
+        """The folder or the URL."""
+
+    def create(self, name: str, chunks: Iterable[Bytes]) -> WrittenFile:
+        """Writes a new file, whose name no reader knows yet."""
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Writes a file that readers find by its name."""
+
+    def read(self, name: str, most: int) -> bytes:
+        """Returns the bytes of a file, which may have at most `most`."""
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of all files in folders, in order; those in the place itself are none of checkpoints."""
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or an empty folder; no error if it is gone."""
+
+    def sync_folder(self, folder: str) -> None:
+        """Waits until removals in a folder are on disk."""
+
+
+def refuse_too_large(name: str, size: int) -> None:
+    """Raises StorageError for a size in bytes that this machine's memory cannot have."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise StorageError(f"{name}: it should have {size} bytes, and this machine has memory for {memory}")

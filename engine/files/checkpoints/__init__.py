@@ -1,1 +1,0 @@
-"""Writes and reads the files of checkpoints, in a folder or in an object store."""

@@ -1,0 +1,296 @@
+"""The evidence of a run on disk: sealed at the end of its command, and proved when it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from engine.core.checks.proof import Computation, Flaw, Proof, StepHashes, is_twin_of, proved
+from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
+from engine.core.errors import InvariantError, StorageError
+from engine.core.history.evidence import (
+    BEFORE_EVENTS,
+    EVENTS,
+    Chains,
+    SealedFile,
+    broken_seal,
+    is_evidence,
+    part_bytes,
+    sealed,
+    unlinked,
+)
+from engine.core.history.process_records import HostRecord, LeftBehindRecord, SealRecord, TwinRecord
+from engine.core.history.record_lines import FOLDER, StepFile, TornLineError, decoded, span_of, step_file
+from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import UNSEALED, AuditRecord, JobRecord, PartitionRecord
+from engine.files.events_file import read_history
+from engine.files.linked_lines import evidence, evidence_lines, parts
+from engine.files.run_folder import RunFolder, kept_copies
+from engine.files.trajectory_file import trajectory_row
+
+# Reads the chains in a file of records, and names the line in which one breaks.
+
+
+def chain_flaws(run: Path, file: str) -> tuple[bool, list[Flaw]]:
+    """Returns whether the lines of a file in the folder of a run are linked, and the place where a chain breaks.
+
+    Raises the errors of `evidence`, but for a file that is gone.
+    """
+    chains = Chains()
+    try:
+        for line in evidence_lines(run, file):
+            chains.take(line)
+    except FileNotFoundError:
+        return False, [Flaw(file, "it is gone")]
+    return chains.num_links > 0, broken_chain(chains, file)
+
+
+def broken_chain(chains: Chains, file: str) -> list[Flaw]:
+    """Returns the place where a chain breaks in a file that was read to its end; nothing if all are whole."""
+    chains.end()
+    if chains.broken is None:
+        return []
+    number, why = chains.broken
+    return [Flaw(f"{file}:{number}", why)]
+
+
+# The hashes that workers told, from the files of steps of a run or a twin, with one range of steps in memory.
+_MOST_TORN = 1_000
+
+
+class HashFiles:
+    """The files of hashes in a `folder` of a run, such as ``twin/``, whose ranges have `span` steps.
+
+    Flaws in files that are read are added to `flaws`.
+    """
+
+    def __init__(self, run: Path, folder: str, span: int, flaws: list[Flaw]):
+        self._run, self._folder, self._span, self._flaws = run, folder, span, flaws
+        self._first = -1
+        self._steps: dict[int, StepHashes] | None = None
+
+    def of(self, step: int) -> StepHashes | None:
+        """Returns the hashes of a step; None if the file of its range is not there, or cannot be read."""
+        first = step - step % self._span
+        if first != self._first:
+            self._first, self._steps = first, self._read(first)
+        return None if self._steps is None else self._steps.get(step, StepHashes())
+
+    def _read(self, first: int) -> dict[int, StepHashes] | None:
+        file, found, chains = f"{self._folder}{FOLDER}/{StepFile(first, None)}", dict[int, StepHashes](), Chains()
+        number = num_torn = 0
+        try:
+            for line in evidence_lines(self._run, file):
+                number += 1
+                chains.take(line)
+                audit = _audit(line)
+                if audit is not None:
+                    found.setdefault(audit.step, StepHashes()).add(audit)
+                elif (num_torn := num_torn + 1) > _MOST_TORN:
+                    raise InvariantError(f"{_MOST_TORN:,} lines before it are no records")
+        except FileNotFoundError:
+            return None
+        except InvariantError as error:
+            self._flaws.append(Flaw(f"{file}:{number}", str(error)))
+            return None
+        self._flaws += broken_chain(chains, file)
+        return found
+
+
+def _audit(line: str) -> AuditRecord | None:
+    """Returns the hashes in a line; None for the half of a line that a death left. Raises InvariantError."""
+    try:
+        record = decoded(unlinked(line)[0])
+    except TornLineError:
+        return None
+    if not isinstance(record, AuditRecord):
+        raise InvariantError("this is no record of hashes")
+    return record
+
+
+# Seals the evidence of a run when its command ends, and holds its files against the seal later.
+#
+# Rule: behind the seal only events may grow, and the files of steps of a run that left a process behind.
+
+_TWIN = "twin/"
+_MOST_FILES = 100_000
+
+
+def seal_of(run: Path, goes_on: Callable[[], object] = lambda: None) -> SealRecord:
+    """Returns the seal of the evidence in a run folder as it is now; `goes_on` is called after each part of a file.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    return SealRecord(files=tuple((*_sealed(run, file, goes_on),) for file in evidence_files(run)))
+
+
+def _sealed(run: Path, file: str, goes_on: Callable[[], object]) -> SealedFile:
+    with evidence(run, file) as (opened, size):
+        return sealed(file, size, _told(parts(opened, size, part_bytes(size)), goes_on))
+
+
+def _told(found: Iterable[bytes], goes_on: Callable[[], object]) -> Iterator[bytes]:
+    for part in found:
+        goes_on()
+        yield part
+
+
+def evidence_files(run: Path) -> Iterator[str]:
+    """Yields the files of the evidence in a run folder, as paths in it."""
+    for folder in ("", f"{FOLDER}/", _TWIN, f"{_TWIN}{FOLDER}/"):
+        names = []
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(run / folder) as entries:
+            names = sorted(each.name for each in entries if each.is_file(follow_symlinks=False))
+        yield from (f"{folder}{name}" for name in names if is_evidence(f"{folder}{name}"))
+
+
+def seal_flaws(run: Path, seal: SealRecord, *, may_grow: bool) -> Iterator[Flaw]:
+    """Yields each file that is not as it was sealed; `may_grow`: a process was left behind, and may write.
+
+    Raises the errors of `evidence`, but for a file that is gone.
+    """
+    files = [SealedFile(*each) for each in seal.files[:_MOST_FILES]]
+    yield from (flaw for each in files for flaw in _flaws_of(run, each, may_grow=may_grow))
+    yield from _unknown(run, {each.file for each in files}, may_grow=may_grow)
+
+
+def _unknown(run: Path, known: Iterable[str], *, may_grow: bool) -> Iterator[Flaw]:
+    for file in evidence_files(run):
+        if file not in known and not (may_grow and file.startswith(f"{FOLDER}/")):
+            yield Flaw(file, "the run did not write this file")
+
+
+def _flaws_of(run: Path, told: SealedFile, *, may_grow: bool) -> Iterator[Flaw]:
+    if not is_evidence(told.file):
+        yield Flaw(EVENTS, f"the seal names a file that is none of a run: {told.file!r:.100}")
+        return
+    grows = told.file == EVENTS or (may_grow and told.file.startswith(f"{FOLDER}/"))
+    try:
+        with evidence(run, told.file) as (opened, size):
+            if size < told.bytes:
+                yield Flaw(told.file, f"it ends after {size:,} bytes, and the run wrote {told.bytes:,}")
+            elif size > told.bytes and not grows:
+                yield Flaw(told.file, f"it has {size:,} bytes, and the run wrote {told.bytes:,}")
+            if why := broken_seal(told, parts(opened, min(size, told.bytes), part_bytes(told.bytes))):
+                yield Flaw(told.file, why)
+    except FileNotFoundError:
+        yield Flaw(told.file, "it is gone")
+
+
+# Reads the evidence of a run, and returns its proof: `core.evidence.proof` has the verdict.
+TRAJECTORY = "trajectory.csv"
+_MOST_HOSTS = 256  # of a run
+_Losses = dict[str, Callable[[int], float | None]]
+
+
+def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
+    """Returns the proof of the files in the folder of a run; `history` has the records of that folder.
+
+    Raises:
+        StorageError: a file cannot be read, or is none that a run writes: a link, endless lines, mostly holes.
+    """
+    run, flaws = folder.path, list[Flaw]()
+    if history.is_empty:
+        return _unrecorded(run)
+    seal, begun, missing = history.first(SealRecord), history.first(JobRecord), ""
+    if not _has_links(run, EVENTS, flaws):
+        if seal is None and begun is not None and begun.version == UNSEALED:
+            return Proof(tuple(flaws), "its records are of an older bamboo, which did not link them")
+        flaws += [Flaw(EVENTS, "none of its records is linked to those before")] * (not flaws)
+    if seal is not None:
+        flaws += seal_flaws(run, seal, may_grow=bool(history.of(LeftBehindRecord)))
+    if seal is None or history.ended is None:
+        missing = f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
+    flaws += _of_hosts(run)
+    twin = _history_of_twin(folder, history, flaws)
+    told = history.first(TwinRecord)
+    losses: _Losses = {"the record of its losses": dict(told.losses).get} if told else {}
+    losses |= {f"{_TWIN}{EVENTS}": _loss_of(twin)} if twin else {}
+    ours = _computed(run, "", history, {EVENTS: _loss_of(history)}, flaws)
+    theirs = _computed(run, _TWIN, twin, losses, flaws)
+    return proved(history, ours, theirs, flaws, missing)
+
+
+def _unrecorded(run: Path) -> Proof:
+    """Returns the proof of a run without a whole record: it has none of the files that follow the first one."""
+    if not any(each not in (EVENTS, *BEFORE_EVENTS) for each in evidence_files(run)):
+        return Proof(missing="the run has recorded nothing yet")
+    return Proof((Flaw(EVENTS, "it has no whole record, and files that follow the first one are there"),))
+
+
+def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
+    found, broken = chain_flaws(run, file)
+    flaws += broken
+    return found
+
+
+def _of_hosts(run: Path) -> Iterator[Flaw]:
+    """Yields the places where chains break in the records that other hosts have shipped, which no seal covers."""
+    for copy in kept_copies(run)[:_MOST_HOSTS]:
+        names = sorted(os.listdir(copy / FOLDER)) if (copy / FOLDER).is_dir() else []
+        hashes = (f"{FOLDER}/{name}" for name in names if (kind := step_file(name)) and kind.worker is None)
+        for file in (EVENTS, *hashes):
+            yield from chain_flaws(run, f"{copy.relative_to(run)}/{file}")[1]
+
+
+def _history_of_twin(folder: RunFolder, history: RunHistory, flaws: list[Flaw]) -> RunHistory | None:
+    """Returns the history of the twin; None of a run without one, or of a twin that an earlier run has made."""
+    if not folder.twin.events.exists():
+        return None
+    _has_links(folder.path, f"{_TWIN}{EVENTS}", flaws)
+    twin = read_history(folder.twin.events)
+    if not is_twin_of(history, twin):
+        flaws.append(Flaw(f"{_TWIN}{EVENTS}:1", "this is not the job of the twin of this run"))
+    return twin
+
+
+def _loss_of(history: RunHistory) -> Callable[[int], float | None]:
+    """Returns the function from a step to the loss of its commit."""
+    commits = history.commits
+
+    def loss_of(step: int) -> float | None:
+        place = step - commits.steps[0] if commits else 0
+        return commits.losses[place] if 0 <= place < len(commits) and commits.steps[place] == step else None
+
+    return loss_of
+
+
+def _computed(
+    run: Path, folder: str, history: RunHistory | None, losses: _Losses, flaws: list[Flaw]
+) -> Computation | None:
+    """Returns the computation whose files begin with `folder`; None without a trajectory."""
+    file = f"{folder}{TRAJECTORY}"
+    if not (run / file).exists():
+        return None
+    rows = _rows(run, file, flaws)
+    if history is None:
+        return Computation(folder, rows, losses)
+    cut, host = history.first(PartitionRecord), history.first(HostRecord)
+    return Computation(
+        folder,
+        rows,
+        losses,
+        len(cut.layers) if cut else 0,
+        history.job.pipelines,
+        HashFiles(run, folder, span_of(history.job), flaws).of,
+        is_alone=host is None or not host.node,
+    )
+
+
+def _rows(run: Path, file: str, flaws: list[Flaw]) -> Iterator[TrajectoryRow]:
+    """Yields the rows of a trajectory up to the first that is damaged, which is a flaw."""
+    head = ",".join(COLUMNS)
+    for number, line in enumerate(evidence_lines(run, file), start=1):
+        if number == 1 and line != head:
+            flaws.append(Flaw(f"{file}:1", f"expected the columns {head}"))
+            return
+        try:
+            row = None if number == 1 else trajectory_row(line, f"{number}")
+        except StorageError as error:
+            flaws.append(Flaw(f"{file}:{number}", str(error).partition(": ")[2]))
+            return
+        if row is not None:
+            yield row

@@ -1,0 +1,260 @@
+"""Merges the folders of the hosts of one run into a folder with the history of the run: ``RUN/collected``.
+
+Rules: the folders of the hosts are read and never changed. The merged folder is made anew each time; `bamboo report`
+and `bamboo status` read it as any other. Two folders of one host count as one host, whose clock has gone on. Other
+hosts keep copies of a folder (``RUN/hosts/NAME``); a file only grows, so of the same file the longest copy counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
+from engine.core.history.evidence import EVENTS, linked_lines
+from engine.core.history.merging import HostRecords, MergedHistory, SharedClock, merged, on_clock
+from engine.core.history.process_records import EndedRecord, HostRecord, SealRecord, StoreRecord
+from engine.core.history.record_lines import ENTRY_BYTES, FOLDER, StepFile, encoded, moved_entries, step_file
+from engine.core.history.run_records import AuditRecord, CommitRecord, JobRecord, Record, StampedRecord
+from engine.files.atomic_write import make_folder, write_atomically
+from engine.files.events_file import events_of, recorded
+from engine.files.evidence import chain_flaws, seal_of
+from engine.files.linked_lines import add_records
+from engine.files.run_folder import RunFolder, find_run, kept_copies, run_names
+
+# The folder of a host, and the copies of it that other hosts keep.
+#
+# Rule: a file of records only grows, so a copy is a beginning of it, and the longest one has all that is left of it.
+# Two folders are of the same start of a host's agent if their events begin with the same line, which has its time.
+
+
+class HostCopies:
+    """The folder of a host and its copies; `path` is the first of them that was given."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self.paths = tuple(paths)
+        self.path = paths[0]
+
+    @property
+    def events(self) -> Path:
+        """The longest file of its events."""
+        return max((path / EVENTS for path in self.paths), key=_size)
+
+    def steps(self) -> dict[str, Path]:
+        """Returns the longest file of each name in which it has actions or hashes."""
+        found: dict[str, Path] = {}
+        for folder in (path / FOLDER for path in self.paths):
+            for each in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if step_file(each.name):
+                    found[each.name] = max(found.get(each.name, each), each, key=_size)
+        return found
+
+
+def by_host(folders: Sequence[Path]) -> list[HostCopies]:
+    """Returns the folders, each with its copies."""
+    found: dict[bytes, list[Path]] = {}
+    for each in folders:
+        with (each / EVENTS).open("rb") as file:
+            found.setdefault(file.readline(), []).append(each)
+    return [HostCopies(paths) for paths in found.values()]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+COLLECTED = "collected"
+_COPIED = ("trajectory.csv", "scenario.yaml", "twin/trajectory.csv")
+_HEAD_BYTES = 1 << 16  # the job and the host stand in it
+
+
+def folders_of(results: Path, run: str, given: Sequence[Path]) -> list[RunFolder]:
+    """Returns the folder of a run and those of its other hosts: the given ones, or all in `results`; and the copies.
+
+    Raises:
+        NothingMatchedError: there is no such run, or a given folder has no events.
+    """
+    first = find_run(results, run)
+    if not given:
+        run_id = _run_id(first)
+        near = [RunFolder(first.path.parent / name) for name in run_names(first.path.parent)]
+        given = [each.path for each in near if run_id and each.path != first.path and _run_id(each) == run_id]
+    found = list(dict.fromkeys([first.path.resolve(), *(each.resolve() for each in given)]))
+    for each in found:
+        if not RunFolder(each).events.is_file():
+            raise NothingMatchedError(f"{str(each)!r} is no folder of a run: it has no events.jsonl")
+    copies = [copy for each in found for copy in kept_copies(each)]
+    return [RunFolder(each) for each in dict.fromkeys([*found, *copies])]
+
+
+def _run_id(folder: RunFolder) -> str:
+    """Returns the name of a run in its store; empty if its first records do not tell."""
+    try:
+        with folder.events.open("rb") as file:
+            head = [*events_of(file.read(_HEAD_BYTES), folder.events)]
+    except (OSError, StorageError):  # a folder of another bamboo, or without events, is none of this run
+        return ""
+    return next((each.run_id for each in head if isinstance(each, HostRecord | StoreRecord) and each.run_id), "")
+
+
+def collect(folders: Sequence[RunFolder], output: Path | None = None) -> dict[str, Any]:
+    """Merges the folders of hosts into `output`, by default ``collected`` in the first one; returns its parts.
+
+    Raises:
+        UserError: the folders are of different runs.
+        StorageError: a line, which the message names, is damaged; or the folder cannot be written.
+    """
+    copies = {each.path: each for each in by_host([each.path for each in folders])}
+    files = {path: _whole_records(each.events) for path, each in copies.items()}
+    _refuse_other_runs(files)
+    nodes = {path: _node(path, records) for path, records in files.items()}
+    hosts = [_host(node, files, nodes, copies) for node in dict.fromkeys(nodes.values())]
+    history = merged(hosts)
+    below = folders[0].path if output is None else output
+    is_whole, output = output is None, folders[0].path / COLLECTED if output is None else output
+    make_folder(output / FOLDER, below)
+    own = (each for each in history.records if not isinstance(each, SealRecord))  # it seals the folder of a host
+    write_atomically(output / "events.jsonl", linked_lines(map(encoded, own)))
+    _write_steps(output / FOLDER, nodes, copies, history.clock)
+    told = {"run_dir": str(output), "reference": history.reference, "hosts": _hosts(history, hosts, nodes)}
+    _write_rest(output, files, told)
+    if is_whole:
+        add_records(output / "events.jsonl", seal_of(output))
+    ended = next((each for each in reversed(history.records) if isinstance(each, EndedRecord)), None)
+    return told | {"records": len(history.records), "outcome": ended.outcome if ended else None}
+
+
+def _whole_records(events: Path) -> list[Record]:
+    """Returns the records of a file; raises StorageError if a record was changed, or one before it is gone."""
+    if flaws := chain_flaws(events.parent, events.name)[1]:
+        raise StorageError(f"{events.parent}/{flaws[0]}")
+    return [*recorded(events)]
+
+
+def _refuse_other_runs(files: Mapping[Path, Sequence[Record]]) -> None:
+    """Raises UserError with each folder whose job, or name of the run, is not that of the first."""
+    (first, records), *others = files.items()
+    run_id, job, problems = _told_id(records), HostRecords("", records).job, []
+    for path, theirs in others:
+        its_id, its_job = _told_id(theirs), HostRecords("", theirs).job
+        if run_id and its_id and its_id != run_id:
+            problems.append(Problem("FOLDER", f"a folder of run {run_id!r}", f"one of {its_id!r}", source=str(path)))
+        elif job is not None and its_job is not None and job != its_job:
+            ours, its = asdict(job), asdict(its_job)
+            name = next(name for name in ours if ours[name] != its[name])
+            hint = f"{name} is {ours[name]!r} in {first.name}"
+            place = f"{path / 'events.jsonl'}"
+            problems.append(Problem(name, "the job of the same run", repr(its[name]), hint, place, 1, 1))
+    if problems:
+        raise UserError(problems)
+
+
+def _told_id(records: Iterable[Record]) -> str:
+    return next((each.run_id for each in records if isinstance(each, HostRecord | StoreRecord) and each.run_id), "")
+
+
+def _node(path: Path, records: Iterable[Record]) -> str:
+    return next((each.node for each in records if isinstance(each, HostRecord) and each.node), path.name)
+
+
+def _host(
+    node: str, files: Mapping[Path, list[Record]], nodes: Mapping[Path, str], copies: Mapping[Path, HostCopies]
+) -> HostRecords:
+    """Returns the records of all folders of a host, the oldest folder first."""
+    own = sorted((path for path, of in nodes.items() if of == node), key=lambda path: _begin_ns(files[path]))
+    is_cut = any(_is_cut(copies[path].events) for path in own)
+    return HostRecords(node, [record for path in own for record in files[path]], is_cut)
+
+
+def _begin_ns(records: Iterable[Record]) -> int:
+    return next((each.at_ns for each in records if isinstance(each, StampedRecord)), 0)
+
+
+def _is_cut(events: Path) -> bool:
+    with events.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
+def _write_steps(
+    output: Path, nodes: Mapping[Path, str], copies: Mapping[Path, HostCopies], clock: SharedClock
+) -> None:
+    """Writes the files of the steps of all hosts, on the shared clock; files of an earlier merge are gone."""
+    for old in output.iterdir():
+        if step_file(old.name):
+            old.unlink()
+    sources: dict[str, list[tuple[Path, str]]] = {}
+    for path, node in nodes.items():
+        for name, each in copies[path].steps().items() if clock.knows(node) else ():
+            sources.setdefault(name, []).append((each, node))
+    for name, parts in sorted(sources.items()):
+        kind = StepFile(*_named(name))
+        is_of_actions = kind.worker is not None
+        data = b"".join(_actions(*part, clock) for part in parts) if is_of_actions else _hashes(parts, clock)
+        write_atomically(output / name, data)
+
+
+def _named(name: str) -> tuple[int, int | None]:
+    found = step_file(name)
+    return (0, None) if found is None else (found.first, found.worker)
+
+
+def _actions(path: Path, node: str, clock: SharedClock) -> bytes:
+    data = path.read_bytes()
+    whole = data[: len(data) // ENTRY_BYTES * ENTRY_BYTES]  # a half that a crash left would shift those behind it
+    return moved_entries(whole, lambda at_ns: clock.at(node, at_ns).at_ns)
+
+
+def _hashes(parts: Iterable[tuple[Path, str]], clock: SharedClock) -> bytes:
+    """Returns the hashes, each once: the host of the worker has recorded them, and each one that coordinated."""
+    once: dict[tuple[Any, ...], str] = {}
+    for path, node in parts:
+        found: Iterator[Record] = events_of(b"\n" + path.read_bytes(), path, -1)
+        for each in found:
+            if isinstance(each, AuditRecord):
+                moved = on_clock(each, partial(_at, clock, node))
+                once.setdefault((each.of, each.step, each.pipeline, str(each.rows)), encoded(moved))
+    return linked_lines(once.values()).encode()
+
+
+def _at(clock: SharedClock, node: str, at_ns: int) -> int:
+    return clock.at(node, at_ns).at_ns
+
+
+def _hosts(history: MergedHistory, hosts: Iterable[HostRecords], nodes: Mapping[Path, str]) -> list[dict[str, Any]]:
+    """Returns each host: its folders, its records, the uncertainty of its times, and why it is incomplete."""
+    found = []
+    for host in hosts:
+        stamped, within_ms = host.of(StampedRecord), None
+        if history.clock.knows(host.node):
+            within_ms = max((history.clock.at(host.node, each.at_ns).within_ns for each in stamped), default=0) / 1e6
+        own = [str(path) for path, node in nodes.items() if node == host.node]
+        why = list(history.incomplete.get(host.node, ()))
+        more = {"records": len(host.records), "within_ms": within_ms, "incomplete": why}
+        found.append({"node": host.node, "folders": own, **more})
+    there = {each["node"] for each in found}
+    for node, why_absent in history.incomplete.items():
+        if node not in there:
+            absent = {"records": 0, "within_ms": None, "incomplete": list(why_absent)}
+            found.append({"node": node, "folders": [], **absent})
+    return found
+
+
+def _write_rest(output: Path, files: Mapping[Path, Sequence[Record]], told: dict[str, Any]) -> None:
+    """Writes run.json with the hosts, and the files that only the host has that coordinated last."""
+    by_end = sorted(files, key=lambda path: sum(isinstance(each, CommitRecord | JobRecord) for each in files[path]))
+    plain: dict[str, Any] = {}
+    for path in by_end:
+        if (path / "run.json").is_file():
+            plain = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        for name in _COPIED:
+            if (path / name).is_file():
+                make_folder((output / name).parent, output)
+                write_atomically(output / name, (path / name).read_bytes())
+    write_atomically(output / "run.json", json.dumps(plain | {"collected": told}, indent=2) + "\n")

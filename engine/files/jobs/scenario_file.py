@@ -1,0 +1,359 @@
+"""Reads scenario files; all mistakes of a file are reported together, each at its line and column.
+
+Rules: `scenario_job` says which job a scenario means, and `library` where a scenario is found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
+from engine.core.errors import Problem, UserError, nearest
+from engine.core.faults.expansion import expand
+from engine.core.faults.fault import ONE_HOST, After, At, Fault, FaultKind, HostFault, OnHosts, host_fault_problems
+from engine.core.faults.matrix import slots_of_fields
+from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, Trigger
+from engine.core.faults.scenario_rules import PlannedFaults, check_faults
+from engine.core.job.job import Job
+from engine.core.job.job_rules import ANYTHING, JobParts
+from engine.core.units import Scalar
+from engine.files.jobs.form import Reading, in_order
+from engine.files.jobs.job_file import merge
+from engine.files.jobs.job_layers import (
+    FOREIGN,
+    PROJECT_FILE,
+    Layer,
+    document_layer,
+    file_layer,
+    masked_setting,
+    other_kind,
+    set_layer,
+)
+from engine.files.jobs.job_value import shown
+from engine.files.jobs.library import find_scenario
+from engine.files.jobs.resolved_job import ResolvedJob
+from engine.files.jobs.scenario_schema import scenario_form
+from engine.files.strict_yaml import Document, KeyPath, read_yaml
+
+# The scenarios and matrices that come with the program, by bare name; a user's own are given by their path.
+
+
+# The job of a scenario or of a matrix: its own fields, a job file, or the job file of the current folder.
+#
+# Rules: ``job: FILE`` names a job file beside the scenario. ``job: {from: FILE, steps: 8}`` has other values for some
+# of its fields. A mapping without ``from`` is a whole job, over the defaults. Without ``job`` it is the project's job,
+# ``./bamboo.yaml``; without that file it is the default one. ``BAMBOO_*`` and the user's file change no scenario.
+
+FROM = "from"
+KEY = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class JobSource:
+    """The source of the job of a scenario: a job file or None, and the fields that the scenario gives itself."""
+
+    file: Path | None = None
+    fields: tuple[str, ...] | None = None  # None: the scenario has no mapping
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the scenario itself holds its job, so that its text is enough to run it again."""
+        return self.file is None and self.fields is not None
+
+    def text(self, job: Job) -> str:
+        """Returns the source of this job in words, with the fields that the scenario changes."""
+        return with_changes(self.base(job, "the scenario"), self.changed)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The fields of the job file that the scenario changes."""
+        return self.fields or () if self.file else ()
+
+    def base(self, job: Job, holder: str) -> str:
+        """Returns the source of this job in words; `holder` is the noun for the file with the scenario."""
+        if self.file is not None:
+            return shown_path(self.file)
+        name = "the default one" if self.fields is None else f"of {holder}"
+        return f"{name} ({job.model} on {job.data})"
+
+
+def with_changes(base: str, changed: Iterable[str]) -> str:
+    """Returns the source of a job in words, with the fields that are changed."""
+    names = ", ".join(changed)
+    return f"{base}, with other {names}" if names else base
+
+
+def shown_path(path: Path) -> str:
+    """Returns a path for messages: from the current folder if the file lies below it."""
+    short = os.path.relpath(path)
+    return str(path) if short.startswith("..") else f"./{short}"
+
+
+@dataclass(slots=True)
+class ScenarioJobs:
+    """Finds the layers of the jobs of one file, and reads each job file once.
+
+    `path` is the scenario or matrix file, `settings` are the ``FIELD=VALUE`` of each ``--set``.
+    """
+
+    path: Path
+    settings: Iterable[str] = ()
+    _read: dict[Path, Layer] = field(default_factory=dict)
+
+    def layers(self, document: Document) -> tuple[JobSource, list[Layer]]:
+        """Returns the source of the job of a scenario, and its layers; a later layer overrides an earlier one."""
+        source = self._source(document.value.get(KEY) if isinstance(document.value, dict) else None)
+        return source, [*self._base(source), _own_fields(document.part(KEY)), self._changes()]
+
+    def num_slots(self, job: object) -> int | None:
+        """Returns the slots of a pipeline of a job, as a scenario gives it; None if that has a mistake."""
+        own = job if isinstance(job, dict) else {}
+        base = {each.path[0]: each.value for layer in self._base(self._source(job)) for each in layer.given}
+        return slots_of_fields(base | own | {each.path[0]: each.value for each in self._changes().given})
+
+    def _source(self, job: object) -> JobSource:
+        if job is None:
+            project = Path(PROJECT_FILE)
+            return JobSource(project if project.exists() else None)
+        if isinstance(job, str):
+            return JobSource(self._beside(job))
+        own = job if isinstance(job, dict) else {}
+        named = own.get(FROM)
+        file = self._beside(named) if isinstance(named, str) else None
+        return JobSource(file, tuple(name for name in own if name != FROM))
+
+    def _base(self, source: JobSource) -> list[Layer]:
+        if source.file is None:
+            return []
+        if source.file not in self._read:
+            self._read[source.file] = file_layer(source.file, FOREIGN)
+        return [self._read[source.file]]
+
+    def _changes(self) -> Layer:
+        return set_layer(self.settings)
+
+    def _beside(self, name: str) -> Path:
+        """Returns a path that is relative to the folder of the scenario, in its shortest spelling."""
+        found = self.path.parent / name
+        short = Path(os.path.normpath(found))
+        return short if short.exists() and short.samefile(found) else found  # `link/..` need not be the same folder
+
+
+def _own_fields(part: Document) -> Layer:
+    """Returns the layer of the fields that a scenario gives itself; a wrong ``from`` is a problem of the layer."""
+    if not isinstance(part.value, dict):
+        return Layer()
+    own = {name: value for name, value in part.value.items() if name != FROM}
+    layer = document_layer(replace(part, value=own), FOREIGN)
+    if FROM in part.value and not isinstance(part.value[FROM], str):
+        found = shown(part.value[FROM])
+        layer.problems.append(Problem(FROM, "the path of a job file", found, "", part.source, *part.places[FROM,]))
+    return layer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedScenario:
+    """A scenario with its file, the faults that its seed draws, and the source of its job.
+
+    `settings` are the ``FIELD=VALUE`` that overrode its job, `origins` has the place of each value of the job, and
+    `foreign` has the values that a run takes with ``--trust-code`` only.
+    """
+
+    path: Path
+    scenario: Scenario
+    seed: int
+    faults: tuple[Fault, ...]
+    source: JobSource
+    origins: Mapping[str, str]
+    settings: tuple[str, ...] = ()
+    foreign: tuple[Problem, ...] = ()
+
+    @property
+    def settings_but_results(self) -> tuple[str, ...]:
+        """The settings that decide what is computed, without the values of secret arguments."""
+        return tuple(masked_setting(each) for each in self.settings if not each.startswith("results="))
+
+    @property
+    def job_from(self) -> str:
+        """The source of the job, in words."""
+        return self.source.text(self.scenario.job)
+
+
+def load_scenario(
+    name_or_path: str,
+    kinds: Mapping[str, FaultKind],
+    seed: int | None = None,
+    settings: Iterable[str] = (),
+    offered: JobParts = ANYTHING,
+    on: OnHosts = ONE_HOST,
+) -> LoadedScenario:
+    """Returns a scenario and its faults, to run `on` hosts; `seed` defaults to the seed of the job.
+
+    Each of `settings` is a ``FIELD=VALUE`` that overrides a field of the job; `offered` checks the models, data and
+    arguments that the job names.
+
+    Raises:
+        UserError: with every problem found.
+        NothingMatchedError: the library has no such scenario.
+    """
+    path = find_scenario(name_or_path)
+    document = read_yaml(path)
+    if (problem := other_kind(document, "scenario")) is not None:
+        raise UserError([problem])
+    return load_document(path, document, kinds, seed, settings, offered, on=on)
+
+
+def load_document(
+    path: Path,
+    document: Document,
+    kinds: Mapping[str, FaultKind],
+    seed: int | None = None,
+    settings: Iterable[str] = (),
+    offered: JobParts = ANYTHING,
+    jobs: ScenarioJobs | None = None,
+    on: OnHosts = ONE_HOST,
+) -> LoadedScenario:
+    """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file.
+
+    Scenarios of one file can share `jobs`, which then have the same settings.
+    """
+    reading, settings = Reading(document, list(document.problems)), tuple(settings)
+    source, layers = (jobs or ScenarioJobs(path, settings)).layers(document)
+    resolved = _job(reading, source, layers, offered)
+    scenario = _scenario(reading, kinds, None if resolved is None else resolved.job, on)
+    if resolved is None or scenario is None:
+        raise in_order(reading.problems)
+    seed = scenario.job.seed if seed is None else seed
+    try:
+        faults = expand(scenario, seed)
+        return LoadedScenario(path, scenario, seed, faults, source, resolved.origins, settings, resolved.foreign)
+    except UserError as error:
+        raise in_order(reading.located(each) for each in error.problems) from None
+
+
+def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None, on: OnHosts) -> Scenario | None:
+    """Returns the scenario of a document; None, with its problems reported, if one of its parts is not valid."""
+    document = reading.document
+    if document.value is None and not document.problems:
+        reading.refuse((), "a scenario", "an empty file")
+    values = {} if document.value is None else scenario_form(kinds).check(reading, (), document.value)
+    values = values if isinstance(values, dict) else {}
+    listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
+    faults = {number: each for number, each in enumerate(listed) if each is not None}
+    expect = _expect(values.get("expect", {}))
+    host_faults = _host_faults(reading, values.get("host_faults", ()))
+    whole = len(faults) == len(listed) and all(each.do for each in faults.values()) and not values.get("host_faults")
+    found = PlannedFaults(job, faults, whole)
+    ending = {kind.name for kind in kinds.values() if kind.ends}
+    known = {each.field for each in reading.problems}  # one problem is enough for a value
+    wrong = check_faults(found, expect, ending)
+    ids = [each.id for each in faults.values()]
+    wrong += host_fault_problems(host_faults, on, job, ids, of_workers="faults" in values)
+    reading.problems += [reading.located(each) for each in wrong if each.field not in known]
+    if reading.problems or job is None:
+        return None
+    return Scenario(
+        values["name"], values["about"].strip(), job, tuple(faults.values()), expect, tuple(host_faults.values())
+    )
+
+
+def _job(reading: Reading, source: JobSource, layers: Sequence[Layer], offered: JobParts) -> ResolvedJob | None:
+    """Returns the job of a scenario; None, with its problems reported, if it is not valid."""
+
+    def at_its_place(problem: Problem) -> Problem:
+        is_of_file = source.file and problem.source == str(source.file)
+        name = problem.field if is_of_file else f"job.{problem.field}".rstrip(".")
+        return replace(problem, field=name, source=problem.source or reading.document.source)
+
+    try:
+        resolved = merge(layers, offered)
+        return replace(resolved, foreign=tuple(map(at_its_place, resolved.foreign)))
+    except UserError as error:
+        reading.problems += map(at_its_place, error.problems)
+    return None
+
+
+def _wanted(
+    reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job
+) -> FaultSpec | None:
+    """Returns one fault; None, with its problems reported, if its id or moment is not valid."""
+    path: KeyPath = ("faults", number)
+    if not isinstance(values, dict):
+        return None
+    kind = kinds.get(str(values.get("do")))
+    parameters = {} if kind is None else _parameters(reading, path, kind, values, kinds)
+    trigger: Trigger | None = None
+    if "at" in values:
+        trigger = _at(reading, (*path, "at"), values["at"], job)
+    elif "after" in values and "fault" in values["after"]:
+        trigger = After(values["after"]["fault"], values["after"].get("phase"), values["after"].get("delay", 0))
+    elif "every" in values and {"mtbf", "count"} <= values["every"].keys():
+        trigger = Every(values["every"]["mtbf"], values["every"]["count"])
+    bad = {each.field for each in reading.problems}
+    name, moment, target = (".".join(map(str, (*path, each))) for each in ("id", "at", "target"))
+    if trigger is None or name in bad or any(each.startswith(moment) for each in bad):
+        return None
+    target_values = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
+    do = "" if kind is None else kind.name
+    return FaultSpec(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
+
+
+def _host_faults(reading: Reading, listed: Sequence[object]) -> dict[int, HostFault]:
+    """Returns the faults of hosts by number, without those that have a problem."""
+    bad = {".".join(each.field.split(".")[:2]) for each in reading.problems}
+    found = {}
+    for number, values in enumerate(listed):
+        if isinstance(values, dict) and f"host_faults.{number}" not in bad:
+            at, rest = values["at"], {name: values[name] for name in ("host", "worker") if name in values}
+            name = values.get("id", f"host-fault-{number + 1}")
+            found[number] = HostFault(name, values["do"], at["step"], at.get("delay", 0), **rest)
+    return found
+
+
+def _parameters(
+    reading: Reading, path: KeyPath, kind: FaultKind, values: Mapping[str, Any], kinds: Mapping[str, FaultKind]
+) -> dict[str, Scalar]:
+    known = {each.name: each for each in kind.parameters}
+    foreign = {each.name for other in kinds.values() for each in other.parameters} - known.keys()
+    given: dict[str, Scalar] = {}
+    for name, value in values.items():
+        if name in foreign:
+            hint = f"it has {', '.join(known)}" if known else "it has none"
+            reading.refuse((*path, name), f"a parameter of {kind.name}", repr(name), hint, key=True)
+        elif name in known:
+            found = known[name].read(value)
+            if found is None:
+                hint = nearest(str(value), known[name].choices)
+                reading.refuse((*path, name), known[name].expected, shown(value), hint)
+            else:
+                given[known[name].key] = found
+    for name, parameter in known.items():
+        if parameter.required and name not in values:
+            reading.refuse((*path, name), parameter.expected, "nothing", f"{kind.name} needs it: {parameter.about}")
+    return kind.with_defaults(given)
+
+
+def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) -> At | None:
+    op = Op(values.get("action", Op.B.value))
+    microbatch = values.get("microbatch", job.microbatches // 2)
+    if op in STAGE_OPS:
+        if "microbatch" in values:
+            hint = f"{op} concerns the whole {job.slot_noun}"
+            reading.refuse((*path, "microbatch"), f"no microbatch beside {op}", str(microbatch), hint, key=True)
+        microbatch = WHOLE_STAGE
+    if not {"step", "stage"} <= values.keys():
+        return None
+    return At(
+        values["step"], Action(values["stage"], op, microbatch, values.get("pipeline", 0)), values.get("when", "before")
+    )
+
+
+def _expect(values: Mapping[str, Any]) -> Expect:
+    limits = values.get("recovery")
+    if limits is not None:
+        limits = Limits(limits.get("p95"), limits.get("max"), limits.get("phases", {}))
+    return Expect(**{**values, "recovery": limits})

@@ -1,1 +1,0 @@
-"""Reads scenario and matrix files; defines their form and their JSON schemas."""

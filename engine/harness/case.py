@@ -1,0 +1,278 @@
+"""A case: a run to make, of a scenario file or of options; its folder's name, and the facts that stay in the folder.
+
+Rule: a run folder has all that is needed to run the case again.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.core.checkpoint_rules import Resumption
+from engine.core.checks.expectations import (
+    Check,
+    Observation,
+    check,
+    decided,
+    exit_code,
+    strike_accuracy,
+    verdict,
+    why_not_struck,
+)
+from engine.core.checks.recoveries import Recovery, Stall, quantile
+from engine.core.errors import BY_SIGNAL, BambooError, ExitCode, UserCodeError
+from engine.core.faults.fault import Fault, to_plain
+from engine.core.faults.scenario import Scenario
+from engine.core.history.process_records import CheckRecord, ComparisonRecord, EndedRecord, Result, VerdictRecord
+from engine.core.history.run_records import ConfirmedRecord, RaisedRecord, ScenarioRecord, StampedRecord
+from engine.core.hosts.notice_answer import NoticeFrom
+from engine.core.job.job import Job
+
+if TYPE_CHECKING:
+    from engine.files.jobs.scenario_file import LoadedScenario
+
+
+_MOST_OF_NAME = 1_000  # characters of a text that are looked at for a folder's name
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run to make: a scenario and its concrete faults.
+
+    `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
+    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby_coordinator`: a second coordinator
+    waits. It begins after the checkpoint `origin`. The given weights must have the hash `init`, if it is not empty.
+    `notices` are asked for. `run_id` is the name of the run in the store, by default that of its folder. `begun_as` is
+    the name of the folder in which it began, on another host; that of its checkpoints.
+    """
+
+    name: str
+    scenario: Scenario
+    faults: tuple[Fault, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    file: LoadedScenario | None = None
+    grace_s: float = 120.0
+    injectable: bool = True
+    standby_coordinator: bool = False
+    origin: Resumption | None = None
+    init: str = ""
+    notices: NoticeFrom | None = None
+    run_id: str = ""
+    begun_as: str = ""
+
+
+def folder_name(text: str, otherwise: str) -> str:
+    """Returns the part of a run folder's name for any text: at most 40 of a-z 0-9 . _ -, `otherwise` if none is left.
+
+    A letter with an accent loses it.
+    """
+    plain = unicodedata.normalize("NFKD", text[:_MOST_OF_NAME]).encode("ascii", "ignore").decode().lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", plain).strip("-._")[:40] or otherwise
+
+
+def case_of_file(loaded: LoadedScenario) -> Case:
+    """Returns the case of a scenario file."""
+    return Case(folder_name(loaded.scenario.name, "case"), loaded.scenario, loaded.faults, loaded.origins, file=loaded)
+
+
+def whole_text(loaded: LoadedScenario) -> str:
+    """Returns the text of a scenario with its job, without secret values; a job from another file may change."""
+    from engine.core.faults.scenario import scenario_plain
+    from engine.files.jobs.form import scenario_text
+
+    job = loaded.scenario.job.masked
+    if loaded.source.is_whole and job == loaded.scenario.job and loaded.path.is_file():  # a cell of a matrix has none
+        return loaded.path.read_text(encoding="utf-8")
+    usual = replace(job, results=Job().results)  # a folder of this run is no part of the scenario
+    head = "" if loaded.source.is_whole else f"# {loaded.path}, with its job: {loaded.job_from}\n"
+    return head + scenario_text(scenario_plain(replace(loaded.scenario, job=usual)))
+
+
+def scenario_record(loaded: LoadedScenario, text: str) -> ScenarioRecord:
+    """Returns the record with all that is needed to run the scenario again; `text` is as it was at the start."""
+    from engine.files.jobs.library import library
+
+    name = loaded.scenario.name
+    is_shipped = loaded.path == library() / f"{name}.yaml"
+    return ScenarioRecord(
+        scenario=name if is_shipped and loaded.source.is_whole else "scenario.yaml",
+        text=text,
+        seed=loaded.seed,
+        settings=loaded.settings_but_results,
+        needs_trust=bool(loaded.foreign),
+    )
+
+
+def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> str:
+    """Returns the text of `run.json` in the folder of this name, with the result of the case once it is known."""
+    from engine.files.host_facts import host_facts
+    from engine.files.run_folder import run_json_text
+    from engine.files.trajectory_file import own_sources
+
+    facts: dict[str, Any] = {
+        "run": case.begun_as or run,
+        "job": asdict(case.scenario.job.masked),
+        "origins": case.origins,
+        "injectable": case.injectable,
+        "host": host_facts(Path.cwd()),
+        "sources": own_sources(),
+    }
+    if case.init:
+        facts["init"] = {"file": case.scenario.job.init, "sha256": case.init}
+    if case.origin is not None:
+        facts["resumed"] = asdict(case.origin)
+    if case.file is not None:
+        facts["scenario"] = {
+            "name": case.scenario.name,
+            "file": str(case.file.path),
+            "job": case.file.job_from,
+            "seed": case.file.seed,
+            "settings": case.file.settings_but_results,
+            "needs_trust": bool(case.file.foreign),
+            "faults": [to_plain(fault) for fault in case.faults],
+        }
+    elif case.faults:
+        facts["kill"] = [fault.id for fault in case.faults]
+    return run_json_text(facts | {"result": result})
+
+
+# The result of a case: its checks, verdict and recoveries; also as an error, a summary and plain values.
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """The result of one run of a case; `run_error` is the error that ended the run, `summary` has its figures.
+
+    `is_scenario`: the command is `bamboo inject`, whose exit code is that of the case, not `bamboo run`.
+    """
+
+    folder: Path
+    faults: tuple[Fault, ...]
+    seen: Observation
+    checks: tuple[Check, ...]
+    exit_code: ExitCode
+    recoveries: tuple[Recovery, ...]
+    run_error: BambooError | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    is_scenario: bool = False
+
+    @property
+    def verdict(self) -> Result:
+        """The verdict over all checks."""
+        return verdict(self.checks)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ended the run or its twin; then the checks are those that could be made."""
+        return self.exit_code in BY_SIGNAL
+
+    @property
+    def verdict_word(self) -> str:
+        """The verdict, or ``interrupted``."""
+        return "interrupted" if self.is_interrupted else self.verdict
+
+    @property
+    def error(self) -> BambooError | None:
+        """The error that ended the run, or the first check that failed; None if all passed, or after a signal."""
+        if self.run_error is not None or self.seen.exit_code or self.verdict == "passed" or self.is_interrupted:
+            return self.run_error
+        text = next(each.text for each in self.checks if each.result == self.verdict)
+        if self.verdict == "invalid":
+            text = f"the case is invalid, nothing was proved: {text}"
+        return BambooError(text, self.exit_code)
+
+    def may_go_on(self, steps: int) -> bool:
+        """Returns whether some of the `steps` are left to train, and no comparison has found the weights wrong."""
+        twin = self.seen.twin
+        is_wrong = isinstance(twin, ComparisonRecord) and twin.difference is not None
+        return self.summary["steps"] < steps and not is_wrong
+
+    def recovery_lines(self) -> list[str]:
+        """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
+        if isinstance(self.run_error, UserCodeError):
+            return []  # every worker would have raised it: no worker could take over
+        twin, proved = self.seen.twin, ""
+        if isinstance(twin, ComparisonRecord) and twin.difference is None and twin.compared:
+            is_last = twin.last_step == self.summary["steps"] - 1
+            proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
+        return [f"{each}{proved if each.resume_ns is not None or each.after_end else ''}" for each in self.recoveries]
+
+    def exceptions(self) -> tuple[str, ...]:
+        """Returns in words the exceptions in workers that no fault raised."""
+        history = self.seen.history
+        injected = {each.how for each in history.of(ConfirmedRecord)}
+        return tuple(
+            f"worker {each.of} {each.exception.in_step(each.step)}"
+            for each in history.of(RaisedRecord)
+            if f"raised: {each.error}" not in injected and not each.exception.is_injected
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the case as plain values."""
+        return {
+            "run_dir": str(self.folder),
+            "verdict": self.verdict_word,
+            "exit_code": int(self.exit_code),
+            "checks": [asdict(each) for each in self.checks],
+            "recoveries": [each.as_dict() for each in self.recoveries],
+            "exceptions": self.exceptions(),
+        }
+
+    @property
+    def ended(self) -> EndedRecord:
+        """The end of the command: its outcome in one word, and its exit code."""
+        is_own = self.error is not None and self.error is not self.run_error  # training finished, and a check failed
+        if self.is_scenario or is_own or self.is_interrupted:
+            return EndedRecord(outcome=self.verdict_word, exit_code=int(self.exit_code))
+        return EndedRecord(outcome=self.summary["outcome"], exit_code=self.summary["exit_code"])
+
+    def records(self, request: str = "") -> Iterator[StampedRecord]:
+        """Yields the checks and the verdict as records of the run, or of a request to it."""
+        for each in self.checks:
+            yield CheckRecord(name=each.name, result=each.result, text=each.text, request=request)
+        yield VerdictRecord(result=self.verdict, exit_code=self.ended.exit_code, request=request)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the summary of the run with the outcome and exit code of the command, for `run.json`."""
+        ended = self.ended
+        found = {**self.summary, "outcome": ended.outcome, "exit_code": ended.exit_code}
+        if self.is_scenario:
+            return {**found, "case": self.as_dict()}
+        return {
+            **found,
+            "error": None if self.error is None else str(self.error),
+            # An interrupted long run is not read again.
+            "recoveries": [each.as_dict() for each in self.recoveries] if not self.seen.history.is_empty else None,
+            "exceptions": self.exceptions(),
+            "faults": [{"fault": each.id, "fired": not why_not_struck(each, self.seen)} for each in self.faults],
+            "twin": _twin(self.seen.twin),
+        }
+
+
+def _twin(twin: ComparisonRecord | BambooError | None) -> dict[str, Any] | None:
+    """Returns the comparison with the twin as plain values, or the error of the twin."""
+    if isinstance(twin, ComparisonRecord):
+        difference = None if twin.difference is None else str(twin.difference)
+        return {"steps_compared": twin.compared, "difference": difference}
+    return None if twin is None else {"error": str(twin)}
+
+
+def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Observation) -> CaseResult:
+    """Returns the result of a case: the checks of its expectations, and of the actions at which its faults struck."""
+    from engine.runtime.faults.registry import kinds
+
+    checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
+    checks = (*checks, *strike_accuracy(scenario.job, faults, seen.history))
+    code = exit_code(checks, seen)
+    checks = decided(checks, seen) if code in BY_SIGNAL else checks
+    return CaseResult(folder, faults, seen, checks, code, tuple(seen.recoveries))
+
+
+def stall_figures(results: Sequence[CaseResult]) -> dict[str, Stall]:
+    """Returns p50, p95 and max of the times that training stalled in some cases; unfinished recoveries do not count."""
+    recoveries = [each for case in results for each in case.recoveries if each.resume_ns is not None]
+    stalls = [each.stall for each in recoveries if each.stall]
+    parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if stalls else {}
+    return {name: quantile(stalls, part) for name, part in parts.items()}

@@ -1,1 +1,0 @@
-"""Cases as values: a run to make, its facts in the run folder, and its result."""

@@ -1,1 +1,0 @@
-"""A run on several hosts: one agent on each."""

@@ -1,0 +1,79 @@
+"""The leaks of a run: processes, listening ports, shared memory, files of its store, keys in an external store.
+
+Processes of a run have a variable in their environment, which they inherit from the process that started the run.
+Shared memory does not name its creator: a new piece that no process has open counts as a leak.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from engine.runtime.ipc.link import held, shared_memory
+from engine.runtime.store.etcd_settings import EtcdSettings
+
+_VARIABLE = "_BAMBOO_CASE"  # BAMBOO_* are fields of a job
+_GONE_WITHIN_S = 2.0
+_POLL_S = 0.01
+
+
+class LeakCheck:
+    """The state of the host before a run; after the run, `left` returns the differences.
+
+    Only processes that were started after `mark_processes` count.
+    """
+
+    def __init__(self) -> None:
+        self._mark = os.environ[_VARIABLE]
+        self._shared_memory = shared_memory()
+        self._ports = _own_ports()
+
+    def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
+        """Returns a line per leak that lasts two seconds after the end of a run; returns at once if there is none.
+
+        The fork server, with pid `server`, serves the next run too and does not count.
+
+        Raises:
+            CoordinatorUnavailableError: the external store gives no answer.
+        """
+        until_s = time.monotonic() + _GONE_WITHIN_S
+        while (found := self._found(logs, server)) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        return found + (_keys(run_id, etcd) if etcd is not None else [])
+
+    def _found(self, logs: Path, server: int) -> list[str]:
+        found = [f"process {pid} ({name})" for pid, name in self._processes(server)]
+        found += [f"this process listens on port {port}" for port in sorted(_own_ports() - self._ports)]
+        new = shared_memory() - self._shared_memory
+        found += [f"shared memory {name}" for name in sorted(new - held(new))]
+        return found + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
+
+    def _processes(self, server: int) -> Iterator[tuple[int, str]]:
+        for process in psutil.process_iter(["name", "environ"]):
+            if process.pid != server and (process.info["environ"] or {}).get(_VARIABLE) == self._mark:
+                yield process.pid, process.info["name"]
+
+
+def mark_processes() -> None:
+    """Marks all processes that this one starts from now on, by a variable in their environment."""
+    os.environ[_VARIABLE] = secrets.token_hex(8)
+
+
+def _own_ports() -> set[int]:
+    connections = psutil.Process().net_connections("inet")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def _keys(run_id: str, etcd: EtcdSettings) -> list[str]:
+    from engine.runtime.store.etcd_kv import EtcdKV
+
+    kv = EtcdKV(etcd, f"/bamboo/{run_id}/")
+    try:
+        return [f"key {item.key}" for item in kv.read_prefix("").items]
+    finally:
+        kv.close()

@@ -1,0 +1,417 @@
+"""The hosts of a run that can take over: the one that coordinates, those that serve it, and the take-over."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError
+from engine.core.history.process_records import EndedRecord, RefusedRecord
+from engine.core.hosts.ends import SILENT_NS
+from engine.core.job.job import Job
+from engine.core.job.update_rules import preloads
+from engine.core.kv import KV, Lease
+from engine.core.message_codec import ToWorker
+from engine.core.messages import WelcomeMessage
+from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE
+from engine.core.protocol.wire import ProcessOnHost, begins_again, last_number, succession
+from engine.files.host_facts import host_record
+from engine.files.jobs.checkpoint_choice import with_whole_place
+from engine.files.run_folder import RunFolder
+from engine.harness.screen import Screen
+from engine.runtime.agent.requests import REQUEST, RequestFiles
+from engine.runtime.agent.run_state import FailoverContext, HandoverError, InheritedProcess, InheritedRun
+from engine.runtime.agent.scribe import Scribe
+from engine.runtime.agent.scribe_work import scribe_for
+from engine.runtime.agent.start_up import recording
+from engine.runtime.hosts.host_registry import ElectedHost, HostOutcome, HostRegistry, network_of
+from engine.runtime.hosts.host_servers import HostServers
+from engine.runtime.hosts.host_workers import HostWorkers
+from engine.runtime.hosts.remote_workers import RemoteSpawner
+from engine.runtime.hosts.wire import WireClient, WireServer
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.interrupts import Interrupts
+
+# A host that coordinates: it runs the job with the fork servers of all hosts, and tells the outcome to all of them.
+
+
+OF_COORDINATOR = (ROLE, STATE, COMMIT, FACTS, *READERS)  # keys in the store, and prefixes
+RunOn = Callable[
+    [ForkServer, FailoverContext], Any
+]  # runs the job with the servers of all hosts; returns the result of its case
+
+
+@dataclass(frozen=True, slots=True)
+class HostRunEnd:
+    """The end of a run on this host; `result` is there on the host that coordinated last."""
+
+    outcome: HostOutcome
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnHost:
+    """This host in a run; `label` is the name of the case and the id of the run."""
+
+    job: Job
+    label: str
+    registry: HostRegistry
+    lease: Lease
+    kv: KV  # to revoke leases with, and to read the state
+    screen: Screen
+    run: RunOn
+    give_back: Callable[[], None]  # the lease
+    room: int = 0  # for workers on each host; 0: for any
+
+
+def coordinate(
+    run: RunOn, servers: HostServers, registry: HostRegistry, seat: FailoverContext, give_back: Callable[[], None]
+) -> HostRunEnd:
+    """Runs the job as on one host, with the workers of all hosts, and tells the outcome.
+
+    If all workers of this host have left after a notice, it gives its lease back, and with it the role.
+    """
+    result, error = None, None
+    try:
+        result = run(servers, seat)
+        plain = result.to_plain()
+        outcome = HostOutcome(int(plain["exit_code"]), str(plain["outcome"]))
+    except HandoverError:
+        give_back()
+        return HostRunEnd(left(registry.own.name))
+    except BambooError as found:
+        error, outcome = found, HostOutcome(int(found.exit_code), f"failed: {found}")
+    except BaseException:
+        tell(HostOutcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"), servers, registry)
+        raise
+    tell(outcome, servers, registry)
+    if error is not None:
+        raise error
+    return HostRunEnd(outcome, result)
+
+
+def left(name: str) -> HostOutcome:
+    """Returns the end of a host whose workers have handed over."""
+    return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run goes on")
+
+
+def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> None:
+    """Tells the outcome to the store and to all hosts; a signal, which may have ended the run, breaks neither off."""
+    servers.stop_watching()
+
+    def to_store() -> None:
+        with contextlib.suppress(CoordinatorUnavailableError):  # then the hosts hear it over their streams alone
+            registry.tell(outcome)
+            registry.forget(OF_COORDINATOR)
+
+    telling = threading.Thread(target=to_store, name="outcome", daemon=True)
+    telling.start()
+    servers.tell(outcome.code, outcome.words)
+    telling.join()
+
+
+def place_of_host(address: str, port: int) -> str:
+    """Returns the place where a host listens, as one text."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+# A host that serves the one that coordinates; when that one is lost, one of the others goes on with the run.
+#
+#     stream ends      the process is gone if its port refuses: its lease is revoked. Else its lease has to expire
+#     election         the first host that asks; each other one opens a stream to it, and says which processes it has
+#     take-over        the winner waits for these, and runs the job from the state in the store, as the host before did
+#
+# Rule: workers run on meanwhile.
+
+_STREAM_GONE_NS = 1_000_000_000  # of silence: from then on the store is asked who coordinates
+_ASK_EVERY_S = 0.1
+_REFUSED_S = 0.2  # for an answer of the port
+
+
+def serve(
+    at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Interrupts, take_over: Callable[..., HostRunEnd]
+) -> HostRunEnd:
+    """Serves the host that coordinates with the workers of this host, until the outcome is known; may take over."""
+    interrupts.let_wait()  # also while this host takes over: a signal is a notice for its workers
+    own, job, (name, run_id) = at.registry.own, at.job, at.label.rsplit("/", 1)
+    host = replace(host_record(datetime.now()), node=own.name, run_id=run_id)
+    with contextlib.ExitStack() as stack:
+        scribe = stack.enter_context(scribe_for(is_in_process=False))
+        folder = scribe.make_run_folder(job.results, f"{name}-{own.name.lower()}", at.screen.say)
+        recorder, record_fds = recording(stack, folder.events, with_whole_place(job), True, host, scribe=scribe)
+        board = ProgressBoard.create(job.num_workers)
+        stack.callback(board.close)
+        stack.enter_context(server.adopting(preloads(job)))
+        workers = HostWorkers(server, recorder, record_fds, board, folder.logs, job)
+        workers.each_second = partial(_refuse_requests, RequestFiles(folder.path, REQUEST), recorder)
+        stack.callback(workers.close)
+        while True:
+            with _stream(at, elected, workers) as wire:
+                workers.run(interrupts, partial(_is_alone, wire), _Look(wire, at.registry, elected))
+                if (found := _end(at, workers)) is not None:
+                    workers.end_workers()
+                    recorder.write(EndedRecord(outcome=found.words.partition(":")[0], exit_code=found.code))
+                    if wire.peer.ended_ns is None:
+                        with contextlib.suppress(StorageError):
+                            recorder.settle()  # the last record is shipped from the disk
+                        workers.lines.finish()
+                    return HostRunEnd(found)
+            if (stands := _stand(at, elected, workers)) is not None:
+                workers.each_second = lambda chief: None
+                at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
+                chosen, wire_server = stands
+                stack.callback(wire_server.close)
+                stream = partial(_stream, at, chosen, workers)
+                return take_over(at, chosen, elected, wire_server, workers, (folder, scribe), stream)
+            with contextlib.suppress(CoordinatorUnavailableError):  # the lease of this host says how long it may wait
+                elected = at.registry.waited_for_elected() or elected
+
+
+def _refuse_requests(requests: RequestFiles, recorder: Recorder, chief: str) -> None:
+    """Refuses requests for faults in the folder of this host, which the one that coordinates does not see."""
+    if not recorder.look():
+        return
+    for each in requests.new():
+        reason = f"host {chief} coordinates the run: inject there, into its folder"
+        recorder.write(RefusedRecord(request=each.name, reason=reason))
+        requests.remove(each)
+
+
+def _stand(at: OwnHost, before: ElectedHost, workers: HostWorkers) -> tuple[ElectedHost, WireServer] | None:
+    """Tries to make this host the next one that coordinates; one with a notice lets others go first."""
+    with contextlib.suppress(CoordinatorUnavailableError):
+        if workers.num_notices and at.registry.waited_for_elected() is not None:
+            return None
+        wire_server = WireServer(at.registry.own.address, before.made, at.screen.say)
+        place = place_of_host(at.registry.own.address, wire_server.port)
+        if (chosen := at.registry.succeed(before, place, workers.heard.count)) is not None:
+            return chosen, wire_server
+        wire_server.close()
+    return None
+
+
+@contextlib.contextmanager
+def _stream(at: OwnHost, elected: ElectedHost, workers: HostWorkers) -> Iterator[WireClient]:
+    """Opens the stream of this host to the one that coordinates; its end holds nothing up."""
+    own = at.registry.own
+    workers.leave()
+    wire = WireClient(own.name, own.incarnation, elected.place, elected.made, workers.deliver, workers.wake)
+    workers.follow(elected.name, wire.end, elected.heard, is_own=elected.incarnation == own.incarnation)
+    try:
+        yield wire
+    finally:
+        wire.end.close()
+        closing = threading.Thread(target=wire.close, daemon=True)
+        closing.start()
+        if workers.outcome is not None or workers.has_left:
+            closing.join()
+
+
+def _end(at: OwnHost, workers: HostWorkers) -> HostOutcome | None:
+    """Returns the end of the run as this host knows it; None if there is none."""
+    if workers.has_left:
+        return left(at.registry.own.name)
+    with contextlib.suppress(CoordinatorUnavailableError):
+        return workers.outcome or at.registry.outcome()
+    return None
+
+
+def _is_alone(wire: WireClient) -> bool:
+    return wire.peer.ended_ns is not None or wire.peer.silent_ns() >= _STREAM_GONE_NS
+
+
+class _Look:
+    """Whether the host that coordinates is gone, or the run is over; asked while there is no stream."""
+
+    def __init__(self, wire: WireClient, registry: HostRegistry, elected: ElectedHost):
+        self._wire, self._registry, self._elected = wire, registry, elected
+        self._asked_s = 0.0
+
+    def __call__(self) -> bool:
+        try:
+            if self._wire.peer.ended_ns is not None and refuses(self._elected.place):
+                if self._registry.outcome() is None:
+                    self._registry.revoke(self._elected)
+                return True
+            if time.monotonic() - self._asked_s < _ASK_EVERY_S:
+                return False
+            self._asked_s = time.monotonic()
+            found = self._registry.elected()
+            return found is None or found.incarnation != self._elected.incarnation or self._is_over()
+        except CoordinatorUnavailableError:
+            return False  # the lease of this host says how long it may wait
+
+    def _is_over(self) -> bool:
+        return self._registry.outcome() is not None
+
+
+def refuses(place: str) -> bool:
+    """Whether no process listens at a place whose host answers: the process that did has ended."""
+    address, _, port = place.rpartition(":")
+    try:
+        with socket.create_connection((address.strip("[]"), int(port)), _REFUSED_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
+# A host that takes over a run from one that is lost: it waits for the other hosts, and runs the job from the store.
+#
+#     others come      each says its processes, the decisions that this host has not heard, and words that come once
+#     only
+#     after a commit   the workers go on, as the same processes
+#     before one       they are ended, and all workers begin again on the hosts that are left
+#
+# Rules: this host serves its own workers as those of others, over a stream to itself, so there is one path. A host that
+# does not come is lost. Nothing that is needed is on the disk of the lost host alone.
+
+_COME_S = SILENT_NS / 1e9  # from the election until a host has to have come
+_LOOK_S = 0.05
+_END_S = 1.0  # from the outcome until the thread has ended that serves the workers of this host
+
+
+def take_over(
+    at: OwnHost,
+    chosen: ElectedHost,
+    before: ElectedHost,
+    wire_server: WireServer,
+    workers: HostWorkers,
+    own_place: tuple[RunFolder, Scribe],
+    stream: Callable[[], AbstractContextManager[object]],
+) -> HostRunEnd:
+    """Goes on with the run as the host that coordinates it; the workers of this host are served by a thread.
+
+    `own_place` is the folder of this host, and the scribe that has written there. `stream` opens the stream of this
+    host to itself.
+    """
+    away = {each.name: RemoteSpawner(each, takes_over=True) for each in at.registry.of_run(chosen)}
+    own = away[chosen.name]
+    network = network_of(before.made, at.registry.own.facts["transfers"])
+    servers = HostServers(own, [*away.values()], at.kv, at.room, network)
+    for name, each in away.items():
+        wire_server.admit(name, each.peer)
+    for name, each in away.items():
+        if not each.known.lease_id or name == before.name:
+            servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
+    with stream(), _served(workers):
+        wait_for_words(away.values())
+        for name, each in away.items():
+            if not each.has_said.is_set():
+                servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
+        try:
+            taken = _taken(at, before, away, servers, workers, own_place[0].path)
+        except BambooError as error:
+            tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
+            raise
+        return coordinate(
+            at.run, servers, at.registry, FailoverContext(at.lease, own_place[0], taken, own_place[1]), at.give_back
+        )
+
+
+def wait_for_words(away: Collection[RemoteSpawner], patience_s: float = _COME_S) -> None:
+    """Waits until each host has said all. Looks are counted: while this process stood still, it heard no host."""
+    looks = round(patience_s / _LOOK_S)
+    while looks and (missing := [each for each in away if not each.has_said.is_set()]):
+        looks -= not missing[0].has_said.wait(_LOOK_S)
+
+
+@contextlib.contextmanager
+def _served(workers: HostWorkers) -> Iterator[None]:
+    """Serves the workers of this host by a thread, until the outcome has come to it, or at most a little longer."""
+    is_over = threading.Event()
+    serving = threading.Thread(target=workers.run, args=(None, is_over.is_set, is_over.is_set), name="own", daemon=True)
+    serving.start()
+    try:
+        yield
+        serving.join(_END_S)
+    finally:
+        is_over.set()
+        serving.join(_END_S)
+
+
+def _taken(
+    at: OwnHost,
+    before: ElectedHost,
+    away: dict[str, RemoteSpawner],
+    servers: HostServers,
+    workers: HostWorkers,
+    folder: Path,
+) -> InheritedRun | None:
+    """Returns the run to go on with, None if all workers begin again; raises CoordinatorUnavailableError."""
+    stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
+    texts = {key: each.value.decode() for key, each in stored.items() if each is not None}
+    living = {name: each for name, each in away.items() if not each.peer.is_lost}
+    results = workers.heard
+    results.complete(each.told for each in living.values())
+    if begins_again(texts, has_results=bool(results.results.losses)):
+        at.registry.forget(OF_COORDINATOR)
+        servers.go_on_after(results)
+        for host in away.values():
+            host.end_held()
+        return None
+    processes = []
+    held = {name: each.held for name, each in living.items()}
+    found = succession(texts, held, before.name, results.results.committed)
+    for each in found:
+        server = away[each.host]
+        processes.append(InheritedProcess(each.worker, each.host, partial(_adopt, server, each)))
+        for number, packet in server.words():
+            if number == each.number:
+                results.hear_again(each.worker, packet)
+    servers.go_on_after(results)
+    servers.dealt = {each.worker: each.host for each in processes}
+
+    def hear_again() -> None:
+        for server in away.values():
+            server.hear_again()
+
+    results.results.taken_over(now_ns())
+    welcomes, place = taught(away, {each.host for each in found if not each.ended})
+    home = home_of(next(iter(welcomes.values()), None), folder)
+    taken = InheritedRun(
+        home, results.results, processes, hear_again, results.faults, before.name, welcomes, place, -1, 0
+    )
+    return taken._replace(last=last_number(texts, found), notices=workers.num_notices)
+
+
+def taught(
+    away: Mapping[str, RemoteSpawner], hosts: Collection[str]
+) -> tuple[dict[int, WelcomeMessage], list[ToWorker]]:
+    """Returns the messages that the workers of hosts were told: the welcome of each, the cut and the borders.
+
+    Another host may know an earlier start; a lost one has told nothing. One whose first worker has just come may lack
+    the cut and the borders.
+    """
+    known = [away[each].taught for each in sorted(hosts)]
+    welcomes = {each.worker: each for told in known for each in told if isinstance(each, WelcomeMessage)}
+    places = ([each for each in told if not isinstance(each, WelcomeMessage)] for told in known)
+    return welcomes, max(places, key=len, default=[])
+
+
+def home_of(welcome: WelcomeMessage | None, folder: Path) -> Path:
+    """Returns the folder in which the run began: the checkpoints of all its hosts have the name of that one.
+
+    `folder` is that of this host. The folder of the first host may not be there; then the job names another place.
+    """
+    if welcome is None:
+        return folder
+    inside = Path(welcome.checkpoints).parent
+    return inside if inside.name == welcome.run else folder.with_name(welcome.run)
+
+
+def _adopt(server: RemoteSpawner, taken: ProcessOnHost, far: int, board_fd: int) -> Child:
+    return server.adopt(taken.number, taken.worker, taken.pid, taken.ended, far, board_fd)

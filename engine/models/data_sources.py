@@ -1,0 +1,467 @@
+"""The data of a user as microbatches: data sets by index, columns, validation sets, and the count of samples."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from engine.core.errors import BambooError, Problem, UserError, required
+from engine.core.job.job import Job
+from engine.core.job.samples import EvaluationPart, EvaluationSets, first_position, sample_at, shares
+from engine.core.random_key import random_key
+from engine.core.texts import counted
+from engine.models.data import ONLY, Columns, Data, DataFacts, Indexed, SplitBatches, WholeBatches, indexed
+from engine.models.layers import Batch, Tensors
+from engine.models.losses import shapes_of
+from engine.models.model_registry import data_factory, data_problems, is_own, name_problems
+from engine.models.user_code import RAISED, exception_of, running
+from engine.models.user_factory import import_factory, made_by, wrong_factory
+
+# Samples and microbatches that are mappings of columns, such as ``{"input_ids": ..., "labels": ...}``.
+#
+# Rules: the target is the first of `TARGETS` that is there. A column that has no numbers, such as a text, is left out.
+# The other columns are the inputs, and the first layer takes them by name (`engine.models.data.Columns`).
+
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+
+
+def collate_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Returns the columns of samples, stacked; raises ValueError for a column whose rows have several shapes."""
+    first = {name: tensor for name, value in samples[0].items() if (tensor := _tensor(value)) is not None}
+    return {name: _stacked(name, [torch.as_tensor(each[name]) for each in samples]) for name in first}
+
+
+def batch_of(columns: Mapping[str, Any]) -> tuple[Columns, Batch]:
+    """Returns a microbatch of columns, and the names of its inputs; raises TypeError without a target."""
+    tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
+    target = next((name for name in TARGETS if name in tensors), None)
+    if target is None or len(tensors) < 2:
+        expected = f"a column of targets ({', '.join(TARGETS)}) and one of inputs"
+        found = ", ".join(tensors) or "no column of numbers"
+        raise TypeError(f"the data: expected {expected}, found {found}; a collate function can name them")
+    return Columns(tuple(tensors), target), Batch(tuple(tensors.values()), (tensors[target],))
+
+
+def named_inputs(inputs: Mapping[str, Any], targets: tuple[Tensor, ...]) -> tuple[Columns, Batch]:
+    """Returns a microbatch of named inputs beside its targets."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    return Columns(tuple(tensors), ""), Batch(tuple(tensors.values()), targets)
+
+
+def _tensor(value: Any) -> Tensor | None:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _stacked(name: str, rows: Sequence[Tensor]) -> Tensor:
+    other = next((each for each in rows if each.shape != rows[0].shape), None)
+    if other is not None:
+        shapes = f"{list(rows[0].shape)} and {list(other.shape)}"
+        raise ValueError(f"the column {name!r} has rows of several shapes, {shapes}; a collate function can pad them")
+    return torch.stack(list(rows))
+
+
+# The evaluation sets of a data source, each with its name and its number of samples.
+#
+# A source that has no sets of its own has one without limit, its `validation`.
+
+
+def evaluation_sets(data: Data) -> EvaluationSets:
+    """Returns the number of samples of each evaluation set by its name; 0 for a set without limit."""
+    found: EvaluationSets = getattr(data, "evaluation_sets", {ONLY: 0})
+    return found
+
+
+def evaluation(data: Data, name: str, index: int, size: int) -> Batch:
+    """Returns microbatch `index` of an evaluation set; one at the end of the set goes on at its begin."""
+    load = getattr(data, "evaluation", None)
+    batch: Batch = data.validation(index, size) if load is None else load(name, index, size)
+    return batch
+
+
+# The data sets that a factory may return as they are: one, a pair, or several by name.
+#
+# training                                    no evaluation: a validation pass has nothing to do
+# (training, evaluation)                      the name of the second one is validation
+# {"train": ..., "validation": ..., ...}      each but the first is an evaluation set, by its name
+
+_TRAINING = ("train", "training")
+
+
+def given_sets(made: Any) -> Indexed | None:
+    """Returns the source of the data sets that a factory returned; None for any other object."""
+    if isinstance(made, Mapping):
+        training = next((name for name in _TRAINING if name in made), None)
+        if training is None or not all(map(_is_map_style, made.values())):
+            return None
+        others = {str(name): _formatted(each) for name, each in made.items() if name != training}
+        return indexed(_formatted(made[training]), others)
+    if isinstance(made, tuple):
+        is_pair = len(made) == 2 and all(map(_is_map_style, made)) and not isinstance(made[0], Tensor)
+        return indexed(_formatted(made[0]), _formatted(made[1])) if is_pair else None
+    return indexed(_formatted(made)) if _is_map_style(made) else None
+
+
+def why_not(made: Any) -> str:
+    """Returns the way out for an object that is no data set, in words; empty if there is none."""
+    if isinstance(made, DataLoader):
+        return "return its dataset: bamboo makes the microbatches"
+    if isinstance(made, IterableDataset | Iterator):
+        return "its samples have no numbers to load them by: make it a map-style data set, with __len__ and __getitem__"
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor):
+        return "return torch.utils.data.TensorDataset(inputs, targets)"
+    if isinstance(made, Mapping):
+        return f"the set to train on is called {_TRAINING[0]!r}; found {', '.join(map(str, made)) or 'no set'}"
+    return ""
+
+
+def _is_map_style(each: Any) -> bool:
+    is_other = isinstance(each, str | bytes | Mapping | tuple | IterableDataset | Tensor)
+    return not is_other and hasattr(each, "__len__") and hasattr(each, "__getitem__")
+
+
+def _formatted(each: Any) -> Any:
+    """Returns a set whose columns are tensors, if it can do that itself, as those of the package datasets."""
+    form = getattr(each, "format", None)
+    has_none = not isinstance(form, Mapping) or form.get("type") is None
+    return each.with_format("torch") if hasattr(each, "with_format") and has_none else each
+
+
+# The rows of a microbatch that count: the last one of an evaluation set may have fewer samples than rows.
+#
+# Its other rows are filled with samples from the begin of the set, which the first microbatch has too. So the rows of
+# these samples tell whether dimension 0 is the sample: outputs may have as many rows for another reason, such as time.
+
+_NEAR, _NEAR_NARROW = 1e-2, 5e-2  # of the largest; a kernel may round the rows of a matrix in other ways
+_EXPECTED = "outputs and targets with one row per sample"
+
+
+class EvaluatedBatch(NamedTuple):
+    """The outputs and targets of an evaluation microbatch."""
+
+    outputs: Tensors
+    targets: Tensors
+
+    def first(self, part: EvaluationPart, size: int, begin: EvaluatedBatch, *, is_narrow: bool) -> EvaluatedBatch:
+        """Returns the rows of the samples of a part that count, of `size`; `begin` is the first microbatch of its set.
+
+        Raises UserError for tensors whose rows are no samples.
+        """
+        for name, ours, theirs in zip(self._fields, self, begin, strict=True):
+            near = _NEAR_NARROW if is_narrow else _NEAR
+            for number, (each, of_begin) in enumerate(zip(ours, theirs, strict=True)):
+                if why := _why_no_samples(each, of_begin, size, part.rows, near if name == "outputs" else 0.0):
+                    raise _refusal(part, f"{name}[{number}] {shapes_of((each,))}, {why}")
+        return EvaluatedBatch(*(tuple(each[: part.rows] for each in tensors) for tensors in self))
+
+
+def _why_no_samples(last: Tensor, begin: Tensor, size: int, rows: int, near: float) -> str:
+    """Returns why dimension 0 is not the sample, in words; empty if it is."""
+    if not last.dim() or last.shape != begin.shape or last.shape[0] != size:
+        return f"which has not {size} rows"
+    again, before = last[rows:], begin[: size - rows]
+    return "" if _are_near(again, before, near) else f"whose row {rows} is not that of the same sample elsewhere"
+
+
+def _are_near(one: Tensor, other: Tensor, near: float) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    finite = other.abs()[other.abs().isfinite()]
+    return torch.allclose(one, other, near, near * float(finite.max() if finite.numel() else 0.0), equal_nan=True)
+
+
+def _refusal(part: EvaluationPart, found: str) -> UserError:
+    hint = (
+        f"--validation-microbatches {part.number} measures whole microbatches only"
+        if part.number
+        else "a smaller microbatch_size"
+    )
+    where = f"in the last microbatch of the evaluation set {part.name}, of {part.rows} samples"
+    return UserError([Problem("validation_microbatches", _EXPECTED, f"{found}, {where}", hint)])
+
+
+# The facts of a data set, as far as its first microbatch tells them; a size that it does not tell is 0.
+def seen_facts(batch: Batch, form: Columns | None, training: Any) -> DataFacts:
+    """Returns the facts of a microbatch of a training set.
+
+    Float targets are values to regress. Whole-number targets are the next tokens if they have the shape of the inputs,
+    else classes; their number comes from `classes` or `features` of the set, as torchvision's and datasets' sets have.
+    """
+    inputs = batch.inputs[0]
+    if form is not None:
+        inputs = next(
+            (each for name, each in zip(form.names, batch.inputs, strict=True) if name != form.target), inputs
+        )
+    target = batch.targets[0]
+    features = inputs.shape[1] if inputs.dim() == 2 else 0
+    if target.is_floating_point():
+        return DataFacts(task="regress", features=features, outputs=target[0].numel(), form=form)
+    if target.shape == inputs.shape and not inputs.is_floating_point():
+        return DataFacts(task="causal", sequence=features, form=form)
+    channels, height, width = inputs.shape[1:] if inputs.dim() == 4 else (0, 0, 0)
+    return DataFacts(
+        task="classify",
+        num_classes=_num_classes(training, form),
+        channels=channels,
+        height=height,
+        width=width,
+        features=features,
+        form=form,
+    )
+
+
+def _num_classes(training: Any, form: Columns | None) -> int:
+    """Returns the number of classes that a data set names, 0 if it names none."""
+    features = getattr(training, "features", None)
+    column = features.get(form.target) if isinstance(features, Mapping) and form is not None else None
+    count = getattr(column, "num_classes", None)
+    classes = getattr(training, "classes", None)
+    if isinstance(count, int):
+        return count
+    return len(classes) if isinstance(classes, list | tuple) else 0
+
+
+# The microbatches of a finite data set: samples by the ledger, collated.
+class IndexedData:
+    """The microbatches of a finite data set for one job; `num_samples` are in its training set."""
+
+    def __init__(self, source: Indexed, job: Job):
+        self.num_samples = len(source.training)
+        self.evaluation_sets = {name: len(each) for name, each in source.evaluations.items()}
+        self._source, self._job = source, job
+        self._seed = job.seed if source.seed is None else source.seed
+        self._collate = import_factory("collate", job.collate) if job.collate else source.collate
+        if source.facts is None or self._collate is not None or isinstance(self._training_sample(0, 0), Mapping):
+            form, batch = self._formed(self._training_samples(0, job.microbatch_size))
+            facts = source.facts or seen_facts(batch, form, source.training)
+            self.facts = replace(facts, form=form)
+        else:
+            self.facts = source.facts
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns the next `size` training samples of the row of all samples of a run."""
+        return self._collated(self._training_samples(first_position(self._job, step, pipeline, microbatch), size))
+
+    def samples_of(self, step: int, pipeline: int, microbatch: int) -> list[int]:
+        """Returns the numbers of the samples of a microbatch in the training set."""
+        places = self._places(first_position(self._job, step, pipeline, microbatch), self._job.microbatch_size)
+        return [sample_at(*at, self.num_samples, self._seed) for at in places]
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns the next `size` samples of the first evaluation set."""
+        return self.evaluation(next(iter(self.evaluation_sets)), index, size)
+
+    def evaluation(self, name: str, index: int, size: int) -> Batch:
+        """Returns the next `size` samples of an evaluation set in its order, cyclically."""
+        samples = self._source.evaluations[name]
+        numbers = (number % len(samples) for number in range(index * size, (index + 1) * size))
+        return self._collated([samples[number] for number in numbers])
+
+    def _training_samples(self, position: int, size: int) -> list[Any]:
+        return [self._training_sample(*at) for at in self._places(position, size)]
+
+    def _places(self, position: int, size: int) -> Iterator[tuple[int, int]]:
+        for share in shares(position, size, self.num_samples):
+            for place in range(share.first, share.first + share.length):
+                yield share.data_epoch, place
+
+    def _training_sample(self, data_epoch: int, place: int) -> Any:
+        source = self._source
+        number = sample_at(data_epoch, place, self.num_samples, self._seed)
+        if source.draws:
+            # The streams are not set back: a source that touches them is never read ahead, in another thread.
+            _set_streams(random_key(self._seed, "sample", data_epoch, number))
+        return source.training[number]
+
+    def _collated(self, samples: list[Any]) -> Batch:
+        form, batch = self._formed(samples)
+        if form != self.facts.form:
+            raise ValueError(f"collate: expected the same columns in every microbatch, found {form}")
+        return batch
+
+    def _formed(self, samples: list[Any]) -> tuple[Columns | None, Batch]:
+        """Returns the microbatch of some samples, and the names of its inputs if they have names."""
+        usual = collate_columns if isinstance(samples[0], Mapping) else default_collate
+        made = (self._collate or usual)(samples)
+        if isinstance(made, Batch):
+            return None, made
+        if isinstance(made, Mapping):
+            return batch_of(made)
+        if not isinstance(made, Sequence) or len(made) != 2:
+            expected = "a pair of inputs and targets, a mapping of columns or a Batch"
+            raise TypeError(f"collate: expected {expected}, found {type(made).__name__}")
+        inputs, targets = made
+        if isinstance(inputs, Mapping):
+            return named_inputs(inputs, _tensors(targets, "targets"))
+        return None, Batch(_tensors(inputs, "inputs"), _tensors(targets, "targets"))
+
+
+def bound(made: Data | Indexed, job: Job) -> Data:
+    """Returns a source of data for a job; raises UserError for a collate function that it cannot use."""
+    if isinstance(made, Indexed):
+        return IndexedData(made, job)
+    if job.collate:
+        raise UserError([Problem("collate", "a data set of samples", repr(job.data), "this source makes microbatches")])
+    return made
+
+
+def num_samples(data: Data) -> int:
+    """Returns the number of samples in the training set of a source; 0 for one without limit."""
+    return int(getattr(data, "num_samples", 0))
+
+
+def samples_of(data: Data, step: int, pipeline: int, microbatch: int) -> list[int]:
+    """Returns the numbers of the samples of a microbatch in the training set; none for a source without limit."""
+    named = getattr(data, "samples_of", None)
+    return list(named(step, pipeline, microbatch)) if named else []
+
+
+def _tensors(part: Any, name: str) -> Tensors:
+    tensors = tuple(part) if isinstance(part, list | tuple) else (part,)
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"collate: expected tensors in the {name}, found {type(each).__name__}")
+    return tensors
+
+
+def _set_streams(key: int) -> None:
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(key % 2**32)
+
+
+# A user's data, named ``package.module:factory``: the source that a factory returns; checks of its microbatches.
+def user_data(job: Job) -> Data:
+    """Returns the data of the factory `job.data`, called with `job.data_args` and the job's seed; raises UserError.
+
+    The name may also be that of the data itself.
+    """
+    with torch.random.fork_rng(devices=[]):
+        returned = made_by("data", job.data, {"seed": job.seed, **job.data_args}, random_key(job.seed, "data"))
+    with running("the data"):
+        is_whole = isinstance(returned, Data | WholeBatches | Indexed)
+        made = bound(returned if is_whole else given_sets(returned) or returned, job)
+    if isinstance(made, Data) and isinstance(made.facts, DataFacts):
+        return OwnData(made)
+    if isinstance(made, WholeBatches) and isinstance(made.facts, DataFacts):
+        with running("the data", type(made).batch):
+            return OwnData(SplitBatches(made, job))
+    expected = (
+        "a factory that returns a data set with __len__ and __getitem__, several of them by name, an object with facts "
+        "(DataFacts), microbatch() and validation(), or one with facts, spec, batch() and validation_batch()"
+    )
+    lacks = f": {why}" if (why := why_not(made)) else _lacks(made)
+    raise wrong_factory("data", job.data, expected, f"it returned {type(made).__name__}{lacks}")
+
+
+def _lacks(made: object) -> str:
+    """Returns the parts that an object lacks to be a data source, in words that follow its type."""
+    if not isinstance(getattr(made, "facts", None), DataFacts):
+        found = f", whose facts are a {type(made.facts).__name__}" if hasattr(made, "facts") else " without facts"
+        return f"{found}: facts = DataFacts(task=...)"
+    wanted = ("spec", "batch", "validation_batch") if hasattr(made, "batch") else ("microbatch", "validation")
+    missing = [name if name == "spec" else f"{name}()" for name in wanted if not hasattr(made, name)]
+    return f" without {' and '.join(missing)}" if missing else ""
+
+
+class OwnData:
+    """A user's data source; an exception in it, or a microbatch of another size or shape, names the data."""
+
+    def __init__(self, source: Data):
+        self.facts = source.facts
+        self.num_samples = num_samples(source)
+        self.samples_of = partial(samples_of, source)
+        self.evaluation_sets = evaluation_sets(source)
+        self._source = source
+        self._kinds: dict[tuple[str, int], str] = {}  # the dtypes and shapes of the first batch
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` training samples; raises TypeError if it is no Batch, ValueError for wrong rows or shapes."""
+        with running("the data", self._source.microbatch):
+            batch = self._source.microbatch(step, pipeline, microbatch, size)
+            return self._checked(batch, f"microbatch({step=}, {pipeline=}, {microbatch=}, {size=})", size)
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns `size` samples of the first evaluation set; raises as `microbatch` does."""
+        return self.evaluation(next(iter(self.evaluation_sets)), index, size)
+
+    def evaluation(self, name: str, index: int, size: int) -> Batch:
+        """Returns `size` samples of an evaluation set; raises as `microbatch` does."""
+        call = f"validation({index=}, {size=})" if name == ONLY else f"evaluation({name=}, {index=}, {size=})"
+        with running("the data", getattr(self._source, "evaluation", self._source.validation)):
+            return self._checked(evaluation(self._source, name, index, size), call, size)
+
+    def _checked(self, batch: object, call: str, size: int) -> Batch:
+        name = f"{type(self._source).__name__}.{call}"
+        if not isinstance(batch, Batch):
+            hint = "return Batch(inputs=(x,), targets=(y,))"
+            raise TypeError(f"{name}: expected a Batch, found {type(batch).__name__}: {hint}")
+        # The split of a whole batch has checked the rows, which need not be the first dimension.
+        for part, tensors in () if isinstance(self._source, SplitBatches) else _parts(batch):
+            rows = tensors[0].shape[0] if tensors and tensors[0].dim() else size
+            if rows != size:
+                raise ValueError(f"{name} returned {counted(rows, 'row')} in {part}[0], {size} were asked for")
+        for part, tensors in _parts(batch):
+            found = shapes_of(tensors)
+            # The inputs of a validation are those of training, its targets may be others.
+            key = part if part == "inputs" else f"{part} of {call.partition('(')[0]}"
+            if (first := self._kinds.setdefault((key, size), found)) != found:
+                raise ValueError(f"{name} returned {found} as {part}, the first were {first}")
+        return batch
+
+
+def _parts(batch: Batch) -> tuple[tuple[str, Tensors], ...]:
+    return ("inputs", batch.inputs), ("targets", batch.targets)
+
+
+# Opens the data of a job: built in (`engine.models.model_registry`) or the user's own. It depends only on the job.
+def open_data(job: Job) -> Data:
+    """Opens the data of `job`; raises UserError or EnvironmentLacksError if it cannot."""
+    if problems := name_problems(job):
+        raise UserError(problems)
+    if is_own(job.data):
+        return user_data(job)
+    if problems := data_problems(job):
+        raise UserError(problems)
+    factory = required(data_factory(job), "data without a problem have a factory")
+    return bound(factory(job.seed, **job.data_args), job)
+
+
+# ``python -m engine.models.data_sources FD`` opens the data of a job, and tells how many samples it has.
+def answer_about(job: Job) -> dict[str, Any]:
+    """Returns the number of samples in the training set as `samples`, or an error under another key."""
+    try:
+        return {"samples": num_samples(open_data(job))}
+    except UserError as error:
+        return {"problems": [asdict(each) for each in error.problems]}
+    except BambooError as error:
+        return {"error": str(error), "code": int(error.exit_code)}
+    except RAISED as error:
+        return {"raised": exception_of(error).at_start()}
+
+
+def main() -> None:
+    """Answers over the socket whose descriptor is the first argument."""
+    with socket.socket(fileno=int(sys.argv[1])) as link:
+        question = b"".join(iter(lambda: link.recv(65536), b""))
+        link.sendall(json.dumps(answer_about(Job(**json.loads(question)))).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The built-in data sources, pure functions of their keys."""

@@ -1,1 +1,0 @@
-"""The built-in models, each a list of layers."""

@@ -1,1 +1,0 @@
-"""Sources: the data of a job as pure microbatches."""

@@ -1,1 +1,0 @@
-"""The role of the coordinator: its state in the store, this host there, and its process beside one that waits."""

@@ -1,1 +1,0 @@
-"""Checks of the host, and of leaks after a run."""

@@ -1,0 +1,536 @@
+"""The workers of another host, as the coordinating host has them: their processes, the server that forks them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import EnvironmentLacksError, ensure, required
+from engine.core.history.record_lines import decoded
+from engine.core.hosts.host_messages import (
+    EndedHostMessage,
+    ForkedHostMessage,
+    ForkHostMessage,
+    HeardHostMessage,
+    HoldsHostMessage,
+    KeptHostMessage,
+    LeavesHostMessage,
+    OutcomeHostMessage,
+    SaidAllHostMessage,
+    ShippedHostMessage,
+    SignalHostMessage,
+    SignsHostMessage,
+    TaughtHostMessage,
+    TickHostMessage,
+    ToldHostMessage,
+    UnforkedHostMessage,
+    WordsHostMessage,
+    WorkerSign,
+    frame,
+)
+from engine.core.hosts.host_options import RegisteredHost
+from engine.core.message_codec import Message, ToWorker, decode, encode
+from engine.core.messages import PingMessage
+from engine.core.protocol.events import Loading
+from engine.runtime.hosts.record_shipping import RecordReceiver, RecordShipper
+from engine.runtime.hosts.wire import HostPeer, StreamEnd
+from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.process import descendants
+from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.interrupts import breakable
+from engine.runtime.process.kernel import ProcessTimes
+
+# The process of a worker on another host, as this host sees it: it looks like one of this host.
+#
+#     event loop --- `RemoteLink` ------------------> stream ---> the agent of the other host --- link --- worker
+#     event loop <-- its socket, with a far end <-- stream <--- that agent
+#     event loop <-- `pidfd`, an event that the word of the other host about the end sets
+#
+# Rules: the last words of a worker come before its end. If its host is lost, `lost` says so, and nothing saw the end. A
+# state that was read before the last signal proves nothing about it: it counts as unknown.
+
+
+_PING = encode(PingMessage())  # the agent of its host asks for signs of life
+_UNSEEN_NS = 600_000_000  # without two signs
+CLOSED = 0  # in the place of the number of a signal
+UNKNOWN = "?"  # the state of a process that its host has not looked at since the last signal
+Send = Callable[[bytes], None]
+
+
+class RemoteLink(Link):
+    """The near end of the link of a process on another host: each message goes to the stream at once."""
+
+    takes_fds = False
+
+    def __init__(self, near: Link, number: int, send: Send):
+        super().__init__(near.socket, blocking=False)
+        self._header, self._send = WordsHostMessage(number), send
+
+    def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool:
+        """Sends one message, without descriptors; the agent of the other host asks for signs of life by itself."""
+        ensure(not fds, "no descriptor travels to another host")
+        if data != _PING:
+            self._send(frame(self._header, data))
+        return True
+
+
+class RemoteProcess(Child):
+    """A worker of another host; `far` is a descriptor of the far end of its link, `board_fd` of this host's board."""
+
+    def __init__(self, name: str, number: int, worker: int, far: int, board_fd: int, send: Send):
+        self._ended_fd = os.eventfd(0)
+        super().__init__(name, 0, os.dup(self._ended_fd))
+        self.worker, self.number = worker, number
+        self._far = Link.from_fd(os.dup(far))
+        self._far.socket.setblocking(True)
+        self._board = ProgressBoard(os.dup(board_fd), worker + 1)
+        self._send = send
+        self._times: ProcessTimes | None = None
+        self._seen_ns = now_ns()
+        self._num_signals = self._num_seen = self._age_ns = 0
+        self._heartbeat = ""
+        self._has_ended = threading.Event()
+        self._ending = threading.Lock()
+
+    def linked(self, link: Link) -> Link:
+        """Returns the link of the process, whose words go to the stream."""
+        return RemoteLink(link, self.number, self._send)
+
+    def hear(self, packet: bytes) -> None:
+        """Takes a message of the worker."""
+        with contextlib.suppress(OSError):  # its handle is closed
+            self._far.send_packet(packet)
+
+    def sees(self, sign: WorkerSign) -> None:
+        """Takes a sign of life: the last heartbeat, the line of the board, the times of the process."""
+        with self._ending:
+            if self.is_closed or self._has_ended.is_set():
+                return
+            self._seen_ns = at_ns = now_ns()
+            self._age_ns = sign.age_ns
+            self._heartbeat = sign.heartbeat or self._heartbeat
+            self._board.write(self.worker, *sign.progress)
+            if sign.place:
+                epoch, step, number, inside, age_ns, slowest_ns, loading = sign.place
+                self._board.place(self.worker, (epoch, step, number, bool(inside), at_ns - age_ns, slowest_ns))
+                for each in Loading:
+                    self._board.load(self.worker, each, each is not Loading.NONE and each == loading)
+            if sign.times:
+                state, thread_ns, process_ns = sign.times
+                self._times = ProcessTimes(str(state), int(thread_ns), int(process_ns))
+                self._num_seen = sign.num_signals
+
+    def ended(self, code: int, lost: str = "") -> None:
+        """Takes the end of the process."""
+        with self._ending:
+            if not self._has_ended.is_set():
+                self._code, self.lost = code, lost
+                self._has_ended.set()
+                os.eventfd_write(self._ended_fd, 1)
+                with contextlib.suppress(OSError):
+                    self._far.socket.shutdown(socket.SHUT_WR)  # no more words come
+
+    @property
+    def is_unseen(self) -> bool:  # type: ignore[override]
+        """Whether no sign of life of it has come for a while."""
+        return now_ns() - self._seen_ns > _UNSEEN_NS
+
+    def seen_ns(self) -> int:
+        """Returns the time of its last sign of life."""
+        return self._seen_ns
+
+    def word(self) -> tuple[int, str] | None:
+        """Returns how long ago it spoke, by its last sign of life, and takes its heartbeat."""
+        with self._ending:
+            heartbeat, self._heartbeat = self._heartbeat, ""
+            return self._age_ns, heartbeat
+
+    def state(self) -> str | None:
+        """Returns its state as its host saw it last, `UNKNOWN` before a look; None if it has ended."""
+        with self._ending:
+            if self._has_ended.is_set():
+                return None
+            return UNKNOWN if self._times is None or self._num_seen != self._num_signals else self._times.state
+
+    def times(self) -> ProcessTimes | None:
+        """Returns its times as its host saw them last."""
+        return None if self._has_ended.is_set() else self._times
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal, if the process has not ended."""
+        if not self._has_ended.is_set():
+            self._num_signals += 1
+            self._send(frame(SignalHostMessage(self.number, int(number))))
+
+    def wait(self, timeout_s: float = 0.0) -> int | None:
+        """Returns the exit code, negative for a signal; None if no end is known within `timeout_s`."""
+        return self._code if self._has_ended.wait(timeout_s) else None
+
+    def close(self, patience_s: float = 2.0) -> None:
+        """Kills the process if it has not ended, and releases all that this host has of it."""
+        if self.is_closed:
+            return
+        self.signal(signal.SIGKILL)
+        self.wait(patience_s)
+        self._send(frame(SignalHostMessage(self.number, CLOSED)))
+        with self._ending:
+            self.is_closed = True
+            self._has_ended.set()
+            with contextlib.suppress(OSError):
+                self._far.socket.shutdown(socket.SHUT_RDWR)
+            self._far.close()
+            self._board.close()
+            os.close(self._ended_fd)
+            os.close(self.pidfd)
+
+
+# The fork server of another host, as the agent of the coordinator's host uses it: it forks over the stream.
+_FORK_S = 90.0  # for the first one the other host imports torch
+_WAIT_S = 1.0
+_KILLED = -9  # the code of a process whose end nothing saw
+
+
+class RemoteSpawner(ForkServer):
+    """The processes of one other host. With `takes_over` that host has processes already, from another coordinator."""
+
+    def __init__(self, known: RegisteredHost, *, takes_over: bool = False):
+        self.host, self.address = known.name, known.address
+        self.known = known
+        self.peer = HostPeer(known.incarnation, self._deliver)
+        self.while_waiting: Callable[[], None] = lambda: None
+        self._number = 0
+        self._away: dict[int, RemoteProcess] = {}
+        self._answers: queue.SimpleQueue[ForkedHostMessage | UnforkedHostMessage | None] = queue.SimpleQueue()
+        self._losing = threading.Lock()
+        self.has_left = False
+        self.keeper: RecordReceiver | None = None  # of the records of hosts
+        self.shipper: RecordShipper | None = None  # of those of the host that coordinates
+        self.has_shipped = False  # its last records
+        self.held: tuple[tuple[int, ...], ...] = ()  # as the host told them
+        self.heard = 0  # decisions, before it served this coordinator
+        self.told: dict[int, str] = {}  # those of them that this host may lack
+        self.taught: list[ToWorker] = []  # its workers
+        self.has_said = threading.Event()
+        self._is_early = takes_over  # no handle of the processes is there yet
+        self._early: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._hearing = threading.Lock()
+        self._why_lost = ""
+        self._heard: tuple[int, ...] = ()  # when the last signs were sent, and when they came
+
+    @property
+    def is_there(self) -> bool:
+        """Whether workers can be started on the host: it is not lost, and has not left."""
+        return not (self.peer.is_lost or self.has_left)
+
+    def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
+        """Forks a worker on the other host; of `fds` it takes the link and the progress board, which come first.
+
+        If the host is lost, the process counts as ended with it. Raises EnvironmentLacksError if the host cannot fork.
+        """
+        ensure(role == "worker", f"another host runs workers, and no {role}")
+        self._number += 1
+        number, worker = self._number, int(name.rpartition("-")[2])
+        child = RemoteProcess(name, number, worker, fds[0], fds[3], self.peer.end.send)
+        with self._losing:
+            self._away[number] = child
+        self.peer.end.send(frame(ForkHostMessage(number, worker, ProgressBoard.lines_in(fds[3]))))
+        answer = self._answer()
+        if isinstance(answer, ForkedHostMessage):
+            child.pid = answer.pid
+        elif self.peer.is_lost:
+            child.ended(_KILLED, self._why_lost)
+        else:
+            child.ended(_KILLED)
+            child.close()
+            why = f"it did not answer within {_FORK_S:g} s" if answer is None else answer.error
+            raise EnvironmentLacksError(f"no process can be started on host {self.host}: {why}")
+        return child
+
+    def _answer(self) -> ForkedHostMessage | UnforkedHostMessage | None:
+        until_s = time.monotonic() + _FORK_S
+        while time.monotonic() < until_s and not self.peer.is_lost:
+            try:
+                with breakable():
+                    return self._answers.get(timeout=_WAIT_S)
+            except queue.Empty:
+                self.while_waiting()
+        return None
+
+    def _deliver(self, header: Message, packet: bytes) -> None:
+        """Takes a frame of the other host, in the thread of its stream."""
+        match header:
+            case SignsHostMessage(sent_ns=sent_ns, signs=signs):
+                self._heard = (sent_ns, now_ns())
+                for each in map(WorkerSign._make, signs):
+                    self._with(each.process, "sees", each)
+            case WordsHostMessage(process=process):
+                self._with(process, "hear", packet)
+            case EndedHostMessage(process=process, code=code):
+                self._with(process, "ended", code)
+            case ForkedHostMessage() | UnforkedHostMessage():
+                self._answers.put(header)
+            case LeavesHostMessage():
+                self.has_left = True
+            case HoldsHostMessage(processes=processes, heard=heard):
+                self.held, self.heard = processes, heard
+            case ToldHostMessage(number=number) if not self.has_said.is_set():
+                decoded(line := packet.decode())  # raises InvariantError for one that is no record
+                self.told[number] = line
+            case TaughtHostMessage() if isinstance(told := decode(packet), ToWorker) and not self.has_said.is_set():
+                self.taught.append(told)
+            case SaidAllHostMessage():
+                self.has_said.set()
+            case ShippedHostMessage():
+                self._keep_lines(header, packet)
+            case KeptHostMessage() if self.shipper is not None:
+                self.shipper.kept(header)
+
+    def _keep_lines(self, header: ShippedHostMessage, packet: bytes) -> None:
+        """Keeps records; the last answer is on its way when the host has shipped all."""
+
+        def answer(found: bytes) -> None:
+            self.peer.end.send(found)
+            self.has_shipped = header.is_last
+
+        parts = required(self.keeper, "a host is admitted after its keeper is there").take(header, packet, answer)
+        for each in parts:
+            if self.shipper is not None:
+                self.shipper.knows(each.node, each.file, each.begin + each.length)
+
+    def _with(self, process: int, name: str, *given: Any) -> None:
+        with self._hearing:
+            child = self._away.get(process)
+            if self._is_early:
+                self._early.append((process, name, given))
+            elif child is not None:
+                getattr(child, name)(*given)
+
+    def adopt(self, number: int, worker: int, pid: int, ended: Sequence[int], far: int, board_fd: int) -> Child:
+        """Returns a handle of a process that another coordinator has had; `ended` has its exit code, or is empty."""
+        child = RemoteProcess(f"bamboo-{worker}", number, worker, far, board_fd, self.peer.end.send)
+        child.pid = pid
+        with self._losing:
+            self._number = max(self._number, number)
+            self._away[number] = child
+            is_lost = self.peer.is_lost
+        if ended or is_lost:
+            child.ended(ended[0] if ended else _KILLED, "" if ended else self._why_lost)
+        return child
+
+    def end_held(self) -> None:
+        """Ends the processes that the host has from another coordinator: all workers begin again."""
+        with self._hearing:
+            for number, *_ in self.held:
+                self._number = max(self._number, number)
+                self.peer.end.send(frame(SignalHostMessage(number, CLOSED)))
+            self._early, self._is_early = [], False
+
+    def words(self) -> list[tuple[int, bytes]]:
+        """Returns the words of processes before they were adopted, each with its number."""
+        with self._hearing:
+            return [(number, packet) for number, name, (packet, *_) in self._early if name == "hear"]
+
+    def hear_again(self) -> None:
+        """Lets all come to the handles that has come before them, and from now on all at once."""
+
+        def replay() -> None:
+            with self._hearing:
+                for number, name, given in self._early:
+                    if (child := self._away.get(number)) is not None:
+                        getattr(child, name)(*given)
+                self._early, self._is_early = [], False
+
+        threading.Thread(target=replay, name=f"again {self.host}", daemon=True).start()
+
+    def tick(self) -> None:
+        """Tells the other host that this one lives."""
+        self.peer.end.send(frame(TickHostMessage(self.peer.end.received, now_ns(), self._heard)))
+
+    def lose(self, why: str) -> None:
+        """Counts the host as lost, because of `why`, with all its processes; its words count for nothing any more."""
+        with self._losing:
+            self.peer.is_lost, self._why_lost = True, why
+            self.peer.end.connect()  # which ends the stream
+            children = [*self._away.values()]
+        for child in children:
+            child.ended(_KILLED, why)
+        self._answers.put(None)
+        self.has_said.set()
+
+    def leave(self) -> None:
+        """Forgets the processes, which go on; no order reaches them any more."""
+        self.peer.end.close()
+        for child in self._away.values():
+            child.ended(0)
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """The agent of the other host does it."""
+        yield
+
+    @contextlib.contextmanager
+    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
+        """The agent of the other host does it."""
+        yield
+
+    def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
+        """The agent of the other host does it."""
+
+    def keep(self, number: int, line: str) -> None:
+        """Lets the other host keep a decision."""
+        self.peer.end.send(frame(HeardHostMessage(number), line.encode()))
+
+    def tell(self, code: int, words: str) -> None:
+        """Tells the other host the outcome of the run."""
+        self.peer.end.send(frame(OutcomeHostMessage(code, words)))
+
+    @property
+    def pid(self) -> int:
+        """There is none on this host."""
+        return 0
+
+    def has_ended(self) -> bool:
+        """Returns whether the host is lost."""
+        return self.peer.is_lost
+
+    def close(self) -> None:
+        """Ends the processes that are not closed."""
+        for child in self._away.values():
+            child.close()
+
+
+# Which host ships its records to which: each one to the host that coordinates, and that one to another.
+#
+#     a host that serves      its own, and the copies that it keeps of hosts that do not coordinate
+#     the one that coordinates   its own, and the copies of lost hosts, to the first other host that lives
+#
+# Rules: so the records of each host are on two hosts, as long as there are two, and the host that goes on has all of
+# them. An answer is about the stream over which it comes: it counts for no shipper of the next one.
+
+_LAST_S = 2.0  # from the end of a run until all hosts have shipped their last records
+_LOOK_S = 0.01
+
+
+class ServedLines:
+    """The records of a host that does not coordinate, in the folder `run` of host `own`; and copies of others."""
+
+    def __init__(self, own: str, run: Path):
+        self._own, self._run, self._chief = own, run, ""
+        self._keeper = RecordReceiver()
+        self._keeper.begin(run)
+        self._end: StreamEnd | None = None
+        self._shipper: RecordShipper | None = None
+
+    def follow(self, chief: str, end: StreamEnd) -> None:
+        """Ships to host `chief` from now on; nothing if that is this host."""
+        self.leave()
+        self._chief, self._end = chief, end
+        if chief != self._own:
+            self._shipper = RecordShipper(self._own, self._run, end, lambda name: name != chief)
+            self._shipper.begin()
+
+    def leave(self) -> None:
+        """Ships nothing more over the present stream; returns when no frame of it is being taken, or will be."""
+        self.close_shipper()
+        if self._end is not None:
+            self._end.close()
+            self._end.settle()
+
+    def take(self, header: Message, packet: bytes) -> bool:
+        """Takes a frame with parts, or an answer; returns whether it is one."""
+        shipper, end = self._shipper, self._end
+        if isinstance(header, ShippedHostMessage) and end is not None:
+            for each in self._keeper.take(header, packet, end.send):
+                if shipper is not None:
+                    shipper.knows(each.node, each.file, each.begin + each.length)
+        elif isinstance(header, KeptHostMessage) and shipper is not None:
+            shipper.kept(header)
+        return isinstance(header, ShippedHostMessage | KeptHostMessage)
+
+    def finish(self) -> None:
+        """Ships the last records."""
+        if self._shipper is not None:
+            self._shipper.finish(_LAST_S)
+
+    def close_shipper(self) -> None:
+        """Ships nothing more."""
+        if self._shipper is not None:
+            self._shipper.close()
+            self._shipper = None
+
+    def close(self) -> None:
+        """Ships and keeps nothing more."""
+        self.close_shipper()
+        self._keeper.close()
+
+
+class CoordinatorLines:
+    """The records of the hosts of a run, on the host `own` that coordinates; `away` has the other ones by name."""
+
+    def __init__(self, own: str, away: Mapping[str, RemoteSpawner]):
+        self._own, self._away = own, away
+        self._keeper = RecordReceiver()
+        self._run: Path | None = None
+        self._to: RemoteSpawner | None = None
+        for each in away.values():
+            each.keeper = self._keeper
+
+    def begin(self, run: Path) -> None:
+        """Keeps and ships records in the folder of the run from now on."""
+        if self._run is None:  # that of the job, not of its twin
+            self._run = run
+            self._keeper.begin(run)
+
+    def look(self) -> None:
+        """Chooses the host that keeps the records of this one, if there is none that lives."""
+        if self._run is None or (self._to is not None and not self._to.peer.is_lost):
+            return
+        self._leave()
+        self._to = next((each for each in self._away.values() if self._can_keep(each)), None)
+        if self._to is not None:
+            self._to.shipper = RecordShipper(self._own, self._run, self._to.peer.end, self._is_lost)
+            self._to.shipper.begin()
+
+    def _can_keep(self, away: RemoteSpawner) -> bool:
+        return away.host != self._own and away.has_said.is_set() and not away.peer.is_lost and not away.has_left
+
+    def _is_lost(self, name: str) -> bool:
+        return name not in self._away or self._away[name].peer.is_lost
+
+    def finish(self) -> None:
+        """Waits until the hosts have shipped their last records."""
+        until_s = time.monotonic() + _LAST_S
+        for each in self._away.values():
+            while self._is_shipping(each) and time.monotonic() < until_s:
+                time.sleep(_LOOK_S)
+        self.close()
+
+    def close(self) -> None:
+        """Ships and keeps nothing more."""
+        self._leave()
+        self._keeper.close()
+
+    def _is_shipping(self, away: RemoteSpawner) -> bool:
+        return self._run is not None and self._can_keep(away) and not away.has_shipped and away.peer.ended_ns is None
+
+    def hand_over(self) -> None:
+        """Ships the last records of this host: it leaves."""
+        if self._to is not None and self._to.shipper is not None:
+            self._to.shipper.finish(_LAST_S)
+        self.close()
+
+    def _leave(self) -> None:
+        if self._to is not None and self._to.shipper is not None:
+            self._to.shipper.close()
+            self._to.shipper = None
+        self._to = None

@@ -1,1 +1,0 @@
-"""Links: the connections of one worker to others, which outlive its epochs."""

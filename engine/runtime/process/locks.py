@@ -1,0 +1,86 @@
+"""Locks of a host: on a folder that a process uses, and for background work, one worker at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# A lock on a folder that a process uses; the kernel releases it when the process ends, also by SIGKILL.
+#
+# Rule: a file system may have no such locks. A folder there counts as used, because nothing proves the contrary.
+
+
+@contextlib.contextmanager
+def folder_used(folder: Path) -> Iterator[None]:
+    """Marks a folder as used during the block; several processes may use it. The lock is not inherited."""
+    fd = _open(folder)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def unused_folder(folder: Path) -> Iterator[bool]:
+    """Yields whether no process uses a folder; then no process can begin to use it during the block."""
+    fd = -1
+    try:
+        try:
+            fd = _open(folder)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            is_unused = False
+        else:
+            is_unused = True
+        yield is_unused
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+# An advisory lock of a host: one worker at a time does background work, so that cores stay free for training.
+#
+# It is a record lock on a file that all workers inherit, the progress board; the kernel releases it if its holder dies.
+
+_LOOKS, _LOOK_S = 50, 0.001
+
+
+class HostLock:
+    """The lock of the file `fd`, which is the same for all workers; only one thread of a process may use it."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+
+    @contextlib.contextmanager
+    def acquire_when(self, is_good: Callable[[], bool], hurry: threading.Event) -> Iterator[bool]:
+        """Tries each millisecond to take the lock while `is_good()`; holds it in the block and yields True.
+
+        Yields False, without the lock, after 50 tries or once `hurry` is set. The caller does its work in either case.
+        """
+        is_locked = False
+        for _ in range(_LOOKS):
+            if (is_good() and (is_locked := self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB))) or hurry.wait(_LOOK_S):
+                break
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                self._lock(fcntl.LOCK_UN)
+
+    def _lock(self, how: int) -> bool:
+        """Returns whether the call succeeded; an error is ignored, because the lock is only advisory."""
+        try:
+            fcntl.lockf(self._fd, how, 1)
+        except OSError:
+            return False
+        return True

@@ -1,1 +1,0 @@
-"""Requests to a launcher while its job runs, as files in its run folder."""

@@ -1,0 +1,127 @@
+"""The memory of a worker's GPU: told for each step in which it was another one than before, with a prediction for it.
+
+Rules: before training each stage here is tried with two microbatches, which leave no trace; so a prediction knows what
+a microbatch takes on this device. The memory of the host is neither tried nor told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from engine.core.action import Action
+from engine.core.history.run_records import MemoryRecord
+from engine.core.job.memory_model import MicrobatchBytes, StageBytes, device_bytes
+from engine.core.ownership import Ownership
+from engine.models.data import Data
+from engine.models.layers import Batch, Tensors
+from engine.runtime.device.action_clock import LiveBytes, in_blocks
+from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
+from engine.runtime.stage.random_streams import set_back
+from engine.runtime.stage.replicas import Replicas
+from engine.runtime.stage.stage import Stage
+from engine.runtime.transport.transport import Border
+
+# The sizes of a stage in bytes: those of its tensors, and those that a microbatch takes, counted as it runs.
+
+
+def stage_bytes(stage: Stage) -> StageBytes:
+    """Returns the sizes of a stage whose optimizers have taken a step; of a shard, the part that is here."""
+    optimizers, weights = stage.optimizers.values(), [p for layer in stage.layers.values() for p in layer.parameters()]
+    return StageBytes(
+        weights=num_bytes(kept for each in optimizers for kept in each.kept.values()),
+        whole=num_bytes(weights),
+        trained=num_bytes(each for each in weights if each.requires_grad),
+        optimizer=num_bytes(state for each in optimizers for named in each.state.values() for state in named.values()),
+        buffers=num_bytes(stage.buffers()),
+        output=sum(prod(spec.shape) * spec.dtype.itemsize for spec in stage.border or ()),
+    )
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Returns the size of the elements of all these tensors."""
+    return sum(each.numel() * each.itemsize for each in tensors)
+
+
+def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> MicrobatchBytes:
+    """Returns the bytes that a microbatch takes, of two that run forward and backward; the stage stays as it was."""
+    modules = modules_of(stage.layers.values())
+    try:
+        with set_back(stage.device), lending(modules, snapshot_of(modules).copy().buffers()), LiveBytes() as live:
+            for microbatch in (0, 1):
+                before = live.begin()
+                stage.forward(0, microbatch, inputs, targets)
+                most, after = live.most, live.begin()
+            for microbatch in (0, 1):  # the second one finds gradients to add to
+                begin = live.begin()
+                stage.backward(0, microbatch, _ones_for(stage, microbatch))
+    finally:
+        stage.forget_step()
+        stage.peak_stash = 0
+    given = sum(in_blocks(each.nbytes) for each in (*inputs, *(targets or ())))
+    largest = max((each.nbytes for each in stage.trained()), default=0)
+    return MicrobatchBytes(after - before + given, most - after, live.most - begin, largest)
+
+
+def _ones_for(stage: Stage, microbatch: int) -> Tensors:
+    outputs = () if stage.is_last else stage.residuals[microbatch].outputs
+    return tuple(torch.ones_like(each) for each in outputs if each.requires_grad)
+
+
+_SAME = 0.01  # of the bytes that were told last
+
+
+class MemoryWatch:
+    """Looks at the most bytes that a worker held since its last look; `borders` has those of all stages."""
+
+    def __init__(
+        self, worker: int, replicas: Replicas, borders: Sequence[Border], write: Callable[[MemoryRecord], None]
+    ):
+        self._worker, self._replicas, self._borders, self._write = worker, replicas, borders, write
+        self._tried: dict[int, MicrobatchBytes] = {}
+        self._told = (0, 0)
+
+    def begin(self, data: Data) -> None:
+        """Tries the stages here, and forgets the most bytes so far."""
+        if self._replicas.device.is_host:
+            return
+        for (_, index), stage in self._replicas.stages.items():
+            with contextlib.suppress(Exception), set_back(self._replicas.device):  # of a layer: training will show it
+                batch = Batch((), ())
+                if index == 0 or stage.is_last:
+                    batch = data.microbatch(0, 0, 0, self._replicas.job.microbatch_size)
+                targets = self._replicas.device.put_all(batch.targets) if stage.is_last else None
+                self._tried[index] = microbatch_bytes(stage, self._inputs(index, batch), targets)
+        self._replicas.device.memory_peak()
+
+    def _inputs(self, index: int, batch: Batch) -> Tensors:
+        device = self._replicas.device
+        return tuple(spec.zeros(device) for spec in self._borders[index - 1]) if index else device.put_all(batch.inputs)
+
+    def step_ends(self, step: int, ownership: Ownership, actions: Callable[[], Sequence[Action]]) -> None:
+        """Tells the most bytes of a step, if they differ from those that were told last.
+
+        `actions` returns those of this worker in a usual step of the owners.
+        """
+        peak = self._replicas.device.memory_peak()
+        if peak is None or not any(abs(now - told) > _SAME * told for now, told in zip(peak, self._told, strict=True)):
+            return
+        self._told = allocated, reserved = peak
+        predicted = self._predicted(ownership, actions())
+        self._write(MemoryRecord(step=step, allocated=allocated, reserved=reserved, predicted=predicted))
+
+    def _predicted(self, ownership: Ownership, actions: Sequence[Action]) -> int:
+        """Returns the prediction; 0 if a stage was not tried here, as that of a later replica."""
+        held = {stage for _, stage in ownership.held_by(self._worker)}
+        if not held <= self._tried.keys():
+            return 0
+        sizes = {
+            index: StageBytes(0, 0, 0, 0, 0, sum(spec.num_bytes for spec in border))
+            for index, border in enumerate(self._borders)
+        }
+        sizes |= {index: stage_bytes(stage) for (_, index), stage in self._replicas.stages.items()}
+        return device_bytes(self._replicas.job, actions, ownership, self._worker, sizes, self._tried)

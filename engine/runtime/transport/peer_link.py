@@ -1,0 +1,329 @@
+"""One end of the link to another worker: messages out and in, pieces large and small.
+
+    small       header and body over the socket, in one call
+    large       the body into the ring in pieces, each header over the socket; without a ring all over the socket
+
+Rules: a send never waits: the part that does not fit is kept, in its order, and leaves when there is room, from the
+main thread's wait. At a fence the kept messages are dropped, as their tensors may change; a frame whose first bytes
+have left is completed from a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import InvariantError, required
+from engine.core.links import (
+    INLINE,
+    Arrival,
+    Disturbance,
+    Frame,
+    FrameCount,
+    FrameReader,
+    Incoming,
+    Mailbox,
+    RingSpace,
+    aligned,
+)
+from engine.runtime.ipc.link import COUNT_BYTES, RING_BYTES
+from engine.runtime.transport.link_wire import Met, Wire, disturbed
+
+# The memory of tensors on the host as bytes, which a socket or a ring reads and writes in place.
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the host, which lives as long as they do.
+
+    It makes no tensor: each call of torch is slow in a process that has just woken.
+    """
+    memory = _array(tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+@cache
+def _array(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    return ctypes.c_ubyte * size
+
+
+def host_room(size: int) -> memoryview:
+    """Returns uninitialised memory for a message."""
+    return memory_of(torch.empty(size, dtype=torch.uint8, device="cpu"))
+
+
+def tensor_of(memory: memoryview) -> Tensor:
+    """Returns the tensor of which `memory_of` made this memory, or a part of it.
+
+    It is the same one: torch knows pinned memory by its storage, and takes it back before its copies are over if these
+    are made from another storage at the same place.
+    """
+    return memory.obj.tensor  # type: ignore[attr-defined]
+
+
+# A ring of memory that two workers share: one writes pieces of messages into it, the other one copies them out.
+#
+# The agent makes it, as a file without a name; its last bytes are a count that the reader writes: the bytes freed so
+# far. The header of a piece goes over the socket of the link behind the write, so that the reader never sees half a
+# piece.
+
+
+class _Ring:
+    """The memory of a ring; takes over its descriptor."""
+
+    def __init__(self, fd: int):
+        size = RING_BYTES + COUNT_BYTES  # torch keeps no descriptor of it, as a map of Python's does
+        path = f"/proc/self/fd/{fd}"
+        memory = memory_of(torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu"))
+        os.close(fd)
+        self.bytes: memoryview = memory[:RING_BYTES]
+        self._count = memory[RING_BYTES : RING_BYTES + 8].cast("Q")
+
+    @property
+    def freed(self) -> int:
+        """The bytes that the reader has freed."""
+        return int(self._count[0])
+
+    @freed.setter
+    def freed(self, count: int) -> None:
+        self._count[0] = count
+
+
+class OutRing(_Ring):
+    """The end that writes."""
+
+    def __init__(self, fd: int):
+        super().__init__(fd)
+        self._space = RingSpace(RING_BYTES)
+
+    def put(self, part: memoryview, length: int) -> int | None:
+        """Copies bytes into a piece of `length`, at least theirs; returns its offset, or None if there is no room."""
+        offset = self._space.place(length, self.freed)
+        if offset is not None:
+            self.bytes[offset : offset + len(part)] = part
+        return offset
+
+
+class InRing(_Ring):
+    """The end that reads."""
+
+    def take(self, offset: int, length: int, into: memoryview | None) -> None:
+        """Copies a piece out, unless it is dropped, and frees it; raises ValueError for one outside of the ring."""
+        if offset + length > RING_BYTES:
+            raise ValueError(f"a piece of {length} bytes at {offset} is outside of the ring")
+        if into is not None:
+            into[:] = self.bytes[offset : offset + length]
+        self.freed += length
+
+
+INLINE_BYTES = 64 << 10  # of a message that goes over the socket in one frame
+_PIECE_BYTES = 256 << 10  # the receiver copies one piece out while the sender copies the next one in
+_PADDING = bytes(64)
+
+Lacks = Literal["", "socket", "ring"]  # the rest of the messages waits for room there
+OnArrival = Callable[[Arrival[Any, memoryview]], None]
+AnyMailbox = Mailbox[Any, memoryview]
+
+
+class _Outgoing:
+    """A message on its way: its parts as bytes, and how many bytes of it have left."""
+
+    def __init__(self, epoch: int, key: int, parts: Sequence[memoryview]):
+        self.epoch, self.key = epoch, key
+        self.starts, at = [], 0
+        self.parts = [part for part in parts if len(part)]
+        for part in self.parts:
+            self.starts.append(at := aligned(at))
+            at += len(part)
+        self.total, self.at, self._index = at, 0, 0
+
+    @property
+    def frame(self) -> list[memoryview | bytes]:
+        """The only frame of a small message, with its body."""
+        found: list[memoryview | bytes] = [Frame(self.epoch, self.key, self.total, 0, self.total).packed()]
+        at = 0
+        for start, part in zip(self.starts, self.parts, strict=True):
+            found += [_PADDING[: start - at], part] if start > at else [part]
+            at = start + len(part)
+        return found
+
+    def piece(self) -> tuple[memoryview, int]:
+        """Returns the next bytes, of one part, and the length of their piece, with the padding behind a part."""
+        part, start = self.parts[self._index], self.starts[self._index]
+        begin = self.at - start
+        rest = part[begin : begin + _PIECE_BYTES]
+        is_end = begin + len(rest) == len(part)
+        if not is_end or self._index + 1 == len(self.parts):
+            return rest, len(rest)
+        return rest, self.starts[self._index + 1] - self.at
+
+    def go_on(self, length: int) -> bool:
+        """Counts a piece that has left; returns whether it was the last one."""
+        self.at += length
+        if self._index + 1 < len(self.parts) and self.at == self.starts[self._index + 1]:
+            self._index += 1
+        return self.at >= self.total
+
+
+class Ends(NamedTuple):
+    """The ends of a link as a worker gets them; between hosts there are no rings."""
+
+    wire: Wire
+    out: OutRing | None = None
+    back: InRing | None = None
+
+
+class PeerLink:
+    """The link to worker `peer`; without ends at first, until the agent has made them."""
+
+    def __init__(self, peer: int, mailbox: AnyMailbox, room_of: Callable[[int], memoryview], on_arrival: OnArrival):
+        self.peer = peer
+        self.ends: Ends | None = None
+        self.is_broken = self.awaits_room = self.is_retried = False
+        self._mailbox, self._room_of, self._on_arrival = mailbox, room_of, on_arrival
+        self._incoming: Incoming[memoryview] = Incoming(self._room_for)
+        self._reader = FrameReader(self._sink)
+        self._kept: deque[_Outgoing] = deque()
+        self._rest: list[memoryview | bytes] = []  # of the frame that is leaving
+        self._dropped: list[memoryview | bytes] = []  # that rest, if a fence came meanwhile: nobody misses it
+        self._lock = threading.RLock()  # of all that is sent: a GPU's copies are sent by another thread
+
+    @property
+    def owes(self) -> bool:
+        """Whether something waits to be sent that no fence has dropped."""
+        return bool(self._kept or (self._rest and self._rest is not self._dropped))
+
+    def attach(self, ends: Ends) -> None:
+        """Takes the ends of the link."""
+        with self._lock:
+            self.ends = ends
+
+    def disturb(self, disturbance: Disturbance, met: Met) -> None:
+        """Has the link disturbed, from the next byte on; it has ends."""
+        with self._lock:
+            ends = required(self.ends, "a link without ends carries nothing")
+            rest, self._rest = b"".join(self._rest), []
+            wire = disturbed(ends.wire, disturbance, rest, FrameCount(*self._reader.rest), met)
+            self.ends = ends._replace(wire=wire)
+
+    def send(self, epoch: int, key: int, parts: Sequence[memoryview]) -> Lacks:
+        """Begins to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
+        with self._lock:
+            if len(parts) != 1 or self.ends is None or self._kept or self._rest or len(parts[0]) > INLINE_BYTES:
+                self._kept.append(_Outgoing(epoch, key, parts))
+                return self.flush()
+            size = len(parts[0])  # in few calls: the peer may wait
+            self._rest = [Frame(epoch, key, size, 0, size).packed(), parts[0]]
+            return "" if self._write(self.ends) else "socket"
+
+    def flush(self) -> Lacks:
+        """Sends the kept messages, as far as there is room; raises OSError if the link is broken."""
+        with self._lock:
+            while self.ends is not None:
+                if self._rest and not self._write(self.ends):
+                    return "socket"
+                if not self._kept:
+                    break
+                if not self._begin_frame(self.ends):
+                    return "ring"
+            return ""
+
+    def _begin_frame(self, ends: Ends) -> bool:
+        """Makes the next frame; returns False if the ring has no room for it."""
+        message = self._kept[0]
+        if message.total <= INLINE_BYTES:
+            self._rest = message.frame
+            self._kept.popleft()
+            return True
+        part, length = message.piece()
+        offset: int | None = INLINE
+        body: list[memoryview | bytes] = []
+        if ends.out is None:
+            body = [part, *[_PADDING[: length - len(part)]] * (length > len(part))]
+        else:
+            offset = ends.out.put(part, length)
+        if offset is None:
+            return False
+        self._rest = [Frame(message.epoch, message.key, message.total, message.at, length, offset).packed(), *body]
+        if message.go_on(length):
+            self._kept.popleft()
+        return True
+
+    def _write(self, ends: Ends) -> bool:
+        """Writes the rest of a frame; returns whether all of it has left."""
+        try:
+            count = ends.wire.write(self._rest)
+        except BlockingIOError:
+            return False
+        if count == sum(map(len, self._rest)):
+            self._rest = []
+            return True
+        while self._rest and count >= len(self._rest[0]):
+            count -= len(self._rest.pop(0))
+        if count:
+            self._rest[0] = memoryview(self._rest[0])[count:]
+        return not self._rest
+
+    def drop_unsent(self) -> None:
+        """Drops the kept messages, and copies the rest of the frame that is leaving: its tensors may change now."""
+        with self._lock:
+            self._kept.clear()
+            self._rest = self._dropped = [b"".join(self._rest)] if self._rest else []
+
+    def read(self) -> bool:
+        """Reads all that has come; returns False at the end of the link. Raises InvariantError for a wrong frame."""
+        while (ends := self.ends) is not None:
+            room = self._reader.room()
+            try:
+                with self._lock:
+                    count = ends.wire.read_into(room)
+            except BlockingIOError:
+                return True
+            if not count:
+                return False
+            for frame in self._reader.filled(count):
+                self._end_piece(ends, frame)
+            if count < len(room) and ends.wire.is_drained_short:
+                return True
+        return True
+
+    def _sink(self, frame: Frame) -> memoryview | None:
+        if frame.offset != INLINE:
+            return None
+        room = self._incoming.begins(frame, self._mailbox.epoch)
+        return None if room is None else room[frame.start : frame.start + frame.length]
+
+    def _room_for(self, frame: Frame) -> memoryview:
+        room = self._mailbox.room_for(self.peer, frame)
+        return self._room_of(frame.total) if room is None else room
+
+    def _end_piece(self, ends: Ends, frame: Frame) -> None:
+        floor = self._mailbox.epoch
+        if frame.offset != INLINE:
+            if ends.back is None:
+                raise InvariantError(f"a link without a ring has a frame of one: {frame}")
+            room = self._incoming.begins(frame, floor)
+            into = None if room is None else room[frame.start : frame.start + frame.length]
+            ends.back.take(frame.offset, frame.length, into)
+        whole = self._incoming.ended(frame, floor)
+        if whole is not None:
+            arrived = self._mailbox.put(self.peer, frame.key, frame.epoch, whole)
+            if arrived is not None:
+                self._on_arrival(arrived)
+
+    def close(self) -> None:
+        """Closes this end."""
+        with self._lock:
+            self.is_broken = True
+            self._kept.clear()
+            self._rest = []
+            if self.ends is not None:
+                self.ends.wire.close()

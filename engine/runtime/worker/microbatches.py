@@ -1,0 +1,363 @@
+"""The microbatches of a worker: loaded, watched for slowness, and tried before training."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from engine.core.action import Action
+from engine.core.checks.trajectory import MARK_DIGITS, LoadedMarks, another, impure_data, named
+from engine.core.errors import Problem, UserError
+from engine.core.job.job import Job, is_due
+from engine.core.job.samples import EvaluationSets, parts_of
+from engine.core.ownership import Slot
+from engine.core.texts import numbered
+from engine.models.data import Data, DataFacts
+from engine.models.data_sources import evaluation, evaluation_sets, num_samples, samples_of
+from engine.models.layers import Batch, Tensors
+from engine.runtime.device.device import HOST, Device
+from engine.runtime.ipc.progress_board import LoaderStatus
+from engine.runtime.stage.random_streams import displace, positions
+from engine.runtime.stage.trials import MICROBATCHES
+
+# A data source whose calls are watched: loading data is a state of its own, and a slow source can load ahead.
+#
+# Rule: only a source that draws from no stream of the process may load ahead. It would disturb the draws of the layers,
+# and they its own. Its first calls, among them those of the trial before training, tell whether it draws.
+
+
+_CHECKED_CALLS = 20
+_LEAST_CALLS = 2
+_SLOW_S = 0.005  # a hand-over to another thread takes longer than a quicker call
+
+
+class WatchedData:
+    """The calls of `data`, which `whereabouts` tells."""
+
+    def __init__(self, data: Data, whereabouts: LoaderStatus):
+        self._data, self._whereabouts = data, whereabouts
+        self._num_calls = 0
+        self._draws = self._is_slow = False
+
+    @property
+    def facts(self) -> DataFacts:
+        """The facts that a model needs."""
+        return self._data.facts
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in the training set; 0 for a source without limit."""
+        return num_samples(self._data)
+
+    def samples_of(self, step: int, pipeline: int, microbatch: int) -> list[int]:
+        """Returns the numbers of the samples of a microbatch in the training set; none for a source without limit."""
+        return samples_of(self._data, step, pipeline, microbatch)
+
+    @property
+    def may_load_ahead(self) -> bool:
+        """Whether the last call was slow, and no call has drawn from a stream of the process."""
+        return self._is_slow and not self._draws and self._num_calls >= _LEAST_CALLS
+
+    def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` training samples, loaded in the main thread."""
+        return self._watched(self._data.microbatch, step, pipeline, microbatch, size)
+
+    def microbatch_ahead(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
+        """Returns `size` training samples, loaded in another thread."""
+        return self._timed(True, self._data.microbatch, step, pipeline, microbatch, size)
+
+    @property
+    def evaluation_sets(self) -> EvaluationSets:
+        """The number of samples of each evaluation set by its name; 0 for a set without limit."""
+        return evaluation_sets(self._data)
+
+    def validation(self, index: int, size: int) -> Batch:
+        """Returns `size` samples that training never sees."""
+        return self._watched(self._data.validation, index, size)
+
+    def evaluation(self, name: str, index: int, size: int) -> Batch:
+        """Returns `size` samples of an evaluation set."""
+        return self._watched(partial(evaluation, self._data, name), index, size)
+
+    def await_ahead(self, wait: Callable[[], Batch]) -> Batch:
+        """Returns the outcome of a wait of the main thread for another one that loads."""
+        return self._told(False, wait)
+
+    def _watched(self, load: Callable[..., Batch], *at: int) -> Batch:
+        if self._draws or self._num_calls >= _CHECKED_CALLS:
+            return self._timed(False, load, *at)
+        before = positions()
+        batch = self._timed(False, load, *at)
+        after = positions()
+        self._draws = any(after[stream] != position for stream, position in before.items())
+        self._num_calls += 1
+        return batch
+
+    def _timed(self, ahead: bool, load: Callable[..., Batch], *at: int) -> Batch:
+        start_s = time.monotonic()
+        batch = self._told(ahead, load, *at)
+        self._is_slow = time.monotonic() - start_s >= _SLOW_S
+        return batch
+
+    def _told(self, ahead: bool, load: Callable[..., Batch], *at: int) -> Batch:
+        self._whereabouts.load(True, ahead=ahead)
+        try:
+            return load(*at)
+        finally:
+            self._whereabouts.load(False, ahead=ahead)
+
+
+# The microbatches that a worker loads in training, and their marks in a step with an audit.
+#
+# A slow source that draws from no stream of the process loads the microbatches of the next forwards ahead, in threads.
+#
+# Rules: a mark is taken from the whole microbatch as soon as it is loaded. The part that was used must have the same
+# bits after its backward, because a layer keeps its inputs until then.
+
+_Key = tuple[int, int, int]  # pipeline, stage, microbatch
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+_MOST_TOLD = 8  # samples in a message
+_MOST_MARKED = 4000  # microbatches of a pipeline: their marks must fit into the packet of a vote
+
+
+class MicrobatchLoader:
+    """Loads the microbatches of one worker, one step after the other."""
+
+    def __init__(self, job: Job, data: Data, device: Device = HOST):
+        self._job, self._data, self._device = job, data, device
+        self._prepared: dict[Action, Batch] = {}
+        self._ahead: dict[tuple[int, Action], Future[Batch]] = {}  # by step and forward
+        self._threads: ThreadPoolExecutor | None = None
+        self._forwards: Sequence[Action] = ()  # with data, of one step
+        self._marks: dict[Slot, dict[int, str]] = {}  # of the open step
+        self._used: dict[_Key, list[tuple[Tensors, str]]] = {}  # the parts in use and their marks, until the backward
+
+    def load(self, step: int, action: Action) -> Batch:
+        """Returns the microbatch of a forward on the device.
+
+        Raises UserError if it was loaded with other bits before.
+        """
+        batch = self._prepared.pop(action, None) or self._loaded(step, action)
+        self._load_ahead(step, action)
+        return on_device(batch, self._device)
+
+    def enter(self, forwards: Sequence[Action]) -> None:
+        """Takes the forwards with data of the next program, in their order."""
+        self.forget_prepared()
+        for each in self._ahead.values():
+            each.cancel()
+        self._forwards, self._ahead = forwards, {}
+
+    def _load_ahead(self, step: int, action: Action) -> None:
+        """Begins to load the microbatches of the forwards after an action, also of those in the next steps."""
+        data, count = self._data, self._job.load_ahead
+        if not isinstance(data, WatchedData) or not data.may_load_ahead or action not in self._forwards:
+            return
+        if self._threads is None and count:  # a thread of its own has its own number of compute threads
+            self._threads = ThreadPoolExecutor(count, "loading", partial(torch.set_num_threads, self._job.threads))
+        first = self._forwards.index(action) + 1
+        for place in range(first, first + count):
+            steps_on, index = divmod(place, len(self._forwards))
+            at_step, following = step + steps_on, self._forwards[index]
+            is_there = (at_step, following) in self._ahead or following in self._prepared
+            if self._threads is None or is_there or at_step >= self._job.steps:
+                continue
+            at = (at_step, following.pipeline, following.microbatch, self._job.microbatch_size)
+            self._ahead[at_step, following] = self._threads.submit(data.microbatch_ahead, *at)
+
+    def _of_source(self, step: int, action: Action) -> Batch:
+        ahead, data = self._ahead.pop((step, action), None), self._data
+        if ahead is not None and isinstance(data, WatchedData):
+            return data.await_ahead(ahead.result)
+        return data.microbatch(step, action.pipeline, action.microbatch, self._job.microbatch_size)
+
+    def prepare(self, step: int, action: Action) -> None:
+        """Loads the microbatch of a later forward."""
+        if action not in self._prepared:
+            self._prepared[action] = self._loaded(step, action)
+
+    def told(self, step: int, action: Action) -> str:
+        """Returns the microbatch of an action in words, with the numbers of its first samples in a finite data set."""
+        numbers = samples_of(self._data, step, action.pipeline, action.microbatch)
+        first = [*numbers[:_MOST_TOLD], *["..."] * (len(numbers) > _MOST_TOLD)]
+        samples = f" ({numbered('sample', first)})" if first else ""
+        return f"microbatch {action.microbatch} of pipeline {action.pipeline}{samples}"
+
+    def check_used(self, step: int, action: Action) -> None:
+        """Raises UserError if the bits of a microbatch, whose backward has run, have changed since its forward."""
+        used = self._used.pop((action.pipeline, action.stage, action.microbatch), ())
+        if self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
+            found = f"{named(action.microbatch, action.pipeline, step)} was overwritten before its backward"
+            raise UserError([impure_data(self._job.data, found)])
+
+    def marks_of(self, slot: Slot) -> LoadedMarks:
+        """Returns the marks of the microbatches that were loaded for a slot in the open step."""
+        return self._marks.get(slot, {})
+
+    def forget_prepared(self) -> None:
+        """Drops the microbatches of forwards that have not run."""
+        self._prepared = {}
+
+    def forget_step(self) -> None:
+        """Drops all of the open step."""
+        self._prepared, self._marks, self._used = {}, {}, {}
+
+    def _loaded(self, step: int, action: Action) -> Batch:
+        pipeline, stage, microbatch = action.pipeline, action.stage, action.microbatch
+        batch = self._of_source(step, action)
+        if is_due(self._job.audit, step, step == self._job.steps - 1) and microbatch < _MOST_MARKED:
+            inputs, targets = _mark(batch.inputs), _mark(batch.targets)
+            mark = inputs + targets
+            known = self._marks.setdefault((pipeline, stage), {}).setdefault(microbatch, mark)
+            if known != mark and self._job.check_pure:
+                name, how = named(microbatch, pipeline, step), "when they are loaded again"
+                raise UserError([another(self._job.data, name, (known, mark), how)])
+            of_first, of_last = [(batch.inputs, inputs)], [(batch.targets, targets)]
+            used = of_first * (stage == 0) + of_last * (stage == self._job.slots - 1)
+            self._used[pipeline, stage, microbatch] = used
+        return batch
+
+
+def on_device(batch: Batch, device: Device) -> Batch:
+    """Returns a microbatch on a device."""
+    return batch if device.is_host else Batch(device.put_all(batch.inputs), device.put_all(batch.targets))
+
+
+def mark_of(batch: Batch) -> str:
+    """Returns the mark of a microbatch: `MARK_DIGITS` of its inputs, then of its targets."""
+    return _mark(batch.inputs) + _mark(batch.targets)
+
+
+def _mark(tensors: Tensors) -> str:
+    """Returns a mark of shapes and bits; quicker than a hash of state, because each microbatch of a step has two."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach()
+        plain = (plain if plain.layout is torch.strided else plain.to_dense()).contiguous()
+        digest.update(f"{plain.shape}".encode())
+        if plain.dtype not in _OF_NUMPY:
+            plain = plain.resolve_conj().reshape(-1).view(torch.uint8)
+        digest.update(plain.numpy().data)
+    return digest.hexdigest()[:MARK_DIGITS]
+
+
+# The trial of the data before training: a microbatch has the same bits in any order, at any time, in any process.
+#
+#     at first    microbatches 0 and 1 of step 0, which the layers are tried with
+#     then        some of other steps and pipelines, and of the validation, in another order in each worker
+#     at last     1 and 0 again, two seconds later by the clock; all that were loaded must still have their bits
+#
+# Before each call the random streams of the process have another position, in each worker another one. The part between
+# ends early where a source is slow: the trial must not hold up the launch.
+
+_SPARE_S = 0.015  # for the part between
+_AWAY_S = 2  # no more: a source may wait for the time that it has read, or keep it
+_MOST_CALLS = 100
+_AGAIN = "when they are loaded again"
+
+Load = Callable[[], Batch]
+
+
+@dataclass(slots=True)
+class DataTrial:
+    """Loads microbatches for one worker; `problem` is the first sign of a source that is not pure."""
+
+    job: Job
+    data: Data
+    worker: int = 0
+    marks: dict[str, str] = field(default_factory=dict)  # by the name of the microbatch
+    problem: Problem | None = None
+    _loaded: list[tuple[str, Batch]] = field(default_factory=list)
+    _num_calls: int = 0
+    _quickest_s: float = math.inf  # call: a busy machine makes others slow
+
+    def first(self) -> list[Batch]:
+        """Returns the microbatches that the layers are tried with."""
+        return [self._call(*self._training(0, 0, microbatch)) for microbatch in self._first_two()]
+
+    def others(self) -> None:
+        """Loads more microbatches while there is time; an exception is left to training."""
+        end_s = time.monotonic() + _SPARE_S
+        for name, load in self._in_own_order([*self._elsewhere(), *self._validation()]):
+            if time.monotonic() + self._quickest_s > end_s:
+                break
+            with contextlib.suppress(Exception):
+                self._call(name, load)
+
+    def again(self) -> None:
+        """Loads the first microbatches again, and looks at all that have been loaded."""
+        with _another_time():
+            for microbatch in reversed(self._first_two()):
+                self._call(*self._training(0, 0, microbatch))
+        for name, batch in self._loaded:
+            if self.problem is None and mark_of(batch) != self.marks[name]:
+                self.problem = impure_data(self.job.data, f"{name} was overwritten by a later call")
+
+    def _first_two(self) -> list[int]:
+        # A job of one microbatch has no second one: data in whole batches could not supply it.
+        return [min(microbatch, self.job.microbatches - 1) for microbatch in MICROBATCHES]
+
+    def _training(self, step: int, pipeline: int, microbatch: int) -> tuple[str, Load]:
+        size = self.job.microbatch_size
+        load = partial(self.data.microbatch, step, pipeline, microbatch, size)
+        return named(microbatch, pipeline, step), load
+
+    def _elsewhere(self) -> Iterator[tuple[str, Load]]:
+        last_step, last_pipeline, last = self.job.steps - 1, self.job.pipelines - 1, self.job.microbatches - 1
+        yield self._training(min(1, last_step), 0, 0)
+        yield self._training(0, last_pipeline, last)
+        yield self._training(last_step // 2, last_pipeline // 2, last // 2)
+        yield self._training(last_step, last_pipeline, last)
+        yield self._training(last_step, 0, 0)
+
+    def _validation(self) -> Iterator[tuple[str, Load]]:
+        parts = parts_of(self.job, evaluation_sets(self.data)) if self.job.validate_every else ()
+        last = {part.name: part for part in parts}
+        for part in parts:
+            if part.number == 0 or part == last[part.name]:
+                load = partial(evaluation, self.data, part.name, part.number, self.job.microbatch_size)
+                yield f"{part.name} microbatch {part.number}", load
+
+    def _in_own_order(self, calls: list[tuple[str, Load]]) -> list[tuple[str, Load]]:
+        """Returns calls in an order that differs between workers: a source that counts its calls gives them others."""
+        turn = self.worker % len(calls)
+        return (calls[turn:] + calls[:turn])[:: -1 if self.worker % 2 else 1]
+
+    def _call(self, name: str, load: Load) -> Batch:
+        displace(self.worker * _MOST_CALLS + self._num_calls)
+        self._num_calls += 1
+        start_s = time.monotonic()
+        batch = load()
+        mark = mark_of(batch)
+        self._quickest_s = min(self._quickest_s, time.monotonic() - start_s)
+        if name not in self.marks:
+            self.marks[name] = mark
+            self._loaded.append((name, batch))
+        elif self.marks[name] != mark and self.problem is None:
+            self.problem = another(self.job.data, name, (self.marks[name], mark), _AGAIN)
+        return batch
+
+
+@contextlib.contextmanager
+def _another_time() -> Iterator[None]:
+    """Moves the wall clock of this thread, as `time.time` and `time.time_ns` tell it."""
+    here, seconds, nanoseconds = threading.get_ident(), time.time, time.time_ns
+
+    def away_s() -> int:
+        return _AWAY_S * (threading.get_ident() == here)
+
+    time.time = lambda: seconds() + away_s()
+    time.time_ns = lambda: nanoseconds() + away_s() * 10**9
+    try:
+        yield
+    finally:
+        time.time, time.time_ns = seconds, nanoseconds
