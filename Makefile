@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check bench soak soak-tests soak-ends soak-coordinator soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -85,10 +85,6 @@ soak-tests: $(TEST_STAMP)
 # Runs whose processes are stopped, killed and paused, half of them at their end: some forty minutes on two cores.
 soak-ends: $(TEST_STAMP)
 	.venv/bin/python -m tests.e2e.end_soak --runs 500 --seed $(SEED)
-
-# SIGKILL or SIGSTOP of the coordinator at each of 29 moments, with a second one that waits: two minutes on two cores.
-soak-coordinator: $(TEST_STAMP)
-	.venv/bin/python -m tests.e2e.coordinator_kills
 
 # Hangs of five kinds, 60 s of slow data, 300 pauses of half the deadline: the verdicts, some twelve minutes on two cores.
 soak-detection: $(TEST_STAMP)

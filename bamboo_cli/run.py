@@ -24,7 +24,6 @@ from bamboo_cli.options.run import (
     NoticeEvery,
     NoticeUrl,
     NoTwin,
-    StandbyCoordinator,
     Tee,
     YesNo,
     announcing,
@@ -85,14 +84,11 @@ def _own(values: Mapping[str, Any], resolved: ResolvedJob | None, problems: list
     notices = noting(problems, lambda: asking(values["notice_command"], values["notice_url"], every, in_process))
     if not (values["dry_run"] or values["explained"]):
         store = noting(problems, lambda: etcd_settings(values["etcd"], values["etcd_plain_http"]))
-        problems += _not_in_process(values, resolved) if in_process else ()
+        problems += _not_in_process(resolved) if in_process else ()
     return _Own(scenario, grace_s, notices, store)
 
 
-def _not_in_process(values: Mapping[str, Any], resolved: ResolvedJob | None) -> Iterator[Problem]:
-    if values["second"]:
-        why = "a coordinator that waits is a process, and --in-process has threads"
-        yield Problem("--standby-coordinator", "workers that are processes", "--in-process", why)
+def _not_in_process(resolved: ResolvedJob | None) -> Iterator[Problem]:
     if resolved is not None and resolved.job.backend == "nccl":
         yield Problem("--in-process", "a backend other than nccl", "nccl", "NCCL wants a process for each worker")
 
@@ -113,7 +109,6 @@ def run(
     notice_every: NoticeEvery = None,
     injectable: Injectable = YesNo.YES,
     in_process: _InProcess = False,
-    second: StandbyCoordinator = False,
     resume: Resume = None,
     other_bits: OtherBits = False,
     etcd: Endpoints = "",
@@ -141,7 +136,7 @@ def run(
         from engine.runtime.process.interrupts import holding
 
         try:
-            case = _case(resolved, scenario, faults, standby_coordinator=second, **options)
+            case = _case(resolved, scenario, faults, **options)
             with holding(), _server(in_process) as server:
                 result = run_case(case, own.store, announcing(screen(tee=tee), keywords), server)
                 code = print_result(result, resolved, as_json)

@@ -92,8 +92,8 @@ Processes:
 
 launcher: the process of the command line, which starts a run.
 agent: the part of the launcher that starts, watches and ends the workers of its host.
-coordinator: the part of the agent, or the process, that decides on membership.
-standby: a waiting worker that was started with the run; as a process, the coordinator that takes over from the first.
+coordinator: the part of the agent that decides on membership.
+standby: a waiting worker that was started with the run.
 waiting: said of a worker that has code and data, and no slot, rank or vote; an epoch makes it a member.
 cramped: said of a waiting worker whose memory does not suffice for one slot; it waits on.
 joiner: a waiting worker that becomes a member without a failure, at a step boundary.

@@ -74,14 +74,6 @@ Injectable = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-StandbyCoordinator = Annotated[
-    bool,
-    typer.Option(
-        "--standby-coordinator",
-        help="Give the coordinator a process of its own, and a second one that takes over if the first ends.",
-        rich_help_panel=_PANEL,
-    ),
-]
 EventsMax = Annotated[
     str,
     typer.Option(

@@ -33,7 +33,6 @@ def train(
     tee: bool = False,
     grace: str = "120s",
     injectable: bool = True,
-    standby_coordinator: bool = False,
     in_process: bool = False,
     etcd: str = "",
     etcd_plain_http: bool = False,
@@ -54,7 +53,7 @@ def train(
     """
     _refuse_a_worker()
     flags = _flags(no_twin=not twin, other_bits=other_bits, tee=tee, in_process=in_process, trust_code=trust_code)
-    flags += _flags(standby_coordinator=standby_coordinator, etcd_plain_http=etcd_plain_http)
+    flags += _flags(etcd_plain_http=etcd_plain_http)
     texts = {"--grace": grace, "--etcd": etcd, "--isa": isa, "--injectable": "" if injectable else "no"}
     options = [*_file(job), *_kills(kills), *flags]
     options += [word for name, text in texts.items() if text for word in (name, text)]

@@ -44,10 +44,10 @@ class Case:
     """A run to make: a scenario and its concrete faults.
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
-    file, `injectable`: the run takes the faults of `bamboo inject --run`, `standby_coordinator`: a second coordinator
-    waits. It begins after the checkpoint `origin`. The given weights must have the hash `init`, if it is not empty.
-    `notices` are asked for. `run_id` is the name of the run in the store, by default that of its folder. `begun_as` is
-    the name of the folder in which it began, on another host; that of its checkpoints.
+    file, `injectable`: the run takes the faults of `bamboo inject --run`. It begins after the checkpoint `origin`. The
+    given weights must have the hash `init`, if it is not empty. `notices` are asked for. `run_id` is the name of the
+    run in the store, by default that of its folder. `begun_as` is the name of the folder in which it began, on another
+    host; that of its checkpoints.
     """
 
     name: str
@@ -57,7 +57,6 @@ class Case:
     file: LoadedScenario | None = None
     grace_s: float = 120.0
     injectable: bool = True
-    standby_coordinator: bool = False
     origin: Resumption | None = None
     init: str = ""
     notices: NoticeFrom | None = None

@@ -207,7 +207,7 @@ def _new_rows(
     return ending.view.run_state.rows
 
 
-_PASSED_ON = ("faults", "grace_s", "injectable", "standby_coordinator", "notices")  # fields of a case for its session
+_PASSED_ON = ("faults", "grace_s", "injectable", "notices")  # fields of a case for its session
 _OF_THE_END = ("the last records", "trajectory.csv", "the result in run.json", "the seal")  # behind a given up disk
 _QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
 

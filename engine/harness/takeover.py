@@ -23,7 +23,7 @@ from engine.core.kv import KV, Lease
 from engine.core.message_codec import ToWorker
 from engine.core.messages import WelcomeMessage
 from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE
-from engine.core.protocol.wire import ProcessOnHost, begins_again, last_number, succession
+from engine.core.protocol.succession import ProcessOnHost, begins_again, last_number, succession
 from engine.files.host_facts import host_record
 from engine.files.jobs.checkpoint_choice import with_whole_place
 from engine.files.run_folder import RunFolder

@@ -92,10 +92,10 @@ def test_problems_of_all_flags_are_told_at_once() -> None:
     """Those of the command's own flags came in a second run of the command."""
     own = "--kill 5 --kill 3:x --grace never --notice-every 1ms --notice-url ftp://host --in-process".split()
     told = ["--kill", "--kill 3:x", "--grace", "--notice-url", "--notice-every", "--notice-url"]
-    more = ["--etcd", "nowhere", "--standby-coordinator"]
+    more = ["--etcd", "nowhere"]
     job = ["--stages", "0", "--hang-after", "soon", "--set", "lr=fast"]
     of_job = ["lr", "stages", "hang_after"]
-    also = ["--etcd", "--standby-coordinator"]
+    also = ["--etcd"]
     assert [each.partition(" found")[0] for each in fields_of("run", *own, *more, *job)] == [*of_job, *told, *also]
     assert fields_of("run", *own, *more) == [*told, *also]
     assert fields_of("run", *own, *job, "--dry-run") == [*of_job, *told]

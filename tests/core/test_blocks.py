@@ -134,7 +134,7 @@ def test_a_fault_at_the_last_block_stays_there_with_fewer_blocks() -> None:
 def test_texts_that_number_a_slot_take_its_noun_from_the_job() -> None:
     """`Grid.noun` decides whether users read of stage 3 or of block 3."""
     rooms = ["bamboo_cli", *(f"engine/{each}" for each in ("report", "harness", "api", "runtime/agent"))]
-    rooms += [f"engine/core/{each}" for each in ("faults", "checks", "coordinator", "membership", "elastic", "history")]
+    rooms += [f"engine/core/{each}" for each in ("faults", "checks", "protocol", "history")]
     root = Path(__file__).parents[2]
     wrong = [
         f"{path.relative_to(root)}: {line.strip()}"

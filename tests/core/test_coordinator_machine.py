@@ -9,12 +9,7 @@ import pytest
 
 from engine.core import messages
 from engine.core.errors import DivergedError, ExitCode, InvariantError, WorkerException
-from engine.core.history.process_records import (
-    CutShortRecord,
-    DeadlyRecord,
-    RestartRecord,
-    WayOutRecord,
-)
+from engine.core.history.process_records import CutShortRecord, DeadlyRecord, RestartRecord, WayOutRecord
 from engine.core.history.run_records import (
     CommitRecord,
     EpochRecord,

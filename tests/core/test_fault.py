@@ -7,17 +7,7 @@ import json
 import pytest
 
 from engine.core.action import Action, Op, parse_action
-from engine.core.faults.fault import (
-    After,
-    At,
-    Fault,
-    Owner,
-    Role,
-    Worker,
-    from_plain,
-    struck_by,
-    to_plain,
-)
+from engine.core.faults.fault import After, At, Fault, Owner, Role, Worker, from_plain, struck_by, to_plain
 from engine.core.job.job import Job
 from tests.kills import parse_kill
 

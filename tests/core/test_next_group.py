@@ -35,15 +35,7 @@ from engine.core.worker.state import (
     SendMessage,
     WorkerState,
 )
-from tests.core.coordinator_cases import (
-    Outputs,
-    committed,
-    given,
-    heard,
-    killed,
-    told,
-    training,
-)
+from tests.core.coordinator_cases import Outputs, committed, given, heard, killed, told, training
 from tests.core.membership_cases import S
 from tests.core.test_worker_machine import epoch, fed, hand_over, prepared, running, waiting
 

@@ -15,7 +15,7 @@ from engine.core.protocol.events import ExitSeen, LeaseExpired, Takeover
 from engine.core.protocol.inputs_outputs import Tell, Write, recorded_first
 from engine.core.protocol.membership import step
 from engine.core.protocol.state import Phase
-from engine.core.protocol.wire import ProcessOnHost, begins_again, last_number, succession
+from engine.core.protocol.succession import ProcessOnHost, begins_again, last_number, succession
 from tests.core.coordinator_cases import begun, committed, training
 
 EXCLUDED = Exclusion(6, "was lost", Cause.DEATH)

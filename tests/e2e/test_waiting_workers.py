@@ -185,19 +185,6 @@ def test_a_waiting_worker_that_hangs_while_it_loads_is_given_up(
     assert len([event for event in events if event["event"] == "epoch"]) == 1
 
 
-def test_the_next_coordinator_knows_who_waits(launch: Launch) -> None:
-    """The epoch with which it begins takes the waiting worker in."""
-    run = launch(*LONG, "--standby", "1", "--standby-coordinator")
-    waits_in(run, 1)
-    os.kill(run.events("coordinator")[0]["child"], signal.SIGKILL)
-    run.wait_until(lambda: len(run.events("epoch")) >= 2)
-    run.wait_until(lambda: 3 in run.events("epoch")[-1]["owners"])
-    run.interrupt()
-    assert run.wait().code == 130
-    assert [event["members"] for event in run.events("epoch")][:2] == [[0, 1, 2], [0, 1, 2, 3]]
-    assert len(run.events("coordinator_ended")) == 1
-
-
 def test_a_death_before_training_starts_all_workers_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: ForkServer
 ) -> None:

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.relay import (
-    Events,
-    _known_ns,
-    _marks_ns,
-    _relay_s,
-    bench_etcd_start,
-    bench_forming,
-    bench_relay,
-)
+from engine.bench.relay import Events, _known_ns, _marks_ns, _relay_s, bench_etcd_start, bench_forming, bench_relay
 from engine.core.errors import WorkerFailedError
 from tests.core.made_records import made
 

@@ -30,7 +30,7 @@ from engine.core.protocol import inputs_outputs
 from engine.core.protocol.coordinator_state import documents, resume
 from engine.core.protocol.events import LeaseExpired, Notice, Takeover, WorkerWord
 from engine.core.protocol.state import State
-from engine.core.protocol.wire import ProcessOnHost, succession
+from engine.core.protocol.succession import ProcessOnHost, succession
 from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.hosts.host_servers import KEPT, ReplayBuffer, ReplicatedResults
 from tests.simulation.case import HOST_KINDS, Case, Fault

@@ -16,10 +16,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from engine.core.messages import ReadyMessage, WaitingMessage
 from engine.core.protocol import inputs_outputs
-from engine.core.protocol.events import JobRestart, Loading, Sight, Takeover, WorkerWord
-from engine.core.protocol.inputs_outputs import CoordinatorInput
-from engine.core.protocol.wire import is_told_again
+from engine.core.protocol.events import JobRestart, Loading, Notice, Sight, Takeover, WorkerWord
+from engine.core.protocol.inputs_outputs import CoordinatorInput, ProcessExit
 from tests.simulation.case import Case, Fault, Sleep
 from tests.simulation.coordinator import Coordinator, taken_over
 from tests.simulation.links import MS, TICK
@@ -110,7 +110,7 @@ class SleepWorld(World):
         """Keeps an input whose answer the agent has carried out."""
         if isinstance(given, JobRestart):
             self.known.clear()
-        elif is_told_again(given) and given not in self.known:
+        elif _is_told_again(given) and given not in self.known:
             self.known.append(given)
 
     def _replace(self, before: SleepingCoordinator) -> None:
@@ -176,3 +176,10 @@ def sleep_case(number: int) -> Case:
 def _sleep(rng: Random, number: int) -> Sleep:
     length = int(_SHORTEST_US * (_LONGEST_US / _SHORTEST_US) ** rng.random())
     return Sleep(rng.randint(1, _MOST_REACHED), length, KINDS[number % 3], rng.random() < 0.5)
+
+
+def _is_told_again(given: CoordinatorInput) -> bool:
+    """Whether a coordinator that takes over must be told an input again: each end, join and notice comes once only."""
+    return isinstance(given, ProcessExit | Notice) or (
+        isinstance(given, WorkerWord) and isinstance(given.message, ReadyMessage | WaitingMessage)
+    )

@@ -20,7 +20,7 @@ from engine.core.protocol.coordinator_state import resume as resumed
 from engine.core.protocol.events import LeaseExpired, Takeover
 from engine.core.protocol.inputs_outputs import ProcessExit
 from engine.core.protocol.state import Phase
-from engine.core.protocol.wire import succession
+from engine.core.protocol.succession import succession
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults
 from tests.simulation import host_world, plans

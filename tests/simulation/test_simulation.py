@@ -65,11 +65,11 @@ SELDOM = {
 }
 CHUNK = 1000
 EVERY = 3  # moment of a job that streams, or whose workers have two stages
-TAKE_OVER_EVERY, HAND_OVER_EVERY = 11, 107  # moments of a coordinator, and of a worker behind a notice
+TAKE_OVER_EVERY, HAND_OVER_EVERY = 17, 211  # moments of a coordinator, and of a worker behind a notice
 STREAMED, TWO_STAGES = [*streamed_cases()], [*two_stage_cases()]
 PARTS = 4
 MOVES = 50
-TAKE_OVERS, HAND_OVERS, STARTUP_DEATHS = 250, 250, 260  # at least, in each part
+TAKE_OVERS, HAND_OVERS, STARTUP_DEATHS = 160, 125, 260  # at least, in each part
 
 
 def test_there_are_enough_schedules() -> None:
@@ -82,7 +82,7 @@ def test_there_are_enough_schedules() -> None:
 
 
 def _stride(shape: tuple[int, int, int]) -> int:
-    return 11 * shape[0] * shape[1]
+    return 17 * shape[0] * shape[1]
 
 
 def of_shape(shape: tuple[int, int, int]) -> list[Case]:

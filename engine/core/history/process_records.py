@@ -127,14 +127,14 @@ class ForkServerEndedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorRecord(StampedRecord):
-    """A coordinator has a process of its own, `child`; one of them holds the role, the other waits."""
+    """Of runs of earlier versions: a coordinator has a process of its own; one holds the role, the other waits."""
 
     child: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorEndedRecord(StampedRecord):
-    """The coordinator, process `child`, has ended, and the one that waited takes over."""
+    """Of runs of earlier versions: the coordinator has ended, and the one that waited takes over."""
 
     child: int
     code: int

@@ -6,10 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.core.errors import (
-    Problem,
-    nearest,
-)
+from engine.core.errors import Problem, nearest
 from engine.core.job.job import ARGS_FIELDS, Job
 from engine.core.units import Args, Scalar, parse_epochs
 from engine.files.yaml_scalar import plain_value

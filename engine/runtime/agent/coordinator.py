@@ -36,7 +36,6 @@ from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOut
 from engine.core.protocol.membership import plan_document
 from engine.core.protocol.run_status import Slots
 from engine.core.protocol.state import State
-from engine.runtime.agent.standby import StandbyCoordinator, Start, plain_settings
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.interrupts import RunInterruptedError
@@ -155,7 +154,6 @@ class Node:
         kv: KV,
         first: CoordinatorState,
         now_ns: int,
-        standby: StandbyCoordinator | None = None,
         kept: Lease | None = None,
         ttl_s: int = LEASE_TTL_S,
     ):
@@ -166,10 +164,9 @@ class Node:
         self._lease = kept or kv.grant(ttl_s)
         candidate = f"{self.name}:{os.getpid()}" + (f":{kept.lease_id:x}" if kept else "")
         self._election = Election(kv, ROLE, candidate.encode(), ttl_s, kept)
-        if standby is None and not self._election.poll():
+        if not self._election.poll():
             raise CoordinatorUnavailableError("another coordinator holds this run")
-        self._is_candidate = standby is None  # else a process of its own is
-        self._coordinator = standby or Coordinator(kv, self._election, first, now_ns)
+        self._coordinator = Coordinator(kv, self._election, first, now_ns)
         self._renewed_ns = now_ns
         self._reported_ns = now_ns
         self._enrolled: dict[int, tuple[int, Slots, str]] = {}  # pid, slots and host of each worker, as written
@@ -223,7 +220,7 @@ class Node:
             return
         self._renewed_ns = now_ns
         with self._in_or_out():
-            if not (self._kv.keep_alive(self._lease) and (not self._is_candidate or self._election.renew())):
+            if not (self._kv.keep_alive(self._lease) and self._election.renew()):
                 raise LeaseLostError
 
     def leave(self) -> None:
@@ -267,12 +264,11 @@ def join_store(
     logs: Path,
     first: CoordinatorState,
     recorder: Recorder,
-    start: Start | None = None,
     kept: Lease | None = None,
 ) -> Node:
     """Connects this host to the store, or to a private one that it starts; `stack` releases all of it.
 
-    With `start`, coordinators are processes of their own that it starts. A thread renews the lease `kept`.
+    A thread renews the lease `kept`.
     """
     private = EmbeddedEtcd(logs) if etcd is None else None
     # It starts while this process imports gRPC, for a fifth of a second, and the fork server imports torch.
@@ -289,14 +285,7 @@ def join_store(
     recorder.write(StoreRecord(endpoints=endpoints, run_id=run_id, private=private is not None))
     kv = EtcdKV(settings, f"/bamboo/{run_id}/")
     stack.callback(kv.close)
-    standby = None
-    if start is not None:
-        store = plain_settings(settings, None if private is None else logs)
-        standby = StandbyCoordinator(start, store, run_id, kv, first, recorder)
-        stack.callback(standby.close)
-    node = Node(kv, first, now_ns(), standby, kept, LEASE_TTL_S if private is None else PRIVATE_TTL_S)
-    if standby is not None:
-        standby.while_waiting = lambda: node.renew(now_ns())
+    node = Node(kv, first, now_ns(), kept, LEASE_TTL_S if private is None else PRIVATE_TTL_S)
     if private is None:
         stack.callback(_leave, node, recorder)
     return node

@@ -57,7 +57,7 @@ from engine.runtime.agent.run_state import (
     worker_view,
 )
 from engine.runtime.agent.start_up import LaunchSpec, WorkerGroup, recording
-from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, start_coordinator
+from engine.runtime.agent.worker_handles import WorkerHandle, give_slots
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.link import swept_of_nccl
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -195,7 +195,6 @@ def run_session(
     grace_s: float = 120.0,
     faults: Sequence[Fault] = (),
     injectable: bool = True,
-    standby_coordinator: bool = False,
     server: ForkServer | None = None,
     host: HostRecord | None = None,
     origin: Resumption | None = None,
@@ -219,8 +218,7 @@ def run_session(
                 stack.enter_context(swept_of_nccl() if job.backend == "nccl" else contextlib.nullcontext())
                 server = server or stack.enter_context(ForkServer())
                 stack.enter_context(server.adopting(preloads(job)))
-                start = partial(start_coordinator, server, logs) if standby_coordinator else None
-                node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, start, seat.lease)
+                node = join_store(stack, etcd, run_id or secrets.token_hex(4), logs, first, recorder, seat.lease)
                 stack.enter_context(_renewing(node, server))
                 launch = LaunchSpec(stack, server, job, ownership, ranks, recorder, record_fds, logs, folder, faults)
                 requests = FaultRequests(events.parent, job, launch.numbers, recorder, injectable)

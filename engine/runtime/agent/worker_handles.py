@@ -134,13 +134,6 @@ def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
     return Sight(*at, inside_ns, place.slowest_ns, place.loading, *times)
 
 
-def start_coordinator(server: ForkServer, logs: Path, name: str) -> tuple[Child, Link]:
-    """Forks the process of a coordinator; its output goes to ``logs/NAME.log``."""
-    child, link = fork_linked(server, "coordinator", name, logs / f"{name}.log", [])
-    link.socket.setblocking(True)
-    return child, link
-
-
 def tell_all(members: Iterable[WorkerHandle], message: ToWorker) -> None:
     """Sends a message to every worker that has not ended."""
     data = packet(message)

@@ -35,7 +35,6 @@ from engine.runtime.process.subprocesses import log_stream
 ROLES = {
     "worker": ("engine.runtime.worker.worker", "main"),
     "keeper": ("engine.runtime.agent.disk_work", "main"),
-    "coordinator": ("engine.runtime.agent.coordinator_process", "main"),
     "bench-pipeline": ("engine.bench.pipeline", "main"),
     "bench-relay": ("engine.bench.relay_worker", "main"),
     "bench-links": ("engine.bench.hop_worker", "main"),

@@ -1,0 +1,76 @@
+"""The successor of a coordinator that is lost with its host: it must account for the process of every worker.
+
+Rules: a worker that the state names, and whose process no host holds, counts as ended: with its host if that is lost.
+Before the first commit all workers begin again, on the hosts that are left: those that are there know too little, and
+no step is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from engine.core.errors import CoordinatorUnavailableError
+from engine.core.protocol import state as membership_state
+from engine.core.protocol.coordinator_state import FACTS, STATE
+
+_KILLED = -9  # the code of a process whose end nothing saw
+
+
+class ProcessOnHost(NamedTuple):
+    """A process of a worker on a host, by its number there; `ended` has its exit code, or is empty."""
+
+    worker: int
+    host: str
+    number: int
+    pid: int
+    ended: tuple[int, ...] = ()
+
+
+def begins_again(texts: Mapping[str, str], *, has_results: bool) -> bool:
+    """Returns whether all workers begin again with the next host; `texts` are the values of the run in the store.
+
+    `has_results`: a step was committed, perhaps one that was lost since.
+    """
+    if has_results or STATE not in texts or FACTS not in texts:
+        return not has_results
+    state = membership_state.resume(texts[STATE], 0)
+    return state.committed == state.options.begun
+
+
+def succession(
+    texts: Mapping[str, str], held: Mapping[str, Sequence[Sequence[int]]], lost: str, heard: int
+) -> tuple[ProcessOnHost, ...]:
+    """Returns the processes of a run whose coordinator was on host `lost`; `texts` are its values in the store.
+
+    `held` has of each host that is there the processes: number, worker, pid, and the exit code of one that has ended.
+    `heard` is the last commit of which a host that is left has heard; the one after it is in the store. Raises
+    CoordinatorUnavailableError for a run whose workers were to begin again after a checkpoint, and for one of whose
+    results more is lost.
+    """
+    if STATE not in texts or FACTS not in texts or not json.loads(texts[FACTS])["started"]:
+        raise CoordinatorUnavailableError(
+            f"host {lost}, which coordinated the run, is lost before training has gone on"
+        )
+    state = membership_state.resume(texts[STATE], 0)
+    if heard < state.committed - 1:
+        why = f"and its results after step {heard} with it: step {state.committed} is committed"
+        raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost, {why}")
+    found = {
+        worker: ProcessOnHost(worker, host, number, pid, tuple(ended))
+        for host, processes in held.items()
+        for number, worker, pid, *ended in processes
+    }
+    for worker in (*state.members, *state.waiting):
+        if worker not in found and worker not in state.exited:
+            host = state.nodes.get(worker, lost)
+            found[worker] = ProcessOnHost(worker, host, -1 - worker, 0, (_KILLED,) if host in held else ())
+    return tuple(found[worker] for worker in sorted(found))
+
+
+def last_number(texts: Mapping[str, str], found: Iterable[ProcessOnHost]) -> int:
+    """Returns the greatest number that a worker has or had, also one whose process is gone: a newcomer has none."""
+    state = membership_state.resume(texts[STATE], 0)
+    known = (*state.members, *state.waiting, *state.out, *state.lost, *state.exited)
+    return max((*known, *(each.worker for each in found)))
