@@ -130,7 +130,7 @@ twin: the same job without faults, whose trajectory a run must equal.
 
 
 def __getattr__(name: str) -> object:
-    """Returns `train`, `dry_run` or `TrainingRun`, whose modules are imported at the first use."""
+    """Returns `train`, `dry_run` or `TrainingRun`, which `bamboo` has too; imported at the first use."""
     if name in ("train", "dry_run", "TrainingRun"):
         import importlib
 

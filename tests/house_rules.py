@@ -17,7 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
-OUR_PACKAGES = ("bamboo_cli", "engine")
+OUR_PACKAGES = ("bamboo", "bamboo_cli", "engine")
 
 # Parts of the standard library that compute values and touch nothing: no clock, file, thread, socket or global state.
 PURE_STDLIB = frozenset(
@@ -49,7 +49,10 @@ WITHOUT_PATTERNS = ("engine.core.checks.", "engine.core.protocol.")
 WRITER = "engine.files.atomic_write"  # opens every file that is written
 TABLES_OF_OPS = ("engine/core/action.py", "engine/runtime/worker/executor.py")  # rules, and the methods that run them
 MAX_OPS = 10
-FORWARDING = ("engine/__init__.py",)  # names for users, whose modules are imported at the first use
+FORWARDING = (
+    "bamboo/__init__.py",
+    "engine/__init__.py",
+)  # names for users, whose modules are imported at the first use
 FORBIDDEN_NAMES = frozenset({"util", "utils", "helper", "helpers", "common", "manager", "misc"})
 
 
@@ -106,7 +109,7 @@ def dotted(node: ast.AST) -> str:
 def floor_of(name: str) -> str:
     """Returns the floor that a dotted name of ours stands on, such as ``engine.core``."""
     parts = name.split(".")
-    return parts[0] if parts[0] == "bamboo_cli" else ".".join(parts[:2])
+    return parts[0] if parts[0] != "engine" else ".".join(parts[:2])
 
 
 def broken_floors(modules: Iterable[Module], floors: Mapping[str, frozenset[str]]) -> list[str]:

@@ -14,8 +14,8 @@ MOST_STOREYS = 19
 
 # "room: the rooms that it may import", beside itself and the ground (engine.core); all are rooms of the engine.
 _TABLE = """
-api: core.faults core.history core.job core.protocol files files.jobs harness observers report runtime.checkpoint
-    runtime.faults runtime.process
+api: core.checks core.faults core.history core.job core.protocol files files.jobs harness observers report
+    runtime.checkpoint runtime.faults runtime.process
 bench: core.checks core.history core.hosts core.job core.program core.protocol core.worker files harness models
     runtime.agent runtime.checkpoint runtime.device runtime.ipc runtime.process runtime.stage runtime.store
     runtime.transport runtime.worker
@@ -53,7 +53,10 @@ runtime.worker: core.checks core.faults core.history core.job core.program core.
     runtime.checkpoint runtime.device runtime.faults runtime.ipc runtime.process runtime.stage runtime.transport
 """
 
-ROOMS: dict[str, frozenset[str]] = {"engine": frozenset(), "engine.core": frozenset(), "engine.runtime": frozenset()}
+ROOMS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("engine", "engine.core", "engine.runtime"), frozenset()),
+    "bamboo": frozenset({"engine.api"}),
+}
 for _line in _TABLE.replace("\n    ", " ").split("\n"):
     _room, _, _others = _line.partition(":")
     if _room:

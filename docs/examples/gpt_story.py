@@ -10,7 +10,7 @@ import time
 import torch
 from gpt import GPT
 
-from engine import dry_run, train
+import bamboo
 
 STEPS = int(sys.argv[1]) if sys.argv[1:] else 400
 JOB = {
@@ -24,10 +24,10 @@ JOB = {
     "lr": 3e-3,
     "param_groups": "bias|norm: weight_decay=0",
 }
-print(dry_run(stages=4, microbatches=4))  # who does which action when
+print(bamboo.dry_run(stages=4, microbatches=4))  # who does which action when
 
 # %% Train, and kill a worker while it computes
-run = train(**JOB, checkpoint_every=max(STEPS // 8, 1), logger="csv")
+run = bamboo.train(**JOB, checkpoint_every=max(STEPS // 8, 1), logger="csv")
 case = run.kill(2)
 print(case["verdict"], [each["stall_ms"] for each in case["recoveries"]])
 
@@ -38,7 +38,7 @@ stopped = run.stop()
 print(stopped.outcome, run.status().committed)
 
 # %% Go on, in two stages instead of four: the same bits as without any of this
-again = train(resume=run, stages=2)
+again = bamboo.resume(run, stages=2)
 result = again.wait()
 print(result.outcome, result.loss, result.trajectory)
 

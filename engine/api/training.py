@@ -1,4 +1,4 @@
-"""The call that starts a run from a Python program or a notebook: ``from engine import train``."""
+"""The call that starts a run from a Python program or a notebook: ``bamboo.train``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.api.run import WITHIN, Callback, RunChild, TrainingRun, print_progra
 from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
 
-__all__ = ["TrainingRun", "dry_run", "train"]
+__all__ = ["TrainingRun", "dry_run", "resume", "train"]
 
 _PLAIN = (str, int, float, bool, Mapping, type(None))
 
@@ -65,6 +65,11 @@ def train(
     except BaseException:
         child.stop()
         raise
+
+
+def resume(run: TrainingRun | str | os.PathLike[str] = "latest", **values: Any) -> TrainingRun:
+    """Goes on from the newest checkpoint of a run, as `train(resume=run)` does; `values` are arguments of `train`."""
+    return train(resume=run, **values)
 
 
 def dry_run(

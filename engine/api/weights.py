@@ -42,5 +42,17 @@ def weights_at(run: Path, step: int | None) -> dict[str, torch.Tensor]:
         NothingMatchedError: the run has no checkpoint, or none of that step.
         StorageError: no checkpoint is good.
     """
-    found = find_checkpoint(f"{run}{'' if step is None else f'@{step}'}", run.parent, lambda line: None)
+    return load_weights(run, step, run.parent)
+
+
+def load_weights(
+    run: str | Path = "latest", step: int | None = None, results: str | Path = "results"
+) -> dict[str, Tensor]:
+    """Returns the state_dict in the newest good checkpoint of a run (a folder, a name, or ``latest``), or of a step.
+
+    Raises:
+        NothingMatchedError: there is no such run, or it has no checkpoint, or none of that step.
+        StorageError: no checkpoint is good.
+    """
+    found = find_checkpoint(f"{run}{'' if step is None else f'@{step}'}", Path(results), lambda line: None)
     return weights_of(checkpoints_at(found.origin.place), found.manifest)

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bamboo_cli import pytest_plugin
 from bamboo_cli.app import app
 from bamboo_cli.matrix import _replay
+from engine.api import scenario_tests
 from engine.core.errors import Problem, UserError
 from engine.core.faults.matrix import SmallestScenario
 from engine.core.history.run_records import ScenarioRecord
@@ -337,9 +337,9 @@ def test_a_test_of_the_user_names_its_scenario_itself(folder: Path, tmp_path: Pa
     from engine.core.checks.cell_result import CellResult
 
     scenario(CODE)
-    found = pytest_plugin._read("s.yaml", folder, ())
+    found = scenario_tests._read("s.yaml", folder, ())
     assert "called-schedule" in marks()
-    lines = pytest_plugin._failure(CellResult("x", "failed", "", "no", run=""), found, ("seed=3",), tmp_path)
+    lines = scenario_tests._failure(CellResult("x", "failed", "", "no", run=""), found, ("seed=3",), tmp_path)
     assert list(lines)[-1] == "again: bamboo inject s.yaml --set seed=3 --trust-code"
 
 

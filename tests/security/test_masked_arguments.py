@@ -18,8 +18,8 @@ import pytest
 
 from bamboo_cli.app import main
 from bamboo_cli.matrix import _print, _replay
-from bamboo_cli.pytest_plugin import _failure
 from bamboo_cli.terminal.run_result import _next_commands
+from engine.api.scenario_tests import _failure
 from engine.core.checks.cell_result import CellResult
 from engine.core.errors import MASK, Problem, UserError, is_secret
 from engine.core.history.record_lines import decoded, encoded

@@ -22,11 +22,11 @@ from bamboo_cli.app import main
 from bamboo_cli.inject import _print_case
 from bamboo_cli.matrix import _print, _write
 from bamboo_cli.options import completion
-from bamboo_cli.pytest_plugin import _fail
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.live import LivePicture
 from bamboo_cli.terminal.status_picture import StatusPicture
 from bamboo_cli.terminal.tables import console, say
+from engine.api.scenario_tests import ScenarioFailedError
 from engine.core.checks.cell_result import CellResult
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.history.run_history import history_of
@@ -262,9 +262,7 @@ def test_a_shell_is_offered_no_name_that_steers_it(tmp_path: Path, monkeypatch: 
 
 
 def test_a_failure_of_the_pytest_plugin() -> None:
-    with pytest.raises(pytest.fail.Exception) as failure:
-        _fail(EVIL)
-    harmless(str(failure.value))
+    harmless(str(ScenarioFailedError(EVIL)))
 
 
 def test_a_line_of_events_that_cannot_be_read(said: Callable[..., str], tmp_path: Path) -> None:
