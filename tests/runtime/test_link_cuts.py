@@ -99,8 +99,8 @@ def test_back_the_receiver_finds_nothing_until_the_time_is_over(pair: Linked) ->
     post(one, 1, 1, 2)
     send(other, 0, 1)
     assert comes(pair, one, 1, 1)
-    assert pair.cuts[0].cut(1, "back", for_ns=150_000_000)
     began_s = time.monotonic()
+    assert pair.cuts[0].cut(1, "back", for_ns=150_000_000)
     send(other, 0, 2)
     assert one.in_order.take_arrived(1, an_order(1)) is None
     assert one.traffic()[1].received == 1, "as it was when the connection went silent"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.core.links import INLINE, MOST_BYTES, Frame
 from engine.runtime.ipc.link import RING_BYTES
 from engine.runtime.transport.direct_transport import DirectTransport
 from engine.runtime.transport.links import Links
-from engine.runtime.transport.peer_link import Ends
+from engine.runtime.transport.peer_link import Ends, PeerLink
 from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.linked import Desk, Linked
 from tests.runtime.peers import an_order
@@ -91,6 +92,50 @@ def test_an_end_that_was_not_seen_before_the_next_epoch_costs_no_second_one(link
     other.in_order.post(0, KEY, ONE)
     assert one.in_order.take(1, KEY)[0].item() == 5
     assert other.in_order.take(0, KEY)[0].item() == 6
+
+
+def test_a_link_that_two_threads_need_at_once_keeps_their_messages(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU the thread of the copies sends, while the main thread takes in the link that the peer wanted."""
+    one, other = linked.enter(0)
+    links = linked.links[0]
+    links.enter(one.number, one)
+    is_making, is_adopted, new = threading.Event(), threading.Event(), links._new
+
+    def slow(peer: int) -> PeerLink:
+        link = new(peer)
+        if threading.current_thread() is sender:
+            is_making.set()
+            is_adopted.wait(0.2)
+        return link
+
+    monkeypatch.setattr(links, "_new", slow)
+    sender = threading.Thread(target=one.in_order._begin, args=(1, KEY, number(4)))
+    sender.start()
+    assert is_making.wait(10)
+    other.in_order.send(0, OTHER, number(5))
+    links._adopt_given()
+    is_adopted.set()
+    sender.join(10)
+    other.in_order.post(0, KEY, ONE)
+    one.in_order.post(1, OTHER, ONE)
+    assert (other.in_order.take(0, KEY)[0].item(), one.in_order.take(1, OTHER)[0].item()) == (4, 5)
+
+
+def test_a_thread_beside_the_main_one_watches_nothing(linked: Linked) -> None:
+    """The rest of a message that fills the link leaves from the wait of the main thread."""
+    one, other = linked.enter(0)
+    assert passes(one, other, 1)
+    watched = list[int]()
+    linked.links[0]._watch = lambda link: watched.append(threading.get_ident())  # type: ignore[method-assign]
+    large = torch.arange(24 << 20, dtype=torch.float32)
+    sender = threading.Thread(target=one.in_order._begin, args=(1, OTHER, (large,)))
+    sender.start()
+    sender.join(10)
+    other.in_order.post(0, OTHER, (TensorSpec(tuple(large.shape), torch.float32, False),))
+    assert torch.equal(other.in_order.take(0, OTHER)[0], large)
+    assert set(watched) <= {threading.get_ident()}
 
 
 def reborn(linked: Linked, worker: int, kind: type[Links] = Links) -> None:

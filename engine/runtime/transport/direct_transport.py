@@ -383,9 +383,13 @@ class _DirectChannel(EndChannel[AnyKey]):
         self._end.links.look()
         return super().has_arrived(source, key)
 
+    def send(self, target: int, key: AnyKey, tensors: Leaving) -> None:
+        """Starts one message, or keeps it behind a cut; the group is entered here, by the main thread."""
+        self._end.links.enter(self._end.number, self._end)
+        super().send(target, key, tensors)
+
     def _begin(self, target: int, key: AnyKey, tensors: Tensors) -> None:
         end = self._end
-        end.links.enter(end.number, end)
         parts = [memory_of(each if each.is_contiguous() else each.detach().contiguous()) for each in tensors]
         end.links.send(target, end.number, 2 * key.number + self._is_aside, parts)
 

@@ -3,8 +3,9 @@
     send to a peer without a link --> LinkWantedMessage --> agent --> LinkMessage to both, with their ends
     a link that comes for a peer that has one: the worker with that number is another one now
 
-Rules: the main thread alone reads, takes in new links and finds that one has ended. The end of a link is a suspicion:
-it fails if the present group awaits a message from that peer, or still has one to send; the agent decides why it ended.
+Rules: the main thread alone reads, takes in new links and finds that one has ended. Of a GPU another thread sends
+behind its copies, and may be the first to need a link. The end of a link is a suspicion: it fails if the present group
+awaits a message from that peer, or still has one to send; the agent decides why it ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import queue
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -68,6 +70,8 @@ class Links:
         self._door = None if network is None else HostDoor(address, network, self._comes)
         self._wakeups = control.wakeups
         self._links: dict[int, PeerLink] = {}
+        self._making = threading.RLock()  # of links: one that two threads made would keep the message of one of them
+        self._main = threading.get_ident()
         self._mailbox: Mailbox[Any, memoryview] = Mailbox()
         self._party: Party | None = None
         self._told: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was told
@@ -81,15 +85,17 @@ class Links:
         """
         if party is self._party:
             return
+        self._main = threading.get_ident()
         self.look()  # a link whose end has come must not be found broken in the new epoch only
-        for peer, link in [*self._links.items()]:
-            number, at_s = self._told.get(peer, _NEVER)
-            if link.ends is None and number and time.monotonic() - at_s > GREET_S:
-                self._close(link)  # the other end did not come
-            if link.is_broken or (link.ends is None and not number):  # the agent that was asked may be gone
-                del self._links[peer]
-                if link.ends is None and number:  # the other end may still wait for it
-                    self._want(peer)
+        with self._making:
+            for peer, link in [*self._links.items()]:
+                number, at_s = self._told.get(peer, _NEVER)
+                if link.ends is None and number and time.monotonic() - at_s > GREET_S:
+                    self._close(link)  # the other end did not come
+                if link.is_broken or (link.ends is None and not number):  # the agent that was asked may be gone
+                    del self._links[peer]
+                    if link.ends is None and number:  # the other end may still wait for it
+                        self._want(peer)
         self._party = party
         self._mailbox.enter(epoch)
 
@@ -112,10 +118,11 @@ class Links:
             raise _ended("from", source)
 
     def send(self, target: int, epoch: int, key: int, parts: Sequence[memoryview]) -> None:
-        """Begins to send a message; raises TransferFailedError if its link has ended."""
+        """Begins to send a message, in any thread; raises TransferFailedError if its link has ended."""
         link = self._links.get(target)
         if link is None:
-            link = self._want(target)
+            with self._making:
+                link = self._links.get(target) or self._want(target)
         if link.is_broken:
             raise _ended("to", target)
         try:
@@ -145,7 +152,10 @@ class Links:
 
     def _see_to(self, link: PeerLink, lacks: Lacks) -> None:
         """Has the rest of the messages of a link leave as soon as there is room for it."""
-        if link.ends is not None and not link.is_broken:
+        if threading.get_ident() != self._main:  # which alone watches
+            self._wakeups.retry(lambda: self._is_seen_to(link, lacks))
+            self._wakeups.wake()
+        elif link.ends is not None and not link.is_broken:
             if lacks == "ring":
                 if not link.is_retried:
                     link.is_retried = True
@@ -154,6 +164,10 @@ class Links:
             elif lacks or link.awaits_room:
                 link.awaits_room = lacks == "socket"
                 self._watch(link)
+
+    def _is_seen_to(self, link: PeerLink, lacks: Lacks) -> bool:
+        self._see_to(link, lacks)
+        return True
 
     def _retry(self, link: PeerLink) -> bool:
         """Sends the messages that wait for room in the ring; returns whether no more tries are needed."""
@@ -222,16 +236,17 @@ class Links:
                 wire.close()
 
     def _adopt(self, peer: int, ends: Ends) -> None:
-        link = self._links.get(peer)
-        if link is None or link.ends is not None:
-            if link is not None:
-                is_missed = link.owes
-                self._close(link)
-                self._mailbox.forget(peer)
-                if self._party is not None and is_missed:
-                    self._party.fails(_ended("to", peer))
-            link = self._links[peer] = self._new(peer)
-        link.attach(ends)
+        with self._making:
+            link = self._links.get(peer)
+            if link is None or link.ends is not None:
+                if link is not None:
+                    is_missed = link.owes
+                    self._close(link)
+                    self._mailbox.forget(peer)
+                    if self._party is not None and is_missed:
+                        self._party.fails(_ended("to", peer))
+                link = self._links[peer] = self._new(peer)
+            link.attach(ends)
         self._watch(link)
         if link.owes and self._push(link) == "ring":
             self._see_to(link, "ring")
@@ -248,7 +263,8 @@ class Links:
 
     def _lose(self, peer: int) -> None:
         """Gives up a link to another host that could not begin."""
-        link = self._links.setdefault(peer, self._new(peer))
+        with self._making:
+            link = self._links.setdefault(peer, self._new(peer))
         if link.ends is None:
             self._fail(link, TransferFailedError(f"worker {peer} cannot be reached", peer))
 
