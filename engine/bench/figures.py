@@ -257,7 +257,7 @@ def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[BenchRow]
 #
 # There is one pipeline, and one slot per worker. The victim's work in the open step is lost, with two exceptions: the
 # microbatches whose accumulators it had streamed, and the forwards that an eager shadow had also run before the last
-# survivor stopped. The schedule limits the number of these forwards (`redundant_forward_pass.py`).
+# survivor stopped. The schedule limits the number of these forwards (`passes.py`).
 
 
 class Redo(NamedTuple):

@@ -35,7 +35,7 @@ from engine.core.history.run_records import ActionRecord, Record, UnreadLine
 from engine.files.atomic_write import open_to_read
 from engine.files.run_folder import refuse_size
 
-# Reads the actions of a run from its files of steps; `core.history.step_files` has their form.
+# Reads the actions of a run from its files of steps; `core.history.record_lines` has their form.
 #
 # Rule: a file that is gone since the folder was listed was left out meanwhile, and counts as one that was never there.
 

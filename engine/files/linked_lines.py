@@ -71,7 +71,7 @@ def evidence_lines(run: Path, file: str) -> Iterator[str]:
         yield rest.decode("utf-8", "replace")
 
 
-# Appends records to a file of lines: each process links its lines (`core.evidence.chain`), several may append.
+# Appends records to a file of lines: each process links its lines (`core.history.evidence`), several may append.
 #
 # Rules: a line is in the kernel's hands before the call returns. A line of which the kernel took only a part is ended
 # there and written again, whole: another process may have appended in between. A line that could not be written is in

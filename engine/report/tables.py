@@ -205,7 +205,7 @@ def how_it_ended(end: ExitRecord) -> str:
 #
 # Rules: `stall_ms` is how long training stood; it is at most `stall_most_ms`, which differs only where `stall_bound`
 # says "at least". A fault has a stall without a recovery only if it stopped a worker that then went on. The phases,
-# whose sum is the pause, come from `recovery_times`. The phase *heal* lasts from the first commit after the pause to
+# whose sum is the pause, come from `recoveries`. The phase *heal* lasts from the first commit after the pause to
 # the commit with which every slot has its shadows again. The clocks of several hosts are known within bounds:
 # `uncertain_ms` is how wrong a phase that spans hosts can be, and a phase that is shorter than its uncertainty is
 # missing. Bytes are counted by their senders: `plan_bytes` in the plan's program, `heal_bytes` to the new shadows.

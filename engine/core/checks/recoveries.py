@@ -149,7 +149,7 @@ def _text(time_ns: int) -> str:
 #   the
 #   end of the phase before, so the phases add up to the pause. Pause plus *merged* is the time to the first commit.
 # - Of several hosts the clocks are known within bounds. No phase is told that is shorter than its uncertainty
-#   (`phase_bounds`).
+#   (below).
 # - The cost of a recovery is its stall, which comes from the commits alone: `stall` has the rules.
 
 PHASES = ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay")
@@ -348,7 +348,7 @@ def uncertain_phases(
     return found
 
 
-# Finds the recoveries of a run in its events, in the order of the file; `recovery_times` has the rules.
+# Finds the recoveries of a run in its events, in the order of the file; the rules stand above.
 FailureSign = FaultRecord | RaisedRecord | SuspicionRecord | ExitRecord
 
 

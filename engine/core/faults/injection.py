@@ -156,7 +156,7 @@ CatchUpPoints = Callable[[Job, Ownership, Slot, tuple[int, str], int], tuple[At,
 
 
 class Injection(NamedTuple):
-    """The faults of a run, and all that has happened to them; `catch_up` finds catch-up points, see `catch_up.py`."""
+    """The faults of a run, and all that has happened to them; `catch_up` finds catch-up points, see `expansion.py`."""
 
     job: Job
     kinds: Mapping[str, FaultKind]

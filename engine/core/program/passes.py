@@ -292,7 +292,7 @@ def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) ->
 #     owner    1B0 1SEND_B0 1STREAM0 1F3 ...
 #     shadow            2B0          2F3 1STREAM0 ...
 #
-# No stream stands inside a pair of a forward and a backward (`overlap_pairs.py`). A shadow's forward is left out if the
+# No stream stands inside a pair of a forward and a backward (`schedules.py`). A shadow's forward is left out if the
 # shadow has already taken a stream of that microbatch or a later one. Only whole steps stream, not the plan of a
 # recovery. A shadow that is healing takes no stream.
 

@@ -1,7 +1,7 @@
 """The recovery planner: from the inventories of the survivors to a program for the rest of the step.
 
 It walks backwards from the values that are missing: the gradient of every slot at its owner. A value that a live worker
-holds is sent, an accumulator too (`handing.py`); any other value is recomputed, recursively. A backward that has been
+holds is sent, an accumulator too; any other value is recomputed, recursively. A backward that has been
 added is redone for its input gradient only, and a forward that its owner has counted is redone without an update. So no
 microbatch counts twice. The planner has no special case for the first or the last stage. A failure during recovery
 needs none either: the planner runs again, on new inventories.

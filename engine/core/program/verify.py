@@ -1,6 +1,6 @@
 """Verification of a program before it runs: complete, well ordered, and free of deadlock.
 
-The happens-before rule stands in the table of ops, and the expected actions in `expected_actions`. This module compares
+The happens-before rule stands in the table of ops, and the expected actions stand below. This module compares
 a program with both, and adds the order of transfers: each pair of workers receives in the order of its sends. A shadow
 may run forwards of its slot, any number of them from the first on.
 

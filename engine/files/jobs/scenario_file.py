@@ -1,6 +1,6 @@
 """Reads scenario files; all mistakes of a file are reported together, each at its line and column.
 
-Rules: `scenario_job` says which job a scenario means, and `library` where a scenario is found.
+Rule: `library` says where a scenario is found.
 """
 
 from __future__ import annotations

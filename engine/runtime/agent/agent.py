@@ -7,7 +7,7 @@
 Rules: the pidfd of a worker proves that the worker has ended; the message of another worker is only a suspicion. If the
 other workers cannot replace a failed worker, the run fails: the agent keeps the first cause, tells every worker to
 stop, and kills the remaining workers after a deadline. A finished run has the same deadlines. A process that survives
-SIGKILL is recorded and left behind. `event_loop.py` calls it.
+SIGKILL is recorded and left behind. `session.py` calls it.
 """
 
 from __future__ import annotations

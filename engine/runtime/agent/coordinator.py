@@ -1,4 +1,4 @@
-"""The coordinator: runs the machine of `engine/core/coordinator` for one job and keeps its state in the store.
+"""The coordinator: runs the machine of `core/protocol/coordinator.py` for one job and keeps its state in the store.
 
 Rules: the coordinator writes the new state by compare-and-swap on the old one, and then returns the outputs. If it
 finds a state that it did not write, another coordinator has replaced it, and it stops. Keys under the root of the run;

@@ -119,7 +119,7 @@ def _refuse_constant(name: str) -> None:
 #     {"ask": "leave", "worker": 4}        gives a worker its notice, as SIGTERM does
 #
 # Rules: a run takes workers if it shares out slots anew or has waiting workers, until its last step has begun.
-# `request_files.py` has the rules of the files.
+# The rules of the files stand above.
 
 BEGINNING = "join-"
 CLOSED = "the run was started without --elastic and without --standby, so that no worker can join it"

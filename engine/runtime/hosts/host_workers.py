@@ -7,7 +7,7 @@ They outlive the host that coordinates: `follow` tells the next one which proces
 that may have been lost with the one before.
 
 Rules: the words of a worker come before its end, and so does the place that it had come to. A thread
-of `own_signs.py` asks all workers for signs of life and sends them, so that no fork holds them up. SIGTERM to this
+of `HeartbeatReporter` asks all workers for signs of life and sends them, so that no fork holds them up. SIGTERM to this
 process is a notice for all its workers; a second one kills them.
 """
 

@@ -24,7 +24,7 @@ from engine.files.atomic_write import open_to_append
 from engine.files.linked_lines import Chain, chain_of
 from engine.runtime.ipc.clock import now_ns
 
-# Leaves out ranges of steps from the files of a run that grows beyond its limit; `retention` has the rule.
+# Leaves out ranges of steps from the files of a run that grows beyond its limit; `record_lines` has the rule.
 #
 # Rules: the launcher decides, at the first commit in each new range; of several hosts each one for its own files. It
 # records which steps it leaves out before it deletes their files, so that no reader finds a gap without its reason.
@@ -84,7 +84,7 @@ class LogRetention:
             return 0
 
 
-# Appends to the files of a run in which each holds a range of steps; `core.history.step_files` has their form.
+# Appends to the files of a run in which each holds a range of steps; `core.history.record_lines` has their form.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 

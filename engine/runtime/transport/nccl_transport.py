@@ -1,6 +1,6 @@
 """The transport over NCCL: the SENDs and RECVs of programs go between GPUs, everything else over the host.
 
-    F and B transfers   the order of the program, without tags: `issue_queue.py`
+    F and B transfers   the order of the program, without tags: `nccl_queue.py`
     all others          the transport `inner`, which knows tags: sums, logs, streams, heals, validation passes, barriers
 
 Rules: a message that is no transfer of the present program is a mistake, and never reaches NCCL. A group that is formed

@@ -41,7 +41,7 @@ _SLOW_S = 0.005  # a hand-over to another thread takes longer than a quicker cal
 
 
 class WatchedData:
-    """The calls of `data`, which `whereabouts` tells."""
+    """The calls of `data`, which its `LoaderStatus` tells."""
 
     def __init__(self, data: Data, whereabouts: LoaderStatus):
         self._data, self._whereabouts = data, whereabouts
