@@ -17,7 +17,7 @@ block: a part of a stage that is a slot by itself, in a job with more than one o
 slot: (pipeline, stage) or (pipeline, block), the unit that a worker owns.
 grid: all slots of a job, with its number of microbatches.
 worker: a process that owns slots and computes on them.
-rank: the number of a worker inside the process group of one epoch, and nothing more.
+rank: the place of a worker among the members of one epoch, and nothing more.
 step: one optimizer step of the whole job.
 sample: one input of the model with its target.
 microbatch: the part of a step's samples that passes through a pipeline at once.
@@ -45,7 +45,7 @@ border: the tensors between two neighbouring stages, as shapes and types.
 backend: what carries tensors between workers: direct (links), or NCCL between GPUs.
 nccl: the library of NVIDIA that sends between GPUs.
 communicator: the group of GPUs in which NCCL sends, one for each epoch.
-plane: the connections of one epoch over which transfers go.
+plane: the links over which the transfers of an epoch go.
 shard: the part of each tensor of a stage that the replicas of one slot keep, where the pipelines share the stage.
 unshard: to gather the tensors of a sharded stage before they are used.
 trajectory: the hashes of weights, optimizer state and loss, one row per (step, layer).
@@ -76,7 +76,7 @@ heir: the worker that owns a slot after a verdict or a hand-over.
 detect: the phase from a failure to the first process that knows of it.
 agree: the phase from the first sign of a failure to the verdict.
 fence: the end of all that workers do in an old epoch; later words of that epoch count for nothing.
-regroup: the phase in which the members of a new epoch form its process group.
+regroup: the phase in which the links that a new epoch needs are made, and NCCL's communicator.
 inventory: the list of all that a worker holds of the open step.
 plan: the program that finishes the open step after an epoch, made by every member alike.
 replay: the part of a plan that computes again results that are gone.
@@ -97,7 +97,7 @@ standby: a waiting worker that was started with the run.
 waiting: said of a worker that has code and data, and no slot, rank or vote; an epoch makes it a member.
 cramped: said of a waiting worker whose memory does not suffice for one slot; it waits on.
 joiner: a waiting worker that becomes a member without a failure, at a step boundary.
-next group: the process group of a coming epoch, which is formed while training goes on.
+next group: the members of a coming epoch and their communicator, formed while training goes on.
 lease: the right to be the coordinator, which expires unless it is renewed.
 store: the key-value store with transactions that keeps the decisions of the coordinator.
 etcd: the server that serves as the store.

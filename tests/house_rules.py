@@ -11,7 +11,7 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -307,6 +307,17 @@ def prose_of(module: Module) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
+
+
+def gone_modules(modules: Iterable[Module], names: Collection[str]) -> list[str]:
+    """Prose names files that are there: returns each place with the name of a module that none of `names` is."""
+    return [
+        f"{module.path}:{line}: {name}"
+        for module in modules
+        for line, text in prose_of(module)
+        for name in re.findall(r"`(?:[\w/]*/)?(\w+\.py)`", text)
+        if name not in names
+    ]
 
 
 def oblique(modules: Iterable[Module]) -> list[str]:

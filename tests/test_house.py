@@ -349,3 +349,14 @@ def test_no_file_names_a_path_of_another_machine() -> None:
 def test_path_rule_can_fail() -> None:
     assert FOREIGN_PATH.search(b"see /" + b"work/shared/x")
     assert not FOREIGN_PATH.search(b"/home/runner/" + b"work/bamboo and net" + b"work/x")
+
+
+def test_prose_names_modules_that_are_there() -> None:
+    folders = ("bamboo", "bamboo_cli", "engine", "tests", "docs")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert house_rules.gone_modules(MODULES, names) == []
+
+
+def test_the_rule_of_names_can_fail() -> None:
+    modules = planted('"""See `engine/core/gone.py`."""\n# and `errors.py`, and gone.py of a user\n', "a.py")
+    assert house_rules.gone_modules(modules, {"errors.py"}) == ["a.py:1: gone.py"]

@@ -55,7 +55,7 @@ def run_scenario(
     found = _read(scenario, folder or Path.cwd(), settings)
     place = runs or Path(tempfile.mkdtemp(prefix="bamboo-scenario-"))
     with contextlib.ExitStack() as stack:
-        own = lanes or stack.enter_context(Lanes(LANE, 1, place / "lane"))
+        own = lanes or stack.enter_context(Lanes(LANE, 1, Path(stack.enter_context(tempfile.TemporaryDirectory()))))
         cells = {each.cell.name: 1.0 for each in found.cells}
         results = MatrixRun(place, settings, limit_s, keep=True).run(own, found.cells, cells)
     worst = next((each for each in results if each.result != "passed"), results[0])

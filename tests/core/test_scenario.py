@@ -10,6 +10,7 @@ from engine.core.faults.fault import ON_LINKS, After, Parameter, kind_problems
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario
 from engine.core.faults.scenario_rules import check_scenario
 from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from tests.core.scenario_cases import ENDING, JOB, KINDS, at, scenario, wanted
 
 FIRST = wanted("first", at(5, "2B3"))
@@ -17,6 +18,21 @@ FIRST = wanted("first", at(5, "2B3"))
 
 def problems(case: Scenario) -> list[str]:
     return [str(each) for each in check_scenario(case, ENDING)]
+
+
+def test_a_link_leads_to_another_worker() -> None:
+    """A fault on a link to the victim itself would meet no frame, and the case would be invalid after its run."""
+
+    def told(peer: int, *others: FaultSpec, **target: int) -> list[str]:
+        cut = replace(wanted("a", at(5, "2B3"), "cut-link", **target), parameters={"peer": peer})
+        return problems(scenario(cut, *others))
+
+    own = initial_program(JOB)[1].owner(0, 2)
+    told_so = "faults.0.peer: expected another worker than {0}, the victim, found {0} (no link leads to itself)"
+    assert told(own) == [told_so.format(own)]
+    assert told(own + 1) == []
+    assert told(5, worker=5) == [told_so.format(5)]
+    assert told(own, wanted("b", at(2, "2B3"))) == [], "its slot has another owner by then"
 
 
 @pytest.mark.parametrize(

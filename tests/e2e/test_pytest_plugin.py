@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bamboo.testing import ScenarioFailedError, run_scenario
+
 pytest_plugins = ["pytester"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -38,6 +40,14 @@ def output(pytester: pytest.Pytester, text: str, *, failed: int, passed: int = 0
     assert "engine/" not in said
     assert "Error: " not in said
     return said
+
+
+def test_a_program_of_another_test_framework_runs_a_scenario(tmp_path: Path) -> None:
+    result = run_scenario("kill-middle-stage", "steps=6", runs=tmp_path)
+    assert (result.result, result.cell) == ("passed", "kill-middle-stage")
+    assert {each.name for each in tmp_path.iterdir()} == {"runs", "results.jsonl"}
+    with pytest.raises(ScenarioFailedError, match=r"expect\.outcome: expected state-lost, found 'recovered'"):
+        run_scenario("kill-middle-stage", "steps=6", "redundancy=none", runs=tmp_path)
 
 
 def test_scenarios_as_tests(tests: pytest.Pytester) -> None:

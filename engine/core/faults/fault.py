@@ -69,6 +69,7 @@ class Parameter:
     default: Scalar | None = None  # in the program's units
     required: bool = False
     choices: tuple[str, ...] = ()
+    least: int = 0  # of a duration, in nanoseconds
 
     @property
     def key(self) -> str:
@@ -81,7 +82,7 @@ class Parameter:
         if self.form == "choice":
             return f"one of {', '.join(self.choices)}"
         return {
-            "duration": f"{DURATION_FORM}, at most {duration_text(MOST_NS)}",
+            "duration": f"{DURATION_FORM}, {'more than 0 and ' * (self.least > 0)}at most {duration_text(MOST_NS)}",
             "count": f"a whole number from 0 to {MOST_COUNT}",
             "number": f"a number > 0, at most {MOST_NUMBER}",
             "text": f"text of at most {MOST_CHARACTERS} characters",
@@ -91,7 +92,7 @@ class Parameter:
         """Returns whether the parameter can have this value, which is in the program's units."""
         match self.form:
             case "duration":
-                return type(value) is int and 0 <= value <= MOST_NS
+                return type(value) is int and self.least <= value <= MOST_NS
             case "count":
                 return type(value) is int and 0 <= value <= MOST_COUNT
             case "number":  # neither infinity nor NaN is in the range

@@ -219,10 +219,26 @@ def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Co
     peer = wanted.parameters.get("peer", 0)
     if isinstance(peer, int) and peer >= job.num_workers:
         problems.append(_beyond("peer", "worker", peer, job.num_workers, job))
+    elif "peer" in wanted.parameters and peer == _sole_victim(found, job, wanted):
+        problems.append(
+            Problem("peer", f"another worker than {peer}, the victim", str(peer), "no link leads to itself")
+        )
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger
     return (_limits("at", at, job) or _never_coming(at, found, job, ending)) + problems
+
+
+def _sole_victim(found: PlannedFaults, job: Job, wanted: FaultSpec) -> int | None:
+    """Returns the worker that a fault strikes, where that is known before the run; None otherwise."""
+    if wanted.target.worker is not None:
+        return wanted.target.worker
+    at = wanted.trigger
+    if wanted.target != Target() or not isinstance(at, At) or len(found.faults) > 1 or not job.has_program:
+        return None
+    if _limits("at", at, job):
+        return None
+    return initial_program(job)[1].owner(at.action.pipeline, at.action.stage)
 
 
 def _never_coming(at: At, found: PlannedFaults, job: Job, ending: Collection[str]) -> list[Problem]:

@@ -217,8 +217,8 @@ _DIRECTION = Parameter(
     "both",
     choices=("there", "back", "both"),
 )
-_LINK_FOR = Parameter("for", "duration", "how long, then all of it comes through; without it, for good")
-_BY = Parameter("by", "duration", "how much later each frame arrives", required=True)
+_LINK_FOR = Parameter("for", "duration", "how long, then all of it comes through; without it, for good", least=1)
+_BY = Parameter("by", "duration", "how much later each frame arrives", required=True, least=1)
 
 
 @fault_kind(
