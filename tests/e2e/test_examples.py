@@ -120,7 +120,7 @@ def test_the_page_for_users_of_torchrun_has_a_job_that_runs(tmp_path: Path, monk
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     result = bamboo(command.replace("--kill 9:1", "--kill 1:1 --set epochs=0 --steps 2 --in-process"))
     assert result["twin"] == {"steps_compared": 2, "difference": None}
-    arguments = re.search(r"train\((.*)\)\n", program)
+    arguments = re.search(r"train\((.*?)\s*\)\n", program, re.DOTALL)
     assert arguments
     names = {"mine": importlib.import_module("mine"), "dry_run": dry_run}
     assert "D=2 pipelines" in eval(f"dry_run({arguments[1]})", names)  # noqa: S307

@@ -53,7 +53,7 @@ def _project(tmp_path: Path, python: Path) -> Path:
     folder.mkdir()
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir"]
     source = tmp_path / "source"  # building writes beside its sources
-    for package in ("bamboo_cli", "engine", "scenarios"):
+    for package in ("bamboo", "bamboo_cli", "engine", "scenarios"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
