@@ -31,8 +31,9 @@ from bamboo_cli.options.hosts import (
     etcd_settings,
     fixing,
 )
-from bamboo_cli.options.job import FLAG_FIELDS, TrustCode, resolve_options
-from bamboo_cli.options.run import DEFAULT_GRACE, Grace, Injectable, Kills, NoTwin, YesNo
+from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
+from bamboo_cli.options.run import DEFAULT_GRACE, Grace, Injectable, Kills, NoTwin, YesNo, grace_seconds, scenario_of
+from bamboo_cli.options.trust import TrustCode
 from bamboo_cli.terminal.echo import echo
 from bamboo_cli.terminal.run_result import print_result
 from engine.core.errors import BambooError, Problem, UserError, noting
@@ -90,7 +91,6 @@ def _case(
     job_file: Path | None, settings: list[str], results: Path | None, given: dict[str, Any]
 ) -> tuple[ResolvedJob, Case]:
     """Returns the job and the case of an agent: a job with kills, or a scenario; raises UserError with its mistakes."""
-    from bamboo_cli.options.run import grace_seconds, scenario_of
     from engine.core.checkpoint_rules import begun_with
     from engine.core.faults.expansion import expand
     from engine.harness.case import Case, folder_name

@@ -17,7 +17,7 @@ from engine.core.units import finite
 
 if TYPE_CHECKING:
     from engine.files.checkpoint_folder import CheckpointName
-    from engine.files.jobs.checkpoint_choice import CheckpointPlace
+    from engine.files.jobs.checkpoint_place import CheckpointPlace
 
 
 checkpoint = typer.Typer(
@@ -109,7 +109,7 @@ def prune(
 
 
 def _place(where: str, results: Path) -> CheckpointPlace:
-    from engine.files.jobs.checkpoint_choice import checkpoint_places
+    from engine.files.jobs.checkpoint_place import checkpoint_places
 
     return next(checkpoint_places(where, results))
 

@@ -20,11 +20,10 @@ from bamboo_cli.options.hosts import (
     problems_of_bed,
     refuse_job_on_bed,
 )
-from bamboo_cli.options.job import TrustCode, tell_untrusted
 from bamboo_cli.options.run import EventsMax, Tee, events_setting
+from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError, problems_of
-from engine.core.faults.fault import OnHosts
 from engine.core.hosts.ends import USUAL_S
 
 if TYPE_CHECKING:
@@ -97,6 +96,7 @@ def inject(
     lease_s: BedLease = USUAL_S,
 ) -> None:
     """Run a scenario: its job, its faults, its fault-free twin; then check its expectations."""
+    from engine.core.faults.fault import OnHosts
     from engine.files.jobs.scenario_file import load_scenario
     from engine.harness.attach import as_of_now
     from engine.harness.job_checks import findable, offered, readable

@@ -19,8 +19,9 @@ from bamboo_cli.options.hosts import (
     Settings,
     TrustedNetwork,
     Workers,
+    etcd_settings,
 )
-from bamboo_cli.options.job import TrustCode
+from bamboo_cli.options.trust import TrustCode
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
 from engine.core.hosts.ends import USUAL_S
@@ -109,7 +110,6 @@ def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bo
 
 def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
     """Returns the job; raises UserError with every mistake: in the options, in the job, and in it on so many hosts."""
-    from bamboo_cli.options.hosts import etcd_settings
     from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
     from engine.core.hosts.host_options import HostOptions, problems_of
     from engine.harness.host_run import refused_variables

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from bamboo_cli.options import matrix as options
-from bamboo_cli.options.job import TrustCode, tell_untrusted
 from bamboo_cli.options.run import EventsMax, events_setting
+from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
 from engine.core.texts import flags, trust_words

@@ -15,7 +15,7 @@ import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.terminal.echo import echo
-from engine.core.errors import ExitCode, NothingMatchedError, Problem, UserError, required
+from engine.core.errors import ExitCode, NothingMatchedError, Problem, StorageError, UserError, required
 from engine.core.texts import counted, numbered
 from engine.files.atomic_write import write_atomically, write_named
 
@@ -283,7 +283,6 @@ def _damaged_checkpoints(folder: RunFolder) -> list[Flaw]:
     The place that a job names for checkpoints is not read: a run may be from elsewhere.
     """
     from engine.core.checks.proof import Flaw
-    from engine.core.errors import StorageError
     from engine.files.checkpoint_folder import checkpoints_at
 
     place, flaws = checkpoints_at(folder.checkpoints.absolute(), folder.path.absolute()), []

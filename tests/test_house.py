@@ -135,6 +135,25 @@ def test_command_line_loads_without_the_heavy_packages() -> None:
     assert import_with_blocked(ROOT, names, BLOCKED_FOR_CLI) == ""
 
 
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        (
+            "engine.runtime.agent.session",
+            {"torch", "grpc", "etcd3", "yaml", "pandas"},
+        ),  # gRPC comes beside etcd's start
+        ("engine.runtime.agent.disk_work", {"torch", "grpc", "yaml", "pandas"}),
+        ("bamboo_cli.run", {"rich", "yaml", "grpc", "pydantic", "engine.runtime.agent"}),
+        ("bamboo_cli.inject", {"rich", "yaml", "grpc", "pydantic", "engine.core.job"}),
+        ("bamboo_cli.matrix", {"rich", "yaml", "grpc", "pydantic", "engine.core.job"}),
+    ],
+)
+def test_a_start_imports_no_more_than_it_needs(module: str, absent: set[str]) -> None:
+    code = f"import sys, {module}; print(*sorted({{*sys.modules}} & {absent!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_blocked_import_can_fail(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text("import planted_below\n")
     (tmp_path / "planted_below.py").write_text("import torch\n")

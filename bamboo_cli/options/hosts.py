@@ -11,8 +11,6 @@ import typer
 
 from bamboo_cli.options import completion
 from engine.core.errors import Problem, UserError, problems_of
-from engine.core.faults.fault import LEAST_HOSTS, MEMBERS, MOST_HOSTS
-from engine.core.hosts.ends import LEAST_S, MOST_S
 
 if TYPE_CHECKING:
     from engine.core.history.process_records import StoreRecord
@@ -179,6 +177,9 @@ def problems_of_bed(hosts: int, lease_s: int, beside: Mapping[str, object]) -> l
     """Returns the mistakes in the options of hosts to break; `beside` are options that do not go with them."""
     if not hosts:
         return []
+    from engine.core.faults.fault import LEAST_HOSTS, MEMBERS, MOST_HOSTS
+    from engine.core.hosts.ends import LEAST_S, MOST_S
+
     found = []
     if not LEAST_HOSTS <= hosts <= MOST_HOSTS:
         hint = f"etcd has {MEMBERS} members, each on a host"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -18,36 +18,17 @@ import typer
 
 from bamboo_cli.options import completion
 from bamboo_cli.options.run import caller_layer
+from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, Problem, UserError, noting, problems_of
 from engine.core.job.job import ARGS_FIELDS, FIELD_HELP, Job
-from engine.core.job.job_rules import JobParts
 from engine.files.jobs.job_value import FIELD_TYPES
 from engine.files.jobs.resolved_job import ResolvedJob
 
 if TYPE_CHECKING:
     from engine.files.jobs.checkpoint_choice import CheckpointChoice
     from engine.files.jobs.job_layers import Layer
-    from engine.files.jobs.resolved_job import ResolvedJob
     from engine.files.strict_yaml import Document
-
-
-# The option ``--trust-code``, and the note about values of a file that need it.
-TrustCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-code",
-        envvar="BAMBOO_TRUST_CODE",
-        help="Let a scenario, a matrix, a job file that one of them names, a checkpoint, and a bamboo.yaml that lies "
-        "here name code (package.module:attribute) and folders to write to.",
-    ),
-]
-
-
-def tell_untrusted(foreign: Iterable[Problem], offered: JobParts) -> None:
-    """Prints one line to stderr for each value that a run would refuse, unless the user trusts files."""
-    for each in () if offered.trusts_files else foreign:
-        echo(f"a run needs --trust-code: {each}", err=True)
 
 
 # The options of `bamboo run` about a checkpoint to begin after; its job is the lowest layer of the run's own.

@@ -137,8 +137,6 @@ def misspelt_kills(kills: Sequence[str]) -> list[Problem]:
 
 def grace_seconds(text: str) -> float:
     """Returns the seconds of a duration, such as ``2m``, or of a bare number; raises UserError for other texts."""
-    from engine.core.units import DURATION_FORM, parse_duration
-
     grace_ns = parse_duration(text if text.strip()[-1:].isalpha() else f"{text.strip()}s")
     if not grace_ns:
         raise UserError([Problem("--grace", f"{DURATION_FORM}, or seconds, above 0", repr(text))])

@@ -1,4 +1,8 @@
-"""Prints text of any origin, line by line: the border between bamboo and a terminal that has rules of its own."""
+"""Prints text of any origin, line by line: the border between bamboo and a terminal that has no style.
+
+Rules: every text that a command prints passes here, or through `bamboo_cli/terminal/tables.py` if it has styles. Both
+take out the characters that steer a terminal, for a pipe too: its reader may be a terminal.
+"""
 
 from __future__ import annotations
 

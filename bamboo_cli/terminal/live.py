@@ -12,7 +12,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.live import Live
@@ -32,10 +31,6 @@ from engine.harness.screen import Screen
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.process.first_answer import ANSWER
 from engine.runtime.process.interrupts import Interrupts, present
-
-if TYPE_CHECKING:
-    from engine.runtime.agent.run_state import WorkerView
-
 
 # The output of workers as lines with the number of the worker, read from the logs that the workers write.
 #

@@ -91,12 +91,6 @@ def say(*parts: str | tuple[str, str], err: bool = False) -> None:
     console(err=err).print(Text.assemble(*parts))
 
 
-# Prints text of any origin, line by line: the border between bamboo and a terminal that has no style.
-#
-# Rules: every text that a command prints passes here, or through `bamboo_cli/terminal/tables.py` if it has styles.
-# Both take out the characters that steer a terminal, for a pipe too: its reader may be a terminal.
-
-
 # Titles of columns that may be left out, the least important first. All others are keys and main figures.
 FIRST_TO_GO = (
     *("rung", "redone actions", "plan ms", "inventory ms", "agree ms", "fence ms", "regroup ms", "heirs"),

@@ -9,7 +9,6 @@ from engine.core.action import COMPUTE_OPS, Op, parse_action
 from engine.core.errors import ScheduleError
 from engine.core.ownership import Slot
 from engine.core.texts import spans
-from engine.runtime.agent.run_state import WorkerView
 
 if TYPE_CHECKING:
     from engine.runtime.agent.run_state import WorkerView

@@ -37,7 +37,7 @@ from engine.core.errors import (
 )
 from engine.core.history.run_records import Record
 from engine.core.texts import printable
-from engine.files.events_file import GrowingEvents
+from engine.files.events_file import GrowingEvents, StepReader, read_history
 from engine.files.run_folder import RunFolder
 from engine.observers.loggers import Logger, StepDone
 from engine.observers.observers import DRAIN_S, LoggerFeed
@@ -397,7 +397,6 @@ class TrainingRun:
     def status(self) -> RunStatus:
         """Returns the phase of the run, its last step and loss, the owners of its stages and the verdicts so far."""
         from engine.core.protocol.recorded_status import status_of_history
-        from engine.files.events_file import StepReader
 
         history = self._events(last_commits=True).read_on()
         history.last_action |= StepReader(self.folder).last_actions({})
@@ -415,7 +414,6 @@ class TrainingRun:
 
     def table(self, name: str) -> pd.DataFrame:
         """Returns a table of the run: the same as `bamboo report --table NAME`; raises UserError for another name."""
-        from engine.files.events_file import read_history
         from engine.files.evidence import proof_of
         from engine.report.actions import MOST_ACTIONS
         from engine.report.load import PROVED, TABLES, load
@@ -434,9 +432,9 @@ class TrainingRun:
             NothingMatchedError: there is no such checkpoint (yet).
             StorageError: none is good.
         """
-        from engine.api.weights import weights_at
+        from engine.api.weights import load_weights
 
-        return weights_at(self.folder, step)
+        return load_weights(self.folder, step, self.folder.parent)
 
     def kill(self, worker: int) -> dict[str, Any]:
         """Kills a worker by SIGKILL as soon as it computes; returns the case when the run has recovered, or ended.

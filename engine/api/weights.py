@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from engine.core.errors import StorageError
@@ -33,16 +32,6 @@ def keep_weights(module: nn.Module, results: Path) -> Path:
             raise StorageError(f"cannot make {str(results)!r}: {error.strerror}") from error
         write_named(path, data)
     return path
-
-
-def weights_at(run: Path, step: int | None) -> dict[str, torch.Tensor]:
-    """Returns the state_dict in the newest good checkpoint of a run, or in that of a step.
-
-    Raises:
-        NothingMatchedError: the run has no checkpoint, or none of that step.
-        StorageError: no checkpoint is good.
-    """
-    return load_weights(run, step, run.parent)
 
 
 def load_weights(

@@ -28,9 +28,6 @@ from engine.core.program.remaining_tasks import replayed
 from engine.core.program.schedules import SCHEDULES, with_pairs_together
 from engine.files.atomic_write import make_folder, write_atomically
 
-# The figures of benchmarks: rows with a peer's figure, their files, the work that a death leaves, times of hosts.
-
-
 # The rows of a benchmark: one per case and metric, with our figure, the peer's and the verdict on the goal.
 #
 # Rules: our measurements and the peer's alternate, so that load on the machine affects both; ratios are medians over
@@ -356,9 +353,6 @@ def clock_widths_ms(hosts: Hosts, ahead_ns: Mapping[str, int]) -> tuple[list[flo
                 widths.append((each.most_ns - each.least_ns) / 1e6)
                 outside += not each.least_ns <= offset_ns <= each.most_ns
     return widths, outside
-
-
-# The control messages that only benchmarks have, and the schedules that the pipeline benchmark measures.
 
 
 # The control messages that only benchmarks have.

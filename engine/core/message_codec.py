@@ -76,6 +76,11 @@ def kind_of(made: type[Message]) -> str:
     return made.__name__.removesuffix("Message").lower()
 
 
+def head_of(kind: type[Message]) -> bytes:
+    """Returns the first bytes of every packet of a kind, by which a relay knows it without reading the rest."""
+    return f'{{"kind":"{kind_of(kind)}"'.encode()
+
+
 @dataclass_transform(frozen_default=True)
 def message(made: type[Made]) -> type[Made]:
     """Makes a class a frozen data class with slots, and the one kind of message that has its name."""

@@ -1,1 +1,1 @@
-"""Reads YAML files and environment variables; reads and writes the files of run folders."""
+"""Reads YAML files and environment variables; reads and writes run folders, evidence and checkpoints."""

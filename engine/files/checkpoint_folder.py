@@ -42,7 +42,7 @@ from engine.core.manifest import (
 from engine.files.atomic_write import storage_errors
 from engine.files.checkpoint_disk import Disk, DiskTroubles, FaultyDisk, OwnDisk
 from engine.files.checkpoint_storage import Bytes, Storage, folder_at, refuse_too_large
-from engine.files.checkpoint_stores import FolderStorage
+from engine.files.checkpoint_stores import FolderStorage, ObjectStorage
 
 
 class CheckpointName(NamedTuple):
@@ -289,8 +289,6 @@ def checkpoints_at(
     """
     owner = owner_of(run) if run else ""
     if (folder := folder_at(place)) is None:
-        from engine.files.checkpoint_stores import ObjectStorage
-
         return CheckpointFolder(ObjectStorage(str(place), troubles or DiskTroubles()), owner)
     disk: Disk = OwnDisk(folder, below)
     storage = FolderStorage(FaultyDisk(disk, troubles) if troubles else disk, str(folder), owner)

@@ -18,12 +18,6 @@ import yaml
 from engine.core.errors import MOST_PROBLEMS, Problem, UserError
 from engine.files.yaml_scalar import YamlScalar, plain_value, surprise
 
-# The value of an unquoted YAML scalar by the core schema of YAML 1.2, and the scalars on which YAML readers disagree.
-#
-# YAML 1.1 reads ``yes`` as true, ``1:30`` as 90 and ``010`` as 8; version 1.2 reads text, text and 10. Such a scalar is
-# refused, because either reading would surprise some users.
-
-
 YamlValue = YamlScalar | list["YamlValue"] | dict[str, "YamlValue"]
 KeyPath = tuple[str | int, ...]
 TextPlace = tuple[int, int]

@@ -1,1 +1,1 @@
-"""Cases: a run with its faults, its fault-free twin and its verdict; single, many side by side, or in a running job."""
+"""Cases: a run with its faults, its twin and its verdict; matrices, several hosts, hosts to break, host checks."""

@@ -26,7 +26,7 @@ from engine.core.checks.expectations import (
 from engine.core.checks.recoveries import Recovery, Stall, quantile
 from engine.core.errors import BY_SIGNAL, BambooError, ExitCode, UserCodeError
 from engine.core.faults.fault import Fault, to_plain
-from engine.core.faults.scenario import Scenario
+from engine.core.faults.scenario import Scenario, scenario_plain
 from engine.core.history.process_records import CheckRecord, ComparisonRecord, EndedRecord, Result, VerdictRecord
 from engine.core.history.run_records import ConfirmedRecord, RaisedRecord, ScenarioRecord, StampedRecord
 from engine.core.hosts.notice_answer import NoticeFrom
@@ -80,7 +80,6 @@ def case_of_file(loaded: LoadedScenario) -> Case:
 
 def whole_text(loaded: LoadedScenario) -> str:
     """Returns the text of a scenario with its job, without secret values; a job from another file may change."""
-    from engine.core.faults.scenario import scenario_plain
     from engine.files.jobs.form import scenario_text
 
     job = loaded.scenario.job.masked

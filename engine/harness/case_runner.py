@@ -19,16 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.checkpoint_rules import Ladder
 from engine.core.checks.expectations import Observation, why_no_twin
-from engine.core.checks.proof import compare
+from engine.core.checks.proof import compare, fingerprint, twin_of
 from engine.core.errors import BambooError, StorageError, UserError
-from engine.core.history.process_records import ComparingRecord, ComparisonRecord, EndedRecord, NotComparedRecord
+from engine.core.history.process_records import (
+    ComparingRecord,
+    ComparisonRecord,
+    EndedRecord,
+    NotComparedRecord,
+    TwinRecord,
+)
 from engine.core.history.run_history import RunHistory
 from engine.core.job.job import Job
 from engine.harness.case import Case, CaseResult, facts_text, judged, scenario_record, whole_text
 
 if TYPE_CHECKING:
     from engine.core.checks.trajectory import TrajectoryRow
-    from engine.core.job.job import Job
     from engine.files.run_folder import RunFolder
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_state import Ending, FailoverContext
@@ -140,7 +145,6 @@ def twin_rows(
     Raises:
         BambooError: the twin did not finish.
     """
-    from engine.core.history.process_records import TwinRecord
     from engine.files.trajectory_file import trajectory_rows, trajectory_text
 
     name = _naming()(job)
@@ -168,7 +172,6 @@ def twin_rows(
 
 def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
     """Returns the names of the twins that a new run of the job of one of these runs would use again."""
-    from engine.core.job.job import Job
     from engine.files.atomic_write import open_to_read
 
     name_of, names = _naming(), set()
@@ -180,9 +183,8 @@ def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
 
 def _naming() -> Callable[[Job], str | None]:
     """Returns the function that names the twin of a job on this host."""
-    from engine.core.checks.proof import fingerprint
     from engine.files.host_facts import host_facts
-    from engine.files.jobs.checkpoint_choice import with_weights_hash
+    from engine.files.jobs.checkpoint_place import with_weights_hash
     from engine.files.jobs.user_files import data_files
     from engine.files.trajectory_file import own_sources
 
@@ -193,8 +195,6 @@ def _naming() -> Callable[[Job], str | None]:
 def _new_rows(
     job: Job, folder: RunFolder, scribe: Scribe, run: Callable[[Job, RunFolder], Ending]
 ) -> list[TrajectoryRow]:
-    from engine.core.checks.proof import twin_of
-    from engine.core.history.process_records import EndedRecord
 
     own = folder.twin
     scribe.make_folder(own.logs, folder.path)
@@ -226,7 +226,7 @@ def run_case(
     Raises BambooError if the run could not be started.
     """
     from engine.files.jobs import job_layers
-    from engine.files.jobs.checkpoint_choice import hash_as_given, with_whole_place
+    from engine.files.jobs.checkpoint_place import hash_as_given, with_whole_place
     from engine.models.model_registry import unreadable_files
     from engine.runtime.process.interrupts import holding
 

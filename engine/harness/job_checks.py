@@ -13,7 +13,7 @@ from engine.core.job.job_rules import JobParts
 from engine.core.job.torch_parts import OPTIMIZERS, SCHEDULES
 from engine.core.job.update_rules import OWN_OPTIMIZERS, group_problems
 from engine.core.units import Scalar
-from engine.files.jobs.checkpoint_choice import place_problems
+from engine.files.jobs.checkpoint_place import place_problems
 from engine.files.jobs.user_files import missing_name, module_spec, top_level
 from engine.models.arguments import argument_problems, builtin_arguments
 from engine.models.model_registry import (

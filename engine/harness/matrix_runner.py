@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checks.cell_result import CellResult, key_of
+from engine.core.checks.cell_result import CellResult, from_plain, key_of
 from engine.core.job.job import Job
 from engine.core.texts import trust_words
 
@@ -91,7 +91,6 @@ class MatrixRun:
             point_latest_to_newest(self.folder / "runs")
 
     def _result(self, planned: PlannedCell, answer: Plain) -> CellResult:
-        from engine.core.checks.cell_result import from_plain
 
         labels = dict(planned.cell.labels)
         key = key_of(planned.cell.values, self.settings)

@@ -25,7 +25,7 @@ from engine.core.messages import WelcomeMessage
 from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE
 from engine.core.protocol.succession import ProcessOnHost, begins_again, last_number, succession
 from engine.files.host_facts import host_record
-from engine.files.jobs.checkpoint_choice import with_whole_place
+from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.run_folder import RunFolder
 from engine.harness.screen import Screen
 from engine.runtime.agent.requests import REQUEST, RequestFiles

@@ -22,9 +22,8 @@ from engine.core.units import MOST_FLOAT, Args, Scalar
 Factory = Callable[..., Any]
 
 _SHARES = frozenset({"dropout", "beta1", "beta2"})
-_parsing = (
-    threading.Lock()
-)  # two threads that parse at once break each other's count of recursions (CPython's gh-106905)
+# Two threads that parse at once break each other's count of recursions (CPython's gh-106905).
+_parsing = threading.Lock()
 
 
 def check_builtin_args(field: str, factory: Factory, args: Args) -> None:

@@ -15,7 +15,8 @@ from engine.core.manifest import LayerHash, Manifest
 from engine.core.units import Args
 from engine.files.checkpoint_folder import checkpoints_at
 from engine.files.host_facts import host_facts
-from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command, with_whole_place
+from engine.files.jobs.checkpoint_choice import find_checkpoint, refuse_other_bits, resume_command
+from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.jobs.user_files import code_files, data_files
 from tests.files.made_checkpoints import part_of, sha256, state_hash
 

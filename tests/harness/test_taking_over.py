@@ -12,7 +12,7 @@ import pytest
 from engine.core.faults.scenario import Scenario
 from engine.core.job.job import Job
 from engine.core.messages import PartitionMessage, WelcomeMessage
-from engine.files.jobs.checkpoint_choice import places_of
+from engine.files.jobs.checkpoint_place import places_of
 from engine.files.run_folder import CHECKPOINTS_FOLDER, RunFolder
 from engine.harness.case import Case, facts_text
 from engine.harness.takeover import home_of, taught, wait_for_words

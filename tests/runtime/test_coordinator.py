@@ -15,7 +15,7 @@ from engine.core.protocol.events import Notice, Takeover
 from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput, CoordinatorOutput, Stop
 from engine.core.protocol.state import Phase
 from engine.runtime.agent.coordinator import Coordinator
-from engine.runtime.store.etcd_kv import Election
+from engine.runtime.store.election import Election
 from tests.core.coordinator_cases import answers, begun, heard, killed, told, votes
 from tests.doubles.kv_double import Fault
 from tests.runtime.kv_backends import Backend

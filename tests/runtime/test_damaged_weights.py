@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.api.weights import weights_at
+from engine.api.weights import load_weights
 from engine.core.errors import BambooError, StorageError, UserError
 from engine.core.job.job import Job
 from engine.core.manifest import Manifest, header_bytes
 from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at
-from engine.files.jobs.checkpoint_choice import find_checkpoint, hash_as_given
+from engine.files.jobs.checkpoint_choice import find_checkpoint
+from engine.files.jobs.checkpoint_place import hash_as_given
 from engine.runtime.checkpoint.export import GivenWeights
 from tests.runtime.thread_runs import run_in_threads
 
@@ -126,13 +127,15 @@ def test_each_reader_refuses_the_layer(
     code, _, error = call("export", f"{folder.place}@1", "--output", output)
     assert isinstance(error, StorageError) and not output.exists()
     with pytest.raises(StorageError):
-        weights_at(run / "checkpoints", 1)
+        load_weights(run / "checkpoints", 1)
     with pytest.raises(BambooError, match=words):
         GivenWeights(str(run / "checkpoints" / "step-00000001"))
     with pytest.raises(UserError, match=words):
         hash_as_given(str(run / "checkpoints" / "step-00000001"), "")  # which is before any worker
     assert hash_as_given(str(run / "checkpoints" / "step-00000000"), "")
-    assert GivenWeights(str(run / "checkpoints" / "step-00000000")).names() == list(weights_at(run / "checkpoints", 0))
+    assert GivenWeights(str(run / "checkpoints" / "step-00000000")).names() == list(
+        load_weights(run / "checkpoints", 0)
+    )
 
 
 def test_weights_that_are_whole_are_read_by_all(results: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.core.kv import Lease, Put, Txn
-from engine.runtime.store.etcd_kv import Election
+from engine.runtime.store.election import Election
 from tests.runtime.kv_backends import Backend
 
 KEY = "coordinator"

@@ -19,8 +19,9 @@ import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, LeaseLostError
 from engine.core.kv import Delete, Put, Txn, absent
+from engine.runtime.store.election import Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
-from engine.runtime.store.etcd_kv import DEADLINE_S, Election, EndpointClient, EtcdCalls, EtcdKV, KeySpace, etcd3, rpc
+from engine.runtime.store.etcd_kv import DEADLINE_S, EndpointClient, EtcdCalls, EtcdKV, KeySpace, etcd3, rpc
 from engine.runtime.store.etcd_settings import SOCKET, Endpoint, EtcdSettings, Secret
 from tests.runtime.kv_backends import EtcdBackend
 

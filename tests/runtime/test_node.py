@@ -22,7 +22,8 @@ from engine.core.protocol.events import Notice, WorkerWord
 from engine.core.protocol.inputs_outputs import CoordinatorInput, ProcessExit
 from engine.core.protocol.state import Options, begin
 from engine.runtime.agent.coordinator import Node, join_store
-from engine.runtime.store.etcd_kv import DEADLINE_S, LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS
+from engine.runtime.store.election import LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS
+from engine.runtime.store.etcd_kv import DEADLINE_S
 from tests.runtime.kv_backends import Backend
 
 S = 1_000_000_000

@@ -19,7 +19,7 @@ from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
 from engine.core.manifest import Manifest, prefixes
 from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
-from engine.files.jobs.checkpoint_choice import hash_as_given
+from engine.files.jobs.checkpoint_place import hash_as_given
 from engine.harness.run_list import export_weights
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model

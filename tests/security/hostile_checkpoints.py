@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
-from engine.api.weights import weights_at
+from engine.api.weights import load_weights
 from engine.core.errors import BambooError
 from engine.core.job.job import Job
 from engine.core.manifest import manifest_file
@@ -315,7 +315,7 @@ def answers(made: Made) -> Iterator[Answer]:
             output += "".join(traceback.format_exception(done.exception))
         yield Answer(words, code, output, time.process_time() - began_s)
     began_s, output = time.process_time(), ""
-    for reader in (lambda: weights_at(made.place, STEP), lambda: GivenWeights(str(made.step))):
+    for reader in (lambda: load_weights(made.place, STEP), lambda: GivenWeights(str(made.step))):
         try:
             reader()
         except BambooError as error:

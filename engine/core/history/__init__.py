@@ -1,1 +1,1 @@
-"""The history of a run: its records, their lines in the file, and the state that they add up to."""
+"""The history of a run: its records, their lines, their chain and seal, the state that they add up to; hosts as one."""

@@ -1,4 +1,4 @@
-"""The records of a run about training, faults and recoveries, one class for each kind; `record` has the rules."""
+"""The records of a run about training, faults and recoveries, one class for each kind; their rules stand below."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Hosts of one run, as values: who they are, which workers each gets, their frames, their leases, their losses."""
+"""Hosts of one run, as values: their frames, leases, ends and losses; the files with which a scheduler places them."""

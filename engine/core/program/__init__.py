@@ -1,1 +1,1 @@
-"""Programs: the needs and products of actions, the passes that build a program, dry run and verification."""
+"""Programs: schedules, passes, dry run, verification; after a failure inventories, the planner and the ballot."""

@@ -1,1 +1,1 @@
-"""The membership protocol and the coordinator, as pure machines."""
+"""The membership protocol, the coordinator and the policy of elastic jobs, as pure machines."""

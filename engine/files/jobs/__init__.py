@@ -1,1 +1,1 @@
-"""Job files and the other layers of values from which a job is resolved."""
+"""Jobs, scenarios and matrices: their files, and the layers of values from which a job is resolved."""

@@ -139,7 +139,6 @@ def with_model_defaults(job: Job, given: Collection[tuple[str, ...]], offered: J
     return job, origins
 
 
-# A resolved job: its values, and the origin of each.
 def resolve_job(
     job_file: Path | None,
     environment: Mapping[str, str],

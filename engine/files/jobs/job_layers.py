@@ -35,12 +35,6 @@ from engine.files.jobs.job_value import FIELD_TYPES, FieldValue, check, holds_te
 from engine.files.strict_yaml import Document, read_scalar, read_yaml
 from engine.files.yaml_scalar import plain_value
 
-# One value given for a field of the job: its place, and the check of its type.
-#
-# A field has its type in `engine.core.job.job.Job`. A whole number is converted to a number, and for
-# `checkpoint_every` to text; no other value is. A field in `IN_EPOCHS` may have a text such as ``1epoch``.
-
-
 # The user's word on files: values that reach beyond a job, and the files from which they count.
 #
 # Rules: code (``module:attribute``) and the folder of results count from the command line, from ``BAMBOO_*``, from the

@@ -1,4 +1,8 @@
-"""One value given for a field of the job: its place, and the check of its type."""
+"""One value given for a field of the job: its place, and the check of its type.
+
+A field has its type in `engine.core.job.job.Job`. A whole number is converted to a number, and for
+`checkpoint_every` to text; no other value is. A field in `IN_EPOCHS` may have a text such as ``1epoch``.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +16,12 @@ from engine.core.units import Args, Scalar, parse_epochs
 from engine.files.yaml_scalar import plain_value
 
 OptionPath = tuple[str, ...]
-
-
 FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
-
-
 A_FIELD = "a field of the job"
-
-
 IN_EPOCHS = ("validate_every", "checkpoint_every")
-
-
 STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"
-
-
 _MOST_TEXT = 1 << 15  # the longest has the first layers of 4096 stages
-
-
 OWN_LINKS = "bamboo has links of its own in the place of Gloo: --backend direct"
-
-
 _EXPECTED: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",

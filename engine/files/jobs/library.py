@@ -8,11 +8,7 @@ from pathlib import Path
 from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 
 SUFFIX = ".yaml"
-
-
 _SUFFIXES = (SUFFIX, ".yml", ".json")
-
-
 _MATRIX_PREFIX = "matrix-"
 
 

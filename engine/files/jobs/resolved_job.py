@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from engine.core.checkpoint_rules import Resumption
 from engine.core.errors import MASK, Problem
 from engine.core.job.job import ARGS_FIELDS, Job
-from engine.files.accelerators import nccl_settings
+
+if TYPE_CHECKING:
+    from engine.core.checkpoint_rules import Resumption
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ def explain(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
         for name, part in (values or {each.name: value}).items():
             rows.append((name, part, resolved.origins[name]))
     if resolved.job.backend == "nccl":
+        from engine.files.accelerators import nccl_settings
+
         settings = nccl_settings("<number>", shares=resolved.job.share_gpu, environment=os.environ)
         rows += [(name, value, _set_by(name, value)) for name, value in settings.items()]
     return rows

@@ -39,9 +39,6 @@ from engine.files.jobs.resolved_job import ResolvedJob
 from engine.files.jobs.scenario_schema import scenario_form
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
-# The scenarios and matrices that come with the program, by bare name; a user's own are given by their path.
-
-
 # The job of a scenario or of a matrix: its own fields, a job file, or the job file of the current folder.
 #
 # Rules: ``job: FILE`` names a job file beside the scenario. ``job: {from: FILE, steps: 8}`` has other values for some

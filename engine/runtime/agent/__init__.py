@@ -1,1 +1,1 @@
-"""The agent of a host and the coordinator: processes, messages, effects, faults, one session."""
+"""The agent of a host: processes, messages, faults, one session; the coordinator's driver, the keeper, the scribe."""

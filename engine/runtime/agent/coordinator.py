@@ -39,8 +39,8 @@ from engine.core.protocol.state import State
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.interrupts import RunInterruptedError
+from engine.runtime.store.election import LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS, Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, StoreKeeper
-from engine.runtime.store.etcd_kv import LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS, Election
 from engine.runtime.store.etcd_settings import EtcdSettings
 
 # The usual reason for an expired lease, and the remedy.

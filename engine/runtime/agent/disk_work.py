@@ -21,7 +21,7 @@ from engine.core.job.job import Job
 from engine.core.manifest import Manifest, draft_of, owner_of
 from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at, claimed, sweep
 from engine.files.host_facts import host_facts
-from engine.files.jobs.checkpoint_choice import weights_hash
+from engine.files.jobs.checkpoint_place import weights_hash
 from engine.files.jobs.user_files import code_files, data_files
 from engine.runtime.process.prctl import name_process
 

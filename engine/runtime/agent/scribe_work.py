@@ -27,7 +27,7 @@ from engine.core.job.job import Job
 from engine.files.atomic_write import make_folder, open_to_read, storage_errors, write_atomically
 from engine.files.events_file import read_history
 from engine.files.evidence import seal_of
-from engine.files.jobs.checkpoint_choice import refuse_unwritable
+from engine.files.jobs.checkpoint_place import refuse_unwritable
 from engine.files.linked_lines import add_lines, stamped
 from engine.files.run_folder import RunFolder, create_run_folder, delete_tree, point_latest_to_newest
 from engine.files.trajectory_file import keep_twin, kept_twin, trajectory_rows, trajectory_text

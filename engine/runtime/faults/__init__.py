@@ -1,1 +1,1 @@
-"""Kinds of faults: one module per family, found by `registry.py`; a new kind is one function in one module."""
+"""Kinds of faults: one function for each in `kinds.py`; `registry.py` finds them."""

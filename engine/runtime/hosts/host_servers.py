@@ -42,7 +42,7 @@ from engine.core.history.run_records import (
 from engine.core.hosts.ends import LATER_NS, HostSight, deal, host_for_one_more, unheard
 from engine.core.job.job import Job
 from engine.core.kv import KV, Lease
-from engine.core.message_codec import MAX_BYTES, Message, decode, kind_of
+from engine.core.message_codec import MAX_BYTES, Message, decode, head_of
 from engine.core.messages import (
     AuditMessage,
     BorderMessage,
@@ -76,7 +76,7 @@ from engine.runtime.process.fork_client import Child, ForkServer
 
 
 _ONCE = tuple(
-    f'{{"kind":"{kind_of(each)}"'.encode()
+    head_of(each)
     for each in (
         ReadyMessage,
         WaitingMessage,
@@ -88,10 +88,10 @@ _ONCE = tuple(
         RefusedMessage,
     )
 )
-_PARTS = tuple(f'{{"kind":"{kind_of(each)}"'.encode() for each in (KeptMessage, UnkeptMessage))
-_HASHES = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
-_WELCOME = f'{{"kind":"{kind_of(WelcomeMessage)}"'.encode()
-_PLACE = tuple(f'{{"kind":"{kind_of(each)}"'.encode() for each in (PartitionMessage, BorderMessage))
+_PARTS = tuple(map(head_of, (KeptMessage, UnkeptMessage)))
+_HASHES = head_of(AuditMessage)
+_WELCOME = head_of(WelcomeMessage)
+_PLACE = tuple(map(head_of, (PartitionMessage, BorderMessage)))
 _MOST_HASHES = 64  # messages: those of two steps, of a worker with many slots
 
 
@@ -173,12 +173,11 @@ KEPT = (
     UnconfirmedRecord,
     ValidationRecord,
 )  # of these every host hears
-_AUDIT = f'{{"kind":"{kind_of(AuditMessage)}"'.encode()
 
 
 def hashes_of(packet: bytes) -> AuditMessage | None:
     """Returns a control message of a worker that has hashes; None for another one."""
-    message: Message | None = decode(packet) if packet.startswith(_AUDIT) else None
+    message: Message | None = decode(packet) if packet.startswith(_HASHES) else None
     return message if isinstance(message, AuditMessage) else None
 
 

@@ -50,8 +50,8 @@ from engine.core.hosts.host_messages import (
     sign_frames,
 )
 from engine.core.job.job import Job
-from engine.core.message_codec import MAX_BYTES, Message, encode, kind_of
-from engine.core.messages import PingMessage, StopMessage
+from engine.core.message_codec import MAX_BYTES, Message, encode, head_of
+from engine.core.messages import HeartbeatMessage, PingMessage, StopMessage
 from engine.core.protocol.events import unwatched_ns
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
@@ -69,7 +69,7 @@ from engine.runtime.process.interrupts import Interrupts
 # A process of a worker on this host, as its agent keeps it for the host that coordinates, and for the next one.
 
 
-_STOP = f'{{"kind":"{kind_of(StopMessage)}"'.encode()
+_STOP = head_of(StopMessage)
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ class HeartbeatReporter:
 _LOOK_S = 1.0  # between the records of the clock
 _ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
 _PATIENCE_S = 0.05  # for the descendants of a worker
-_HEARTBEAT = b'{"kind":"heartbeat"'
+_HEARTBEAT = head_of(HeartbeatMessage)
 
 
 class HostWorkers:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.core.errors import ensure
-from engine.core.message_codec import MAX_BYTES, Message, decode, encode, kind_of
+from engine.core.message_codec import MAX_BYTES, Message, decode, encode, head_of
 from engine.core.messages import LinkMessage, LinkWantedMessage
 
 _MAX_FDS = 16
@@ -150,7 +150,7 @@ RING_BYTES = 64 << 20  # takes memory as far as it was written; an empty ring be
 COUNT_BYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a reader of a shorter file would end by SIGBUS
 _TOKEN_BYTES = 16
-_WANTED = f'{{"kind":"{kind_of(LinkWantedMessage)}"'.encode()
+_WANTED = head_of(LinkWantedMessage)
 
 _Process = tuple[int, int]  # a worker and its process: another one may have its number later
 

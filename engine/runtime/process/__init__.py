@@ -1,1 +1,1 @@
-"""Processes: the fork server and its children, signals, sockets, the lock of a host."""
+"""Processes: the fork server and its children, signals, locks, the kernel's side of them."""

@@ -9,20 +9,10 @@ import signal
 from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
-
-
 _PR_SET_NAME = 15
-
-
 _PR_SET_TIMERSLACK = 29
-
-
 _PR_SET_CHILD_SUBREAPER = 36
-
-
 _PR_GET_CHILD_SUBREAPER = 37
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -1,1 +1,1 @@
-"""One stage: its layers, autograd segments, buffers, optimizers and hashes."""
+"""One stage: its layers, buffers, optimizers and hashes; its replicas: logs, heals, streams, shards."""

@@ -15,20 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure, required
+from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
 from engine.core.kv import (
-    KV,
     Change,
     Condition,
-    Delete,
     KeyValue,
     Lease,
     Put,
     StoreSnapshot,
     Txn,
     TxnOutcome,
-    absent,
-    equal,
     settled,
 )
 from engine.runtime.process.grpc_import import grpc
@@ -351,61 +347,3 @@ class EtcdKV:
         if isinstance(change, Put):
             return rpc.RequestOp(request_put=self._put_request(change))
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.far(change.key)))
-
-
-# Leader election: at most one candidate holds a key, as long as it renews its lease.
-#
-# Rules: no call blocks; a candidate polls again when the key may be free. `poll` is only a hint, because the lease may
-# have expired since its last renewal. Every write of the holder must therefore have `fence` as a condition, which fails
-# once another candidate holds the key.
-
-LEASE_TTL_S = 15  # of a host and of a role
-PRIVATE_TTL_S = 86_400  # the same in a private etcd, which ends with its only host: a paused machine loses no role
-RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
-
-
-class Election:
-    """One candidate for a key; `value` is unique among the candidates. A `kept` lease is renewed by somebody else."""
-
-    def __init__(self, kv: KV, key: str, value: bytes, ttl_s: int, kept: Lease | None = None):
-        self.key = key
-        self._kv = kv
-        self._value = value
-        self._ttl_s = ttl_s
-        self._kept = kept
-        self._lease: Lease | None = None
-
-    @property
-    def fence(self) -> Condition:
-        """The condition that this candidate still holds the key."""
-        return equal(self.key, self._value)
-
-    def poll(self) -> bool:
-        """Takes the key if it is free; returns whether this candidate holds it."""
-        if self._lease is None and self._kv.get(self.key) is None:
-            lease = self._kept or self._kv.grant(self._ttl_s)
-            try:
-                outcome = self._kv.transact(Txn((absent(self.key),), (Put(self.key, self._value, lease),)))
-            except LeaseLostError:
-                return False  # the lease expired meanwhile: the next poll tries again
-            if outcome.succeeded:
-                self._lease = lease
-            elif self._kept is None:
-                self._kv.revoke(lease)
-        return self._lease is not None
-
-    def renew(self) -> bool:
-        """Renews the lease; returns False if it has expired, so that another candidate may hold the key."""
-        if self._kept is not None:
-            return True
-        if not self._kv.keep_alive(required(self._lease, "a candidate that renews has a lease")):
-            self._lease = None
-        return self._lease is not None
-
-    def resign(self) -> None:
-        """Releases the key, if this candidate holds it."""
-        if self._lease is not None and self._kept is None:
-            self._kv.revoke(self._lease)
-        elif self._lease is not None:
-            self._kv.transact(Txn((self.fence,), (Delete(self.key),)))
-        self._lease = None

@@ -1,1 +1,1 @@
-"""Transfers between workers: the data plane, groups, keys, bulk transfers, reductions."""
+"""Transfers between workers: links, the data plane as a protocol over them, and NCCL behind the same protocol."""

@@ -71,7 +71,7 @@ class Links:
         self._wakeups = control.wakeups
         self._links: dict[int, PeerLink] = {}
         self._making = threading.RLock()  # of links: one that two threads made would keep the message of one of them
-        self._main = threading.get_ident()
+        self._main = threading.get_ident()  # makes the links of its worker
         self._mailbox: Mailbox[Any, memoryview] = Mailbox()
         self._party: Party | None = None
         self._told: dict[int, tuple[int, float]] = {}  # peer -> number of its newest link, and when it was told
@@ -85,7 +85,6 @@ class Links:
         """
         if party is self._party:
             return
-        self._main = threading.get_ident()
         self.look()  # a link whose end has come must not be found broken in the new epoch only
         with self._making:
             for peer, link in [*self._links.items()]:
@@ -153,7 +152,7 @@ class Links:
     def _see_to(self, link: PeerLink, lacks: Lacks) -> None:
         """Has the rest of the messages of a link leave as soon as there is room for it."""
         if threading.get_ident() != self._main:  # which alone watches
-            self._wakeups.retry(lambda: self._is_seen_to(link, lacks))
+            self._wakeups.retry(lambda: self._retry(link))
             self._wakeups.wake()
         elif link.ends is not None and not link.is_broken:
             if lacks == "ring":
@@ -164,10 +163,6 @@ class Links:
             elif lacks or link.awaits_room:
                 link.awaits_room = lacks == "socket"
                 self._watch(link)
-
-    def _is_seen_to(self, link: PeerLink, lacks: Lacks) -> bool:
-        self._see_to(link, lacks)
-        return True
 
     def _retry(self, link: PeerLink) -> bool:
         """Sends the messages that wait for room in the ring; returns whether no more tries are needed."""

@@ -1,0 +1,30 @@
+"""The option ``--trust-code``, and the note about values of a file that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bamboo_cli.terminal.echo import echo
+from engine.core.errors import Problem
+
+if TYPE_CHECKING:
+    from engine.core.job.job_rules import JobParts
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        envvar="BAMBOO_TRUST_CODE",
+        help="Let a scenario, a matrix, a job file that one of them names, a checkpoint, and a bamboo.yaml that lies "
+        "here name code (package.module:attribute) and folders to write to.",
+    ),
+]
+
+
+def tell_untrusted(foreign: Iterable[Problem], offered: JobParts) -> None:
+    """Prints one line to stderr for each value that a run would refuse, unless the user trusts files."""
+    for each in () if offered.trusts_files else foreign:
+        echo(f"a run needs --trust-code: {each}", err=True)
