@@ -33,6 +33,16 @@ def test_every_kind_says_what_it_is() -> None:
             assert parameter.default is None or parameter.default in (parameter.choices or (parameter.default,))
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("delay-link", "by"), *((f"{each}-link", "for") for each in ("delay", "stall", "cut"))]
+)
+def test_a_fault_of_a_link_that_lasts_no_time_is_refused(kind: str, name: str) -> None:
+    """A frame that is no later than without the fault would count as struck."""
+    (parameter,) = [each for each in kinds()[kind].parameters if each.name == name]
+    assert [parameter.read(text) for text in ("0s", "0ms", "1ms")] == [None, None, 1_000_000]
+    assert "more than 0" in parameter.expected
+
+
 def test_the_agent_strikes_from_outside_only() -> None:
     assert {name for name, kind in kinds().items() if kind.by == "agent"} == {"kill", "terminate", "stop"}
 

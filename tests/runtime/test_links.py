@@ -123,19 +123,30 @@ def test_a_link_that_two_threads_need_at_once_keeps_their_messages(
     assert (other.in_order.take(0, KEY)[0].item(), one.in_order.take(1, OTHER)[0].item()) == (4, 5)
 
 
-def test_a_thread_beside_the_main_one_watches_nothing(linked: Linked) -> None:
-    """The rest of a message that fills the link leaves from the wait of the main thread."""
+def test_a_thread_beside_the_main_one_watches_nothing(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of messages that fill the socket of a link leaves from the wait of the main thread."""
     one, other = linked.enter(0)
     assert passes(one, other, 1)
-    watched = list[int]()
-    linked.links[0]._watch = lambda link: watched.append(threading.get_ident())  # type: ignore[method-assign]
-    large = torch.arange(24 << 20, dtype=torch.float32)
-    sender = threading.Thread(target=one.in_order._begin, args=(1, OTHER, (large,)))
+    links, watched, watch = linked.links[0], list[int](), linked.links[0]._watch
+
+    def noted(link: PeerLink) -> None:
+        watched.append(threading.get_ident())
+        watch(link)
+
+    monkeypatch.setattr(links, "_watch", noted)
+    sent = [torch.full((15_000,), float(each)) for each in range(64)]  # each goes over the socket in one frame
+
+    def send() -> None:
+        for each, tensor in enumerate(sent):
+            one.in_order._begin(1, an_order(10 + each), (tensor,))
+
+    sender = threading.Thread(target=send)
     sender.start()
     sender.join(10)
-    other.in_order.post(0, OTHER, (TensorSpec(tuple(large.shape), torch.float32, False),))
-    assert torch.equal(other.in_order.take(0, OTHER)[0], large)
-    assert set(watched) <= {threading.get_ident()}
+    for each, tensor in enumerate(sent):
+        other.in_order.post(0, an_order(10 + each), (TensorSpec((15_000,), torch.float32, False),))
+        assert torch.equal(other.in_order.take(0, an_order(10 + each))[0], tensor)
+    assert set(watched) == {threading.get_ident()}
 
 
 def reborn(linked: Linked, worker: int, kind: type[Links] = Links) -> None:
