@@ -48,7 +48,6 @@ _LONGEST_NAME, _MOST_NAMES = 100, 500  # that are compared for a hint: each pair
 _MOST_SHOWN = 500, 2000  # characters in a message: of a name or a value; of a text that may list all fields
 BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
 
-
 MASK = "***"  # stands for a secret value in files and messages
 _SECRETS = frozenset(
     """

@@ -24,7 +24,6 @@ from engine.core.errors import InvariantError, required
 # Rules: the pieces of a message come in order, and nothing comes between them but a message of a newer epoch. A message
 # without bytes is one piece without bytes.
 
-
 _FORM = struct.Struct("<6Q")
 HEADER_BYTES = _FORM.size
 INLINE = (1 << 64) - 1

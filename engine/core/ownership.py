@@ -19,7 +19,6 @@ from typing import Literal
 #     worker 1  1 4        1 4
 #     worker 2  2 5        2 3
 
-
 Placement = Literal["loop", "v"]
 PlacementChoice = Literal["auto", "loop", "v"]  # auto: the placement of the schedule
 

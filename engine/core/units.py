@@ -8,12 +8,10 @@ from typing import Any
 
 # Plain values, as files and flags spell them.
 
-
 Scalar = str | int | float | bool
 Args = dict[str, Scalar]
 
 MOST_FLOAT = (2 - 2**-23) * 2.0**127  # the greatest float32; torch raises on greater ones
-
 
 _MOST_DIGITS = 18  # fewer than the 4300 from which Python refuses to read a number
 

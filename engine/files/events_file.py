@@ -269,7 +269,7 @@ def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: 
         commits = []
         for record in records.of(line, number):
             history.add(record)
-            if (decision := heard.told(record)) is not None:
+            if (decision := heard.decision(record)) is not None:
                 history.add(decision)
     history.add_commits(commits)
 
@@ -322,7 +322,7 @@ class GrowingEvents:
         known = len(self._history.commits)
         for record in self.news():
             self._history.add(record)
-            if (decision := self._heard.told(record)) is not None:
+            if (decision := self._heard.decision(record)) is not None:
                 self._history.add(decision)
         refuse_impossible(self._history, self.path, known)
         return self._history

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from engine.core.checks.proof import Computation, Flaw, Proof, StepHashes, is_twin_of, proved
+from engine.core.checks.proof import Computation, Flaw, Proof, StepHashes, proved
 from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
 from engine.core.errors import InvariantError, StorageError
 from engine.core.history.evidence import (
@@ -25,6 +25,7 @@ from engine.core.history.process_records import HostRecord, LeftBehindRecord, Se
 from engine.core.history.record_lines import FOLDER, StepFile, TornLineError, decoded, span_of, step_file
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import UNSEALED, AuditRecord, JobRecord, PartitionRecord
+from engine.core.job.bit_fields import twin_of
 from engine.files.events_file import read_history
 from engine.files.linked_lines import evidence, evidence_lines, parts
 from engine.files.run_folder import RunFolder, kept_copies
@@ -242,7 +243,7 @@ def _history_of_twin(folder: RunFolder, history: RunHistory, flaws: list[Flaw]) 
         return None
     _has_links(folder.path, f"{_TWIN}{EVENTS}", flaws)
     twin = read_history(folder.twin.events)
-    if not is_twin_of(history, twin):
+    if twin_of(history.job) != twin_of(twin.job):
         flaws.append(Flaw(f"{_TWIN}{EVENTS}:1", "this is not the job of the twin of this run"))
     return twin
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.core.history.evidence import EVENTS, linked_lines
-from engine.core.history.merging import HostRecords, MergedHistory, SharedClock, merged, on_clock
-from engine.core.history.process_records import EndedRecord, HostRecord, SealRecord, StoreRecord
+from engine.core.history.merging import HostRecords, MergedHistory, SharedClock, merged
+from engine.core.history.process_records import EndedRecord, HostRecord, SealRecord, StoreRecord, on_clock
 from engine.core.history.record_lines import ENTRY_BYTES, FOLDER, StepFile, encoded, moved_entries, step_file
 from engine.core.history.run_records import AuditRecord, CommitRecord, JobRecord, Record, StampedRecord
 from engine.files.atomic_write import make_folder, write_atomically

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.checkpoint_rules import Ladder
 from engine.core.checks.expectations import Observation, why_no_twin
-from engine.core.checks.proof import compare, fingerprint, twin_of
+from engine.core.checks.proof import compare, fingerprint
 from engine.core.errors import BambooError, StorageError, UserError
 from engine.core.history.process_records import (
     ComparingRecord,
@@ -29,6 +29,7 @@ from engine.core.history.process_records import (
     TwinRecord,
 )
 from engine.core.history.run_history import RunHistory
+from engine.core.job.bit_fields import twin_of
 from engine.core.job.job import Job
 from engine.harness.case import Case, CaseResult, facts_text, judged, scenario_record, whole_text
 

@@ -32,7 +32,6 @@ from engine.models.user_factory import import_factory, made_by, wrong_factory
 # Rules: the target is the first of `TARGETS` that is there. A column that has no numbers, such as a text, is left out.
 # The other columns are the inputs, and the first layer takes them by name (`engine.models.data.Columns`).
 
-
 TARGETS = ("labels", "label", "targets", "target", "y")
 
 

@@ -22,7 +22,6 @@ from engine.models.losses import default_loss
 # The first layer scales up images that are too small for the network. `width` is the number of channels of the first
 # convolution, `hidden` the width of the fully connected layers; the published networks have 64 and 4096.
 
-
 # An entry per convolution: its channels as a multiple of `width`, and whether a pooling follows.
 VGG19_CONVS = (
     *((1, False), (1, True), (2, False), (2, True)),

@@ -40,7 +40,6 @@ _PYTHON = Path(sysconfig.get_path("stdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
 _FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", Path(torch.__file__).parent)
 
-
 # Code of the user may raise anything, `SystemExit` too: it ends one worker.
 RAISED = BaseException
 

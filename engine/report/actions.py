@@ -33,7 +33,6 @@ from engine.core.program.remaining_tasks import work_of
 #
 # Rule: one array holds the actions of one worker in one range of steps, in the order in which it finished them.
 
-
 KINDS = tuple(shown.value for shown in LegendEntry)  # the legend of a timeline
 KIND_OF = {op: KINDS.index(row.shown) for op, row in OP_TABLE.items()}
 NOT_BUSY = (KINDS.index("transfer"), KINDS.index("waiting"))

@@ -116,7 +116,6 @@ _TELLING: dict[str, Callable[[Any], str]] = {
     "ended": lambda record: f"{record.outcome}, exit code {record.exit_code}",
 }
 
-
 TABLES = ("recovery", "steps", "workers", "actions", "checks", "outcome", "samples", "evaluations", "memory")
 PROVED = frozenset({"checks", "outcome"})  # of these: they say what the evidence proves about the weights
 _SHARED = "Workers may have shared a GPU (--share-gpu): they wait for each other there, so its times are no measure."

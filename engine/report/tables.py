@@ -36,7 +36,6 @@ from engine.report.actions import Actions, Sums, Totals
 # Rules: a step lasts from the previous commit to its own; the first step lasts from the beginning of training. Times
 # are milliseconds since training began, throughput is samples per second.
 
-
 _LEDGER = ["step", "pipeline", "microbatch", "data_epoch", "first", "count"]
 
 
@@ -285,7 +284,7 @@ def _row(
     origin_ns: int,
     until_ns: int | None,
 ) -> dict[str, Any]:
-    times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.told_ns.items()}
+    times: dict[str, float | None] = {f"{phase}_ms": taken / 1e6 for phase, taken in recovery.reported_ns.items()}
     catch_up_ns = max(recovery.points_ns.values()) if "replay" in recovery.points_ns else None
     healed_ns = _healed_ns(recovery, actions, steps, origin_ns, until_ns)
     times |= {
@@ -300,7 +299,7 @@ def _row(
         "stall_most_ms": _since(recovery.stall.most_ns, 0) if recovery.stall else None,
     }
     who = ", ".join(str(each.worker) for each in recovery.verdict)
-    verdict = "; ".join(recovery.told) or "no worker was lost"
+    verdict = "; ".join(recovery.sentences) or "no worker was lost"
     faults = f"{', '.join(recovery.faults)}: " if recovery.faults else ""
     return {
         "what": faults + verdict,

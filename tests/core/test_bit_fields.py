@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.job.bit_fields import BIT_FACTS, NEUTRAL, BitDifference, bit_differences, cheapest
+from engine.core.job.bit_fields import BIT_FACTS, NEUTRAL, BitDifference, bit_differences, twin_of
 from engine.core.job.job import Job
 
 FACTS: dict[str, object] = dict.fromkeys(BIT_FACTS, "a") | {"isa": ["avx2"], "host": "h"}
@@ -98,4 +98,4 @@ def test_jobs_of_older_versions_were_deterministic() -> None:
 
 def test_the_cheapest_job_differs_in_neutral_fields_only() -> None:
     job = Job(redundancy="eager", redundancy_level=2, log_every=2, seed=3)
-    assert bit_differences(asdict(job), FACTS, cheapest(job), FACTS) == []
+    assert bit_differences(asdict(job), FACTS, twin_of(job), FACTS) == []

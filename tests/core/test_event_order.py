@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.core.exclusion import Cause, Verdict, excluded
-from engine.core.history.merging import Causes, HostRecords, SharedClock, merged, on_clock
+from engine.core.history.merging import Causes, HostRecords, SharedClock, merged
 from engine.core.history.process_records import (
     ClockRecord,
     EndedRecord,
@@ -20,6 +20,7 @@ from engine.core.history.process_records import (
     HeardRecord,
     HostRecord,
     LostRecord,
+    on_clock,
 )
 from engine.core.history.record_lines import RECORDS, encoded
 from engine.core.history.run_records import (
@@ -119,7 +120,7 @@ def misplaced(records: Sequence[Record]) -> list[StampedRecord]:
     for each in stamped:
         if causes.waits(each, -1):
             found.append(each)
-        causes.told(each, 0)
+        causes.take(each, 0)
     return found
 
 

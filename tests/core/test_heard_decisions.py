@@ -23,22 +23,22 @@ def clock(least_ns: int, most_ns: int) -> ClockRecord:
 
 def test_a_decision_comes_onto_the_clock_of_the_host_that_has_heard_it() -> None:
     known = ReplicatedDecisions()
-    assert known.told(clock(3_990, 4_010)) is None
-    told = known.told(heard(COMMIT, 1_500))
+    assert known.decision(clock(3_990, 4_010)) is None
+    told = known.decision(heard(COMMIT, 1_500))
     assert isinstance(told, CommitRecord)
     assert (told.at_ns, told.step, told.loss) == (1_000, 3, 0.5)
 
 
 def test_before_the_clock_is_known_a_decision_has_the_time_at_which_it_was_heard() -> None:
-    told = ReplicatedDecisions().told(heard(COMMIT, 1_500))
+    told = ReplicatedDecisions().decision(heard(COMMIT, 1_500))
     assert told is not None
     assert told.at_ns == 1_500
 
 
 def test_all_times_of_a_decision_move() -> None:
     known = ReplicatedDecisions()
-    known.told(clock(4_000, 4_000))
-    told = known.told(
+    known.decision(clock(4_000, 4_000))
+    told = known.decision(
         heard(ExitRecord(**{**AGENT, "at_ns": 5_000}, of=1, code=-9, expected=False, seen_ns=4_900), 1_500)
     )
     assert isinstance(told, ExitRecord)
@@ -46,7 +46,7 @@ def test_all_times_of_a_decision_move() -> None:
 
 
 def test_own_records_are_no_heard_ones() -> None:
-    assert ReplicatedDecisions().told(COMMIT) is None
+    assert ReplicatedDecisions().decision(COMMIT) is None
 
 
 def test_the_host_that_coordinates_is_the_one_that_was_heard_last() -> None:
@@ -59,7 +59,7 @@ def test_the_host_that_coordinates_is_the_one_that_was_heard_last() -> None:
     assert coordinating_host(history) == ""
     for each, chief in ((of_b[0], "b"), (of_b[1], "b"), (of_c, "c"), (replace(epoch, epoch=3), "")):
         history.add(each)
-        if (decision := known.told(each)) is not None:
+        if (decision := known.decision(each)) is not None:
             history.add(decision)
         assert coordinating_host(history) == chief
         assert any("host b coordinates" in text for text in gaps(history)) is (chief == "b")

@@ -263,9 +263,9 @@ def test_a_last_action_that_is_known_is_told_and_no_count_of_heartbeats() -> Non
     (found,) = recoveries([*BEGIN, *COMMITS, *BEFORE, epoch(1, 215, (0, 1, 1), out), agent("go", 230, epoch=1)])
     told = "worker 2 was ended by SIGKILL"
     assert str(found).startswith(f"{told} after 2B0 of step 3; ")
-    assert (found.told, found.as_dict()["verdict"]) == ([told], [told])
+    assert (found.sentences, found.as_dict()["verdict"]) == ([told], [told])
     (blind,) = recoveries([*BEGIN, *COMMITS, epoch(1, 215, (0, 1, 1), out)])
-    assert blind.told == [f"worker 2 {out.why}"]
+    assert blind.sentences == [f"worker 2 {out.why}"]
 
 
 @pytest.mark.parametrize(
@@ -444,13 +444,13 @@ def test_no_phase_is_told_that_is_shorter_than_its_uncertainty() -> None:
     events = [*COMMITS, *BEFORE, FAULT, *RECOVERED, *REPLAYED, COMMIT]
     (one_host,) = recoveries([*BEGIN, *events])
     assert one_host.uncertain_ns == {} and "uncertain_ms" not in one_host.as_dict()
-    assert one_host.told_ns == one_host.phases_ns | {"merged": one_host.merged_ns}
+    assert one_host.reported_ns == one_host.phases_ns | {"merged": one_host.merged_ns}
     (found,) = recoveries([*on_hosts(3.5), *events])
     # Worker 1, on host b, ends fence, inventory and replay: so both ends of the inventory are on b.
     assert set(found.uncertain_ns) == {"fence", "regroup", "replay", "merged"}
     assert all(3.5 * MS <= each < 3.6 * MS for each in found.uncertain_ns.values())
-    assert set(found.told_ns) == {*PHASES, "merged"} - {"regroup"}  # which took 3 ms, as the inventory did
+    assert set(found.reported_ns) == {*PHASES, "merged"} - {"regroup"}  # which took 3 ms, as the inventory did
     assert set(found.as_dict()["phases_ms"]) == {*PHASES} - {"regroup"}
     assert found.pause_ns == one_host.pause_ns
     (sure,) = recoveries([*on_hosts(0.1), *events])
-    assert set(sure.told_ns) == {*PHASES, "merged"}
+    assert set(sure.reported_ns) == {*PHASES, "merged"}

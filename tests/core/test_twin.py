@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.checks.proof import BUILT_IN_DATA, compare, fingerprint, twin_of
+from engine.core.checks.proof import BUILT_IN_DATA, compare, fingerprint
 from engine.core.checks.trajectory import NO_MARKS, TrajectoryRow
+from engine.core.job.bit_fields import twin_of
 from engine.core.job.job import Job
 from engine.core.job.job_rules import check_job
 from engine.models.model_registry import DATA

@@ -7,8 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from engine.core.history.merging import on_clock
-from engine.core.history.process_records import ClockRecord, EndedRecord, HeardRecord, HostRecord, StartedRecord
+from engine.core.history.process_records import (
+    ClockRecord,
+    EndedRecord,
+    HeardRecord,
+    HostRecord,
+    StartedRecord,
+    on_clock,
+)
 from engine.core.history.record_lines import FOLDER, encoded, moved_entries, step_file
 from engine.core.history.run_records import (
     AGENT,

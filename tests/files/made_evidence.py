@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from engine.core.checks.proof import compare, twin_of
+from engine.core.checks.proof import compare
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.history.process_records import (
     CheckRecord,
@@ -31,6 +31,7 @@ from engine.core.history.run_records import (
     MarkRecord,
     PartitionRecord,
 )
+from engine.core.job.bit_fields import twin_of
 from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.files.evidence import seal_of

@@ -1,7 +1,7 @@
 """What a worker sets before it builds the model, so that the same operations give the same bits each time.
 
-Rules: this list is the only one. A worker carries it out as it stands here (`engine/runtime/device/device.py`),
-and `bamboo run --explain` prints it. What no library promises stands here too, with what bamboo does about it.
+Rules: this list is the only one. A worker applies it as it is (`engine/runtime/device/device.py`), and
+`bamboo run --explain` prints it. It also names what no library promises, and what bamboo does about that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engine.core.job.job import Job
 class Setting(NamedTuple):
     """A variable of the environment, or a dotted name of torch: an attribute, or a function that takes the value.
 
-    `read` is the function that returns the value of the latter. `off` is the value of a job that is not deterministic;
-    with None it is left as it is. The user's code may set it to another value if `may_change`: no bit is lost by that.
+    `read` is the function that returns the value set by such a function. `off` is the value of a job that is not
+    deterministic; None leaves it as it is. If `may_change`, the user's code may set another value: it changes no bit.
     """
 
     name: str
@@ -72,7 +72,7 @@ _ON_GPUS = (
         f"{_SDP}mem_efficient_sdp_enabled",
     ),
 )
-# What is promised by no library, and what is done about it.
+# What no library promises, and what bamboo does about it.
 _LIMITS = {
     "operations": "one without a deterministic form is named, with its layer, in the trial before step 0",
     "compiled code": "torch.compile may choose kernels by their time: set torch._inductor.config.deterministic with it",
@@ -107,7 +107,7 @@ def without_form(layer: str, operation: str) -> Problem:
     return Problem("model", expected, f"{layer}: {operation}", hint)
 
 
-def changed_setting(setting: Setting, found: object) -> Problem:
+def changed_setting(setting: Setting, value: object) -> Problem:
     """Returns the problem of a setting that the user's code has changed."""
     hint = "the code of the model or of the data has set it: leave it out, or train with --no-deterministic"
-    return Problem("deterministic", f"{setting.name} as {setting.value!r}", repr(found), hint)
+    return Problem("deterministic", f"{setting.name} as {setting.value!r}", repr(value), hint)

@@ -79,7 +79,7 @@ class Observation:
     """A run that has ended: its exit code, error and history, the comparison with its twin, the leftovers.
 
     `twin` is an error if the twin failed. `twin` and `leftovers` are None if they were not checked. Only events since
-    `since_ns` (the host's monotonic clock) are judged; earlier events show the owners.
+    `since_ns` (the host's monotonic clock) are judged; earlier ones only show the owners.
     """
 
     exit_code: int
@@ -95,11 +95,11 @@ class Observation:
 
     def strikes(self, fault: Fault) -> list[FaultRecord]:
         """Returns the strikes of a fault, one record for each victim."""
-        return [each for each in self.of(FaultRecord) if each.fault == fault.id]
+        return [strike for strike in self.of(FaultRecord) if strike.fault == fault.id]
 
     @cached_property
     def recoveries(self) -> list[Recovery]:
-        """The recoveries that began since `since_ns`; to find them takes longer than to read the events."""
+        """The recoveries that began since `since_ns`; finding them takes longer than reading the events."""
         return [each for each in recoveries(self.history.records_of_recoveries) if each.noticed_ns >= self.since_ns]
 
     def miscounted(self, job: Job) -> list[str]:
@@ -108,28 +108,27 @@ class Observation:
 
 
 def check(
-    expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observation
+    expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], run: Observation
 ) -> tuple[Check, ...]:
     """Returns a check for each expectation; the first one is that the faults struck, if there are any."""
-    found = seen.recoveries
-    checks = [*([_struck(faults, seen)] if faults else []), _outcome(expect, seen)]
+    checks = [*([_struck(faults, run)] if faults else []), _outcome(expect, run)]
     if expect.trajectory is not None:
-        checks.append(_trajectory(expect.trajectory, seen))
+        checks.append(_trajectory(expect.trajectory, run))
     if expect.steps_lost is not None:
-        lost = sum(each.lost_steps for each in found)
+        lost = sum(recovery.lost_steps for recovery in run.recoveries)
         checks.append(_judged("steps_lost", lost <= expect.steps_lost, f"{lost} lost, {expect.steps_lost} at most"))
     if expect.samples is not None:
-        wrong = seen.miscounted(job)
+        wrong = run.miscounted(job)
         text = "every committed step counted every sample once"
-        if left_out := sum(last + 1 - first for first, last in left_out_steps(seen.history)):
+        if left_out := sum(last + 1 - first for first, last in left_out_steps(run.history)):
             text += f"; {counted(left_out, 'step')} not checked, as their actions were left out"
         checks.append(_judged("samples", not wrong, _first(wrong) or text))
     if expect.culprit is not None:
-        checks.append(_culprit(expect.culprit, faults, kinds, seen))
+        checks.append(_culprit(expect.culprit, faults, kinds, run))
     if expect.leftovers is not None:
-        checks.append(_leftovers(seen))
+        checks.append(_leftovers(run))
     if expect.recovery is not None:
-        checks += _limits(expect.recovery, found)
+        checks += _limits(expect.recovery, run.recoveries)
     return tuple(checks)
 
 
@@ -142,37 +141,37 @@ def verdict(checks: Sequence[Check]) -> Result:
     return "failed" if "failed" in results else "passed" if results <= {"passed"} else "invalid"
 
 
-def decided(checks: Sequence[Check], seen: Observation) -> tuple[Check, ...]:
+def decided(checks: Sequence[Check], run: Observation) -> tuple[Check, ...]:
     """Returns the checks after a signal to the run or its twin: a check that it left undecided is not judged.
 
     A failed check is decided. If only the twin was interrupted, a passed one is too. If the run was, only the strikes
     are, once every fault has struck: nothing else passes because the run did not get there.
     """
-    is_whole = seen.exit_code not in BY_SIGNAL
+    is_whole = run.exit_code not in BY_SIGNAL
     has_struck = any(each.name == "faults" and each.result == "passed" for each in checks)
 
-    def judged(each: Check) -> Check:
-        is_known = is_whole or (has_struck and each.name in ("faults", "precision"))
-        if each.result == "failed" or (each.result == "passed" and is_known):
-            return each
-        return replace(each, result="not judged", text=each.text if is_whole else _INTERRUPTED)
+    def decision(check: Check) -> Check:
+        is_known = is_whole or (has_struck and check.name in ("faults", "precision"))
+        if check.result == "failed" or (check.result == "passed" and is_known):
+            return check
+        return replace(check, result="not judged", text=check.text if is_whole else _INTERRUPTED)
 
-    return tuple(map(judged, checks))
+    return tuple(map(decision, checks))
 
 
-def exit_code(checks: Sequence[Check], seen: Observation) -> ExitCode:
+def exit_code(checks: Sequence[Check], run: Observation) -> ExitCode:
     """Returns the exit code of a case."""
     outcome = next(each.result for each in checks if each.name == "outcome")
     if outcome == "invalid":
-        return ExitCode(seen.exit_code)
-    twin = seen.twin
+        return ExitCode(run.exit_code)
+    twin = run.twin
     if isinstance(twin, BambooError) and twin.exit_code in BY_SIGNAL and verdict(checks) != "failed":
         return ExitCode(twin.exit_code)
     worst = next((each.name for each in checks if each.result == verdict(checks)), "")
     if worst == "trajectory" and isinstance(twin, BambooError):
         return ExitCode(twin.exit_code)
-    if outcome == "failed" and seen.exit_code:
-        return ExitCode.STATE_LOST if seen.exit_code == ExitCode.STATE_LOST else ExitCode.NOT_RECOVERED
+    if outcome == "failed" and run.exit_code:
+        return ExitCode.STATE_LOST if run.exit_code == ExitCode.STATE_LOST else ExitCode.NOT_RECOVERED
     return {
         "passed": ExitCode.OK,
         "failed": ExitCode.EXPECTATION_FAILED,
@@ -188,48 +187,48 @@ def _first(texts: Sequence[str]) -> str:
     return texts[0] + (f", and {len(texts) - 1} more" if len(texts) > 1 else "") if texts else ""
 
 
-def _struck(faults: Sequence[Fault], seen: Observation) -> Check:
+def _struck(faults: Sequence[Fault], run: Observation) -> Check:
     """Checks that every fault struck all its victims and that its effect was seen."""
-    wrong = [why for fault in faults if (why := why_not_struck(fault, seen))]
+    wrong = [why for fault in faults if (why := why_not_struck(fault, run))]
     text = "; ".join(wrong) or (f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck")
-    missed = [fault.moment for fault in faults if not seen.strikes(fault)]
+    missed = [fault.moment for fault in faults if not run.strikes(fault)]
     if len(missed) < len(faults) and any(isinstance(moment, At) and moment.is_half for moment in missed):
         text += f" ({WHOLE_AFTERWARDS})"
     return Check("faults", "invalid" if wrong else "passed", text)
 
 
-def why_not_struck(fault: Fault, seen: Observation) -> str:
+def why_not_struck(fault: Fault, run: Observation) -> str:
     """Returns why a fault proves nothing: it struck too few victims, or its effect was not seen; else an empty text."""
-    victims = {each.of for each in seen.strikes(fault)}
+    victims = {each.of for each in run.strikes(fault)}
     if not victims:
-        return f"{fault.id} did not strike ({fault.in_words(seen.history.job.slot_noun)})"
+        return f"{fault.id} did not strike ({fault.in_words(run.history.job.slot_noun)})"
     if len(victims) < len(fault.victims):
         return f"{fault.id} struck {len(victims)} of {len(fault.victims)}"
-    if all(each.fault != fault.id for each in seen.of(ConfirmedRecord)):
+    if all(each.fault != fault.id for each in run.of(ConfirmedRecord)):
         return f"{fault.id} struck, but its effect was not seen ({fault.do})"
     return ""
 
 
-def why_no_twin(expect: Expect, faults: Sequence[Fault], seen: Observation) -> str:
+def why_no_twin(expect: Expect, faults: Sequence[Fault], run: Observation) -> str:
     """Returns why a run cannot be compared with its twin, or has no need to; empty if it must be compared."""
-    if seen.exit_code in BY_SIGNAL:
+    if run.exit_code in BY_SIGNAL:
         return _INTERRUPTED
     if expect.trajectory is None:
         return "no twin was asked for"
-    if _outcome(expect, seen).result != "passed":
+    if _outcome(expect, run).result != "passed":
         return "the run did not end as expected"
-    return "no fault struck" if faults and not any(map(seen.strikes, faults)) else ""
+    return "no fault struck" if faults and not any(map(run.strikes, faults)) else ""
 
 
-def _outcome(expect: Expect, seen: Observation) -> Check:
-    why = f": {seen.error.splitlines()[0]}" if seen.error else ""
-    if seen.exit_code in BY_SIGNAL:
+def _outcome(expect: Expect, run: Observation) -> Check:
+    why = f": {run.error.splitlines()[0]}" if run.error else ""
+    if run.exit_code in BY_SIGNAL:
         return Check("outcome", "invalid", _INTERRUPTED)
-    if seen.exit_code in _NOT_RUN:
-        return Check("outcome", "invalid", f"the run ended with exit code {seen.exit_code}{why}")
+    if run.exit_code in _NOT_RUN:
+        return Check("outcome", "invalid", f"the run ended with exit code {run.exit_code}{why}")
     expected = _with_notice(expect.outcome, expect.notice or "")
-    notice = next((each.notice for each in seen.of(FailedRecord) if each.notice), "") if seen.exit_code else ""
-    outcome = _with_notice("noticed", notice) if notice else _OUTCOMES.get(seen.exit_code, "not recovered")
+    notice = next((each.notice for each in run.of(FailedRecord) if each.notice), "") if run.exit_code else ""
+    outcome = _with_notice("noticed", notice) if notice else _OUTCOMES.get(run.exit_code, "not recovered")
     text = outcome if outcome == expected else f"{outcome}, but {expected} was expected{why}"
     return _judged("outcome", outcome == expected, text)
 
@@ -238,48 +237,48 @@ def _with_notice(outcome: str, notice: str) -> str:
     return f"{outcome} ({notice})" if notice else outcome
 
 
-def _trajectory(expected: Agreement, seen: Observation) -> Check:
+def _trajectory(expected: Agreement, run: Observation) -> Check:
     """Checks that no hash differs; `identical` also needs the last commit of a finished run in the comparison."""
-    found = seen.twin
-    if not isinstance(found, ComparisonRecord):
-        missing = _INTERRUPTED if seen.exit_code in BY_SIGNAL else "there is no twin to compare with"
-        return Check("trajectory", "invalid", f"not compared: {str(found or missing).splitlines()[0]}")
-    if found.difference is not None:
-        return Check("trajectory", "failed", str(found))
-    committed = max((each.step for each in seen.of(CommitRecord)), default=-1)
-    if expected == "identical" and found.last_step < committed and not seen.exit_code:
-        return Check("trajectory", "invalid", f"compared up to step {found.last_step}, committed up to {committed}")
-    if not found.compared:
+    twin = run.twin
+    if not isinstance(twin, ComparisonRecord):
+        missing = _INTERRUPTED if run.exit_code in BY_SIGNAL else "there is no twin to compare with"
+        return Check("trajectory", "invalid", f"not compared: {str(twin or missing).splitlines()[0]}")
+    if twin.difference is not None:
+        return Check("trajectory", "failed", str(twin))
+    committed = max((commit.step for commit in run.of(CommitRecord)), default=-1)
+    if expected == "identical" and twin.last_step < committed and not run.exit_code:
+        return Check("trajectory", "invalid", f"compared up to step {twin.last_step}, committed up to {committed}")
+    if not twin.compared:
         return Check("trajectory", "invalid", "no step could be compared")
-    return Check("trajectory", "passed", f"identical in {found.compared} of {found.steps} steps")
+    return Check("trajectory", "passed", f"identical in {twin.compared} of {twin.steps} steps")
 
 
 def _culprit(
-    expected: Literal["exact", "nobody"], faults: Sequence[Fault], kinds: Mapping[str, FaultKind], seen: Observation
+    expected: Literal["exact", "nobody"], faults: Sequence[Fault], kinds: Mapping[str, FaultKind], run: Observation
 ) -> Check:
-    """Checks that each excluded worker was struck, and that each victim of a fault that ends a worker was excluded."""
-    struck = {each.of for each in seen.of(FaultRecord)} if expected == "exact" else set()
+    """Checks that every evicted worker was struck, and that every victim of a fault that ends a worker was evicted."""
+    struck = {each.of for each in run.of(FaultRecord)} if expected == "exact" else set()
     ending = {fault.id for fault in faults if expected == "exact" and kinds[fault.do].ends}
-    must = {each.of for each in seen.of(FaultRecord) if each.fault in ending}
-    out = {each.worker for epoch in seen.of(EpochRecord) for each in epoch.verdict}
-    out |= {each.of for each in seen.of(ExitRecord) if not each.expected}
-    gone = out | {each.of for each in seen.of(NoticeRecord)}
-    if seen.exit_code:  # a run that halts gives no further verdict
-        gone |= {each.of for each in seen.of(ExitRecord) if each.code}
+    must = {each.of for each in run.of(FaultRecord) if each.fault in ending}
+    out = {each.worker for epoch in run.of(EpochRecord) for each in epoch.verdict}
+    out |= {each.of for each in run.of(ExitRecord) if not each.expected}
+    gone = out | {each.of for each in run.of(NoticeRecord)}
+    if run.exit_code:  # a run that halts gives no further verdict
+        gone |= {each.of for each in run.of(ExitRecord) if each.code}
     wrong = [f"worker {worker} was put out, and should not have been" for worker in sorted(out - struck)]
     wrong += [f"worker {worker} was struck, and no verdict names it" for worker in sorted(must - gone)]
     named = ", ".join(str(worker) for worker in sorted(out & struck)) or "nobody"
     return _judged("culprit", not wrong, _first(wrong) or f"put out: {named}")
 
 
-def _leftovers(seen: Observation) -> Check:
-    if seen.leftovers is None:
+def _leftovers(run: Observation) -> Check:
+    if run.leftovers is None:
         return Check("leftovers", "invalid", "not checked")
-    return _judged("leftovers", not seen.leftovers, _first(seen.leftovers) or "none")
+    return _judged("leftovers", not run.leftovers, _first(run.leftovers) or "none")
 
 
-def _limits(limits: Limits, found: Sequence[Recovery]) -> Iterator[Check]:
-    stalls = [each.stall for each in found if each.stall and each.resume_ns is not None]
+def _limits(limits: Limits, recoveries: Sequence[Recovery]) -> Iterator[Check]:
+    stalls = [each.stall for each in recoveries if each.stall and each.resume_ns is not None]
     if not stalls:
         yield Check("recovery", "invalid", "there was no recovery to time")
         return
@@ -287,9 +286,13 @@ def _limits(limits: Limits, found: Sequence[Recovery]) -> Iterator[Check]:
         if limit_ns is not None:
             yield _short_enough(f"recovery.{name}", quantile(stalls, part), limit_ns)
     for phase, limit in limits.phases_ns.items():
-        taken = [each.phases_ns[phase] for each in found if phase in each.phases_ns]
+        longest_ns = max((each.phases_ns[phase] for each in recoveries if phase in each.phases_ns), default=None)
         name = f"recovery.phases.{phase}"
-        yield _within(name, max(taken), limit) if taken else Check(name, "invalid", "no recovery had this phase")
+        if longest_ns is None:
+            yield Check(name, "invalid", "no recovery had this phase")
+        else:
+            text = f"{longest_ns / 1e6:.1f} ms, {duration_text(limit)} at most"
+            yield _judged(name, longest_ns <= limit, text)
 
 
 def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
@@ -298,10 +301,6 @@ def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
     if stall.least_ns <= limit_ns and (stall.most_ns is None or stall.most_ns > limit_ns):
         return Check(name, "invalid", text)
     return _judged(name, stall.least_ns <= limit_ns, text)
-
-
-def _within(name: str, taken_ns: int, limit_ns: int) -> Check:
-    return _judged(name, taken_ns <= limit_ns, f"{taken_ns / 1e6:.1f} ms, {duration_text(limit_ns)} at most")
 
 
 # Checks of a run whose hosts were struck: one epoch for each host lost, the other processes go on, who ended how.
@@ -345,12 +344,12 @@ class HostStrike:
 
     def records(self) -> Iterator[FaultRecord | ConfirmedRecord]:
         """Yields the records of the strike: one for each worker that is lost, and one for its effect."""
-        told: dict[str, Any] = {"worker": AGENT, "at_ns": self.at_ns, "fault": self.fault.id}
+        stamp: dict[str, Any] = {"worker": AGENT, "at_ns": self.at_ns, "fault": self.fault.id}
         for worker in self.lost:
-            yield FaultRecord(**told, do=self.fault.do, step=self.step, of=worker, slot=None)
+            yield FaultRecord(**stamp, do=self.fault.do, step=self.step, of=worker, slot=None)
         if self.ended_ns is not None:
-            told["at_ns"] += self.ended_ns
-            yield ConfirmedRecord(**told, how=f"{self.fault.do} {self.node}, from outside")
+            stamp["at_ns"] += self.ended_ns
+            yield ConfirmedRecord(**stamp, how=f"{self.fault.do} {self.node}, from outside")
 
 
 def host_checks(
@@ -360,11 +359,15 @@ def host_checks(
     history: RunHistory,
     lease_ns: int,
 ) -> tuple[Check, ...]:
-    """Returns the checks of what was struck; `codes` are the exit codes of the agents, by host."""
-    checks = [_struck_hosts(faults, strikes), _epochs(strikes, history), _processes(strikes, history)]
-    checks.append(_agents(strikes, codes))
-    cut = [each for each in strikes if each.fault.do == "cut-host"]
-    return (*checks, *([_lease(cut, lease_ns)] if cut else []))
+    """Returns the checks of a run whose hosts were struck; `codes` are the exit codes of the agents, by host."""
+    cut = [strike for strike in strikes if strike.fault.do == "cut-host"]
+    return (
+        _struck_hosts(faults, strikes),
+        _epochs(strikes, history),
+        _processes(strikes, history),
+        _agents(strikes, codes),
+        *([_lease(cut, lease_ns)] if cut else []),
+    )
 
 
 def _judged_hosts(name: str, wrong: Sequence[str], text: str) -> Check:
@@ -375,43 +378,41 @@ def _struck_hosts(faults: Sequence[HostFault], strikes: Sequence[HostStrike]) ->
     by_id = {each.fault.id: each for each in strikes}
     wrong = [f"{each.id} did not strike ({each})" for each in faults if each.id not in by_id]
     wrong += [f"{each.fault.id} struck, but its effect was not seen" for each in strikes if each.ended_ns is None]
-    told = ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in strikes)
-    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or told)
+    text = ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in strikes)
+    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or text)
 
 
 def _epochs(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
-    """Checks that each host lost is one epoch, whose verdict names its workers and no other."""
-    found = [sorted(out.worker for out in each.verdict if out.is_loss) for each in history.of(EpochRecord)]
-    found = [each for each in found if each]
-    wanted = [sorted(each.lost) for each in strikes if each.lost]
-    wrong = [f"no epoch puts out {_named(each)}" for each in wanted if each not in found]
-    wrong += [f"an epoch puts out {_named(each)}, which no fault did" for each in found if each not in wanted]
-    wrong += [f"{counted(len(found), 'epoch')} for {counted(len(wanted), 'loss', 'losses')}"] * (
-        len(found) != len(wanted) and not wrong
-    )
-    text = ", then ".join(f"one epoch puts out {_named(each)}" for each in found)
+    """Checks that each lost host is one epoch, whose verdict names its workers and no others."""
+    verdicts = [sorted(out.worker for out in epoch.verdict if out.is_loss) for epoch in history.of(EpochRecord)]
+    evicted = list(filter(None, verdicts))
+    lost = [sorted(strike.lost) for strike in strikes if strike.lost]
+    wrong = [f"no epoch puts out {_named(workers)}" for workers in lost if workers not in evicted]
+    wrong += [f"an epoch puts out {_named(workers)}, which no fault did" for workers in evicted if workers not in lost]
+    if len(evicted) != len(lost) and not wrong:
+        wrong = [f"{counted(len(evicted), 'epoch')} for {counted(len(lost), 'loss', 'losses')}"]
+    text = ", then ".join(f"one epoch puts out {_named(workers)}" for workers in evicted)
     return _judged_hosts("epochs", wrong, text or "no epoch puts out a worker")
 
 
 def _processes(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
-    """Checks that the workers that were not struck are the same processes from the start to the end."""
-    started: dict[int, set[tuple[str, int]]] = {}
-    for each in history.of(StartedRecord):
-        started.setdefault(each.of, set()).add((each.node, each.child))
-    wrong = [f"worker {of} was {len(found)} processes" for of, found in sorted(started.items()) if len(found) > 1]
+    """Checks that the workers that were not struck are the same processes from start to end."""
+    workers: dict[int, set[tuple[str, int]]] = {}
+    for started in history.of(StartedRecord):
+        workers.setdefault(started.of, set()).add((started.node, started.child))
+    wrong = [f"worker {of} was {len(starts)} processes" for of, starts in sorted(workers.items()) if len(starts) > 1]
     wrong += ["all workers were started again"] * bool(history.of(RestartRecord))
-    lost = {worker for each in strikes for worker in each.lost}
-    return _judged_hosts(
-        "processes", wrong, f"{len(started.keys() - lost)} of {len(started)} workers went on as they were"
-    )
+    survivors = workers.keys() - {worker for strike in strikes for worker in strike.lost}
+    return _judged_hosts("processes", wrong, f"{len(survivors)} of {len(workers)} workers went on as they were")
 
 
 def _agents(strikes: Sequence[HostStrike], codes: Mapping[str, int]) -> Check:
-    """Checks that the agents of struck hosts ended as they have to, and all others with one code."""
-    due: dict[str, int] = {}
-    for each in strikes:
-        if each.loses_host:
-            due[each.node] = int(ExitCode.FENCED) if each.fault.do == "cut-host" else _KILLED
+    """Checks that the agents of struck hosts ended as they must, and all others with one code."""
+    due = {
+        strike.node: int(ExitCode.FENCED) if strike.fault.do == "cut-host" else _KILLED
+        for strike in strikes
+        if strike.loses_host
+    }
     wrong = [
         f"the agent of {node} ended with {codes.get(node)}, not {code}"
         for node, code in due.items()
@@ -420,25 +421,23 @@ def _agents(strikes: Sequence[HostStrike], codes: Mapping[str, int]) -> Check:
     others = {node: code for node, code in codes.items() if node not in due}
     if len(set(others.values())) > 1:
         wrong.append("agents ended with several codes: " + ", ".join(f"{node} {code}" for node, code in others.items()))
-    told = [f"{node} with {code}" for node, code in {**others, **due}.items()]
-    return _judged_hosts("agents", wrong, ", ".join(told))
+    text = ", ".join(f"{node} with {code}" for node, code in {**others, **due}.items())
+    return _judged_hosts("agents", wrong, text)
 
 
 def _lease(cut: Sequence[HostStrike], lease_ns: int) -> Check:
-    """Checks that the workers of hosts that were cut off had ended when their leases could expire."""
+    """Checks that the workers of hosts that were cut off had ended before their leases could expire."""
     wrong: list[str] = []
-    told: list[str] = []
-    for each in cut:
-        if each.ended_ns is None or each.spare_ns is None:
-            wrong.append(f"it is not known when the workers of {each.node} had ended, or when its lease could expire")
+    right: list[str] = []
+    for strike in cut:
+        ended_ns, spare_ns = strike.ended_ns, strike.spare_ns
+        if ended_ns is None or spare_ns is None:
+            wrong.append(f"it is not known when the workers of {strike.node} had ended, or when its lease could expire")
             continue
-        is_late = each.ended_ns > lease_ns + _STILL_LEADS_NS or each.spare_ns <= 0
-        text = f"the workers of {each.node} had ended {each.ended_ns / 1e9:.3f} s after the cut"
-        text += (
-            f", {abs(each.spare_ns) / 1e9:.3f} s {'after' if each.spare_ns <= 0 else 'before'} its lease could expire"
-        )
-        (wrong if is_late else told).append(text)
-    return _judged_hosts("lease", wrong, "; ".join(told))
+        text = f"the workers of {strike.node} had ended {ended_ns / 1e9:.3f} s after the cut"
+        text += f", {abs(spare_ns) / 1e9:.3f} s {'after' if spare_ns <= 0 else 'before'} its lease could expire"
+        (wrong if ended_ns > lease_ns + _STILL_LEADS_NS or spare_ns <= 0 else right).append(text)
+    return _judged_hosts("lease", wrong, "; ".join(right))
 
 
 def _named(workers: Sequence[int]) -> str:
@@ -447,11 +446,10 @@ def _named(workers: Sequence[int]) -> str:
 
 # Checks in the victim's records that a fault struck at the action that its scenario names.
 #
-# Rules: with `after`, the named action is the victim's last record before the strike. With `before` and `during`, it is
+# Rules: with `after`, the victim's last record before the strike is the named action. With `before` and `during`, it is
 # the action before the named one in the victim's program. A victim that ends at once records no later action, except
 # the action during which it was struck. A recovery changes the program, so from then on only the named action is
-# checked. The records of a victim on another host are there, and the time of a strike by another host is not that of
-# this one: then counts what the victim has told of its last action.
+# checked. A victim on another host has its records and its clock there: then its own report of its last action counts.
 
 
 def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> Iterator[Check]:
@@ -483,9 +481,8 @@ def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: Ru
     if strike.node and (strike.node, strike.pid) not in [(each.node, each.pid) for each in history.of(HostRecord)]:
         mine, before = [], [(strike.done_step, strike.done)] if strike.done else []
     restarts = (*history.of(RestartRecord), *history.of(ResumedRecord))
-    until_ns = min(
-        (each.at_ns for each in restarts if each.at_ns >= strike.at_ns), default=inf
-    )  # then another process goes on as this worker
+    # From then on another process is this worker.
+    until_ns = min((each.at_ns for each in restarts if each.at_ns >= strike.at_ns), default=inf)
     later = [(each.step, each.action) for each in mine if strike.at_ns < each.end_ns <= until_ns]
     named = (moment.step, str(moment.action))
     victim = f"{fault.id}: worker {strike.of}"

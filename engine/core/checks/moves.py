@@ -1,8 +1,8 @@
-"""The moves of slots in a run, in sentences: slow workers, the wishes of the policy, and each hand-over as it was.
+"""The moves of slots in a run, in sentences: slow workers, the wishes of the policy, and each handoff.
 
-Rules: a hand-over at a step boundary has its measured facts behind it: the bytes of state that new owners had to get,
-and the median of up to ten steps with the former and with the new owners, where both have three at least. Owners that
-change by a loss are no moves: they stand in the table of recoveries.
+Rules: a handoff at a step boundary is followed by what was measured: the bytes of state sent to new owners, and the
+median of up to ten steps with the former and with the new owners, if both have at least three. A change of owners after
+a loss is no move: it is in the table of recoveries.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _MOST_STEPS, _LEAST_STEPS = 10, 3
 
 def moves_in_words(history: RunHistory) -> Iterator[str]:
     """Yields the sentences in the order of time."""
-    known = {each.epoch: each for each in history.epochs}  # with the heirs that became known later
+    epochs = {each.epoch: each for each in history.epochs}  # with the heirs that became known later
     before: EpochRecord | None = None
-    for _, each in history.in_epochs(PaceRecord, PolicyRecord, CrampedRecord, EpochRecord):
-        if isinstance(each, PaceRecord):
-            yield f"After step {each.step} {each.why}."
-        elif isinstance(each, PolicyRecord) and each.owners:
-            stays = before is not None and each.owners == before.owners
+    for _, record in history.in_epochs(PaceRecord, PolicyRecord, CrampedRecord, EpochRecord):
+        if isinstance(record, PaceRecord):
+            yield f"After step {record.step} {record.why}."
+        elif isinstance(record, PolicyRecord) and record.owners:
+            stays = before is not None and record.owners == before.owners
             wish = "withdrew its wish" if stays else "wanted other owners"
-            yield f"After step {each.step} the policy {wish}: {each.why}."
-        elif isinstance(each, CrampedRecord):
-            yield f"Worker {each.of} {each.why or f'has memory for a {history.job.slot_noun}, and may join'}."
-        elif isinstance(each, EpochRecord):
-            after = known.get(each.epoch, each)
+            yield f"After step {record.step} the policy {wish}: {record.why}."
+        elif isinstance(record, CrampedRecord):
+            yield f"Worker {record.of} {record.why or f'has memory for a {history.job.slot_noun}, and may join'}."
+        elif isinstance(record, EpochRecord):
+            after = epochs.get(record.epoch, record)
             if before is not None and after.planned and after.owners != before.owners:
-                yield _handed_over(history, known, before, after)
+                yield _handoff(history, epochs, before, after)
             before = after
 
 
-def _handed_over(history: RunHistory, known: Mapping[int, EpochRecord], old: EpochRecord, new: EpochRecord) -> str:
+def _handoff(history: RunHistory, epochs: Mapping[int, EpochRecord], old: EpochRecord, new: EpochRecord) -> str:
     commits, stages = history.commits, history.job.slots
     behind = bisect_left(commits.epochs, new.epoch)  # the first commit of the epoch; the one before it began the epoch
     text = ", ".join(_ways(by_slot(old.owners, stages), by_slot(new.owners, stages), history))
@@ -48,7 +48,7 @@ def _handed_over(history: RunHistory, known: Mapping[int, EpochRecord], old: Epo
     if sent := sum(each.bytes for each in history.of(MovedRecord) if (each.program, each.epoch) == ("heal", old.epoch)):
         facts.append(f"{size_text(sent)} of state were sent for it")
 
-    owners_in = {number: each.owners for number, each in known.items()}
+    owners_in = {number: epoch.owners for number, epoch in epochs.items()}
 
     def steps_ms(places: Iterable[int], owners: tuple[int, ...]) -> list[float]:
         """Returns the times of up to ten steps in a row with these owners, each after another such step."""
@@ -64,7 +64,6 @@ def _handed_over(history: RunHistory, known: Mapping[int, EpochRecord], old: Epo
 
 
 def _ways(before: Mapping[Slot, int], after: Mapping[Slot, int], history: RunHistory) -> Iterator[str]:
-    """Yields which slots went from which worker to which."""
     ways: dict[tuple[int, int, int], list[int]] = {}
     for slot, owner in after.items():
         if owner != before[slot]:

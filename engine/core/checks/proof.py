@@ -1,8 +1,8 @@
-"""The verdict on the weights of a run: computed of the hashes, losses and records that are there, each time it is told.
+"""The verdict on the weights of a run, computed from its hashes, losses and records each time it is shown.
 
-Rules: a flaw is a place where the evidence contradicts itself, and a run with one is neither identical nor different.
-Evidence that is missing proves nothing: then the weights are not verified. The record of the comparison is one more
-fact that must fit.
+Rules: a flaw is a place where the evidence contradicts itself; a run with a flaw is neither identical nor different.
+Missing evidence proves nothing: the weights are then unverified. The record of the comparison is one more fact that
+must fit.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from engine.core.history.process_records import (
 )
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import AGENT, AuditRecord, CommitRecord, EpochRecord, FaultRecord, StampedRecord
-from engine.core.job.bit_fields import bit_facts, cheapest, own_code
+from engine.core.job.bit_fields import bit_facts, own_code, twin_of
 from engine.core.job.job import Job
 from engine.core.manifest import joined_buffers
 
 # The fault-free twin of a run: the same training without faults and redundancy; and the comparison with it.
 #
-# Rules: only steps with hashes in both runs are compared. An earlier twin may be used again if all inputs of its bits
-# are known and the same.
-
+# Rules: only steps with hashes in both runs are compared. An earlier twin may be reused if all inputs of its bits are
+# known and equal.
 
 Rows = list[TrajectoryRow]
 Step = tuple[int, Rows]
@@ -46,23 +45,18 @@ Step = tuple[int, Rows]
 BUILT_IN_DATA = frozenset({"auto", "text", "digits", "synthetic"})
 
 
-def twin_of(job: Job) -> Job:
-    """Returns the job of the twin: the options that do not change bits have their cheapest values."""
-    return cheapest(job)
-
-
 def fingerprint(
     job: Job, facts: Mapping[str, object], sources: str, files: Sequence[tuple[str, int, str]] = ()
 ) -> str | None:
-    """Returns a name (hex) for the trajectory of the twin of `job`, or None if it must not be used again.
+    """Returns a name (hex) for the trajectory of the twin of `job`, or None if it must not be reused.
 
     `facts` describe the host; `sources` is a hash of bamboo's source code. `files` are those of the data: (name, size,
     SHA-256).
     """
     if own_code(job) or not (files or job.data in BUILT_IN_DATA):
         return None
-    known = {"job": asdict(twin_of(job)), "facts": bit_facts(facts), "sources": sources, "files": files}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+    inputs = {"job": asdict(twin_of(job)), "facts": bit_facts(facts), "sources": sources, "files": files}
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def compare(rows: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow], history: RunHistory) -> ComparisonRecord:
@@ -107,7 +101,7 @@ def _both(run: Iterator[Step], twin: Iterator[Step]) -> Iterator[tuple[int, Rows
 def disturbed_step(history: RunHistory) -> int | None:
     """Returns the step in which the first fault struck or the first worker was lost; None in a run without either.
 
-    The hashes of earlier steps are from before that. After a commit, a worker may still be inside its optimizer step.
+    All hashes of earlier steps precede that. After a commit, a worker may still be inside its optimizer step.
     """
     committed = 0
     for record in history.records:
@@ -139,9 +133,9 @@ class Flaw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The proof that the evidence of a run makes; `missing` says in words why it proves nothing, or is empty.
+    """What the evidence of a run proves; `missing` says in words why it proves nothing, or is empty.
 
-    `comparison` is the comparison with the twin as computed now; None of a run that has none.
+    `comparison` is the comparison with the twin as computed now; None for a run that has none.
     """
 
     flaws: tuple[Flaw, ...] = ()
@@ -159,7 +153,7 @@ UNREAD = Proof(missing="only the records were read, not the files beside them")
 
 @dataclass(frozen=True, slots=True)
 class StepHashes:
-    """The hashes that workers told after a step: of layers, of their buffers in each pipeline; `clash` contradicts."""
+    """The hashes that workers reported after a step, of layers and of their buffers; `clash` has contradictions."""
 
     states: dict[int, str] = field(default_factory=dict)
     buffers: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -177,10 +171,10 @@ class StepHashes:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """The computation of a run, or of its twin, as files tell it: the rows of its trajectory in the order of steps.
+    """The computation of a run, or of its twin, by its files: the rows of its trajectory in the order of steps.
 
-    `folder` is the beginning of its paths. `losses` are told beside the rows, each way by step. `hashes` returns those
-    that workers told after a step, None if they were left out, or are not in this folder.
+    `folder` is the beginning of its paths. `losses` has other sources of the losses, by name: each returns that of a
+    step. `hashes` returns those that workers reported after a step, None if they were left out or are elsewhere.
     """
 
     folder: str
@@ -193,38 +187,39 @@ class Computation:
 
 
 def proved(
-    history: RunHistory, run: Computation | None, twin: Computation | None, found: Iterable[Flaw], missing: str
+    history: RunHistory, run: Computation | None, twin: Computation | None, of_files: Iterable[Flaw], missing: str
 ) -> Proof:
-    """Returns the proof of the evidence: `run` and `twin` are None if there is none, `found` are flaws of its files.
+    """Returns the proof of the evidence: `run` and `twin` are None if there is none, `of_files` are flaws of its files.
 
     `missing` says why the files prove nothing, or is empty.
     """
-    flaws = [*found, *_of_records(history)]
-    told = history.first(ComparisonRecord)
+    flaws = [*of_files, *_of_records(history)]
+    record = history.first(ComparisonRecord)
     if run is None or twin is None:
-        if told is not None or history.of(TwinRecord):
+        if record is not None or history.of(TwinRecord):
             missing = missing or f"there is no trajectory {'of the run' if run is None else 'of the twin'}"
         return Proof(tuple(flaws[:_MOST_FLAWS]), missing)
     comparison = compare_steps(_checked(run, flaws), _checked(twin, flaws), history)
-    if told is not None:
-        flaws += _other_words(told, comparison)
-        if told.difference is not None and comparison.difference is not None:  # it knows the tensor, too
-            comparison = replace(comparison, difference=told.difference)
+    if record is not None:
+        flaws += _contradictions(record, comparison)
+        if record.difference is not None and comparison.difference is not None:  # it knows the tensor, too
+            comparison = replace(comparison, difference=record.difference)
     elif not flaws:
         missing = missing or str(history.first(NotComparedRecord) or "the run has no verdict yet")
     return Proof(tuple(flaws[:_MOST_FLAWS]), missing, comparison)
 
 
-def _other_words(told: ComparisonRecord, found: ComparisonRecord) -> Iterator[Flaw]:
-    """Yields that the record of the comparison tells of another one than the hashes."""
-    ours, its = ((each.compared, each.steps, each.last_step) for each in (found, told))
+def _contradictions(record: ComparisonRecord, comparison: ComparisonRecord) -> Iterator[Flaw]:
+    """Yields where the record of the comparison contradicts the comparison of the hashes."""
+    ours, its = ((each.compared, each.steps, each.last_step) for each in (comparison, record))
     if ours != its:
         text = f"{its[0]} of {its[1]} steps compared, up to step {its[2]}; the hashes are of {ours[0]} of {ours[1]}"
         yield Flaw(EVENTS, f"the comparison tells of {text}, up to step {ours[2]}")
-    steps = [None if each.difference is None else each.difference.step for each in (found, told)]
-    if found.difference is not None and told.difference is not None and found.difference.part == told.difference.part:
-        if replace(told.difference, tensor="") != found.difference:
-            yield Flaw(EVENTS, f"the comparison tells of {told.difference}; the hashes tell of {found.difference}")
+    mine, recorded = comparison.difference, record.difference
+    steps = [None if each is None else each.step for each in (mine, recorded)]
+    if mine is not None and recorded is not None and mine.part == recorded.part:
+        if replace(recorded, tensor="") != mine:
+            yield Flaw(EVENTS, f"the comparison tells of {recorded}; the hashes tell of {mine}")
     elif steps[0] != steps[1]:
         first, second = ("no difference" if each is None else f"a difference in step {each}" for each in steps)
         yield Flaw(EVENTS, f"the comparison tells of {second}, and the hashes have {first}")
@@ -241,21 +236,16 @@ def _of_records(history: RunHistory) -> Iterator[Flaw]:
     ended = history.training_ended
     if ended is not None and ended.outcome == "finished" and history.committed != history.job.steps - 1:
         yield Flaw(EVENTS, f"training has finished after step {history.committed}, of {history.job.steps} steps")
-    if len(told := history.of(ComparisonRecord)) > 1:
-        yield Flaw(EVENTS, f"the run was compared {len(told)} times")
-    if (late := next(_late(history), None)) is not None:
-        yield Flaw(EVENTS, f"a record of {type(late).__name__.removesuffix('Record').lower()} follows the seal")
-
-
-def _late(history: RunHistory) -> Iterator[StampedRecord]:
-    """Yields the records behind the seal that no launcher writes there; a worker that was left behind may go on."""
-    for each in history.behind(SealRecord):
-        if isinstance(each, StampedRecord) and each.worker == AGENT and not isinstance(each, _BEHIND_SEAL):
-            yield each
+    if len(comparisons := history.of(ComparisonRecord)) > 1:
+        yield Flaw(EVENTS, f"the run was compared {len(comparisons)} times")
+    for late in history.behind(SealRecord):  # only a worker that was left behind may go on there
+        if isinstance(late, StampedRecord) and late.worker == AGENT and not isinstance(late, _BEHIND_SEAL):
+            yield Flaw(EVENTS, f"a record of {type(late).__name__.removesuffix('Record').lower()} follows the seal")
+            break
 
 
 def _checked(of: Computation, flaws: list[Flaw]) -> Iterator[Step]:
-    """Yields the steps of a trajectory that are whole, and adds all that contradicts it to the flaws."""
+    """Yields the whole steps of a trajectory, and adds its contradictions to the flaws."""
     place, before = f"{of.folder}trajectory.csv", -1
     for step, rows in in_steps(of.rows):
         wrong = _wrong_step(of, step, rows, before)
@@ -274,32 +264,28 @@ def _wrong_step(of: Computation, step: int, rows: list[TrajectoryRow], before: i
         return f"step {step} stands behind step {before}"
     if [row.layer for row in rows] != list(range(of.num_layers or len(rows))):
         return f"step {step} has not one row for each layer"
-    for told, loss_of in of.losses.items():
+    for source, loss_of in of.losses.items():
         loss = loss_of(step)
         if repr(loss) != repr(rows[0].loss) or any(repr(row.loss) != repr(loss) for row in rows):
-            return f"step {step} has the loss {rows[0].loss!r}, and {told} has {'none' if loss is None else repr(loss)}"
+            other = "none" if loss is None else repr(loss)
+            return f"step {step} has the loss {rows[0].loss!r}, and {source} has {other}"
     hashes = of.hashes(step)
     return _other_hashes(of, step, rows, hashes) if hashes is not None else ""
 
 
-def _other_hashes(of: Computation, step: int, rows: list[TrajectoryRow], told: StepHashes) -> str:
-    if told.clash:
-        return f"{told.clash[0]}, in the files of hashes"
+def _other_hashes(of: Computation, step: int, rows: list[TrajectoryRow], hashes: StepHashes) -> str:
+    if hashes.clash:
+        return f"{hashes.clash[0]}, in the files of hashes"
     for row in rows:
         place = f"step {step}, layer {row.layer}"
-        if row.layer not in told.states:
+        if row.layer not in hashes.states:
             if of.is_alone:
                 return f"{place}: no worker has told this hash"
             continue
-        if told.states[row.layer] != row.state:
+        if hashes.states[row.layer] != row.state:
             return f"{place}: the workers have told another hash of the weights and optimizer state"
-        buffers = [told.buffers.get((row.layer, each)) for each in range(of.num_pipelines)]
+        buffers = [hashes.buffers.get((row.layer, each)) for each in range(of.num_pipelines)]
         whole = [each for each in buffers if each is not None]
         if len(whole) == len(buffers) and joined_buffers(whole) != row.buffers:
             return f"{place}: the workers have told another hash of the buffers"
     return ""
-
-
-def is_twin_of(history: RunHistory, twin: RunHistory) -> bool:
-    """Whether the job of a twin is that of the twin of a run."""
-    return twin_of(history.job) == twin_of(twin.job)

@@ -40,27 +40,24 @@ from engine.core.ownership import Slot
 from engine.core.program.remaining_tasks import replayed
 from engine.core.texts import counted, spans
 
-# The time that training stood because of a failure: the gap between the commits around it, less a usual step.
+# The time that training stalled because of a failure: the gap between the commits around it, less a usual step.
 #
 # Rules:
 # - Times are nanoseconds. A usual step is the median of the last few steps under the same owners. The first step of a
 #   run, which warms up, and the first step after a recovery, which restores shadows, are not usual.
 # - If no slot has changed its owner, the steps after the recovery are usual as well: they count if none before does. So
-#   a
-#   worker that leaves after its hand-over has a stall, although only one step lies between the two.
+#   a worker that leaves after its hand-over has a stall, although only one step lies between the two.
 # - The time is a range, not a figure, if there is no usual step or if no commit has followed; the whole gap is the
 #   most.
 # - It is never less than the time without any finished action, because the rest of the gap holds one step. So it is
-#   more
-#   than 0 even if the whole gap is shorter than a usual step, which a busy machine may have made long.
-
+#   more than 0 even if the whole gap is shorter than a usual step, as on a busy machine.
 
 USUAL = 10  # steps whose median is the usual length
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The time that training stood; the two are equal if it is known, and `most_ns` is None without a commit."""
+    """The time that training stalled; the two are equal if it is known, and `most_ns` is None without a commit."""
 
     least_ns: int
     most_ns: int | None
@@ -103,8 +100,8 @@ class StepLengths:
     def stall(self, resume_ns: int | None, latest_ns: int, idle_ns: int) -> Stall:
         """Returns the stall in the open step, before its commit is noted.
 
-        `resume_ns` is that commit, if there is one; `latest_ns` is the last known time before it, and `idle_ns` a time
-        in it in which no worker finished an action.
+        `resume_ns` is that commit, if there is one; `latest_ns` is the last known time before it. No worker finished an
+        action for `idle_ns` of that time.
         """
         until_ns = latest_ns if resume_ns is None else resume_ns
         gap_ns = None if self.since_ns is None else until_ns - self.since_ns
@@ -140,16 +137,12 @@ def _text(time_ns: int) -> str:
 #
 # Rules:
 # - All times are nanoseconds on the host's monotonic clock.
-# - A recovery begins with the injected fault, else with the last sign of life of a worker that went silent or hangs,
-#   else
-#   with the first sign of the failure. It ends with the next commit. After the last commit of a job no step is left to
-#   recover.
+# - A recovery begins with the injected fault, else with the last sign of life of a silent or hanging worker, else with
+#   the first sign of the failure. It ends with the next commit. After the last commit no step is left to recover.
 # - A further failure before that commit belongs to the same recovery. The phases are then those of its last epoch.
 # - Phases overlap: regrouping, for instance, overlaps all phases until replay. Each phase counts only its time after
-#   the
-#   end of the phase before, so the phases add up to the pause. Pause plus *merged* is the time to the first commit.
-# - Of several hosts the clocks are known within bounds. No phase is told that is shorter than its uncertainty
-#   (below).
+#   the end of the phase before, so the phases add up to the pause. Pause plus *merged* is the time to the first commit.
+# - The clocks of several hosts are known within bounds. A phase shorter than its uncertainty (below) is not reported.
 # - The cost of a recovery is its stall, which comes from the commits alone: `stall` has the rules.
 
 PHASES = ("detect", "agree", "fence", "regroup", "inventory", "plan", "replay")
@@ -195,8 +188,8 @@ class Recovery:
         return {phase: taken[phase] for phase in PHASES if phase in taken}
 
     @property
-    def told_ns(self) -> dict[str, int]:
-        """The phases that are told: those, and *merged*, that are not shorter than their uncertainty."""
+    def reported_ns(self) -> dict[str, int]:
+        """The reported phases: those, and *merged*, that are not shorter than their uncertainty."""
         taken = self.phases_ns | ({} if self.merged_ns is None else {"merged": self.merged_ns})
         return {phase: time_ns for phase, time_ns in taken.items() if time_ns >= self.uncertain_ns.get(phase, 0)}
 
@@ -225,17 +218,17 @@ class Recovery:
         if self.is_from_checkpoint:
             return "checkpoint"
         out = {each.worker for each in self.verdict}
-        found = {
+        sources = {
             "hand-over" if old not in out else "other pipeline" if slot in self.adopted else "shadow"
             for slot, old, _ in self.heirs
         }
-        return ", ".join(sorted(found)) or "nothing was lost"
+        return ", ".join(sorted(sources)) or "nothing was lost"
 
     @property
-    def told(self) -> list[str]:
-        """A sentence about each worker that is out, beside its last action; its last heartbeat only without one."""
-        known = self.last_actions
-        return [f"worker {each.worker} {each.why if known[each.worker] is None else each.how}" for each in self.verdict]
+    def sentences(self) -> list[str]:
+        """A sentence about each evicted worker, to stand beside its last action; its last heartbeat if it has none."""
+        last = self.last_actions
+        return [f"worker {out.worker} {out.why if last[out.worker] is None else out.how}" for out in self.verdict]
 
     def __str__(self) -> str:
         planned = self.planned and all(each.cause is Cause.LEFT for each in self.verdict)
@@ -274,14 +267,14 @@ class Recovery:
             "epoch": self.epoch,
             "step": self.step,
             "culprits": [each.worker for each in self.verdict],
-            "verdict": self.told,
+            "verdict": self.sentences,
             "reason": self.reason,
             "last_actions": {worker: at and f"{at[1]} of step {at[0]}" for worker, at in self.last_actions.items()},
             "heirs": [{"slot": list(slot), "from": old, "heir": new} for slot, old, new in self.heirs],
             "faults": list(self.faults),
-            "phases_ms": {phase: _ms(taken) for phase, taken in self.told_ns.items() if phase != "merged"},
+            "phases_ms": {phase: _ms(time_ns) for phase, time_ns in self.reported_ns.items() if phase != "merged"},
             "pause_ms": _ms(self.pause_ns),
-            "merged_ms": _ms(self.told_ns.get("merged")),
+            "merged_ms": _ms(self.reported_ns.get("merged")),
             **({"uncertain_ms": {phase: _ms(each) for phase, each in uncertain.items()}} if uncertain else {}),
             "stall_ms": _ms(self.stall.least_ns if self.stall else None),
             "stall_bound": self.stall.bound if self.stall else "",
@@ -295,13 +288,13 @@ def _ms(time_ns: int | None) -> float | None:
     return None if time_ns is None else round(time_ns / 1e6, 3)
 
 
-# How wrong the time of a phase can be, where its two ends are of different hosts.
+# The uncertainty of a phase whose two ends were recorded by different hosts.
 #
-# Rules: the two ends of a phase may be times of two hosts, each known within the bounds of its clock; then both count.
-# If one host has told both, its clock is one. A time that no worker has told is the coordinator's, whose clock is the
-# shared one. A run on one host has no record of clocks, and no uncertainty.
+# Rules: each host's times are known within the bounds of its clock. If two hosts recorded the ends of a phase, both
+# uncertainties add up; if one host recorded both, there is none. A time that no worker recorded is the coordinator's,
+# whose clock is the shared one. A run on one host has no record of clocks, and no uncertainty.
 
-HostTime = Callable[[int, int], tuple[str, int]]  # worker, time -> its host, how wrong the time can be
+HostTime = Callable[[int, int], tuple[str, int]]  # worker, time -> its host, the uncertainty of the time
 
 
 def host_times(history: RunHistory) -> HostTime | None:
@@ -315,37 +308,37 @@ def host_times(history: RunHistory) -> HostTime | None:
     # Every other host has a record of its clock; the first record of a host may be of any of them.
     reference = next((each.node for each in history.of(HostRecord) if each.node not in clocks), "")
 
-    def found(worker: int, at_ns: int) -> tuple[str, int]:
+    def time_of(worker: int, at_ns: int) -> tuple[str, int]:
         node = nodes.get(worker, reference)
-        known = (OffsetBounds(each.least_ns, each.most_ns).after(at_ns - each.at_ns) for each in clocks.get(node, ()))
-        return node, min((each.within_ns for each in known), default=0)
+        bounds = (OffsetBounds(each.least_ns, each.most_ns).after(at_ns - each.at_ns) for each in clocks.get(node, ()))
+        return node, min((each.within_ns for each in bounds), default=0)
 
-    return found
+    return time_of
 
 
 def uncertain_phases(
     points_ns: Mapping[str, int],
     begin_ns: int,
     commit: CommitRecord | None,
-    tellers: Mapping[int, int],
+    recorders: Mapping[int, int],
     times: HostTime | None,
 ) -> dict[str, int]:
     """Returns the uncertainty of each phase that ends on another host than it begins, and of *merged*.
 
-    `points_ns` has the end of each phase, and `tellers` the worker that each time is of.
+    `points_ns` has the end of each phase, and `recorders` the worker that recorded each time.
     """
     if times is None:
         return {}
     ends = sorted((at_ns, phase) for phase, at_ns in points_ns.items())
-    found, reached_ns = {}, begin_ns
+    uncertain_ns, reached_ns = {}, begin_ns
     if commit is not None and "replay" in points_ns:
         ends.append((commit.at_ns, "merged"))
     for at_ns, phase in ends:
-        (before, one_ns), (after, two_ns) = (times(tellers.get(each, AGENT), each) for each in (reached_ns, at_ns))
+        (before, one_ns), (after, two_ns) = (times(recorders.get(each, AGENT), each) for each in (reached_ns, at_ns))
         if before != after:
-            found[phase] = one_ns + two_ns
+            uncertain_ns[phase] = one_ns + two_ns
         reached_ns = max(reached_ns, at_ns)
-    return found
+    return uncertain_ns
 
 
 # Finds the recoveries of a run in its events, in the order of the file; the rules stand above.
@@ -355,13 +348,13 @@ FailureSign = FaultRecord | RaisedRecord | SuspicionRecord | ExitRecord
 def recoveries(records: Iterable[Record]) -> list[Recovery]:
     """Returns the recoveries of a run, from its records in the order of the file; the last may be open."""
     log = RecoveryLog()
-    found = [recovery for record in records for recovery in log.read(record)]
-    found += [log.recovery(None)] if log.epochs else []
-    commits_ns = [each.at_ns for each in log.history.of(CommitRecord)]
-    return [_settled(each, following, commits_ns) for each, following in zip_longest(found, found[1:])]
+    closed = [recovery for record in records for recovery in log.read(record)]
+    closed += [log.recovery(None)] if log.epochs else []
+    commits_ns = [commit.at_ns for commit in log.history.of(CommitRecord)]
+    return [_with_stall(each, following, commits_ns) for each, following in zip_longest(closed, closed[1:])]
 
 
-def _settled(recovery: Recovery, following: Recovery | None, commits_ns: list[int]) -> Recovery:
+def _with_stall(recovery: Recovery, following: Recovery | None, commits_ns: list[int]) -> Recovery:
     """Returns a recovery whose stall is known if the steps up to the following recovery make it known."""
     stall, resume_ns = recovery.stall, recovery.resume_ns
     if stall is None or not stall.bound or resume_ns is None or recovery.heirs:
@@ -472,11 +465,10 @@ class RecoveryLog:
             last.planned,
             commit is not None and (self.is_resumed or step <= self.committed),
             self.history.job.slot_noun,
-            uncertain_phases(points, begin_ns, commit, self._tellers(), host_times(self.history)),
+            uncertain_phases(points, begin_ns, commit, self._recorders(), host_times(self.history)),
         )
 
-    def _tellers(self) -> dict[int, int]:
-        """Returns the worker that each time is of, where it is known."""
+    def _recorders(self) -> dict[int, int]:
         return (
             {end_ns: worker for _, worker, _, end_ns in self._entries()}
             | {at_ns: worker for *_, at_ns, worker in self.marks}
@@ -512,14 +504,13 @@ class RecoveryLog:
     def _alive_ns(self, out: Exclusion) -> int | None:
         """Returns the last sign of life of a worker whose failure gave no sign; None for any other failure."""
         done_ns = max((end_ns for _, worker, _, end_ns in self._entries() if worker == out.worker), default=None)
-        if out.cause is Cause.HANG:  # its heart goes on: it stands since its last action
+        if out.cause is Cause.HANG:  # its heartbeats go on: it hangs since its last action
             return out.alive_ns if done_ns is None else done_ns
         if out.alive_ns is None or done_ns is None:
             return out.alive_ns
         return max(out.alive_ns, done_ns)
 
     def _stall(self, points: Mapping[str, int], begin_ns: int, commit: CommitRecord | None) -> Stall:
-        """Returns the time that training stood in the open recovery."""
         quiet_until_ns = points.get("plan", max(points.values()))
         done_ns = [end_ns for *_, end_ns in self._entries() if end_ns <= quiet_until_ns]
         failed = self.history.first(FailedRecord)
@@ -537,13 +528,12 @@ class RecoveryLog:
     def _redone(self, step: int, out: set[int], since_ns: int) -> list[int]:
         """Returns the times at which survivors redid the actions that excluded workers had finished for their slots."""
         entries = [entry for entry in self.actions.get(step, []) if entry[1].op in COMPUTE_OPS]
-        done = [action for worker, action, _ in entries if worker in out and self._owned(worker, action)]
+        done = [
+            action for by, action, _ in entries if by in out and by == self.owners.get((action.pipeline, action.stage))
+        ]
         since = [(action, end_ns) for worker, action, end_ns in entries if worker not in out and end_ns > since_ns]
         again = frozenset(replayed((action for action, _ in since), done))
         return [end_ns for action, end_ns in since if action in again]
-
-    def _owned(self, worker: int, action: Action) -> bool:
-        return self.owners.get((action.pipeline, action.stage)) == worker
 
     def last_action(self, worker: int) -> tuple[int, str] | None:
         """Returns (step, action) of a worker's last finished action; None if the last few steps have none."""

@@ -15,9 +15,11 @@ the accumulator up to there, if it was sent: the program streams behind that mic
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import product
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from engine.core.action import OP_TABLE, Action, Op, OpRow
@@ -69,13 +71,13 @@ class DoneAction(NamedTuple):
 
 
 class RunLives(NamedTuple):
-    """The times at which a run went on from a checkpoint, with its step, and those of the verdicts on workers."""
+    """The times at which a run resumed from a checkpoint, with its step, and those of the verdicts on workers."""
 
     resumed: Sequence[tuple[int, int]]
     out: Sequence[tuple[int, int]]
 
     def counts(self, done: DoneAction) -> bool:
-        """Returns whether an action counts: its step was not lost later, and its worker was not out in that life."""
+        """Returns whether an action counts: its step was not lost later, and its worker had not been evicted."""
         end_ns = done.end_ns
         begun_ns = max((at_ns for at_ns, _ in self.resumed if at_ns < end_ns), default=0)
         is_lost = any(kept < done.step and end_ns <= at_ns for at_ns, kept in self.resumed)
@@ -94,7 +96,7 @@ class _Accumulator:
         return all(self.backwards[each] == 1 for each in range(microbatch + 1))
 
     def take(self, microbatch: int, other: _Accumulator) -> None:
-        """Takes another one up to a microbatch; the forwards that this worker has counted itself stay."""
+        """Takes over another one up to a microbatch; the forwards that this worker has counted itself stay."""
         self.backwards = Counter(range(microbatch + 1))
         for each in range(microbatch + 1):
             self.forwards[each] = self.forwards[each] or other.forwards[each]
@@ -112,44 +114,31 @@ def miscounted(history: RunHistory, job: Job, since_ns: int = 0) -> list[str]:
         [(each.at_ns, each.step) for each in history.of(ResumedRecord)],
         [(epoch.at_ns, out.worker) for epoch in history.epochs for out in epoch.verdict],
     )
-    found = []
-    span = span_of(job)
-    for first, done in _in_ranges(history):
+    sentences, span = [], span_of(job)
+    for first in history.files.ranges():
+        done = (
+            DoneAction(step, epoch, end_ns, worker, action)
+            for worker, data in history.files.read(first)
+            for step, epoch, end_ns, action in done_in(data)
+        )
         steps = {step for step in range(first, first + span) if step in committed}
         committed = committed - steps
-        found += miscounted_in(steps, done, lives, job)
-    return found + miscounted_in(committed, (), lives, job)
-
-
-def _in_ranges(history: RunHistory) -> Iterator[tuple[int, Iterator[DoneAction]]]:
-    """Yields each range of steps by its first, with its actions."""
-    for first in history.files.ranges():
-        blocks = history.files.read(first)
-        yield (
-            first,
-            (
-                DoneAction(step, epoch, end_ns, worker, action)
-                for worker, data in blocks
-                for step, epoch, end_ns, action in done_in(data)
-            ),
-        )
+        sentences += miscounted_in(steps, done, lives, job)
+    return sentences + miscounted_in(committed, (), lives, job)
 
 
 def miscounted_in(steps: set[int], done: Iterable[DoneAction], lives: RunLives, job: Job) -> list[str]:
     """Returns one sentence for each slot and microbatch that these actions did not count once in these steps."""
     entries: dict[tuple[int, Slot], list[DoneAction]] = defaultdict(list)
-    for each in done:
-        action = each.action
-        if EFFECTS[action.op] is not SampleEffect.NONE and each.step in steps and action.microbatch < job.microbatches:
-            entries[each.step, (action.pipeline, action.stage)].append(each)
-    found = []
-    for step in sorted(steps):
-        for pipeline in range(job.pipelines):
-            for stage in range(job.slots):
-                slot = (pipeline, stage)
-                mine = [each for each in entries.get((step, slot), []) if lives.counts(each)]
-                found += [f"step {step}: {text}" for text in _of_slot(mine, slot, job)]
-    return found
+    for entry in done:
+        action = entry.action
+        if EFFECTS[action.op] is not SampleEffect.NONE and entry.step in steps and action.microbatch < job.microbatches:
+            entries[entry.step, (action.pipeline, action.stage)].append(entry)
+    return [
+        f"step {step}: {text}"
+        for step, slot in product(sorted(steps), product(range(job.pipelines), range(job.slots)))
+        for text in _of_slot(list(filter(lives.counts, entries.get((step, slot), ()))), slot, job)
+    ]
 
 
 def _of_slot(entries: list[DoneAction], slot: Slot, job: Job) -> list[str]:
@@ -167,16 +156,16 @@ def _of_slot(entries: list[DoneAction], slot: Slot, job: Job) -> list[str]:
 
 def _committed(entries: list[DoneAction], job: Job) -> tuple[int | None, _Accumulator]:
     """Returns the worker whose accumulator of a slot is committed, and that accumulator; None if there is none."""
-    handed = {each.action.microbatch for each in entries if each.action.op is Op.HAND}
+    handoffs = {entry.action.microbatch for entry in entries if entry.action.op is Op.HAND}
     all_of = defaultdict[int, _Accumulator](_Accumulator)
     owner = None
-    for _, _, _, worker, action in sorted(entries, key=lambda each: (each.epoch, each.end_ns)):
+    for _, _, _, worker, action in sorted(entries, key=attrgetter("epoch", "end_ns")):
         mine, microbatch, before = all_of[worker], action.microbatch, action.microbatch - 1
         match EFFECTS[action.op]:
             case SampleEffect.COUNTS:
                 mine.forwards[microbatch] += 1
             case SampleEffect.ADDS:
-                was_sent = before in handed or is_streamed(before, job.log_every, job.microbatches)
+                was_sent = before in handoffs or is_streamed(before, job.log_every, job.microbatches)
                 if microbatch and before not in mine.backwards and was_sent:
                     _take(worker, before, all_of)
                 mine.backwards[microbatch] += 1

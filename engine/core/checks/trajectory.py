@@ -17,7 +17,6 @@ MARK_DIGITS = 8
 _HASH_DIGITS = 12  # of a hash in a message
 _PARTS = ("weights or optimizer state", "buffers")
 
-
 # The names of some tensors, and their marks, of `MARK_DIGITS` each; a mark hashes a tensor and all before it.
 TensorMarks = tuple[tuple[str, ...], str]
 NO_MARKS: TensorMarks = ((), "")
@@ -63,8 +62,8 @@ def first_difference(run: Iterable[TrajectoryRow], twin: Iterable[TrajectoryRow]
     with other tensors; else the loss.
     """
     ours, theirs = _by_key(run), _by_key(twin)
-    found = _first_of_results(ours, theirs)
-    return found and (_of_data(found.step, ours, theirs) or found)
+    difference = _first_of_results(ours, theirs)
+    return difference and (_of_data(difference.step, ours, theirs) or difference)
 
 
 def _first_of_results(ours: _Rows, theirs: _Rows) -> Difference | None:
@@ -74,8 +73,8 @@ def _first_of_results(ours: _Rows, theirs: _Rows) -> Difference | None:
             break
         mine, its = ours.get((step, layer)), theirs.get((step, layer))
         if mine is None or its is None:
-            found = ["none" if each is None else "one" for each in (mine, its)]
-            return Difference(step, layer, "rows", "", *found)
+            counts = ["none" if row is None else "one" for row in (mine, its)]
+            return Difference(step, layer, "rows", "", *counts)
         parts = zip(_PARTS, (mine.state, mine.buffers), (its.state, its.buffers), mine.marks, its.marks, strict=True)
         for part, one, other, marks, its_marks in parts:
             if one != other:
@@ -113,9 +112,9 @@ def _by_key(rows: Iterable[TrajectoryRow]) -> _Rows:
 
 # The data that workers load: the same microbatch has the same bits, whichever worker loads it, and whenever.
 #
-# The first stage loads inputs and the last stage loads targets, each on its own. They belong together only if the
-# source gives both the same microbatch. So each worker tells the mark of each whole microbatch with its vote, also of
-# one that it loads again in a recovery, and the marks are compared before the step is committed.
+# The first stage loads inputs and the last stage loads targets, independently. They belong together only if the source
+# gives both the same microbatch. So each worker sends the mark of each whole microbatch with its vote, also if it loads
+# the microbatch again in a recovery, and the marks are compared before the step is committed.
 #
 # Rule: the marks of a step stay until its commit, also those of workers that die before it.
 
@@ -123,14 +122,14 @@ LoadedMarks = Mapping[int, str]  # microbatch -> its mark: `MARK_DIGITS` of its 
 SEE = "or give --no-check-pure; docs/what-a-layer-may-do.md says more"
 
 
-def impure_data(source: str, found: str) -> Problem:
-    """Returns the problem of a source of data; `found` says which microbatch differs, and how."""
+def impure_data(source: str, difference: str) -> Problem:
+    """Returns the problem of a source of data; `difference` says which microbatch differs, and how."""
     hint = (
         "inputs and targets would not belong together: give a data set that draws in __getitem__ as indexed(..., "
         "draws=True) (docs/data.md), draw in another source from keyed_generator(seed, step, pipeline, microbatch) of "
         f"engine.models.data, and keep no counter, iterator, file position or buffer between two calls, {SEE}"
     )
-    return Problem("data", "a microbatch with the same bits whenever it is loaded", f"{source}: {found}", hint)
+    return Problem("data", "a microbatch with the same bits whenever it is loaded", f"{source}: {difference}", hint)
 
 
 def another(source: str, name: str, marks: tuple[str, str], how: str) -> Problem:
@@ -155,7 +154,7 @@ class LoadedBook:
     _known: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)  # the first mark and its worker
 
     def add(self, step: int, worker: int, pipeline: int, marks: LoadedMarks) -> None:
-        """Adds marks of a worker; raises UserError if another worker has told another mark of a microbatch."""
+        """Adds marks of a worker; raises UserError if another worker sent a different mark of a microbatch."""
         for microbatch, mark in marks.items():
             known, first = self._known.setdefault((pipeline, microbatch), (mark, worker))
             if known != mark and self.refuses:
@@ -174,8 +173,8 @@ class LoadedBook:
 
 # Purity: a layer makes the same bits from the same inputs, weights and buffers, in any copy and in any process.
 #
-# Rules: each value that a layer makes has a mark, a digest of its bits. The same value, made again, must have the same
-# mark. A different mark is a mistake of the model's author: the state that made the difference is on no replica.
+# Rules: each value that a layer makes has a mark, a digest of its bits. The same value, recomputed, must have the same
+# mark. A different mark is a mistake of the model's author: the state behind the difference is on no replica.
 
 DigestByName = Mapping[str, str]  # name of a value, such as "output of microbatch 0" -> digest of its bits
 
@@ -186,30 +185,30 @@ ONCE = "a difference that the next start does not show may be a flipped bit of t
 OPTIMIZER = "optimizer "  # before the name of the optimizer, in place of a layer's name
 
 
-def impure_layer(name: str, found: str) -> Problem:
-    """Returns the problem of a layer; `found` says which value differs."""
+def impure_layer(name: str, difference: str) -> Problem:
+    """Returns the problem of a layer; `difference` says which value differs."""
     hint = (
         "no replica has what made the difference, so a failover would change the bits: keep state in buffers that "
         f"forwards alone change, draw from torch's default generator, {SEE}; {ONCE}"
     )
-    return Problem("model", "layers that make the same bits again", f"{name}: {found}", hint)
+    return Problem("model", "layers that make the same bits again", f"{name}: {difference}", hint)
 
 
-def impure_optimizer(name: str, found: str) -> Problem:
-    """Returns the problem of an optimizer; `found` says which result differs, and when."""
+def impure_optimizer(name: str, difference: str) -> Problem:
+    """Returns the problem of an optimizer; `difference` says which result differs, and when."""
     hint = (
         "no replica has what made the difference, so a failover would change the bits: keep all state in "
         "`self.state` by parameter, as tensors and numbers; draw no random numbers; look at one parameter alone; "
         f"--no-check-pure leaves out this check; {ONCE}"
     )
-    return Problem("optimizer", "an optimizer that makes the same bits again", f"{name!r}: {found}", hint)
+    return Problem("optimizer", "an optimizer that makes the same bits again", f"{name!r}: {difference}", hint)
 
 
-def once_only(found: str) -> ReplicasDifferError:
+def once_only(difference: str) -> ReplicasDifferError:
     """Returns the error of replicas that differ in one trial, and have the same bits in the next one."""
     return ReplicasDifferError(
-        f"{found}; a second trial gives both the same bits. {EITHER}; an optimizer that keeps something outside of "
-        "`self.state` when it is first used would show the same"
+        f"{difference}; a second trial gives both the same bits. {EITHER}; an optimizer that keeps something outside "
+        "of `self.state` when it is first used would show the same"
     )
 
 

@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 # The chain of the lines that one process writes into a file: each line ends with a hash of itself and all before it.
 #
-# Rules: several processes append to one file and each can die at any moment, so each has a chain of its own, which
-# begins with its first line. A torn line is in no chain: its writer wrote it again, or was dead. The hash finds
-# accidents and edits; a forger can write the hashes as well.
-
-
+# Rules: several processes append to one file and each can die at any moment, so each has its own chain, which begins
+# with its first line. A torn line is in no chain: its writer wrote it again, or was dead. The hash detects accidents
+# and edits; a forger could recompute the hashes as well.
 _BEGIN = ',"chain":"'
 _HASH_BYTES = 8
 _LENGTH = len(_BEGIN) + 2 * _HASH_BYTES + len('"}')
@@ -47,8 +45,8 @@ def unlinked(line: str) -> tuple[str, str]:
 
 
 def _writer(text: str) -> str:
-    found = _WRITER.match(text)
-    return found[1] if found else ""
+    match = _WRITER.match(text)
+    return match[1] if match else ""
 
 
 def _link(before: str, text: str) -> str:
@@ -78,13 +76,13 @@ class Chains:
         self.num_links += 1
         before = self._last.get(writer, "")
         if link == before:
-            self._break("stands there twice")
-        elif link not in (_link(before, text), _link("", text)):  # a process may have the number of a dead one
+            self._break("appears twice")
+        elif link not in (_link(before, text), _link("", text)):  # a process may reuse the pid of a dead one
             self._break("was changed, or a line before it is gone")
         self._last[writer] = link
 
     def end(self) -> None:
-        """Ends the file: a record without a link stands beside none that has one."""
+        """Ends the file: either every record has a link or none has."""
         if self.num_links and self._bare:
             self._number = self._bare
             self._break("has no link to those before it")
@@ -95,10 +93,10 @@ class Chains:
 
 # The seal of a run: the size and the hashes of each file of its evidence, in the last record but one.
 #
-# A file is hashed in at most `_MOST_PARTS` parts, so that a difference has a place in it.
+# A file is hashed in at most `_MOST_PARTS` parts, so that a difference can be located.
 
 EVENTS = "events.jsonl"
-BEFORE_EVENTS = ("run.json", "scenario.yaml")  # of a run that begins: they stand there before its first record
+BEFORE_EVENTS = ("run.json", "scenario.yaml")  # written before the first record of a run
 _MOST_PARTS = 32
 _LEAST_PART_BYTES = 4096
 _PART_HASH_BYTES = 6
@@ -124,7 +122,7 @@ def is_evidence(file: str) -> bool:
 
 
 def part_bytes(size: int) -> int:
-    """Returns the bytes of each part of a file of this size, but for its last one."""
+    """Returns the bytes of each part of a file of this size, except its last one."""
     least = -(-size // _MOST_PARTS)
     return max(1, -(-least // _LEAST_PART_BYTES)) * _LEAST_PART_BYTES
 
@@ -135,9 +133,9 @@ def sealed(file: str, size: int, parts: Iterable[bytes]) -> SealedFile:
 
 
 def broken_seal(seal: SealedFile, parts: Iterable[bytes]) -> str:
-    """Returns in words the first part of a file that is not as it was sealed; empty if all are."""
-    step = part_bytes(seal.bytes)
-    for number, (one, other) in enumerate(zip(_hashes(seal.hashes), _hashes_of(seal, parts), strict=False)):
+    """Returns in words the first part of a file that has changed since it was sealed; empty if none has."""
+    step, now = part_bytes(seal.bytes), sealed(seal.file, seal.bytes, parts)
+    for number, (one, other) in enumerate(zip(_hashes(seal.hashes), _hashes(now.hashes), strict=False)):
         if one != other:
             first, last = number * step, min(seal.bytes, (number + 1) * step)
             return f"its bytes {first:,} to {last - 1:,} are not those that the run wrote"
@@ -146,7 +144,3 @@ def broken_seal(seal: SealedFile, parts: Iterable[bytes]) -> str:
 
 def _hashes(text: str) -> Iterator[str]:
     return (text[place : place + _DIGITS] for place in range(0, len(text), _DIGITS))
-
-
-def _hashes_of(seal: SealedFile, parts: Iterable[bytes]) -> Iterator[str]:
-    return _hashes(sealed(seal.file, seal.bytes, parts).hashes)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
 from engine.core.exclusion import Cause
@@ -20,6 +20,7 @@ from engine.core.history.process_records import (
     LostRecord,
     StartedRecord,
     TrainingEndedRecord,
+    on_clock,
 )
 from engine.core.history.record_lines import decoded, encoded
 from engine.core.history.run_records import (
@@ -39,27 +40,27 @@ from engine.core.history.run_records import (
     ValidationRecord,
 )
 from engine.core.job.job import Job
-from engine.core.texts import counted, numbered
+from engine.core.texts import numbered
 
-# The causes of records of a run: an order never stands before its cause.
+# The causes of records: no record precedes its cause.
 #
 #     exit of a worker ----> epoch that puts it out ----> ends of phases in the epoch ----> plan ----> go
 #     fault ----> its confirmation            commit ----> validation of its step
 #
-# Rules: clocks are known within bounds, so a cause may seem to be later than its effect, by `slack_ns` at most; a
-# record that is later still is no cause, but one of the same number after a restart. In one file the order is known.
+# Rules: clocks are known within bounds, so a cause may seem up to `slack_ns` later than its effect. A record that is
+# later still is not the cause: it has the same number, but comes after a restart. Within one file the order is known.
 
 
 class Causes:
-    """The causes that are still to come, among the records of some files."""
+    """The causes that are still to come in the records of some files."""
 
     def __init__(self, files: Sequence[Iterable[StampedRecord]], slack_ns: int):
         self._slack_ns = slack_ns
         self._to_come: dict[Hashable, list[tuple[int, int]]] = {}  # of each cause: time and file, in the file's order
-        self._told_ns: dict[Hashable, int] = {}
+        self._past_ns: dict[Hashable, int] = {}
         for number, file in enumerate(files):
             for record in file:
-                for cause in _gives(record):
+                for cause in _provides(record):
                     self._to_come.setdefault(cause, []).append((record.at_ns, number))
 
     def waits(self, record: StampedRecord, file: int) -> bool:
@@ -67,22 +68,23 @@ class Causes:
         latest_ns = record.at_ns + self._slack_ns
         return any(
             number != file and at_ns <= latest_ns
-            for each in _needs(record)
-            for at_ns, number in self._to_come.get(each, ())
+            for cause in _requires(record)
+            for at_ns, number in self._to_come.get(cause, ())
         )
 
-    def told(self, record: StampedRecord, file: int) -> int:
-        """Takes a record as the next one; returns the time of its latest cause if that seems to be later, or 0."""
+    def take(self, record: StampedRecord, file: int) -> int:
+        """Takes the next record; returns the time of its latest cause within the slack, or 0."""
         latest_ns = record.at_ns + self._slack_ns
-        since_ns = max((at for each in _needs(record) if (at := self._told_ns.get(each, 0)) <= latest_ns), default=0)
-        for cause in _gives(record):
+        times_ns = (self._past_ns.get(cause, 0) for cause in _requires(record))
+        since_ns = max((at_ns for at_ns in times_ns if at_ns <= latest_ns), default=0)
+        for cause in _provides(record):
             self._to_come[cause].remove((record.at_ns, file))
-            self._told_ns[cause] = max(record.at_ns, since_ns, self._told_ns.get(cause, 0))
+            self._past_ns[cause] = max(record.at_ns, since_ns, self._past_ns.get(cause, 0))
         return since_ns
 
 
-def _gives(record: StampedRecord) -> Iterator[Hashable]:
-    """Yields that which a record is a cause of."""
+def _provides(record: StampedRecord) -> Iterator[Hashable]:
+    """Yields the causes of other records that a record is."""
     match record:
         case ExitRecord(of=of, expected=False):
             yield "exit", of
@@ -98,13 +100,10 @@ def _gives(record: StampedRecord) -> Iterator[Hashable]:
             yield "fault", fault
 
 
-def _needs(record: StampedRecord) -> Iterator[Hashable]:
-    """Yields the causes of a record."""
+def _requires(record: StampedRecord) -> Iterator[Hashable]:
     match record:
         case EpochRecord(verdict=verdict):
-            for each in verdict:
-                if each.cause in (Cause.DEATH, Cause.RAISED):
-                    yield "exit", each.worker
+            yield from (("exit", out.worker) for out in verdict if out.cause in (Cause.DEATH, Cause.RAISED))
         case MarkRecord(epoch=epoch, phase=phase):
             yield "epoch", epoch
             if phase == "plan":
@@ -122,17 +121,17 @@ def _needs(record: StampedRecord) -> Iterator[Hashable]:
             yield "fault", fault
 
 
-# The offset between the clocks of two hosts, as bounds that certainly contain it.
+# The offset between the clocks of two hosts, as bounds that are certain to contain it.
 #
 # Rules:
-# - No message arrives before it was sent. So a message from here bounds the offset from above: the other clock at the
-#   arrival, less the own clock at the sending. A message to here bounds it from below.
-# - Two clocks drift apart by `DRIFT_PPM` at most. A bound grows by that with its age, which counts from the earliest
-#   moment that the bound can be of.
-# - Bounds come from the messages of a sliding window; the newest one of each direction always counts.
-# - Bounds that contradict each other show that a clock has jumped, as after a suspension: the older ones are forgotten.
+# - No message arrives before it was sent. So an outgoing message bounds the offset from above: the other clock at
+#   arrival minus our clock at sending. An incoming message bounds it from below.
+# - Two clocks drift apart by at most `DRIFT_PPM`. A bound widens by that with its age, which counts from the earliest
+#   moment to which the bound can belong.
+# - Bounds come from the messages in a sliding window; the newest one in each direction always counts.
+# - Contradictory bounds show that a clock has jumped, as after a suspend: the older ones are dropped.
 #
-# The offset is the other clock minus the own one. All times are nanoseconds.
+# The offset is the other clock minus our own. All times are nanoseconds.
 
 DRIFT_PPM = 200
 WINDOW_NS = 10_000_000_000
@@ -140,19 +139,19 @@ _MILLION = 1_000_000
 
 
 class OffsetBounds(NamedTuple):
-    """The offset of a clock is one of these, the first and the last included."""
+    """The offset of a clock lies between these, both inclusive."""
 
     least_ns: int
     most_ns: int
 
     @property
     def middle_ns(self) -> int:
-        """The offset that is the least wrong."""
+        """The best estimate of the offset."""
         return (self.least_ns + self.most_ns) // 2
 
     @property
     def within_ns(self) -> int:
-        """How wrong the middle can be."""
+        """The largest error of the middle."""
         return -((self.least_ns - self.most_ns) // 2)
 
     @property
@@ -161,13 +160,13 @@ class OffsetBounds(NamedTuple):
         return OffsetBounds(-self.most_ns, -self.least_ns)
 
     def after(self, age_ns: int) -> OffsetBounds:
-        """Returns the bounds that hold so long after, or before, the time of these."""
+        """Returns the bounds that hold this long after, or before, the time of these."""
         drift_ns = drifted_ns(age_ns)
         return OffsetBounds(self.least_ns - drift_ns, self.most_ns + drift_ns)
 
 
 def drifted_ns(age_ns: int) -> int:
-    """Returns by how much two clocks drift apart at most in a time, rounded up."""
+    """Returns the most that two clocks drift apart in this time, rounded up."""
     return -(-abs(age_ns) * DRIFT_PPM // _MILLION)
 
 
@@ -179,13 +178,13 @@ class OffsetWatch:
         self._below = _LeastBound()  # of the offset with the other sign
 
     def sent(self, sent_ns: int, arrived_ns: int) -> None:
-        """Learns from a message from here, sent at a time of the own clock, which arrived at one of the other clock."""
+        """Learns from an outgoing message, sent at a time of our clock, which arrived at a time of the other clock."""
         self._above.add(arrived_ns - sent_ns, sent_ns)
         if self._contradicts(sent_ns):
             self._below = _LeastBound()
 
     def received(self, sent_ns: int, arrived_ns: int) -> None:
-        """Learns from a message to here, sent at a time of the other clock, which arrived at one of the own clock."""
+        """Learns from an incoming message, sent at a time of the other clock, which arrived at a time of ours."""
         self._below.add(arrived_ns - sent_ns, arrived_ns)
         if self._contradicts(arrived_ns):
             self._above = _LeastBound()
@@ -195,16 +194,16 @@ class OffsetWatch:
         return bounds is not None and bounds.least_ns > bounds.most_ns
 
     def at(self, now_ns: int) -> OffsetBounds | None:
-        """Returns the bounds at a time of the own clock; None until messages have come both ways."""
+        """Returns the bounds at a time of our clock; None until messages have gone both ways."""
         above_ns, below_ns = self._above.at(now_ns), self._below.at(now_ns)
         return None if above_ns is None or below_ns is None else OffsetBounds(-below_ns, above_ns)
 
 
 class _LeastBound:
-    """The least of some upper bounds, each of which grows with its age, over a sliding window.
+    """The least of some upper bounds, each of which widens with its age, over a sliding window.
 
-    A bound without its growth since time 0 is a number that does not change, so bounds can be compared once: one that
-    is not less than a newer one never counts again.
+    A bound minus its growth since time 0 is constant, so two bounds need one comparison: one that is not less than a
+    newer one never counts again.
     """
 
     def __init__(self) -> None:
@@ -227,14 +226,13 @@ class _LeastBound:
 
 # Times of several hosts on the clock of one of them, each with its uncertainty.
 #
-# Rules: the bounds that hosts have recorded about each other's clocks are the only source. Between two records both
-# count, each with the drift since. A host that was never compared with the reference is reached over others, by the way
-# with the least uncertainty: so a run whose coordinator was replaced still has one clock, that of the first
-# coordinator.
+# Rules: the only source is the bounds that hosts have recorded about each other's clocks. Between two records both
+# count, each with the drift since. A host that was never compared with the reference is reached over others, by the
+# path with the least uncertainty: so a run whose coordinator was replaced still has one clock, that of the first one.
 
 
 class ClockFact(NamedTuple):
-    """Host `by` knew at `at_ns`, by its own clock, that the clock of host `of` less its own lies within the bounds."""
+    """Host `by` knew at `at_ns`, by its own clock, that the clock of host `of` minus its own lies within the bounds."""
 
     by: str
     of: str
@@ -258,12 +256,12 @@ class SharedClock:
         for by, of, at_ns, bounds in facts:
             self._ways.setdefault((by, of), []).append((at_ns, bounds))
             self._ways.setdefault((of, by), []).append((at_ns + bounds.middle_ns, bounds.reverse))
-        for each in self._ways.values():
-            each.sort()
+        for way in self._ways.values():
+            way.sort()
         self._next = self._nearest()
 
     def knows(self, host: str) -> bool:
-        """Returns whether times of a host can be told."""
+        """Returns whether times of a host can be converted."""
         return host == self.reference or host in self._next
 
     def at(self, host: str, at_ns: int) -> SharedTime:
@@ -278,17 +276,17 @@ class SharedClock:
     def _bounds(self, host: str, to: str, at_ns: int) -> OffsetBounds:
         """Returns the bounds of the offset of `to` at a time of a host, from the records before and after it."""
         way = self._ways[host, to]
-        place = bisect_left(way, at_ns, key=lambda each: each[0])
+        place = bisect_left(way, at_ns, key=itemgetter(0))
         near = [bounds.after(at_ns - known_ns) for known_ns, bounds in way[max(0, place - 1) : place + 1]]
-        both = OffsetBounds(max(each.least_ns for each in near), min(each.most_ns for each in near))
+        both = OffsetBounds(max(bounds.least_ns for bounds in near), min(bounds.most_ns for bounds in near))
         if both.least_ns > both.most_ns:  # a clock has jumped between them
-            return min(near, key=lambda each: each.within_ns)
+            return min(near, key=attrgetter("within_ns"))
         return both
 
     def _nearest(self) -> dict[str, str]:
-        """Returns for each host the next one on its way to the reference, by the least uncertainty of each part."""
+        """Returns the next host on each host's path to the reference, by the least uncertainty of each hop."""
         costs = {way: min(bounds.within_ns for _, bounds in known) for way, known in self._ways.items()}
-        found: dict[str, str] = {}
+        nearest: dict[str, str] = {}
         open_ways = [(0, self.reference, self.reference)]
         done: set[str] = set()
         while open_ways:
@@ -297,37 +295,35 @@ class SharedClock:
                 continue
             done.add(host)
             if host != self.reference:
-                found[host] = to
+                nearest[host] = to
             for (by, of), more in costs.items():
                 if of == host and by not in done:
                     heapq.heappush(open_ways, (cost + more, by, host))
-        return found
+        return nearest
 
 
 # The records of several hosts of one run as one history: in one order, on one clock, each decision once.
 #
 # Rules:
-# - The clock is that of the first coordinator; without any record about it, that of the first host. The records of a
-#   host
-#   without a known clock are left out.
-# - Records stand in the order of time: processes of one host write into one file, each a moment after it has taken the
-#   time. But none stands before its cause: clocks of hosts are known within bounds, causes for certain. Its time is
-#   then
-#   that of its cause.
-# - A decision is recorded by its host, and by each host that hears of it: a copy counts where the host's own record is
-#   missing. It has the time of the decision, or else that of its hearing, if the clock of its host is not known.
-# - The job is the first record. The end of the run is told by the host that coordinated last.
-# - A host whose record is incomplete is named, with the reason.
+# - The clock is that of the first coordinator; if no record mentions it, that of the first host. Records of a host
+#   whose clock is unknown are left out.
+# - Records are in order of time, because the processes of a host write to one file, each slightly after taking the
+#   time. But no record precedes its cause: clocks are known within bounds, causes for certain. It then gets the time of
+#   its cause.
+# - A decision is recorded by its host and copied by each host that hears of it: a copy counts where the host's own
+#   record is missing. It has the time of the decision or, if the clock of its host is unknown, the time of the copy.
+# - The job is the first record. The end of the run comes from the host that coordinated last.
+# - A host whose records are incomplete is named, with the reason.
 
 _ENDS = (TrainingEndedRecord, EndedRecord)
-_HEARING_NS = 1_000_000_000  # at most, from a decision until a host has recorded that it heard of it
+_HEARING_NS = 1_000_000_000  # the longest time from a decision until another host has recorded its copy
 _S = 1e9
 S = TypeVar("S", bound=StampedRecord)
 
 
 @dataclass(frozen=True, slots=True)
 class HostRecords:
-    """The records of a host; `is_cut`: the file ends inside of a line."""
+    """The records of a host; `is_cut`: the file ends inside a line."""
 
     node: str
     records: Sequence[Record]
@@ -335,8 +331,8 @@ class HostRecords:
 
     @property
     def job(self) -> Job | None:
-        """The job as the host has it, without the fields that may be the host's own."""
-        first = next((each for each in self.records if isinstance(each, JobRecord)), None)
+        """The job as the host has it, without the fields in which hosts may differ."""
+        first = next((record for record in self.records if isinstance(record, JobRecord)), None)
         return None if first is None else replace(first.job, results="", name="")
 
     def of(self, kind: type[S]) -> list[S]:
@@ -346,7 +342,7 @@ class HostRecords:
 
 @dataclass(frozen=True, slots=True)
 class MergedHistory:
-    """The history of a run; `incomplete` says of some hosts why their records are not whole."""
+    """The history of a run; `incomplete` has the reasons why the records of some hosts are not whole."""
 
     reference: str
     records: tuple[Record, ...]
@@ -355,122 +351,100 @@ class MergedHistory:
 
 
 def merged(hosts: Sequence[HostRecords]) -> MergedHistory:
-    """Returns the records of all hosts as one history; there is one host at least, and all have the same job."""
-    clock = SharedClock(_first_coordinator(hosts), [*_facts(hosts)])
-    if not any(clock.knows(each.node) for each in hosts):
-        clock = SharedClock(hosts[0].node, [*_facts(hosts)])
-    known = [each for each in hosts if clock.knows(each.node)]
+    """Returns the records of all hosts as one history; there is at least one host, and all have the same job."""
+    facts = [
+        ClockFact(host.node, clock.of, clock.at_ns, OffsetBounds(clock.least_ns, clock.most_ns))
+        for host in hosts
+        for clock in host.of(ClockRecord)
+    ]
+    clock = SharedClock(_first_coordinator(hosts), facts)
+    if not any(clock.knows(host.node) for host in hosts):
+        clock = SharedClock(hosts[0].node, facts)
+    known = [host for host in hosts if clock.knows(host.node)]
     last = _last_coordinator(known, clock)
-    files = [[*_rising(_own(each, clock, is_last=each.node == last))] for each in known]
-    files.append(_heard(known, clock))
-    job = next(each for host in (*_first(known, clock.reference), *hosts) for each in host.of(JobRecord))
-    slack_ns = 2 * max(map(partial(_within_ns, clock), known), default=0)
-    if not all(clock.knows(each.of) for host in known for each in host.of(HeardRecord)):
+    files = [[*_rising(_own(host, clock, is_last=host.node == last))] for host in known]
+    files.append(_copies(known, clock))
+    reference_first = sorted(hosts, key=lambda host: host.node != clock.reference)
+    job = next(job for host in reference_first for job in host.of(JobRecord))
+    stamps = ((host.node, record.at_ns) for host in known for record in host.of(StampedRecord))
+    slack_ns = 2 * max((clock.at(*stamp).within_ns for stamp in stamps), default=0)
+    if not all(clock.knows(copy.of) for host in known for copy in host.of(HeardRecord)):
         slack_ns += _HEARING_NS
     ordered = tuple(_ordered(files, slack_ns))
     return MergedHistory(clock.reference, (job, *ordered), clock, _incomplete(hosts, clock, ordered))
 
 
-def _first(hosts: Iterable[HostRecords], node: str) -> list[HostRecords]:
-    return [each for each in hosts if each.node == node]
-
-
 def _first_coordinator(hosts: Sequence[HostRecords]) -> str:
     """Returns the host that made the first epoch; of a run without one, the first host."""
-    found = [(own.epoch, host.node) for host in hosts for own in host.of(EpochRecord)]
-    for host in hosts:
-        told = ((each.of, decoded(each.line)) for each in host.of(HeardRecord))
-        found += [(record.epoch, of) for of, record in told if isinstance(record, EpochRecord)]
-    return min(found, default=(0, hosts[0].node))[1]
+    epochs = [(own.epoch, host.node) for host in hosts for own in host.of(EpochRecord)]
+    copies = ((copy.of, decoded(copy.line)) for host in hosts for copy in host.of(HeardRecord))
+    epochs += [(record.epoch, of) for of, record in copies if isinstance(record, EpochRecord)]
+    return min(epochs, default=(0, hosts[0].node))[1]
 
 
 def _last_coordinator(hosts: Sequence[HostRecords], clock: SharedClock) -> str:
-    """Returns the host that decided last."""
-    decided = (
-        (clock.at(host.node, each.at_ns).at_ns, host.node)
+    decisions = (
+        (clock.at(host.node, decision.at_ns).at_ns, host.node)
         for host in hosts
-        for each in (*host.of(EpochRecord), *host.of(GoRecord), *host.of(CommitRecord))
+        for decision in (*host.of(EpochRecord), *host.of(GoRecord), *host.of(CommitRecord))
     )
-    return max(decided, default=(0, hosts[0].node if hosts else ""))[1]
-
-
-def _facts(hosts: Sequence[HostRecords]) -> Iterator[ClockFact]:
-    for host in hosts:
-        for each in host.of(ClockRecord):
-            yield ClockFact(host.node, each.of, each.at_ns, OffsetBounds(each.least_ns, each.most_ns))
+    return max(decisions, default=(0, hosts[0].node if hosts else ""))[1]
 
 
 def _own(host: HostRecords, clock: SharedClock, *, is_last: bool) -> Iterator[StampedRecord]:
     """Yields the records that a host has made, in the order of its clock and with times of the shared one."""
-    for each in sorted(host.of(StampedRecord), key=attrgetter("at_ns")):
-        if isinstance(each, JobRecord | HeardRecord):
+    for record in sorted(host.of(StampedRecord), key=attrgetter("at_ns")):
+        if isinstance(record, JobRecord | HeardRecord):
             continue
-        if isinstance(each, _ENDS) and not is_last:
+        if isinstance(record, _ENDS) and not is_last:
             continue
-        if isinstance(each, ClockRecord):
-            other = each.of if host.node == clock.reference else host.node
+        if isinstance(record, ClockRecord):
+            other = record.of if host.node == clock.reference else host.node
             if not clock.knows(other):
                 continue
-            at_ns, within_ns = clock.at(host.node, each.at_ns)
-            within_ns = max(within_ns, clock.at(each.of, each.at_ns + (each.least_ns + each.most_ns) // 2).within_ns)
-            yield replace(each, at_ns=at_ns, of=other, least_ns=-within_ns, most_ns=within_ns)
+            at_ns, within_ns = clock.at(host.node, record.at_ns)
+            middle_ns = OffsetBounds(record.least_ns, record.most_ns).middle_ns
+            within_ns = max(within_ns, clock.at(record.of, record.at_ns + middle_ns).within_ns)
+            yield replace(record, at_ns=at_ns, of=other, least_ns=-within_ns, most_ns=within_ns)
         else:
-            yield on_clock(each, partial(_at, clock, host.node))
+            yield on_clock(record, partial(_at, clock, host.node))
 
 
 def _rising(records: Iterable[StampedRecord]) -> Iterator[StampedRecord]:
-    """Yields records of one host; where the bounds of its clock change, times may seem to go back, and then stay."""
+    """Yields records of one host; a time that seems to go back, as the bounds of its clock change, stays instead."""
     reached_ns = 0
-    for each in records:
-        reached_ns = max(reached_ns, each.at_ns)
-        yield each if each.at_ns == reached_ns else replace(each, at_ns=reached_ns)
+    for record in records:
+        reached_ns = max(reached_ns, record.at_ns)
+        yield record if record.at_ns == reached_ns else replace(record, at_ns=reached_ns)
 
 
-def _heard(hosts: Sequence[HostRecords], clock: SharedClock) -> list[StampedRecord]:
-    """Returns the decisions that only hosts have that heard of them, in the order of time."""
-    found: dict[tuple[str, str], StampedRecord] = {}
+def _copies(hosts: Sequence[HostRecords], clock: SharedClock) -> list[StampedRecord]:
+    """Returns the decisions whose own record is missing, from the copies of other hosts, in the order of time."""
+    decisions: dict[tuple[str, str], StampedRecord] = {}
     for host in hosts:
-        for each in host.of(HeardRecord):
-            record = decoded(each.line)
+        for copy in host.of(HeardRecord):
+            record = decoded(copy.line)
             if not isinstance(record, StampedRecord):
                 continue
-            if clock.knows(each.of):
-                told = on_clock(record, partial(_at, clock, each.of))
+            if clock.knows(copy.of):
+                record = on_clock(record, partial(_at, clock, copy.of))
             else:
-                told = replace(record, at_ns=_at(clock, host.node, each.at_ns))
-            first = found.setdefault((each.of, each.line), told)
-            found[each.of, each.line] = min(first, told, key=attrgetter("at_ns"))
-    heard_of = {of for of, _ in found}
+                record = replace(record, at_ns=_at(clock, host.node, copy.at_ns))
+            first = decisions.setdefault((copy.of, copy.line), record)
+            decisions[copy.of, copy.line] = min(first, record, key=attrgetter("at_ns"))
+    deciders = {of for of, _ in decisions}
     for host in hosts:
-        for own in host.of(StampedRecord) if host.node in heard_of else ():
-            found.pop((host.node, encoded(own)), None)
-    return sorted(found.values(), key=attrgetter("at_ns"))
+        for own in host.of(StampedRecord) if host.node in deciders else ():
+            decisions.pop((host.node, encoded(own)), None)
+    return sorted(decisions.values(), key=attrgetter("at_ns"))
 
 
 def _at(clock: SharedClock, node: str, at_ns: int) -> int:
     return clock.at(node, at_ns).at_ns
 
 
-def on_clock(record: S, at: Callable[[int], int]) -> S:
-    """Returns a record whose times are on another clock; lengths of time stay."""
-    changed = replace(record, at_ns=at(record.at_ns))
-    if isinstance(changed, ExitRecord):
-        return replace(changed, seen_ns=at(changed.seen_ns))
-    if isinstance(changed, EpochRecord):
-        verdict = (
-            each if each.alive_ns is None else each._replace(alive_ns=at(each.alive_ns)) for each in changed.verdict
-        )
-        return replace(changed, verdict=tuple(verdict))
-    return changed
-
-
-def _within_ns(clock: SharedClock, host: HostRecords) -> int:
-    """Returns how wrong a time of a host can be."""
-    return max((clock.at(host.node, each.at_ns).within_ns for each in host.of(StampedRecord)), default=0)
-
-
 def _ordered(files: Sequence[Sequence[StampedRecord]], slack_ns: int) -> Iterator[StampedRecord]:
-    """Yields the records of all files: the earliest first record of a file, unless its cause is still to come."""
+    """Yields the records of all files: the earliest head of a file, unless its cause is still to come."""
     causes = Causes(files, slack_ns)
     places = [0] * len(files)
     while True:
@@ -481,27 +455,26 @@ def _ordered(files: Sequence[Sequence[StampedRecord]], slack_ns: int) -> Iterato
                 heads.append((causes.waits(record, number), record.at_ns, number, record))
         if not heads:
             return
-        _, _, number, record = min(heads, key=lambda each: each[:3])
+        _, _, number, record = min(heads, key=itemgetter(0, 1, 2))
         places[number] += 1
-        since_ns = causes.told(record, number)
+        since_ns = causes.take(record, number)
         yield record if since_ns <= record.at_ns else replace(record, at_ns=since_ns)
 
 
 def _incomplete(
     hosts: Sequence[HostRecords], clock: SharedClock, ordered: Sequence[StampedRecord]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the reasons for which the records of hosts are not whole."""
-    there = {each.node for each in hosts}
-    named = {each.node for host in hosts for each in host.of(StartedRecord)}
-    named |= {each.of for host in hosts for each in host.of(ClockRecord)}
-    named |= {each.of for host in hosts for each in host.of(HeardRecord)}
+    """Returns the reasons why the records of some hosts are not whole."""
+    there = {host.node for host in hosts}
+    named = {started.node for host in hosts for started in host.of(StartedRecord)}
+    named |= {record.of for host in hosts for record in (*host.of(ClockRecord), *host.of(HeardRecord))}
     absent = ("no folder of it was given",)
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(sorted(named - there - {""}), absent)
-    end_ns = max((each.at_ns for each in ordered), default=0)
+    reasons: dict[str, tuple[str, ...]] = dict.fromkeys(sorted(named - there - {""}), absent)
+    end_ns = max((record.at_ns for record in ordered), default=0)
     for host in hosts:
         if why := tuple(_gaps(host, clock, end_ns)):
-            found[host.node] = why
-    return found
+            reasons[host.node] = why
+    return reasons
 
 
 def _gaps(host: HostRecords, clock: SharedClock, end_ns: int) -> Iterator[str]:
@@ -511,8 +484,7 @@ def _gaps(host: HostRecords, clock: SharedClock, end_ns: int) -> Iterator[str]:
         yield f"{numbered('line', lines)} of its events could not be read"
     if host.is_cut:
         yield "its events end inside of a line"
-    for each in host.of(LostRecord):
-        yield f"worker {each.worker} could not write {counted(each.records, 'record')}: {each.why}"
+    yield from map(str, host.of(LostRecord))
     if not host.of(EndedRecord) and clock.knows(host.node):
-        last_ns = max((clock.at(host.node, each.at_ns).at_ns for each in host.of(StampedRecord)), default=end_ns)
+        last_ns = max((clock.at(host.node, record.at_ns).at_ns for record in host.of(StampedRecord)), default=end_ns)
         yield f"its records stop {(end_ns - last_ns) / _S:.3f} s before those of the run, and do not tell its end"

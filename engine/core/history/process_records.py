@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
-from engine.core.history.run_records import StampedRecord
+from engine.core.history.run_records import EpochRecord, StampedRecord
 from engine.core.ownership import Slot
+from engine.core.texts import counted
+
+S = TypeVar("S", bound=StampedRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class HostRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlyRecord(StampedRecord):
-    """From now on the loss of one of these `hosts` would lose the state of a slot; of no host, if there are none."""
+    """From now on the loss of any of these `hosts` would lose the state of a slot; empty: every host is redundant."""
 
     hosts: tuple[str, ...]
     text: str
@@ -35,7 +39,7 @@ class DeadlyRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockRecord(StampedRecord):
-    """At `at_ns` the clock of host `of`, less the clock of the recording host, is one of `least_ns` to `most_ns`."""
+    """At `at_ns` the clock of host `of` minus that of the recording host lies between `least_ns` and `most_ns`."""
 
     of: str
     least_ns: int
@@ -44,7 +48,7 @@ class ClockRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeardRecord(StampedRecord):
-    """Host `of` has decided something, and the recording host has heard of it: `line` is the record of host `of`."""
+    """The recording host has a copy of a decision of host `of`: `line` is the record of host `of`."""
 
     of: str
     line: str
@@ -104,7 +108,7 @@ class PairsRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnprovenRecord(StampedRecord):
-    """Of runs before links: worker `of` has found something wrong in a group, with worker `peer` if it is known."""
+    """Older runs: worker `of` has detected something wrong in a group, with worker `peer` if it is known."""
 
     of: int
     peer: int | None
@@ -127,14 +131,14 @@ class ForkServerEndedRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorRecord(StampedRecord):
-    """Of runs of earlier versions: a coordinator has a process of its own; one holds the role, the other waits."""
+    """Older runs: a coordinator process has started; one coordinates, the other is its standby."""
 
     child: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorEndedRecord(StampedRecord):
-    """Of runs of earlier versions: the coordinator has ended, and the one that waited takes over."""
+    """Older runs: the coordinator process has ended, and its standby takes over."""
 
     child: int
     code: int
@@ -210,6 +214,9 @@ class LostRecord(StampedRecord):
     records: int
     why: str
 
+    def __str__(self) -> str:
+        return f"worker {self.worker} could not write {counted(self.records, 'record')}: {self.why}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptRecord(StampedRecord):
@@ -254,7 +261,6 @@ class EndedRecord(StampedRecord):
 
 # The records of a run about its judgement: the comparison with its twin, the checks and the verdict.
 Result = Literal["passed", "failed", "invalid", "not judged"]  # the last one: a signal came before
-
 
 DATA_PART = "data"  # the part of a difference between two microbatches
 
@@ -320,8 +326,8 @@ class ComparisonRecord(StampedRecord):
     @property
     def as_told(self) -> str:
         """The words of a reader that has this record alone, and not the hashes that prove it."""
-        found = "no difference" if self.difference is None else f"a difference in step {self.difference.step}"
-        return f"compared with its twin as it ended, {self.compared} of {self.steps} steps: {found}"
+        finding = "no difference" if self.difference is None else f"a difference in step {self.difference.step}"
+        return f"compared with its twin as it ended, {self.compared} of {self.steps} steps: {finding}"
 
     def __str__(self) -> str:
         if self.difference is None:
@@ -329,11 +335,12 @@ class ComparisonRecord(StampedRecord):
         text = f"the weights are not those of the fault-free twin: {self.difference}"
         if not self.is_random:
             return text
-        is_data = self.difference.part == DATA_PART
-        when = (
-            "there was no fault" if self.disturbed is None else f"it differs before the fault of step {self.disturbed}"
-        )
-        cause = "the data are not deterministic, they use" if is_data else "the model is not deterministic, it uses"
+        when = f"it differs before the fault of step {self.disturbed}"
+        if self.disturbed is None:
+            when = "there was no fault"
+        cause = "the model is not deterministic, it uses"
+        if self.difference.part == DATA_PART:
+            cause = "the data are not deterministic, they use"
         return f"{text}; {when}: {cause} something random that bamboo does not seed"
 
 
@@ -388,3 +395,14 @@ class RefusedRecord(StampedRecord):
 
     request: str
     reason: str
+
+
+def on_clock(record: S, at: Callable[[int], int]) -> S:
+    """Returns a record whose times are on another clock; lengths of time stay."""
+    moved = replace(record, at_ns=at(record.at_ns))
+    if isinstance(moved, ExitRecord):
+        return replace(moved, seen_ns=at(moved.seen_ns))
+    if isinstance(moved, EpochRecord):
+        verdict = (out if out.alive_ns is None else out._replace(alive_ns=at(out.alive_ns)) for out in moved.verdict)
+        return replace(moved, verdict=tuple(verdict))
+    return moved

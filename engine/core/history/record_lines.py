@@ -36,21 +36,21 @@ from engine.core.job.job import Job, size_problems
 from engine.core.message_codec import Reader, reader_of, strict_text
 
 RECORDS: dict[str, type[Record]] = {
-    kind_of(each): each
+    kind_of(kind): kind
     for module in (run_records, process_records)
-    for each in vars(module).values()
-    if isinstance(each, type) and issubclass(each, Record) and each not in (Record, StampedRecord, UnreadLine)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Record) and kind not in (Record, StampedRecord, UnreadLine)
 }
-_STAMPS = {each.name for each in fields(StampedRecord)}
+_STAMPS = {field.name for field in fields(StampedRecord)}
 _DEFAULTS = {
-    each: {field.name: field.default for field in fields(each) if field.name not in _STAMPS}
-    for each in RECORDS.values()
+    kind: {field.name: field.default for field in fields(kind) if field.name not in _STAMPS}
+    for kind in RECORDS.values()
 }
 _TYPES_OF_COMMIT = (int, int, int, int, float, float, float, bool)  # in the order of the line
 _OF_JOB = frozenset(Job.__dataclass_fields__)
 _NEEDED = {
-    each: frozenset(field.name for field in fields(each) if _DEFAULTS[each].get(field.name, MISSING) is MISSING)
-    for each in RECORDS.values()
+    kind: frozenset(field.name for field in fields(kind) if _DEFAULTS[kind].get(field.name, MISSING) is MISSING)
+    for kind in RECORDS.values()
 } | {JobRecord: _STAMPS | {"version"} | _OF_JOB}
 
 
@@ -112,7 +112,6 @@ def decoded(line: str) -> Record:
 
 
 def _job(plain: Mapping[str, Any]) -> Job:
-    """Returns the job of a record, whose sizes are those of a job that can be run."""
     for name, value in plain.items():
         usual = getattr(_USUAL, name)
         if type(value) is not type(usual) and not (type(usual) is float and type(value) is int):
@@ -201,9 +200,9 @@ def _other_version(version: object) -> str:
 
 # The form of the files in the folder ``steps`` of a run: the actions of each worker, and the hashes of the layers.
 #
-# Rules: a file holds a range of steps, and its name has the first of them. All ranges of a run have as many steps. One
+# Rules: a file holds a range of steps, and its name has the first of them. All ranges of a run are equally long. One
 # process writes a file. `actions-W-F.bin` has an entry of 32 bytes for each action of worker W, in the order of
-# writing. `hashes-F.jsonl` has a line for each audit. So a whole range can be left out without a look into its files.
+# writing. `hashes-F.jsonl` has a line for each audit. So a whole range can be left out without reading its files.
 
 FOLDER = "steps"
 _ENTRY = Struct("<qqIIQ")  # begin and length in ns, step, epoch, the work
@@ -233,8 +232,8 @@ class StepFile(NamedTuple):
 def step_file(name: str) -> StepFile | None:
     """Returns the file of this name; None for any other name."""
     match = _NAME.fullmatch(name)
-    found = StepFile(int(match[2]), None if match[1] is None else int(match[1])) if match else None
-    return found if str(found) == name else None
+    file = StepFile(int(match[2]), None if match[1] is None else int(match[1])) if match else None
+    return file if str(file) == name else None
 
 
 def span_of(job: Job) -> int:
@@ -320,8 +319,8 @@ def moved_entries(data: bytes, at: Callable[[int], int]) -> bytes:
 
 # The ranges of steps whose actions a run keeps, if it may not keep all.
 #
-# Rules: never left out are the first range, the newest ones, and each range with a step near a failure, a fault or a
-# change of members. Of the others every second goes, then every second of the rest, so that the last ones lie evenly.
+# Rules: the first range, the newest ones, and each range with a step near a failure, a fault or a change of members
+# always stay. Of the others every second one goes, then every second of the rest, so that they stay evenly spaced.
 
 BEFORE, AFTER = 2, 3  # steps around the open step that a recovery is timed by: the last action, the healed shadows
 _NEWEST = 2  # ranges
@@ -382,11 +381,11 @@ def superfluous(num_bytes: Mapping[int, int], kept: Collection[int], limit: int)
 
 def as_ranges(numbers: Iterable[int], span: int) -> tuple[tuple[int, int], ...]:
     """Returns ranges by their numbers as (first step, last step), neighbours joined."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         first, last = number * span, (number + 1) * span - 1
-        if found and found[-1][1] == first - 1:
-            found[-1] = (found[-1][0], last)
+        if ranges and ranges[-1][1] == first - 1:
+            ranges[-1] = (ranges[-1][0], last)
         else:
-            found.append((first, last))
-    return tuple(found)
+            ranges.append((first, last))
+    return tuple(ranges)

@@ -29,6 +29,7 @@ from engine.core.history.process_records import (
     StartedRecord,
     TrainingEndedRecord,
     WaitingRecord,
+    on_clock,
 )
 from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import (
@@ -62,7 +63,7 @@ from engine.core.texts import counted, not_kept_words, numbered
 
 
 class Commits(Sequence[CommitRecord]):
-    """Commits in the order of the file; `places` has the number of other records before each, `epochs` its epoch."""
+    """Commits in file order; `places` has the number of other records before each, `epochs` its epoch."""
 
     def __init__(self) -> None:
         self.steps, self.at_ns, self.places, self.epochs = array("q"), array("q"), array("q"), array("q")
@@ -150,7 +151,7 @@ _AROUND = 13
 
 
 class ActionFiles:
-    """The actions of a run in files, each of a worker and a range of steps; of a history without files, none."""
+    """The files with the actions of a run, each of a worker and a range of steps; this one has none."""
 
     def ranges(self) -> dict[int, int]:
         """Returns the first step of each range, with the bytes of its actions."""
@@ -309,12 +310,12 @@ class RunHistory:
     def not_kept(self) -> str:
         """In words, that the last checkpoint could not be kept; empty if it could, or if there was none to keep."""
         kept, why, at = None, "", -1
-        for each in self._others:
-            match each:
+        for record in self._others:
+            match record:
                 case KeptRecord():
-                    kept, why = each.step, why if each.step < at else ""
+                    kept, why = record.step, why if record.step < at else ""
                 case UnkeptRecord():
-                    why, at = each.why, each.step
+                    why, at = record.why, record.step
         return not_kept_words(kept, why)
 
     @property
@@ -340,10 +341,10 @@ class RunHistory:
     @property
     def findings(self) -> list[CheckRecord]:
         """The checks that did not pass, failed ones first; none if the run failed: then its error is the finding."""
-        found = [each for each in self.of(CheckRecord) if each.result in ("failed", "invalid")]
-        if self.error and any(each.name == "outcome" for each in found):
+        failures = [check for check in self.of(CheckRecord) if check.result in ("failed", "invalid")]
+        if self.error and any(check.name == "outcome" for check in failures):
             return []
-        return sorted(found, key=lambda each: each.result)
+        return sorted(failures, key=attrgetter("result"))
 
     @property
     def is_injectable(self) -> bool:
@@ -374,12 +375,11 @@ def history_of(records: Iterable[Record]) -> RunHistory:
 
 # How the process of each worker ended, by the records of its run.
 #
-# Rule: a worker that a verdict puts out, or whose end was not expected, is dead. A worker that left with notice has
-# left. A worker that told its last figures has finished. The launcher stopped the others. A number is used again when
-# all workers are started again; then only the records since the last start of a worker count.
+# Rule: a worker that a verdict evicts, or whose end was not expected, is dead. A worker that left with notice has left.
+# A worker that reported its final figures has finished. The launcher stopped the others. Numbers are reused when all
+# workers are restarted; then only the records since the last start of a worker count.
 
 WorkerEnd = Literal["dead", "left", "finished", "stopped"]
-
 
 _Of = TypeVar("_Of", CrampedRecord, ExitRecord, FinishedRecord, NoticeRecord, RaisedRecord, StaysRecord, WaitingRecord)
 
@@ -399,10 +399,10 @@ def worker_ends(history: RunHistory) -> dict[int, WorkerEnd]:
     """Returns the end of each worker whose last process has ended."""
     starts = last_starts(history)
     out = {
-        each.worker: each
+        exclusion.worker: exclusion
         for epoch in history.of(EpochRecord)
-        for each in epoch.verdict
-        if each.worker not in starts or epoch.at_ns >= starts[each.worker].at_ns
+        for exclusion in epoch.verdict
+        if exclusion.worker not in starts or epoch.at_ns >= starts[exclusion.worker].at_ns
     }
     noticed = {each.of for each in since_start(history, NoticeRecord)}
     not_taken_in = {each.of for each in since_start(history, WaitingRecord) if each.lost}
@@ -410,28 +410,29 @@ def worker_ends(history: RunHistory) -> dict[int, WorkerEnd]:
     left = {worker for worker, each in out.items() if each.cause is Cause.LEFT} | not_taken_in & noticed
     finished = {each.of for each in since_start(history, FinishedRecord)}
     ends: dict[int, WorkerEnd] = {}
-    for each in since_start(history, ExitRecord):
-        if not each.expected or each.of in lost:
-            ends[each.of] = "dead"
-        elif each.of in left:
-            ends[each.of] = "left"
+    for ending in since_start(history, ExitRecord):
+        worker = ending.of
+        if not ending.expected or worker in lost:
+            ends[worker] = "dead"
+        elif worker in left:
+            ends[worker] = "left"
         else:
-            ends[each.of] = "finished" if each.of in finished else "stopped"
+            ends[worker] = "finished" if worker in finished else "stopped"
     return ends
 
 
-# The decisions of other hosts in the records of one that has heard them: its folder tells the run without theirs.
+# The decisions of other hosts, from the copies in the records of one host: its folder alone shows the run.
 _EPOCH = '{"event":"epoch",'
 
 
 class ReplicatedDecisions:
-    """Reads heard decisions as records of the host that heard them; their times come onto its clock, about."""
+    """Reads copies of decisions as records of the host that has them, with times roughly on its clock."""
 
     def __init__(self) -> None:
-        self._offsets_ns: dict[str, int] = {}  # of the clock of each other host, as last told
+        self._offsets_ns: dict[str, int] = {}  # of the clock of each other host, as last recorded
 
-    def told(self, record: Record) -> StampedRecord | None:
-        """Takes the next record of a host; returns the decision that it has heard, None for any other record."""
+    def decision(self, record: Record) -> StampedRecord | None:
+        """Takes the next record of a host; returns the decision that it is a copy of, None for any other record."""
         if isinstance(record, ClockRecord):
             self._offsets_ns[record.of] = (record.least_ns + record.most_ns) // 2
         if not isinstance(record, HeardRecord):
@@ -440,42 +441,23 @@ class ReplicatedDecisions:
         if not isinstance(decision, StampedRecord):
             return None
         offset_ns = self._offsets_ns.get(record.of, decision.at_ns - record.at_ns)
-        return _earlier(decision, offset_ns)
+        return on_clock(decision, lambda at_ns: at_ns - offset_ns)
 
 
 def coordinating_host(history: RunHistory) -> str:
-    """Returns the host that coordinates the run of a folder, as its host has heard last; empty for that host."""
+    """Returns the host that coordinates the run, by the last copy in the folder of another host; empty in its own."""
     heard = history.of(HeardRecord)
     num_epochs = sum(each.line.startswith(_EPOCH) for each in heard)
     return heard[-1].of if heard and len(history.epochs) <= num_epochs else ""
 
 
-def _earlier(decision: StampedRecord, offset_ns: int) -> StampedRecord:
-    """Returns a decision with all its times on a clock that is `offset_ns` behind."""
-    moved = replace(decision, at_ns=decision.at_ns - offset_ns)
-    if isinstance(moved, ExitRecord):
-        return replace(moved, seen_ns=moved.seen_ns - offset_ns)
-    if isinstance(moved, EpochRecord):
-        verdict = (
-            each if each.alive_ns is None else each._replace(alive_ns=each.alive_ns - offset_ns)
-            for each in moved.verdict
-        )
-        return replace(moved, verdict=tuple(verdict))
-    return moved
-
-
-# The parts of a run's record that a reader does not have, in sentences for reports and the status.
+# The gaps in the records of a run, in sentences for reports and the status.
 _MOST_NAMED = 5
 
 
 def gaps(history: RunHistory) -> tuple[str, ...]:
     """Returns one sentence for each kind of gap; empty if the record is whole."""
-    return (*_lost(history), *_unread(history), *_thinned(history), *_elsewhere(history))
-
-
-def _lost(history: RunHistory) -> Iterator[str]:
-    for each in history.of(LostRecord):
-        yield f"worker {each.worker} could not write {counted(each.records, 'record')}: {each.why}"
+    return (*map(str, history.of(LostRecord)), *_unread(history), *_thinned(history), *_elsewhere(history))
 
 
 def _unread(history: RunHistory) -> Iterator[str]:
@@ -486,7 +468,7 @@ def _unread(history: RunHistory) -> Iterator[str]:
 
 
 def _thinned(history: RunHistory) -> Iterator[str]:
-    """Yields what was left out: the steps from the first gap to the last, and how many of them are there."""
+    """Yields the steps that were left out, from the first to the last, and how many in between are there."""
     if left_out := left_out_steps(history):
         first, last = left_out[0][0], left_out[-1][1]
         num_kept = last - first + 1 - sum(stop - start + 1 for start, stop in left_out)
@@ -498,7 +480,6 @@ def _thinned(history: RunHistory) -> Iterator[str]:
 
 
 def _elsewhere(history: RunHistory) -> Iterator[str]:
-    """Yields that another host coordinates the run, whose folder has the report."""
     if chief := coordinating_host(history):
         host = history.first(HostRecord)
         own = f"host {host.node}" if host is not None and host.node else "one host"

@@ -17,7 +17,6 @@ from engine.core.ownership import Slot
 # missing in a line has a default; a line leaves it out if it has that value. Names of times end in `_ns`: nanoseconds
 # on the host's monotonic clock.
 
-
 # Of the format: a change of a field or of its meaning needs a new number; version 1 had no number. Since version 3
 # the end is recorded after the verdict; since version 5 actions and hashes stand in files of their own; since version 6
 # a job keeps checkpoints; since version 7 lines are linked, and a seal comes before the end.

@@ -108,8 +108,8 @@ def own_code(job: Job) -> list[str]:
     return [each for name in CODE_FIELDS if name not in NEUTRAL for each in code_in(getattr(job, name))]
 
 
-def cheapest(job: Job) -> Job:
-    """Returns the job with the same bits whose neutral fields have their cheapest values."""
+def twin_of(job: Job) -> Job:
+    """Returns the job of the twin: the fields that do not change bits have their cheapest values."""
     return replace(job, **{name: value for name, value in NEUTRAL.items() if not isinstance(value, _OfRun)})
 
 

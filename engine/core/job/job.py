@@ -260,7 +260,6 @@ def is_due(every: int, step: int, is_last: bool) -> bool:
 _SCHEDULES = ", ".join(sorted(SCHEDULES))
 FIELD_HELP = {each.name: str(each.metadata["help"]).replace("{schedules}", _SCHEDULES) for each in fields(Job)}
 
-
 # The metrics of a job: their names, and the function that each stands for.
 #
 # accuracy,f1=mine:f1_score        accuracy is built in, f1 is the function f1_score of the user's module mine

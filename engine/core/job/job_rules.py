@@ -76,7 +76,6 @@ class JobParts:
 
 ANYTHING = JobParts(lambda job: (), lambda job: ())
 
-
 # The rules between a schedule and the other fields of a job: placement, stages, workers and microbatches.
 _MOST_SHOWN = 5
 

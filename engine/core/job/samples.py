@@ -15,7 +15,6 @@ from engine.core.random_key import random_key
 # until it is below ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, section 3);
 # less than four times on average, because the network has less than four times `size` numbers.
 
-
 _ROUNDS = 6  # of four rounds, a small network shows its structure
 
 

@@ -26,7 +26,6 @@ from engine.core.units import MOST_FLOAT, Args, Scalar
 # name of a parameter, which is that of the model's state_dict. The first group that matches has the parameter; the
 # others keep the job's own arguments. ``lr`` is a factor of the rate that the schedule gives.
 
-
 PARAM_GROUPS_FORM = "PATTERN: NAME=VALUE, NAME=VALUE; PATTERN: ..., such as 'bias|norm: weight_decay=0'"
 LR = "lr"
 MATCH = "match"  # the key of a pattern in a list of mappings

@@ -19,7 +19,6 @@ from engine.core.value import WIRE, Held, Kind, Value
 
 _new = tuple.__new__
 
-
 _Flat = tuple[Kind, bool, int, int]  # kind, whether it is here, stages further, microbatches further
 
 
@@ -134,7 +133,6 @@ _CARRIES = {
 }
 SENDS: dict[Kind, Op] = {_CARRIES[op][0]: op for op in SEND_OPS}  # by the kind that they carry
 RECEIVES: dict[Kind, Op] = {_CARRIES[op][0]: op for op in _CARRIES.keys() - SEND_OPS}
-
 
 # The happens-before rule in numbers, for walks over programs of a million actions.
 #

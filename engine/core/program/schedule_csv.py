@@ -20,7 +20,6 @@ from engine.core.program.schedules import OVERLAPS, SCHEDULES, ComputeLists, ove
 # the backwards. The result of training therefore does not depend on the schedule. `verify` checks that the lists can
 # run.
 
-
 _TAKEN = (COMPUTE_OPS - {Op.REDO_F}) | {Op.REDUCE_GRAD}
 
 

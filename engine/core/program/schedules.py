@@ -18,7 +18,6 @@ from engine.core.ownership import Placement
 # microbatch order, and so do the backwards, whole or split. Gradients are therefore added in the same order with every
 # schedule, and the schedule does not change the bits of a result.
 
-
 ComputeLists = tuple[tuple[Action, ...], ...]
 Generator = Callable[[int, int, int], ComputeLists]  # (workers P, stages per worker V, microbatches M)
 

@@ -43,7 +43,6 @@ from engine.core.value import WIRE, Held, Kind, Value
 #     whole step   0F0 0F1 0B0 0B1  ...           every microbatch, all transfers
 #     plan         0F1 0B0 0B1      ...           worker 0 had counted microbatch 0 and added none
 
-
 Mine = dict[tuple[int, Op, int], dict[int, bool]]  # stage, op, pipeline -> microbatch -> whether it stands there
 ExpectedActions = Mapping[int, Mine]  # worker -> its actions of a step
 

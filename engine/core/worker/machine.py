@@ -72,7 +72,6 @@ from engine.core.worker.state import (
 # A broken transfer is only a suspicion: the worker reports it, and the next epoch has the verdict. No worker begins the
 # next step before the result of a validation: until then it can be redone.
 
-
 Stepped = tuple[WorkerState, tuple[Output, ...]]
 
 
@@ -464,7 +463,6 @@ def is_prepared(state: WorkerState, prepared: inputs.PlanPrepared) -> Stepped:
 
 
 WorkerRule = Callable[[WorkerState, Any], Stepped]
-
 
 _UNJOINED = Impossible("the worker has not joined")
 _JOINED = Impossible("a worker joins once")

@@ -22,7 +22,6 @@ from engine.core.worker.inputs import GroupKey, TransferFailed
 # the inbox waits. A message that interrupts is an input between two actions of a `Run` or a `Validate`, and ends that
 # work without an answer. The answers of all other outputs come from another thread, or there are none.
 
-
 ProgramKind = Literal["usual", "plan", "heal"]  # heal: a whole step in which new shadows get their state
 
 

@@ -48,7 +48,6 @@ from engine.models.traced.recording import (
 
 # About how much an operation computes: the measure by which a module is cut into equal pieces, on every machine.
 
-
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "matmul", "linear"})
 
 
