@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 from engine.core.action import Op
@@ -476,7 +477,7 @@ def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> I
 
 def _misses(job: Job, fault: Fault, moment: At, strike: FaultRecord, history: RunHistory) -> Iterator[str]:
     mine = [each for each in history.of(ActionRecord) if each.worker == strike.of]
-    mine.sort(key=lambda each: each.end_ns)
+    mine.sort(key=attrgetter("end_ns"))
     before = [(each.step, each.action) for each in mine if each.end_ns <= strike.at_ns]
     if strike.node and (strike.node, strike.pid) not in [(each.node, each.pid) for each in history.of(HostRecord)]:
         mine, before = [], [(strike.done_step, strike.done)] if strike.done else []

@@ -467,7 +467,8 @@ def _incomplete(
     """Returns the reasons why the records of some hosts are not whole."""
     there = {host.node for host in hosts}
     named = {started.node for host in hosts for started in host.of(StartedRecord)}
-    named |= {record.of for host in hosts for record in (*host.of(ClockRecord), *host.of(HeardRecord))}
+    named |= {record.of for host in hosts for record in host.of(ClockRecord)}
+    named |= {copy.of for host in hosts for copy in host.of(HeardRecord)}
     absent = ("no folder of it was given",)
     reasons: dict[str, tuple[str, ...]] = dict.fromkeys(sorted(named - there - {""}), absent)
     end_ns = max((record.at_ns for record in ordered), default=0)
