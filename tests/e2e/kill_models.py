@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.runtime.transport import transfers
-from engine.runtime.transport.transfers import ReduceGroup, _summed_chunk
+from engine.runtime.transport.transfers import ReduceGroup, _mean_of_chunk
 from engine.runtime.transport.transport import ProgramPurpose
 
 _FEATURES = 32  # of the synthetic vectors
@@ -54,13 +54,13 @@ def adding_in_reverse() -> Model:
     A planted bug: with three pipelines or more the sum has other bits.
     """
     if Path("/proc/self/comm").read_text().startswith("bamboo-"):
-        transfers._summed_chunk = _summed_in_reverse
+        transfers._mean_of_chunk = _summed_in_reverse
     return spinning()
 
 
 def _summed_in_reverse(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) -> Tensor:
     if len(mine) == 1:
-        return _summed_chunk(group, mine, index)
+        return _mean_of_chunk(group, mine, index)
     last = group.ownership.grid.pipelines - 1
     parts = dict(mine)
     for other in group.others:

@@ -80,7 +80,10 @@ class Linked:
         self.workers = workers
         self.desks = Desks(*workers, is_near=network is None)
         given = self.desks.by_worker.items()
-        self.links = {worker: kind(desk, address="127.0.0.1", network=network) for worker, desk in given}
+        self.links = {
+            worker: kind(desk, address="127.0.0.1", network=network)  # type: ignore[arg-type]
+            for worker, desk in given
+        }
         self.cuts = {worker: LinkCuts(desk) for worker, desk in given}
         self.ends: dict[int, DirectTransport] = {}
         self._gone: list[Links] = []

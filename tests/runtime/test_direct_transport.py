@@ -398,7 +398,7 @@ def sends_bodies(prefix: str, worker: int, socket_bytes: int) -> float:
     ends = me.links._links[other].ends
     assert ends is not None
     if socket_bytes:
-        ends.wire._end.setsockopt(1, 7, socket_bytes)  # type: ignore[attr-defined]  # SOL_SOCKET, SO_SNDBUF
+        ends.wire._end.setsockopt(1, 7, socket_bytes)  # SOL_SOCKET, SO_SNDBUF
     body = torch.arange(BODY // 8, dtype=torch.int64) + worker
     since_s = time.monotonic()
     plane.in_order.send(other, an_order(0), (body, body[:5]))

@@ -14,7 +14,7 @@ from engine.core.errors import TransferFailedError
 from engine.core.links import Disturbance, Frame, FrameCount
 from engine.runtime.hosts.host_registry import new_certificate
 from engine.runtime.transport.direct_transport import DirectTransport
-from engine.runtime.transport.link_wire import SocketWire, disturbed
+from engine.runtime.transport.link_wire import Wire, disturbed
 from engine.runtime.transport.transport import TensorSpec
 from tests.runtime.linked import Linked
 from tests.runtime.peers import an_order
@@ -127,7 +127,7 @@ def test_a_stall_goes_on_in_the_next_group_and_ends_with_its_link(pair: Linked) 
 @pytest.mark.parametrize("direction", ["there", "back"])
 def test_a_reset_leaves_no_part_of_a_message_and_a_new_link_brings_it_again(pair: Linked, direction: str) -> None:
     one, other = entered(pair)
-    before = {worker: links._told[1 - worker][0] for worker, links in pair.links.items()}
+    before = {worker: links._newest[1 - worker][0] for worker, links in pair.links.items()}
     met = disturb(pair, Disturbance("reset", direction))
     sender, target, receiver, source = (one, 1, other, 0) if direction == "there" else (other, 0, one, 1)
     receiver.in_order.post(source, an_order(3), BORDERS[3])
@@ -136,7 +136,7 @@ def test_a_reset_leaves_no_part_of_a_message_and_a_new_link_brings_it_again(pair
         receiver.in_order.take(source, an_order(3))
     assert met == [(1, 0) if direction == "there" else (0, 1)]
     one, other = entered(pair, 1)
-    after = {worker: links._told[1 - worker][0] for worker, links in pair.links.items()}
+    after = {worker: links._newest[1 - worker][0] for worker, links in pair.links.items()}
     assert after[0] == after[1] > before[0] == before[1]
     for sender, target, receiver, source in ((one, 1, other, 0), (other, 0, one, 1)):
         post_all(receiver, source)
@@ -186,7 +186,7 @@ def test_a_reset_of_tcp_is_one_for_the_peer() -> None:
         ours = socket.create_connection(door.getsockname())
         peer, _ = door.accept()
     frame = Frame(0, 1, 3, 0, 3).packed() + b"abc"
-    worker = disturbed(SocketWire(ours), Disturbance("reset"), b"", FrameCount(), lambda *counts: None)
+    worker = disturbed(Wire(ours), Disturbance("reset"), b"", FrameCount(), lambda *counts: None)
     worker.write([frame])
     peer.settimeout(10)
     with peer:

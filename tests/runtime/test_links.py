@@ -57,8 +57,7 @@ def socket_of(linked: Linked, worker: int, peer: int) -> socket.socket:
     """Returns the end of a link, to break it or to send over it what a worker would not."""
     ends = linked.links[worker]._links[peer].ends
     assert ends is not None
-    end: socket.socket = ends.wire._end  # type: ignore[attr-defined]
-    return end
+    return ends.wire._end
 
 
 @pytest.mark.parametrize("is_awaited", [False, True])
@@ -73,10 +72,10 @@ def test_a_link_that_breaks_is_made_anew_in_the_next_epoch(linked: Linked, is_aw
     with pytest.raises(TransferFailedError) as failed:
         one.in_order.send(1, OTHER, number(2))
     assert failed.value.peer == 1
-    numbers = [links._told[1 - worker][0] for worker, links in linked.links.items()]
+    numbers = [links._newest[1 - worker][0] for worker, links in linked.links.items()]
     one, other = linked.enter(1)
     assert passes(one, other, 3)
-    again = [links._told[1 - worker][0] for worker, links in linked.links.items()]
+    again = [links._newest[1 - worker][0] for worker, links in linked.links.items()]
     assert len(set(numbers)) == len(set(again)) == 1 and again[0] > numbers[0]
 
 
@@ -155,7 +154,7 @@ def reborn(linked: Linked, worker: int, kind: type[Links] = Links) -> None:
     desk = Desk(linked.desks, worker, is_near=True)
     desk.child.pid = 1000 + worker
     linked.desks.by_worker[worker] = desk
-    linked.replace(worker, kind(desk))
+    linked.replace(worker, kind(desk))  # type: ignore[arg-type]
 
 
 class KeepsLink(Links):

@@ -153,7 +153,7 @@ def test_without_keys_a_swap_gives_other_weights(
 def test_planted_log_between_gpus_is_refused(
     pair: tuple[NcclTransport, NcclTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_transport, "goes_without_tag", lambda key: True)
+    monkeypatch.setattr(nccl_transport, "_WITHOUT_TAGS", frozenset(ProgramPurpose))
     one, other = pair
     program(one, other, [A0], [A0])
     with pytest.raises(InvariantError, match="is no transfer of this program"):
@@ -163,7 +163,7 @@ def test_planted_log_between_gpus_is_refused(
 def test_planted_log_that_is_issued_is_found_by_the_key(
     pair: tuple[NcclTransport, NcclTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_transport, "goes_without_tag", lambda key: True)
+    monkeypatch.setattr(nccl_transport, "_WITHOUT_TAGS", frozenset(ProgramPurpose))
     one, other = pair
     program(one, other, [LOG, A0], [A0])
     one.in_order.send(7, LOG, numbers(5, 6))

@@ -1,4 +1,4 @@
-"""Joins the group of an epoch in a thread, and gives up when a higher epoch comes; groups of coming epochs, too."""
+"""Joins groups in threads: that of the current epoch, until a newer epoch comes, and those of coming epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Key = tuple[int, int]
 
 
 class _Attempt:
-    """One attempt to form a group: it ends with a group or a failure, or is given up."""
+    """One attempt to form a group: it succeeds, fails, or is given up."""
 
     def __init__(self, joining: Joining):
         self.plane: Transport | None = None
@@ -26,10 +26,9 @@ class _Attempt:
         self._is_given_up = False
 
     def join(self) -> None:
-        """Waits for the other members."""
         try:
             plane = self._joining.join()
-        except (TransferFailedError, RuntimeError) as error:  # the latter of the device: the main thread ends by it
+        except (TransferFailedError, RuntimeError) as error:  # a RuntimeError, of the device, ends the main thread
             self.failed = error
             return
         with self._ending:
@@ -40,7 +39,6 @@ class _Attempt:
         self.failed = TransferFailedError("the group was given up when it had just been formed")
 
     def give_up(self) -> None:
-        """Leaves the group, or abandons its formation."""
         with self._ending:
             self._is_given_up = True
         if self.plane is not None:
@@ -60,7 +58,7 @@ class GroupFormation:
         threading.Thread(target=self._form, args=(epoch.epoch,), name="forming", daemon=True).start()
 
     def _form(self, epoch: int) -> None:
-        self._control.mark("regroup")  # a fault in this phase strikes while the group forms
+        self._control.mark("regroup")  # faults in this phase strike while the group forms
         self._attempt.join()
         if self._attempt.plane is not None:
             self._recorder.write(MarkRecord(phase="regroup", epoch=epoch))
@@ -68,24 +66,24 @@ class GroupFormation:
 
     @property
     def outcome(self) -> Transport | TransferFailedError | RuntimeError | None:
-        """The group, or the failure to form it; None at first. The main thread is woken when it is there."""
+        """The group, or why it could not be formed; None at first. The main thread is woken when this changes."""
         return self._attempt.plane if self._attempt.plane is not None else self._attempt.failed
 
 
 class NextGroups:
-    """The groups of coming epochs of one worker, by epoch and number; they form in threads while it trains.
+    """One worker's groups of coming epochs, by epoch and number; they form in threads while it trains.
 
-    `tell` gets the end of each attempt, in its thread: why it failed, or nothing.
+    `tell` gets the result of each attempt, in its thread: why it failed, or an empty string.
     """
 
     def __init__(self, backend: TransportBackend, tell: Callable[[_Key, str], None]):
         self._backend, self._tell = backend, tell
         self._attempts: dict[_Key, _Attempt] = {}
 
-    def form(self, told: NextGroupMessage) -> None:
-        """Begins to form a group; any thread may call."""
-        key = (told.epoch, told.number)
-        attempt = self._attempts[key] = _Attempt(self._backend.joining(told.epoch, told.members, told.number))
+    def form(self, message: NextGroupMessage) -> None:
+        """Starts forming a group; any thread may call."""
+        key = (message.epoch, message.number)
+        attempt = self._attempts[key] = _Attempt(self._backend.joining(message.epoch, message.members, message.number))
         threading.Thread(target=self._form, args=(key, attempt), name=f"forming {key}", daemon=True).start()
 
     def _form(self, key: _Key, attempt: _Attempt) -> None:
@@ -99,7 +97,7 @@ class NextGroups:
                 attempt.give_up()
 
     def enter(self, key: _Key) -> Transport:
-        """Returns the group of a key, which is formed, as the present one."""
+        """Makes a formed group the current one, and returns it."""
         plane = required(self._attempts.pop(key).plane, "a group that is entered has formed")
         plane.begin()
         return plane

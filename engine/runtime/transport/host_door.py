@@ -1,12 +1,12 @@
-"""Where links between hosts begin: one worker listens, the other connects, and both prove that they are of the run.
+"""Sets up links between hosts: one worker listens, the other connects, and both prove that they belong to the run.
 
-    worker that wants the link    listens; tells the agent its port
-    agent                         tells both a token, and the other one the port
-    the other worker              connects, shows the run's certificate over TLS 1.3, and says the token
+    worker that wants the link    listens, and reports its port to the agent
+    agent                         sends both a token, and the port to the other worker
+    the other worker              connects, presents the run's certificate over TLS 1.3, and sends the token
 
-Rules: both ends show the certificate of the run and take no other one, and a token is good for one link. In a network
-that the user trusts by name there is no TLS, and the token alone is the proof. Strangers get no answer and are closed
-after `GREET_S`, or before if others come: the one that has been here for longest makes room, as a worker is quick.
+Rules: both ends present the run's certificate and accept no other. A token is valid for one link. In a network that the
+user has declared trusted there is no TLS, and the token is the only proof. Strangers get no answer and are disconnected
+after `GREET_S`, or earlier when there are too many: the oldest goes first, because a real worker is quick.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from engine.core.messages import LinkMessage
-from engine.runtime.transport.link_wire import SocketWire, TlsWire, Wire
+from engine.runtime.transport.link_wire import TlsWire, Wire
 
 GREET_S = 10.0  # for the handshake and the token of one connection
 _TOKEN_BYTES = 16
@@ -29,35 +29,35 @@ _MOST_GREETED = 64  # connections at a time
 _PAUSE_S = 0.05  # when no descriptor or thread is left
 _SILENT_MS = 30_000  # bytes without an acknowledgement: the other host is gone
 
-OnLink = Callable[[LinkMessage, Wire | None], None]  # is called in another thread; None: there is no connection
+OnLink = Callable[[LinkMessage, Wire | None], None]  # called in another thread; None: the connection failed
 
 
 class HostDoor:
-    """The links of one worker to workers of other hosts; `network` has the certificate of the run, or nothing."""
+    """Connects one worker to workers of other hosts; `network` holds the run's certificate, or is empty without TLS."""
 
-    def __init__(self, address: str, network: Mapping[str, str], given: OnLink):
-        self._address, self._given = address, given
+    def __init__(self, address: str, network: Mapping[str, str], on_link: OnLink):
+        self._address, self._on_link = address, on_link
         self._tls = (_context(network, ssl.PROTOCOL_TLS_SERVER), _context(network, ssl.PROTOCOL_TLS_CLIENT))
         self._awaited: dict[bytes, LinkMessage] = {}
         self._changed = threading.Condition()
         self._listener: socket.socket | None = None
-        self._greeted: list[socket.socket] = []  # which have not shown yet that they are of the run
+        self._greeted: list[socket.socket] = []  # not authenticated yet
 
     def port(self) -> int:
-        """Returns the port on which this worker listens, from its first link on."""
+        """Returns the port on which this worker listens; opens it at the first call."""
         if self._listener is None:
             family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
             self._listener = socket.create_server((self._address, 0), family=family, backlog=_MOST_GREETED)
             threading.Thread(target=self._accept, args=(self._listener,), name="door", daemon=True).start()
         return int(self._listener.getsockname()[1])
 
-    def take(self, told: LinkMessage) -> None:
-        """Begins a link: connects if there is a port, and otherwise awaits its token."""
-        if told.port:
-            threading.Thread(target=self._connect, args=(told,), name="connecting", daemon=True).start()
+    def take(self, message: LinkMessage) -> None:
+        """Starts a link: connects if the message has a port, and otherwise waits for a peer with its token."""
+        if message.port:
+            threading.Thread(target=self._connect, args=(message,), name="connecting", daemon=True).start()
             return
         with self._changed:
-            self._awaited[bytes.fromhex(told.token)] = told
+            self._awaited[bytes.fromhex(message.token)] = message
             self._changed.notify_all()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -69,28 +69,28 @@ class HostDoor:
                 time.sleep(_PAUSE_S)
 
     def _greet(self, end: socket.socket) -> None:
-        told: LinkMessage | None = None
+        message: LinkMessage | None = None
         try:
             end = self._secured(end, is_server=True)
             with self._room_for(end):
-                told = self._proven(end, time.monotonic() + GREET_S)
-        except OSError:  # TimeoutError and the errors of TLS are some too
+                message = self._proven(end, time.monotonic() + GREET_S)
+        except OSError:  # includes TimeoutError and TLS errors
             pass
-        if told is None:
+        if message is None:
             end.close()
         else:
-            self._given(told, _wire(end))
+            self._on_link(message, _wire(end))
 
     @contextlib.contextmanager
     def _room_for(self, end: socket.socket) -> Iterator[None]:
-        """Counts a stranger inside the block; those who have been here for longest are hung up for it."""
+        """Counts a stranger during the block; too many, and the oldest are disconnected."""
         with self._changed:
             self._greeted.append(end)
             late, self._greeted = self._greeted[:-_MOST_GREETED], self._greeted[-_MOST_GREETED:]
             self._changed.notify_all()
-        for each in late:
+        for stranger in late:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(each, socket.SHUT_RDWR)  # not that of TLS, which another thread is in
+                socket.socket.shutdown(stranger, socket.SHUT_RDWR)  # not TLS's: another thread is inside that socket
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ class HostDoor:
                     self._greeted.remove(end)
 
     def _proven(self, end: socket.socket, until_s: float) -> LinkMessage | None:
-        """Returns the link whose token a connection says; raises OSError if it says none in time."""
+        """Returns the link whose token the peer sends; raises OSError if it sends none in time."""
         _shake_hands(end)
         token = b""
         while len(token) < _TOKEN_BYTES:
@@ -112,17 +112,17 @@ class HostDoor:
             self._changed.wait_for(is_over, until_s - time.monotonic())
             return self._awaited.pop(token, None)
 
-    def _connect(self, told: LinkMessage) -> None:
+    def _connect(self, message: LinkMessage) -> None:
         wire: Wire | None = None
         with contextlib.suppress(OSError):
-            end = self._secured(socket.create_connection((told.address, told.port), GREET_S), is_server=False)
+            end = self._secured(socket.create_connection((message.address, message.port), GREET_S), is_server=False)
             try:
                 _shake_hands(end)
-                end.sendall(bytes.fromhex(told.token))
+                end.sendall(bytes.fromhex(message.token))
                 wire = _wire(end)
             except OSError:
                 end.close()
-        self._given(told, wire)
+        self._on_link(message, wire)
 
     def _secured(self, end: socket.socket, *, is_server: bool) -> socket.socket:
         end.settimeout(GREET_S)
@@ -134,18 +134,17 @@ class HostDoor:
         return context.wrap_socket(end, server_side=is_server, do_handshake_on_connect=False)
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
+                self._listener.shutdown(socket.SHUT_RDWR)  # unblocks accept
             self._listener.close()
 
 
 class _ClosingSocket(ssl.SSLSocket):
-    """A socket that closes when its connection was reset before TLS began: `ssl` would leave it open."""
+    """Closes the socket if the connection was reset before TLS began; `ssl` alone would leak it."""
 
     def getpeername(self) -> Any:
-        """Returns the address of the other end; raises OSError if there is none."""
         try:
             return super().getpeername()
         except OSError:
@@ -159,17 +158,17 @@ def _shake_hands(end: socket.socket) -> None:
 
 
 def _wire(end: socket.socket) -> Wire:
-    return TlsWire(end) if isinstance(end, ssl.SSLSocket) else SocketWire(end)
+    return TlsWire(end) if isinstance(end, ssl.SSLSocket) else Wire(end)
 
 
 def _context(network: Mapping[str, str], protocol: int) -> ssl.SSLContext | None:
-    """Returns the settings of TLS: this certificate at both ends, and no other; None without one."""
+    """Returns the TLS settings: this certificate at both ends, and no other; None without a certificate."""
     if not network:
         return None
     context = ssl.SSLContext(protocol)
     context.sslsocket_class = _ClosingSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # one certificate is taken, under any name
+    context.check_hostname = False  # one certificate is accepted, under any name
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)  # for authorities of the world, not for one run's
     context.load_verify_locations(cadata=network["certificate"])
@@ -180,7 +179,7 @@ def _context(network: Mapping[str, str], protocol: int) -> ssl.SSLContext | None
 
 @contextlib.contextmanager
 def _file(text: str) -> Iterator[str]:
-    """Yields the path of a file in memory, for a library that reads files."""
+    """Yields the path of an in-memory file, for a library that only reads files."""
     fd = os.memfd_create("bamboo-tls", os.MFD_CLOEXEC)
     try:
         os.write(fd, text.encode())

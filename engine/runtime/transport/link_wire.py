@@ -1,4 +1,4 @@
-"""The bytes of a link: over a socket of one host, over TCP, or over TLS. Nothing here waits."""
+"""The bytes of a link, over a Unix socket, TCP or TLS. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from engine.core.errors import InvariantError
 from engine.core.links import Disturbance, Flow, FrameCount
@@ -24,43 +23,25 @@ _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, err
 Pieces = Sequence[bytes | memoryview]
 
 
-class Wire(Protocol):
-    """One end."""
+class Wire:
+    """One end of a link, in clear text."""
 
-    is_drained_short: bool  # whether a read that does not fill its memory has read all
-
-    def fileno(self) -> int:
-        """Returns the descriptor that is readable when something has come."""
-
-    def write(self, buffers: Pieces) -> int:
-        """Returns how many bytes have left; raises BlockingIOError for none, OSError at the end of the link."""
-
-    def read_into(self, room: memoryview) -> int:
-        """Returns how many bytes have come, 0 at the end of the link; raises BlockingIOError for none now."""
-
-    def close(self) -> None:
-        """Closes this end."""
-
-
-class SocketWire:
-    """An end in clear text."""
-
-    is_drained_short = True
+    is_drained_short = True  # a read that does not fill its memory has read everything
 
     def __init__(self, end: socket.socket):
         end.setblocking(False)
         self._end = end
 
     def fileno(self) -> int:
-        """Returns the descriptor that is readable when something has come."""
+        """Returns the descriptor, readable once data has arrived."""
         return self._end.fileno()
 
     def write(self, buffers: Pieces) -> int:
-        """Returns how many bytes have left; raises BlockingIOError for none, OSError at the end of the link."""
+        """Returns the number of bytes sent. Raises BlockingIOError if none could be, OSError if the link is closed."""
         return self._end.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
 
     def read_into(self, room: memoryview) -> int:
-        """Returns how many bytes have come, 0 at the end of the link; raises BlockingIOError for none now."""
+        """Returns the number of bytes read, 0 once the link is closed. Raises BlockingIOError if none are ready."""
         try:
             return self._end.recv_into(room)
         except BlockingIOError:
@@ -75,55 +56,55 @@ class SocketWire:
         self._end.close()
 
 
-class TlsWire(SocketWire):
-    """An end whose handshake is over."""
+class TlsWire(Wire):
+    """One end of a TLS link, after the handshake."""
 
-    is_drained_short = False  # bytes may lie decrypted in memory
+    is_drained_short = False  # decrypted bytes may still be buffered
 
     def write(self, buffers: Pieces) -> int:
-        """Returns how many bytes have left; raises BlockingIOError for none, OSError at the end of the link."""
+        """As in clear text."""
         total = 0
         if len(buffers) > 1 and sum(map(len, buffers)) <= _MAX_RECORD:
             buffers = [b"".join(buffers)]
-        for each in buffers:
+        for piece in buffers:
             try:
-                count = self._end.send(each)
+                count = self._end.send(piece)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 if total:
                     return total
                 raise BlockingIOError from error
             total += count
-            if count < len(each):
+            if count < len(piece):
                 return total
         return total
 
     def read_into(self, room: memoryview) -> int:
-        """Returns how many bytes have come, 0 at the end of the link; raises BlockingIOError for none now."""
+        """As in clear text."""
         try:
             return self._end.recv_into(room)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
-        except OSError:  # also of TLS: a link with a wrong byte has ended
+        except OSError:  # includes TLS errors: a corrupted link is a closed link
             return 0
 
 
-# A disturbed link: a thread stands between a worker and the wire of its link, and holds bytes up as a fault says.
+# A disturbed link: a thread sits between a worker and the wire of its link and delays or drops bytes as the fault says.
 #
 #     worker   <-- socket pair -->   thread   <-- the wire -->   peer
 #
-# The link has an end of the pair in the place of its wire, so that a link without a fault pays nothing. Pieces in rings
-# need no more: their headers come over the wire, and a reader takes no piece before its header.
+# The socket pair replaces the wire, so a link without a fault pays nothing. Rings need no proxy: the header of a piece
+# travels over the wire, and no piece is read before its header.
 
 _READ_BYTES = 64 << 10
 _AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: a close resets the connection
 
-Met = Callable[[int, int], None]  # gets the frames that were met, there and back, once; in the thread of the link
+Met = Callable[[int, int], None]  # called once, in the link's thread, with the frames disturbed there and back
 
 
 def disturbed(wire: Wire, disturbance: Disturbance, rest: bytes, received: FrameCount, met: Met) -> Wire:
-    """Returns the end for a worker in the place of `wire`, which a thread has from now on.
+    """Returns the worker's new end in place of `wire`, which a thread takes over.
 
-    `rest` are the bytes that are left of a frame that is leaving: TLS takes it as a whole, once it has begun with it.
+    `rest` is the unsent remainder of a frame: once TLS has begun a record, all of it has to follow.
     """
     near, far = socket.socketpair()
     began_ns = time.monotonic_ns()
@@ -133,13 +114,13 @@ def disturbed(wire: Wire, disturbance: Disturbance, rest: bytes, received: Frame
     )
     if rest:
         there.put(rest, began_ns)
-    passage = _Passage(_Side(SocketWire(far), there, back), _Side(wire, back, there), met)
+    passage = _Passage(_Side(Wire(far), there, back), _Side(wire, back, there), met)
     threading.Thread(target=passage.run, name="disturbed link", daemon=True).start()
-    return SocketWire(near)
+    return Wire(near)
 
 
 class _Side:
-    """One end of the passage: bytes from it go into `coming`, and those of `going` leave by it when they are due."""
+    """One end of the proxy: bytes read from it enter `coming`; bytes of `going` are written to it when due."""
 
     def __init__(self, wire: Wire, coming: Flow, going: Flow):
         self.wire, self.coming, self.going = wire, coming, going
@@ -147,7 +128,6 @@ class _Side:
         self._room = memoryview(bytearray(_READ_BYTES))
 
     def pull(self) -> None:
-        """Reads all that has come."""
         with contextlib.suppress(BlockingIOError):
             while not self.has_ended and not self.coming.is_over:
                 if count := self.wire.read_into(self._room):
@@ -155,7 +135,6 @@ class _Side:
                 self.has_ended = not count
 
     def push(self) -> None:
-        """Writes the bytes that are due."""
         self.is_full = False
         try:
             while data := self.going.due(time.monotonic_ns()):
@@ -165,19 +144,17 @@ class _Side:
 
     @property
     def awaited(self) -> int:
-        """The events that this end waits for."""
         return (0 if self.has_ended else select.POLLIN) | (select.POLLOUT if self.is_full else 0)
 
 
 class _Passage:
-    """The thread between `near`, the end of the worker, and `far`, the wire."""
+    """The proxy thread between `near`, the worker's end, and `far`, the wire."""
 
     def __init__(self, near: _Side, far: _Side, met: Met):
         self._near, self._far, self._met = near, far, met
         self._is_told = False
 
     def run(self) -> None:
-        """Passes bytes on until one end has ended."""
         with contextlib.suppress(OSError, InvariantError):
             while self._pass_on():
                 self._wait()
@@ -185,7 +162,7 @@ class _Passage:
         self._far.wire.close()
 
     def _pass_on(self) -> bool:
-        """Passes on the bytes that may pass now; returns False at the end of the link."""
+        """Forwards the bytes that are due; returns False once the link is closed."""
         near, far = self._near, self._far
         for side in (near, far):
             side.pull()

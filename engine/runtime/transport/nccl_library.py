@@ -1,10 +1,10 @@
-"""The functions of NCCL's library that bamboo calls, as C has them: `nccl.h` of version 2.29.
+"""The NCCL functions that bamboo calls, as declared in `nccl.h` of version 2.29.
 
-Older and later libraries read those fields of the configuration that both sides have.
+Older and newer libraries read the fields of the configuration that both sides know.
 
-Why not torch's ProcessGroupNCCL: it joins a group in a call that cannot be broken off, has a watchdog and a monitor of
-its own, which end the process, and its store must be one of torch's. Each function here returns at once, because all
-communicators are non-blocking; `settled` asks until a call has come to its end.
+Why not torch's ProcessGroupNCCL: joining a group is a call that cannot be cancelled, its watchdog and monitor end the
+process, and it needs a store of torch's. Here every function returns at once, because all communicators are
+non-blocking; `settled` polls until a call has finished.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _REVOKE_DEFAULT = 0
 _UINT8 = 1
 _UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
-_OF_CONFIG = 22907  # the header that was read
-_LOOK_EVERY_S = 0.0005
-_LOOKS_FIRST_S = 0.00005  # without a sleep: giving work to a stream takes about as long
+_OF_CONFIG = 22907  # the version of the header
+_POLL_S = 0.0005
+_SPIN_S = 0.00005  # polls without sleeping at first: enqueuing work takes about this long
 _OF_CUDA = 1  # ncclUnhandledCudaError
 
 
@@ -42,7 +42,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t of version 2.29; a library reads as many fields as `size` says and itself has."""
+    """ncclConfig_t of version 2.29; a library reads as many fields as it has itself, up to `size`."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -68,7 +68,7 @@ class Config(ctypes.Structure):
 
 
 def non_blocking() -> Config:
-    """Returns the configuration of a communicator whose calls return at once."""
+    """Returns the configuration of a non-blocking communicator."""
     config = Config()
     for name, kind, *_ in Config._fields_:
         if kind is ctypes.c_int:
@@ -78,9 +78,9 @@ def non_blocking() -> Config:
 
 
 class NcclLibrary:
-    """The functions of NCCL; each raises RuntimeError for an error of NCCL's.
+    """The functions of NCCL; each raises RuntimeError if NCCL reports an error.
 
-    Raises EnvironmentLacksError where there is no library, or one that is too old.
+    Raises EnvironmentLacksError if there is no library, or it is too old.
     """
 
     def __init__(self, path: str = LIBRARY):
@@ -97,106 +97,101 @@ class NcclLibrary:
         for name in ("ncclSend", "ncclRecv"):
             pointer, number = ctypes.c_void_p, ctypes.c_int
             getattr(self._c, name).argtypes = (pointer, ctypes.c_size_t, number, number, pointer, pointer)
-        self.version = self._version()
+        code = ctypes.c_int()
+        self._checked(self._c.ncclGetVersion(ctypes.byref(code)))
+        major, rest = divmod(code.value, 10_000)
+        self.version = (major, rest // 100, rest % 100)
         if lack := nccl_lack(self.version):
             raise EnvironmentLacksError(f"{lack}; use --backend direct")
         self._c.ncclCommAbort.argtypes = (ctypes.c_void_p,)
         self._c.ncclCommRevoke.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._c.ncclCommGetAsyncError.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
-    def _version(self) -> tuple[int, int, int]:
-        found = ctypes.c_int()
-        self._checked(self._c.ncclGetVersion(ctypes.byref(found)))
-        major, rest = divmod(found.value, 10_000)
-        return major, rest // 100, rest % 100
-
     def _checked(self, result: int, communicator: ctypes.c_void_p | None = None) -> None:
-        if result not in (_SUCCESS, _IN_PROGRESS):
-            words = self._c.ncclGetErrorString(result) or b"unknown error"
-            last = self._c.ncclGetLastError(communicator) or b""
-            raise _kind(result, last)(": ".join(each.decode(errors="replace") for each in (words, last) if each))
+        """Raises torch's error if this worker's GPU failed or its memory is full, else RuntimeError: a suspicion."""
+        if result in (_SUCCESS, _IN_PROGRESS):
+            return
+        words = self._c.ncclGetErrorString(result) or b"unknown error"
+        last = self._c.ncclGetLastError(communicator) or b""
+        kind: type[RuntimeError] = RuntimeError
+        if result == _OF_CUDA:
+            kind = torch.OutOfMemoryError if b"out of memory" in last else torch.AcceleratorError
+        raise kind(": ".join(part.decode(errors="replace") for part in (words, last) if part))
 
     def new_id(self) -> bytes:
-        """Returns the id of a new group; this process keeps the place where its ranks meet."""
-        made = UniqueId()
-        self._checked(self._c.ncclGetUniqueId(ctypes.byref(made)))
-        return bytes(memoryview(made))
+        """Returns the id of a new group, whose ranks rendezvous in this process."""
+        unique = UniqueId()
+        self._checked(self._c.ncclGetUniqueId(ctypes.byref(unique)))
+        return bytes(memoryview(unique))
 
     def begin_join(self, group_id: bytes, rank: int, size: int) -> ctypes.c_void_p:
-        """Begins to join a group; the communicator may be used when it has settled."""
+        """Starts joining a group; the communicator is usable once `settled`."""
         communicator, config = ctypes.c_void_p(), non_blocking()
         unique = UniqueId.from_buffer_copy(group_id)
-        found = self._c.ncclCommInitRankConfig(ctypes.byref(communicator), size, unique, rank, ctypes.byref(config))
-        self._checked(found)
+        result = self._c.ncclCommInitRankConfig(ctypes.byref(communicator), size, unique, rank, ctypes.byref(config))
+        self._checked(result)
         return communicator
 
     def progress(self, communicator: ctypes.c_void_p) -> bool:
-        """Returns whether the last call has come to its end; raises RuntimeError for an error since."""
-        found = ctypes.c_int()
-        self._checked(self._c.ncclCommGetAsyncError(communicator, ctypes.byref(found)), communicator)
-        self._checked(found.value, communicator)
-        return found.value == _SUCCESS
+        """Returns whether the last call has finished; raises RuntimeError if an error has occurred."""
+        status = ctypes.c_int()
+        self._checked(self._c.ncclCommGetAsyncError(communicator, ctypes.byref(status)), communicator)
+        self._checked(status.value, communicator)
+        return status.value == _SUCCESS
 
     def settled(self, communicator: ctypes.c_void_p, deadline_s: float, is_given_up: Callable[[], bool]) -> None:
-        """Waits until the last call has come to its end; raises RuntimeError at a deadline, or when it is given up."""
-        sleeps_from_s = time.monotonic() + _LOOKS_FIRST_S
+        """Waits until the last call has finished; raises RuntimeError at the deadline, or once it is given up."""
+        sleeps_from_s = time.monotonic() + _SPIN_S
         while not self.progress(communicator):
             if is_given_up():
                 raise RuntimeError("it was given up")
             if time.monotonic() > deadline_s:
                 raise RuntimeError("it did not come to its end in time")
             if time.monotonic() > sleeps_from_s:
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_S)
 
     def send(self, communicator: ctypes.c_void_p, at: int, num_bytes: int, rank: int, stream: int) -> None:
-        """Gives the bytes of a send to a stream."""
+        """Enqueues a send on a stream."""
         self._checked(self._c.ncclSend(at, num_bytes, _UINT8, rank, communicator, stream), communicator)
 
     def receive(self, communicator: ctypes.c_void_p, at: int, num_bytes: int, rank: int, stream: int) -> None:
-        """Gives the bytes of a receive to a stream."""
+        """Enqueues a receive on a stream."""
         self._checked(self._c.ncclRecv(at, num_bytes, _UINT8, rank, communicator, stream), communicator)
 
     def begin_group(self) -> None:
-        """Begins sends and receives that are given as one."""
+        """Starts an NCCL group of sends and receives."""
         self._checked(self._c.ncclGroupStart())
 
     def end_group(self) -> None:
-        """Gives them."""
+        """Enqueues the group."""
         self._checked(self._c.ncclGroupEnd())
 
     def revoke(self, communicator: ctypes.c_void_p) -> None:
-        """Ends all work of a communicator, which keeps its memory; waits until none of it is under way."""
-        found = ctypes.c_int(self._c.ncclCommRevoke(communicator, _REVOKE_DEFAULT))
-        while found.value == _IN_PROGRESS:  # any error is of the time before, or met by the abort again
-            time.sleep(_LOOK_EVERY_S)
-            self._c.ncclCommGetAsyncError(communicator, ctypes.byref(found))
+        """Stops all work of a communicator and waits for that; the memory stays."""
+        status = ctypes.c_int(self._c.ncclCommRevoke(communicator, _REVOKE_DEFAULT))
+        while status.value == _IN_PROGRESS:  # an error is an older one, or the abort will meet it again
+            time.sleep(_POLL_S)
+            self._c.ncclCommGetAsyncError(communicator, ctypes.byref(status))
 
     def abort(self, communicator: ctypes.c_void_p) -> None:
-        """Ends a communicator and all of its work, and gives its memory free."""
+        """Ends a communicator with all of its work, and frees its memory."""
         self._checked(self._c.ncclCommAbort(communicator))
 
 
-def _kind(result: int, last: bytes) -> type[RuntimeError]:
-    """Returns the exception of an error: this worker's GPU has failed, or its memory is full, or it is a suspicion."""
-    if result != _OF_CUDA:
-        return RuntimeError
-    return torch.OutOfMemoryError if b"out of memory" in last else torch.AcceleratorError
-
-
-# The seam to NCCL: all that bamboo asks of it, so that a double can stand in its place.
+# The seam to NCCL: everything that bamboo asks of it, so that a test double can replace it.
 #
-# Rules: one thread of a worker calls everything here but `PendingWork.wait`. A send and a receive only give work to the
-# queue of the device: the work of one communicator is done in the order in which it was given, and the n-th receive
-# from a rank takes the n-th send to it. A RuntimeError is a suspicion: a peer that was killed may give no error at all.
+# Rules: one thread of a worker makes all of these calls but `PendingWork.wait`. Sends and receives only enqueue work on
+# the device. The work of one communicator runs in the order in which it was enqueued, and the n-th receive from a rank
+# matches its n-th send. A RuntimeError is a suspicion: a killed peer may cause no error at all.
 #
-# The ranks of a communicator may join while another one of the worker is at work: that gives no work to a queue. It is
-# connected, which does, when the other one has been revoked: two at work may wait for each other's place on the device.
-# An abort gives memory free in which a rank that has not heard may be at work. So a communicator that has been at work
-# is revoked first, and aborted when each rank that is left has revoked its own.
+# The ranks of a communicator may join while another communicator of the worker is active, because joining enqueues no
+# work. Connecting does, so it waits until the other one is revoked: two active ones could deadlock on the device. An
+# abort frees memory that a rank which has not been told may still use. So an active communicator is revoked first, and
+# aborted once every remaining rank has revoked its own.
 
 
 class PendingWork(Protocol):
-    """The end of work that was given to a queue."""
+    """A point behind enqueued work."""
 
     def wait(self) -> None:
         """Waits until the work is done, or has been aborted; any thread may call."""
@@ -206,61 +201,61 @@ class Communicator(Protocol):
     """One end of a group of ranks."""
 
     def send(self, tensors: Tensors, rank: int) -> None:
-        """Gives contiguous tensors to a rank, as one; never waits for it. They must not change before they are sent."""
+        """Sends contiguous tensors to a rank as one message, without waiting. They must not change until then."""
 
     def receive(self, tensors: Tensors, rank: int) -> None:
-        """Fills contiguous tensors with those of the next send of a rank; never waits for it."""
+        """Fills contiguous tensors from a rank's next send, without waiting."""
 
     def pending(self) -> PendingWork:
-        """Returns the end of all work that was given so far."""
+        """Returns the point behind all work enqueued so far."""
 
     def failure(self) -> str:
-        """Returns the words of an error since; empty without one. Never waits. Raises that of the own device."""
+        """Returns an error that has occurred, or an empty string, without waiting. Raises errors of this device."""
 
     def revoke(self) -> None:
-        """Ends all work, without the other ranks, and keeps the memory. It may hang."""
+        """Stops all work without the other ranks, and keeps the memory. It may hang."""
 
     def abort(self) -> None:
-        """Ends the communicator, without the other ranks, and gives its memory free. It may hang."""
+        """Ends the communicator without the other ranks, and frees its memory. It may hang."""
 
 
 class Opening(Protocol):
     """A communicator whose ranks are joining."""
 
     def has_joined(self) -> bool:
-        """Returns whether all ranks have joined; never waits. Raises RuntimeError if they cannot, or not in time."""
+        """Returns whether all ranks have joined, without waiting. Raises RuntimeError if they cannot or are late."""
 
     def connect(self, is_given_up: Callable[[], bool]) -> Communicator:
-        """Connects each rank with each, once all have joined, and waits for it.
+        """Connects all pairs of ranks, which have joined, and waits for it.
 
-        Raises RuntimeError if that fails, or when `is_given_up`; every later call of the communicator does so, too.
+        Raises RuntimeError if that fails, or once `is_given_up`, and so does every later call of the communicator.
         """
 
     def revoke(self) -> None:
-        """Ends the work of a `connect` that has failed, as that of a communicator. It may hang."""
+        """Stops the work of a failed `connect`, like that of a communicator. It may hang."""
 
     def abort(self) -> None:
-        """Ends it, whether ranks are missing or not. It may hang."""
+        """Ends it, even if ranks are missing. It may hang."""
 
 
 class Communicators(Protocol):
-    """How a worker comes to its communicators."""
+    """The factory of a worker's communicators."""
 
     def new_id(self) -> bytes:
-        """Returns the id of a new group, which its first rank makes and tells the others."""
+        """Returns the id of a new group; its first rank creates it and shares it with the others."""
 
     def begin(self, group_id: bytes, rank: int, size: int, queue: SideQueue) -> Opening:
-        """Begins to join a group; never waits. Raises RuntimeError if that fails."""
+        """Starts joining a group, without waiting. Raises RuntimeError if that fails."""
 
 
 # Communicators of NCCL itself, on one stream of the worker's GPU. None of this has run on a GPU yet.
 #
-# Rules: a tensor of any dtype is sent as bytes, so no number is changed. Each message is a group of its own, also of
-# one tensor: its operations begin together. A pair is connected at its first message, in the call that gives it: so
-# `connect` is one byte from each rank to each other, with the patience of a join.
+# Rules: tensors of any dtype are sent as bytes, so no number changes. Each message is an NCCL group, so its operations
+# start together. NCCL connects a pair in the call that enqueues its first message. So `connect` sends one byte between
+# all ranks, with the timeout of a join.
 
 _OPEN_S = 60.0
-_GIVE_S = 10.0  # for a call that gives work; it does not wait for the work
+_ENQUEUE_S = 10.0  # for a call that enqueues work; it does not wait for the work
 
 
 class NcclCommunicator:
@@ -270,30 +265,30 @@ class NcclCommunicator:
         self._library, self._own, self._queue, self._is_given_up = library, own, queue, is_given_up
 
     @contextmanager
-    def _as_one(self, patience_s: float = _GIVE_S) -> Iterator[None]:
+    def _as_one(self, timeout_s: float = _ENQUEUE_S) -> Iterator[None]:
         self._library.begin_group()
         try:
             yield
         finally:
             self._library.end_group()
-        self._library.settled(self._own, time.monotonic() + patience_s, self._is_given_up)
+        self._library.settled(self._own, time.monotonic() + timeout_s, self._is_given_up)
 
     def send(self, tensors: Tensors, rank: int) -> None:
-        """Gives tensors to a rank, as one."""
+        """Sends tensors to a rank as one message."""
         with self._as_one():
-            for each in tensors:
-                if each.nbytes:
-                    self._library.send(self._own, each.data_ptr(), each.nbytes, rank, self._queue.handle)
+            for tensor in tensors:
+                if tensor.nbytes:
+                    self._library.send(self._own, tensor.data_ptr(), tensor.nbytes, rank, self._queue.handle)
 
     def receive(self, tensors: Tensors, rank: int) -> None:
-        """Fills tensors with those of the next send of a rank."""
+        """Fills tensors from a rank's next send."""
         with self._as_one():
-            for each in tensors:
-                if each.nbytes:
-                    self._library.receive(self._own, each.data_ptr(), each.nbytes, rank, self._queue.handle)
+            for tensor in tensors:
+                if tensor.nbytes:
+                    self._library.receive(self._own, tensor.data_ptr(), tensor.nbytes, rank, self._queue.handle)
 
     def exchange(self, rank: int, size: int) -> None:
-        """Sends each other rank a byte, and waits until all have come."""
+        """Exchanges a byte with every other rank, and waits until all have arrived."""
         bytes_of = self._first_bytes = self._queue.room((2 * size,), torch.uint8)  # NCCL may use them until the abort
         with self._as_one(_OPEN_S):
             for other in range(size):
@@ -309,11 +304,11 @@ class NcclCommunicator:
             time.sleep(0.001)
 
     def pending(self) -> QueueMoment:
-        """Returns the end of all work that was given so far."""
+        """Returns the point behind all work enqueued so far."""
         return self._queue.moment()
 
     def failure(self) -> str:
-        """Returns the words of an error since; empty without one. Raises that of the own device."""
+        """Returns an error that has occurred, or an empty string. Raises errors of this device."""
         try:
             self._library.progress(self._own)
         except RuntimeError as error:
@@ -323,7 +318,7 @@ class NcclCommunicator:
         return ""
 
     def revoke(self) -> None:
-        """Ends all work."""
+        """Stops all work."""
         self._library.revoke(self._own)
 
     def abort(self) -> None:
@@ -332,7 +327,7 @@ class NcclCommunicator:
 
 
 class NcclOpening:
-    """A communicator of this process whose ranks are joining: NCCL does it in a thread of its own."""
+    """A communicator of this process whose ranks are joining, in a thread of NCCL's."""
 
     def __init__(self, library: NcclLibrary, own: ctypes.c_void_p, rank: int, size: int, queue: SideQueue):
         self._library, self._own, self._rank, self._size, self._queue = library, own, rank, size, queue
@@ -347,10 +342,10 @@ class NcclOpening:
         return False
 
     def connect(self, is_given_up: Callable[[], bool]) -> NcclCommunicator:
-        """Sends each other rank the first byte, and waits until all have come."""
-        found = self._connecting = NcclCommunicator(self._library, self._own, self._queue, is_given_up)
-        found.exchange(self._rank, self._size)
-        return found
+        """Exchanges the first byte with every other rank."""
+        communicator = self._connecting = NcclCommunicator(self._library, self._own, self._queue, is_given_up)
+        communicator.exchange(self._rank, self._size)
+        return communicator
 
     def revoke(self) -> None:
         """Ends its work."""
@@ -372,6 +367,6 @@ class NcclCommunicators:
         return self._library.new_id()
 
     def begin(self, group_id: bytes, rank: int, size: int, queue: SideQueue) -> NcclOpening:
-        """Begins to join a group."""
+        """Starts joining a group."""
         own = self._library.begin_join(group_id, rank, size)
         return NcclOpening(self._library, own, rank, size, queue)

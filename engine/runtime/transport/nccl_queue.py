@@ -1,14 +1,14 @@
-"""The messages of one group on NCCL, issued in the order of the program (`engine/core/program/issue_order.py`).
+"""The messages of one group over NCCL, issued in the order of the program (`engine/core/program/issue_order.py`).
 
     main thread      expect: the messages of a program      ready: a message may be sent
-    thread of NCCL   issues the next one: a receive at once, a send when it is ready
-    landing thread   waits for each receive in turn, and tells that it has arrived
+    NCCL thread      issues the next message: a receive at once, a send when it is ready
+    landing thread   waits for each receive in turn, and reports its arrival
 
-Rules: a receive has arrived when the device has done all of it, and the group has not been left by then: an abort ends
-a receive too, whose memory is then worth nothing. Under audit the key of a message comes first, as a message of its
-own; until it has been compared, nothing else is issued. So a message that is not the wanted one reaches no memory. A
-message that was sent keeps its memory until a receive behind it is done, or until the commit. An error of this worker's
-own device ends this worker; any other is a suspicion, of the other end if there is one.
+Rules: a receive has arrived once the device has finished it, provided the group has not been left: an abort ends a
+receive too, but its memory is garbage. Under audit, the key of a message is sent first, as its own message, and nothing
+else is issued until it has been compared, so a wrong message never reaches memory. A sent message keeps its memory
+until a later receive is done, or until the commit. An error of this worker's own device ends the worker; any other is a
+suspicion, of the peer if there is one.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ from engine.runtime.transport.direct_transport import GroupEnd
 from engine.runtime.transport.nccl_library import Communicator, Opening, PendingWork
 from engine.runtime.transport.transport import Issued, ProgramKey, ProgramPurpose
 
-# The header of a message under audit: its key as numbers, which the taker compares with the one that it wants.
-
-
 NUM_FIELDS: Final = 6
 _LETTERS = {ProgramPurpose.ACTIVATION: "F", ProgramPurpose.GRADIENT: "B"}
 
 
 class Header(NamedTuple):
-    """The key of a message, with the epoch and the step in which it is sent."""
+    """The header of a message under audit: its key, epoch and step as numbers, which the receiver compares."""
 
     epoch: int
     step: int
@@ -59,25 +56,25 @@ class Header(NamedTuple):
         return cls(epoch, step, int(key.purpose), key.pipeline, key.stage, key.item)
 
     def __str__(self) -> str:
-        names = {int(each): f"SEND_{letter}" for each, letter in _LETTERS.items()}
-        if self.purpose not in names:
+        letters = {int(purpose): letter for purpose, letter in _LETTERS.items()}
+        if self.purpose not in letters:
             return f"a message that is none {tuple(self)}"
-        what = f"{self.stage}{names[self.purpose]}{self.microbatch}"
-        return f"{what} of pipeline {self.pipeline}, step {self.step}, epoch {self.epoch}"
+        action = f"{self.stage}SEND_{letters[self.purpose]}{self.microbatch}"
+        return f"{action} of pipeline {self.pipeline}, step {self.step}, epoch {self.epoch}"
 
 
-# The one thread of a worker that calls NCCL, for all of its communicators: two threads in NCCL at once are forbidden.
+# The only thread of a worker that calls NCCL, for all of its communicators: two threads must not be in NCCL at once.
 #
-# It does its tasks in their order: so an epoch's communicator is aborted before the next one is connected. Between two
-# tasks it looks at its communicators: whether the ranks of one have joined, and whether the present one has failed.
+# It runs its tasks in order, so an epoch's communicator is aborted before the next one is connected. Between tasks it
+# polls its communicators: whether the ranks of one have joined, and whether the current one has failed.
 
-_LOOK_EVERY_S = 0.1
-_LOOK_WHILE_JOINING_S = 0.001
+_POLL_S = 0.1
+_POLL_WHILE_JOINING_S = 0.001
 Look = Callable[[], bool]  # whether ranks are joining
 
 
 class NcclThread:
-    """The tasks of one worker for NCCL; its sockets lie in the `network` of the run, if it has one."""
+    """One worker's tasks for NCCL; its sockets are in the `network` namespace of the run, if there is one."""
 
     def __init__(self, name: str, network: int | None = None):
         self._name, self._network = name, network
@@ -88,24 +85,24 @@ class NcclThread:
         self._due_s = 0.0  # of the next look, by the clock
 
     def give(self, task: Callable[[], None]) -> None:
-        """Has a task done behind those that were given before; any thread may call."""
+        """Runs a task after all earlier ones; any thread may call."""
         self._tasks.put(task)
         with self._starting:
-            if self._thread is None:  # a worker that waits for its first group needs none
+            if self._thread is None:  # a worker that is waiting for its first group needs none
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
     def watch(self, look: Look) -> None:
-        """Has this thread, which calls, look now and then."""
+        """Calls `look` regularly; must be called by this thread."""
         self._looks.append(look)
         self._due_s = 0.0
 
     def unwatch(self, look: Look) -> None:
-        """Ends the looks; called by this thread."""
-        self._looks = [each for each in self._looks if each != look]
+        """Stops calling `look`; must be called by this thread."""
+        self._looks = [other for other in self._looks if other != look]
 
     def end(self) -> None:
-        """Ends the thread behind the tasks that were given."""
+        """Ends the thread after its tasks."""
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -125,16 +122,16 @@ class NcclThread:
                 del task
 
     def _look(self) -> None:
-        self._due_s = time.monotonic() + _LOOK_EVERY_S
-        answers = [look() for look in self._looks]
-        if any(answers):
-            self._due_s = time.monotonic() + _LOOK_WHILE_JOINING_S
+        self._due_s = time.monotonic() + _POLL_S
+        are_joining = [look() for look in self._looks]
+        if any(are_joining):
+            self._due_s = time.monotonic() + _POLL_WHILE_JOINING_S
 
 
 def _done(task: Callable[[], None]) -> None:
     try:
         task()
-    except Exception:  # a mistake of bamboo's own; the thread must live to abort
+    except Exception:  # a bug in bamboo; the thread must survive to abort
         traceback.print_exc()
 
 
@@ -144,7 +141,7 @@ _Address = tuple[int, ProgramKey]  # the target of a message, and its key
 
 
 class Ready(NamedTuple):
-    """A message that may be sent behind a moment of the computing queue; `header` is None without an audit."""
+    """A message that may be sent after a moment of the compute stream; `header` is None without an audit."""
 
     tensors: Tensors
     header: Tensor | None
@@ -152,16 +149,16 @@ class Ready(NamedTuple):
 
 
 class _Landing(NamedTuple):
-    """A receive that was issued; `landed` is told when it is done."""
+    """An issued receive; `landed` is called when it is done."""
 
     pending: PendingWork
     landed: Callable[[], None]
 
 
 class IssueQueue:
-    """The messages of one group; `ranks` has the rank of each member in it.
+    """The messages of one group; `ranks` holds the rank of each member.
 
-    `connected` is called when each member has sent its first byte, before the first message.
+    `connected` is called once every member has sent its first byte, before the first message.
     """
 
     def __init__(
@@ -180,54 +177,59 @@ class IssueQueue:
         self._revoked: Opening | Communicator | None = None
         self._ahead: deque[tuple[Issued, Header | None]] = deque()
         self._ready: dict[_Address, Ready] = {}
-        self._sent: deque[tuple[int, Ready]] = deque()  # each with its number
+        self._sent: deque[tuple[int, Ready]] = deque()  # (number, message)
         self._num_sent = 0
-        self._received: dict[_Address, Tensors] = {}  # until they have landed
-        self._comparing: Tensor | None = None  # the memory of a key that is awaited
+        self._received: dict[_Address, Tensors] = {}  # until they have arrived
+        self._comparing: Tensor | None = None  # the memory of an expected header
         self._landings: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
         self._is_entered = False
         self.has_left = False
-        self.has_joined = threading.Event()  # or has failed to
-        self.has_opened = threading.Event()  # or has failed to
+        self.has_joined = threading.Event()  # or failed to
+        self.has_opened = threading.Event()  # or failed to
         self.num_posted = dict.fromkeys(ranks, 0)
 
     # The main thread
 
     def expect(self, ends: Sequence[tuple[Issued, Header | None]]) -> None:
-        """Adds the messages of a program, in the order in which they are issued."""
+        """Adds the messages of a program, in issue order."""
         self._thread.give(partial(self._expect, tuple(ends)))
 
     def ready(self, target: int, key: ProgramKey, ready: Ready) -> None:
-        """Takes a message that may go when its turn comes; a timer calls this too."""
-        self._thread.give(partial(self._take_ready, (target, key), ready))
+        """Accepts a message that may be sent when its turn comes; a timer calls this too."""
+
+        def add() -> None:
+            self._ready[target, key] = ready
+            self._go_on()
+
+        self._thread.give(add)
 
     def release_sent(self) -> None:
-        """Releases the messages that were sent before now."""
+        """Releases the messages sent so far."""
         self._thread.give(self._sent.clear)
 
-    # The thread of NCCL
+    # The NCCL thread
 
     def join(self, begin: Callable[[], Opening]) -> None:
-        """Begins to join the ranks; fails all transfers if that fails."""
+        """Starts joining the ranks; fails all transfers if that fails."""
         if not self.has_left:
             with self._as_opening():
                 self._queue.enter()
-                self._queue.leave_room()  # NCCL takes memory that torch may keep free for itself
+                self._queue.leave_room()  # NCCL needs memory that torch may be caching
                 self._opening = begin()
                 self._thread.watch(self._look)
 
     def connect(self) -> None:
-        """Connects the ranks when they have joined: no other communicator of this worker is at work any more."""
+        """Connects the ranks once they have joined: no other communicator of this worker is active any more."""
         self._is_entered = True
         self._open()
 
     def revoke(self) -> bool:
-        """Ends the work of the communicator; returns whether there was any, which others may not have left yet."""
+        """Stops the work of the communicator; returns whether it had any, which other ranks may still be in."""
         self._thread.unwatch(self._look)
-        at_hand = self._communicator or self._opening
-        if has_worked := at_hand is not None and self._has_worked:
-            at_hand.revoke()
-        self._communicator, self._opening, self._revoked = None, None, at_hand
+        current = self._communicator or self._opening
+        if has_worked := current is not None and self._has_worked:
+            current.revoke()
+        self._communicator, self._opening, self._revoked = None, None, current
         self._landings.put(None)
         self.has_joined.set()
         self.has_opened.set()
@@ -236,12 +238,12 @@ class IssueQueue:
         return has_worked
 
     def abort(self) -> None:
-        """Ends the communicator, if there is one, behind `revoke`."""
+        """Aborts the communicator, if there is one, after `revoke`."""
         if self._revoked is not None:
             self._revoked.abort()
         self._revoked = None
         self._sent.clear()
-        self._received, self._comparing = {}, None  # not before: NCCL may have written into them
+        self._received, self._comparing = {}, None  # not earlier: NCCL might have written to them
 
     def _open(self) -> None:
         if self._opening is None or self._communicator is not None or self.has_left or self._end.failed:
@@ -276,25 +278,20 @@ class IssueQueue:
         self._ahead.extend(ends)
         self._go_on()
 
-    def _take_ready(self, address: _Address, ready: Ready) -> None:
-        self._ready[address] = ready
-        self._go_on()
-
     def _go_on(self) -> None:
-        """Issues messages up to one that is not ready."""
+        """Issues messages up to the first that is not ready."""
         try:
-            while self._ahead and self._communicator is not None and self._may_issue():
+            while self._ahead and self._communicator is not None:
+                if self._comparing is not None or self.has_left or self._end.failed:
+                    break
                 if not self._issue(self._communicator, *self._ahead[0]):
                     break
                 self._ahead.popleft()
         except RuntimeError as error:
             self._breaks(_BROKEN, error, self._ahead[0][0].peer)
 
-    def _may_issue(self) -> bool:
-        return not (self._comparing is not None or self.has_left or self._end.failed)
-
     def _issue(self, communicator: Communicator, issued: Issued, header: Header | None) -> bool:
-        """Issues one message, or returns False if it is not ready."""
+        """Issues one message; returns False if it is not ready."""
         rank = self._ranks[issued.peer]
         if issued.is_send:
             ready = self._ready.pop((issued.peer, issued.key), None)
@@ -328,10 +325,10 @@ class IssueQueue:
         while self._sent and self._sent[0][0] <= num_sent:
             self._sent.popleft()
 
-    def _compare(self, issued: Issued, wanted: Header, found: Header) -> None:
+    def _compare(self, issued: Issued, expected: Header, header: Header) -> None:
         self._comparing = None
-        if found != wanted:
-            self._fails(InvariantError(f"worker {issued.peer} was asked for {wanted}: {found} came"))
+        if header != expected:
+            self._fails(InvariantError(f"worker {issued.peer} was asked for {expected}: {header} came"))
         elif self._communicator is not None and not self.has_left:
             try:
                 self._receive(self._communicator, issued)
@@ -340,7 +337,7 @@ class IssueQueue:
             self._go_on()
 
     def _look(self) -> bool:
-        """Looks at the ranks that join, and then for failures; returns whether they are still joining."""
+        """Checks on joining ranks, and then for failures; returns whether ranks are still joining."""
         self._open()
         try:
             if self._communicator is not None and not self.has_left and (failure := self._communicator.failure()):
@@ -350,7 +347,7 @@ class IssueQueue:
         return not self.has_joined.is_set()
 
     def _breaks(self, what: str, error: RuntimeError, peer: int | None = None) -> None:
-        """Fails all transfers by an error of NCCL, or of the device."""
+        """Fails all transfers with an error of NCCL, or of the device."""
         self._fails(error if device_trouble(error) else TransferFailedError(f"{what}: {error}", peer))
 
     def _fails(self, error: Exception) -> None:
@@ -376,7 +373,7 @@ class IssueQueue:
         self._thread.give(partial(self._compare, issued, wanted, Header(*self._queue.read(numbers))))
 
     def _landed(self, issued: Issued, tensors: Tensors, num_sent: int) -> None:
-        """Takes in a message, behind which the first `num_sent` of this end have been sent: both go by one queue."""
+        """Accepts a message; the first `num_sent` messages of this end have been sent, as both use one queue."""
         self._thread.give(partial(self._release, num_sent))
         self._received.pop((issued.peer, issued.key), None)
         if issued.key.purpose is ProgramPurpose.GRADIENT:

@@ -1,11 +1,11 @@
-"""One end of the link to another worker: messages out and in, pieces large and small.
+"""One end of the link to another worker: sends and receives messages.
 
     small       header and body over the socket, in one call
-    large       the body into the ring in pieces, each header over the socket; without a ring all over the socket
+    large       the body in pieces through the ring, each header over the socket; without a ring, all over the socket
 
-Rules: a send never waits: the part that does not fit is kept, in its order, and leaves when there is room, from the
-main thread's wait. At a fence the kept messages are dropped, as their tensors may change; a frame whose first bytes
-have left is completed from a copy.
+Rules: a send never blocks. What does not fit is queued in order and sent when there is room, from the main thread's
+wait. A fence drops the queued messages, because their tensors may change; a frame that is partly sent is completed from
+a copy.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from engine.core.links import (
 from engine.runtime.ipc.link import COUNT_BYTES, RING_BYTES
 from engine.runtime.transport.link_wire import Met, Wire, disturbed
 
-# The memory of tensors on the host as bytes, which a socket or a ring reads and writes in place.
+# The memory of host tensors as bytes, which a socket or a ring reads and writes in place.
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor on the host, which lives as long as they do.
+    """Returns the bytes of a contiguous host tensor, and keeps it alive.
 
-    It makes no tensor: each call of torch is slow in a process that has just woken.
+    It creates no tensor: every call into torch is slow in a process that has just woken up.
     """
     memory = _array(tensor.nbytes).from_address(tensor.data_ptr())
     memory.tensor = tensor  # type: ignore[attr-defined]
@@ -61,26 +61,25 @@ def host_room(size: int) -> memoryview:
 
 
 def tensor_of(memory: memoryview) -> Tensor:
-    """Returns the tensor of which `memory_of` made this memory, or a part of it.
+    """Returns the tensor behind this memory, or part of it, of `memory_of`.
 
-    It is the same one: torch knows pinned memory by its storage, and takes it back before its copies are over if these
-    are made from another storage at the same place.
+    It has to be the same tensor: torch tracks pinned memory by its storage, and would reuse it before copies made from
+    another storage at the same address are complete.
     """
     return memory.obj.tensor  # type: ignore[attr-defined]
 
 
-# A ring of memory that two workers share: one writes pieces of messages into it, the other one copies them out.
+# A ring of memory shared by two workers: one writes pieces of messages into it, the other copies them out.
 #
-# The agent makes it, as a file without a name; its last bytes are a count that the reader writes: the bytes freed so
-# far. The header of a piece goes over the socket of the link behind the write, so that the reader never sees half a
-# piece.
+# The agent creates it as an unnamed file. Its last bytes hold a counter of the bytes freed so far, which the reader
+# writes. The header of a piece follows over the socket after the write, so the reader never sees half a piece.
 
 
 class _Ring:
     """The memory of a ring; takes over its descriptor."""
 
     def __init__(self, fd: int):
-        size = RING_BYTES + COUNT_BYTES  # torch keeps no descriptor of it, as a map of Python's does
+        size = RING_BYTES + COUNT_BYTES  # unlike Python's mmap, torch keeps no descriptor open
         path = f"/proc/self/fd/{fd}"
         memory = memory_of(torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu"))
         os.close(fd)
@@ -89,7 +88,6 @@ class _Ring:
 
     @property
     def freed(self) -> int:
-        """The bytes that the reader has freed."""
         return int(self._count[0])
 
     @freed.setter
@@ -98,14 +96,14 @@ class _Ring:
 
 
 class OutRing(_Ring):
-    """The end that writes."""
+    """The writing end."""
 
     def __init__(self, fd: int):
         super().__init__(fd)
         self._space = RingSpace(RING_BYTES)
 
     def put(self, part: memoryview, length: int) -> int | None:
-        """Copies bytes into a piece of `length`, at least theirs; returns its offset, or None if there is no room."""
+        """Copies `part` into a piece of `length` bytes or more; returns its offset, or None if there is no room."""
         offset = self._space.place(length, self.freed)
         if offset is not None:
             self.bytes[offset : offset + len(part)] = part
@@ -113,10 +111,10 @@ class OutRing(_Ring):
 
 
 class InRing(_Ring):
-    """The end that reads."""
+    """The reading end."""
 
     def take(self, offset: int, length: int, into: memoryview | None) -> None:
-        """Copies a piece out, unless it is dropped, and frees it; raises ValueError for one outside of the ring."""
+        """Copies a piece out, unless it is dropped, and frees it; raises ValueError if it is outside of the ring."""
         if offset + length > RING_BYTES:
             raise ValueError(f"a piece of {length} bytes at {offset} is outside of the ring")
         if into is not None:
@@ -124,17 +122,16 @@ class InRing(_Ring):
         self.freed += length
 
 
-INLINE_BYTES = 64 << 10  # of a message that goes over the socket in one frame
-_PIECE_BYTES = 256 << 10  # the receiver copies one piece out while the sender copies the next one in
+INLINE_BYTES = 64 << 10  # the largest message sent over the socket in one frame
+_PIECE_BYTES = 256 << 10  # the receiver copies one piece out while the sender copies the next in
 _PADDING = bytes(64)
 
-Lacks = Literal["", "socket", "ring"]  # the rest of the messages waits for room there
-OnArrival = Callable[[Arrival[Any, memoryview]], None]
-AnyMailbox = Mailbox[Any, memoryview]
+Lacks = Literal["", "socket", "ring"]  # where the rest of the messages waits for room
+Arrived = Arrival[Any, memoryview]
 
 
 class _Outgoing:
-    """A message on its way: its parts as bytes, and how many bytes of it have left."""
+    """A message being sent: its parts as bytes, and how much of it is gone."""
 
     def __init__(self, epoch: int, key: int, parts: Sequence[memoryview]):
         self.epoch, self.key = epoch, key
@@ -148,15 +145,15 @@ class _Outgoing:
     @property
     def frame(self) -> list[memoryview | bytes]:
         """The only frame of a small message, with its body."""
-        found: list[memoryview | bytes] = [Frame(self.epoch, self.key, self.total, 0, self.total).packed()]
+        pieces: list[memoryview | bytes] = [Frame(self.epoch, self.key, self.total, 0, self.total).packed()]
         at = 0
         for start, part in zip(self.starts, self.parts, strict=True):
-            found += [_PADDING[: start - at], part] if start > at else [part]
+            pieces += [_PADDING[: start - at], part] if start > at else [part]
             at = start + len(part)
-        return found
+        return pieces
 
     def piece(self) -> tuple[memoryview, int]:
-        """Returns the next bytes, of one part, and the length of their piece, with the padding behind a part."""
+        """Returns the next bytes, from one part, and the length of their piece, including padding after the part."""
         part, start = self.parts[self._index], self.starts[self._index]
         begin = self.at - start
         rest = part[begin : begin + _PIECE_BYTES]
@@ -166,7 +163,7 @@ class _Outgoing:
         return rest, self.starts[self._index + 1] - self.at
 
     def go_on(self, length: int) -> bool:
-        """Counts a piece that has left; returns whether it was the last one."""
+        """Counts a sent piece; returns whether it was the last."""
         self.at += length
         if self._index + 1 < len(self.parts) and self.at == self.starts[self._index + 1]:
             self._index += 1
@@ -174,7 +171,7 @@ class _Outgoing:
 
 
 class Ends(NamedTuple):
-    """The ends of a link as a worker gets them; between hosts there are no rings."""
+    """The ends of a link as a worker receives them; there are no rings between hosts."""
 
     wire: Wire
     out: OutRing | None = None
@@ -182,9 +179,15 @@ class Ends(NamedTuple):
 
 
 class PeerLink:
-    """The link to worker `peer`; without ends at first, until the agent has made them."""
+    """The link to worker `peer`; it has no ends until the agent has created them."""
 
-    def __init__(self, peer: int, mailbox: AnyMailbox, room_of: Callable[[int], memoryview], on_arrival: OnArrival):
+    def __init__(
+        self,
+        peer: int,
+        mailbox: Mailbox[Any, memoryview],
+        room_of: Callable[[int], memoryview],
+        on_arrival: Callable[[Arrived], None],
+    ):
         self.peer = peer
         self.ends: Ends | None = None
         self.is_broken = self.awaits_room = self.is_retried = False
@@ -192,13 +195,13 @@ class PeerLink:
         self._incoming: Incoming[memoryview] = Incoming(self._room_for)
         self._reader = FrameReader(self._sink)
         self._kept: deque[_Outgoing] = deque()
-        self._rest: list[memoryview | bytes] = []  # of the frame that is leaving
-        self._dropped: list[memoryview | bytes] = []  # that rest, if a fence came meanwhile: nobody misses it
-        self._lock = threading.RLock()  # of all that is sent: a GPU's copies are sent by another thread
+        self._rest: list[memoryview | bytes] = []  # of the frame being sent
+        self._dropped: list[memoryview | bytes] = []  # that rest, if a fence came meanwhile: its loss is no failure
+        self._lock = threading.RLock()  # for sending: another thread sends copies from a GPU
 
     @property
     def owes(self) -> bool:
-        """Whether something waits to be sent that no fence has dropped."""
+        """Whether there is unsent data that no fence has dropped."""
         return bool(self._kept or (self._rest and self._rest is not self._dropped))
 
     def attach(self, ends: Ends) -> None:
@@ -207,7 +210,7 @@ class PeerLink:
             self.ends = ends
 
     def disturb(self, disturbance: Disturbance, met: Met) -> None:
-        """Has the link disturbed, from the next byte on; it has ends."""
+        """Disturbs the link, which has ends, from the next byte on."""
         with self._lock:
             ends = required(self.ends, "a link without ends carries nothing")
             rest, self._rest = b"".join(self._rest), []
@@ -215,17 +218,17 @@ class PeerLink:
             self.ends = ends._replace(wire=wire)
 
     def send(self, epoch: int, key: int, parts: Sequence[memoryview]) -> Lacks:
-        """Begins to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
+        """Starts to send a message of these bytes; returns where its rest waits. Raises OSError if broken."""
         with self._lock:
             if len(parts) != 1 or self.ends is None or self._kept or self._rest or len(parts[0]) > INLINE_BYTES:
                 self._kept.append(_Outgoing(epoch, key, parts))
                 return self.flush()
-            size = len(parts[0])  # in few calls: the peer may wait
+            size = len(parts[0])  # the fast path: the peer may be waiting
             self._rest = [Frame(epoch, key, size, 0, size).packed(), parts[0]]
             return "" if self._write(self.ends) else "socket"
 
     def flush(self) -> Lacks:
-        """Sends the kept messages, as far as there is room; raises OSError if the link is broken."""
+        """Sends queued messages while there is room; raises OSError if the link is broken."""
         with self._lock:
             while self.ends is not None:
                 if self._rest and not self._write(self.ends):
@@ -237,7 +240,7 @@ class PeerLink:
             return ""
 
     def _begin_frame(self, ends: Ends) -> bool:
-        """Makes the next frame; returns False if the ring has no room for it."""
+        """Prepares the next frame; returns False if the ring has no room for it."""
         message = self._kept[0]
         if message.total <= INLINE_BYTES:
             self._rest = message.frame
@@ -258,7 +261,6 @@ class PeerLink:
         return True
 
     def _write(self, ends: Ends) -> bool:
-        """Writes the rest of a frame; returns whether all of it has left."""
         try:
             count = ends.wire.write(self._rest)
         except BlockingIOError:
@@ -273,13 +275,13 @@ class PeerLink:
         return not self._rest
 
     def drop_unsent(self) -> None:
-        """Drops the kept messages, and copies the rest of the frame that is leaving: its tensors may change now."""
+        """Drops the queued messages, and copies the rest of a partly sent frame: its tensors may change now."""
         with self._lock:
             self._kept.clear()
             self._rest = self._dropped = [b"".join(self._rest)] if self._rest else []
 
     def read(self) -> bool:
-        """Reads all that has come; returns False at the end of the link. Raises InvariantError for a wrong frame."""
+        """Reads everything available; returns False once the link is closed. Raises InvariantError for a bad frame."""
         while (ends := self.ends) is not None:
             room = self._reader.room()
             try:
@@ -314,10 +316,8 @@ class PeerLink:
             into = None if room is None else room[frame.start : frame.start + frame.length]
             ends.back.take(frame.offset, frame.length, into)
         whole = self._incoming.ended(frame, floor)
-        if whole is not None:
-            arrived = self._mailbox.put(self.peer, frame.key, frame.epoch, whole)
-            if arrived is not None:
-                self._on_arrival(arrived)
+        if whole is not None and (arrived := self._mailbox.put(self.peer, frame.key, frame.epoch, whole)) is not None:
+            self._on_arrival(arrived)
 
     def close(self) -> None:
         """Closes this end."""

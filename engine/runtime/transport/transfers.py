@@ -1,4 +1,4 @@
-"""The receives of a program or of a validation pass, posted ahead of use."""
+"""Transfers over the channels of a transport: receives posted ahead, bulk transfers, the reduction over pipelines."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from engine.runtime.transport.transport import (
     value_key,
 )
 
-# Receives posted ahead: two for each direction hide a transfer behind one compute action. With less than one for each
-# direction, an action would wait for a message that its sender has long had.
+# Receives posted ahead: two per direction hide a transfer behind one compute action. With less than one per direction,
+# an action would wait for a message that has long been ready at its sender.
 _POSTED_AHEAD = 4
 _LEAST_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Receive(Generic[AnyKey]):
-    """One receive of a program: the value, its source worker, its key and the specs of its tensors."""
+    """One receive of a program: the value, its source worker, its key, and the specs of its tensors."""
 
     value: Value
     source: int
@@ -48,10 +48,10 @@ class Receive(Generic[AnyKey]):
 
 
 class Receiver(Generic[AnyKey]):
-    """Posts the receives of a program ahead, in order, and returns each to its action.
+    """Posts the receives of a program ahead, in order, and hands each message to its action.
 
-    Posting takes time, so it happens when the worker is idle, before a wait. A worker that never waits has it done in
-    `begin`, which it calls behind each send, before too few are posted.
+    Posting takes time, so it happens while the worker is idle, before a wait. For a worker that never waits, `begin`,
+    which it calls after each send, does it before too few are posted.
     """
 
     def __init__(self, channel: Channel[AnyKey], receives: Sequence[Receive[AnyKey]]):
@@ -77,9 +77,9 @@ class Receiver(Generic[AnyKey]):
             self._num_posted += 1
 
     def take(self) -> tuple[Value, Tensors]:
-        """Waits for the next receive of the program; returns its value and its tensors, ready as input of a layer."""
+        """Waits for the next receive of the program; returns its value, and its tensors ready as input of a layer."""
         receive = self._receives[self._num_taken]
-        if self.must_wait():  # also true if it is not posted yet
+        if self.must_wait():  # also if it is not posted yet
             self._post()
         tensors = self._channel.take(receive.source, receive.key)
         self._num_taken += 1
@@ -101,7 +101,7 @@ def receives_of(
 
 
 def border_of_carried(transfer: Action, borders: Sequence[Border]) -> Border:
-    """Returns the specs of a SEND or RECV: the outputs of a stage, or the gradients of inputs that require one."""
+    """Returns the specs of a SEND or RECV: the outputs of a stage, or the gradients of inputs that need one."""
     return border_of_value(carried(transfer), borders)
 
 
@@ -115,16 +115,16 @@ def border_of_value(value: Value, borders: Sequence[Border]) -> Border:
 
 # Bulk transfers: many tensors under one key, sent as bytes in chunks of bounded size; the receiver knows the specs.
 #
-# Small tensors are copied into common chunks. A large tensor is sent in slices of its own memory, without a copy.
+# Small tensors are packed into shared chunks. A large tensor is sent in slices of its own memory, without a copy.
 
-_LARGE = 1 << 20  # bytes from which a tensor has chunks of its own
+_LARGE = 1 << 20  # bytes from which a tensor gets chunks of its own
 _CHUNK = 16 << 20  # maximum bytes of a chunk
 
 ByteRange = tuple[int, int, int]  # (tensor, first byte, end byte)
 
 
 def chunks_of(sizes: Sequence[int]) -> list[list[ByteRange]]:
-    """Returns the parts of each chunk for tensors of these sizes in bytes; sender and receiver compute the same."""
+    """Returns the parts of each chunk for tensors of these sizes in bytes; sender and receiver agree on them."""
     chunks: list[list[ByteRange]] = []
     together: list[ByteRange] = []
     for index, size in enumerate(sizes):
@@ -139,14 +139,14 @@ def chunks_of(sizes: Sequence[int]) -> list[list[ByteRange]]:
 
 
 def send_bulk(channel: Channel[AnyKey], targets: Iterable[int], key: AnyKey, tensors: Sequence[Tensor]) -> None:
-    """Starts a bulk transfer to each target; all tensors lie on one device.
+    """Starts a bulk transfer to each target; all tensors are on one device.
 
     They must not change before the commit of the step.
     """
     payload = [bytes_of(tensor.detach().contiguous()) for tensor in tensors]
     payloads = [
         channel.device.copies.fetched((_joined([payload[index][start:end] for index, start, end in chunk]),))
-        for chunk in chunks_of([len(each) for each in payload])
+        for chunk in chunks_of([len(part) for part in payload])
     ]
     for target in targets:
         for chunk in payloads:
@@ -165,16 +165,16 @@ def receive_bulk(
     channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec], is_posted: bool = False
 ) -> list[Tensor]:
     """Waits for a bulk transfer from `source`, which `post_bulk` may have posted; returns its tensors, contiguous."""
-    found = dict(arriving(channel, source, key, specs, is_posted))
-    return [found[index] for index in range(len(specs))]
+    tensors = dict(arriving(channel, source, key, specs, is_posted))
+    return [tensors[index] for index in range(len(specs))]
 
 
 def arriving(
     channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec], is_posted: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields each tensor of a bulk transfer with its index as soon as it is whole, large ones first.
+    """Yields each tensor of a bulk transfer with its index as soon as it is complete, large ones first.
 
-    So a receiver that puts each in its place, and forgets it, holds one tensor and one chunk beside.
+    So a receiver that copies each to its place and drops it needs extra memory for one tensor and one chunk only.
     """
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
     yield from ((index, specs[index].empty(channel.device)) for index, size in enumerate(sizes) if size == 0)
@@ -204,18 +204,18 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 # The reduction over pipelines: a deterministic all-reduce of gradients, and an all-gather of buffers and losses.
 #
-# Each owner of a stage sums one chunk of all D gradients in pipeline order and sends the sum to the other owners:
+# Each owner of a stage sums one chunk of all D gradients in pipeline order, and sends the sum to the other owners:
 #
 #     owner 0  sends chunk 1 of its gradient  ->  adds up chunk 0  ->  sends the mean of chunk 0
 #     owner 1  sends chunk 0 of its gradient  ->  adds up chunk 1  ->  sends the mean of chunk 1
 #
-# It sends as many bytes as a ring all-reduce, but its result does not depend on ranks or ownership. A worker that owns
-# the stage in several pipelines contributes several parts. The accumulators are not changed.
+# It sends as many bytes as a ring all-reduce, but the result does not depend on ranks or ownership. A worker that owns
+# the stage in several pipelines contributes several parts. The accumulators do not change.
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGroup:
-    """The owners of one stage, from the view of `worker`, one of them."""
+    """The owners of one stage, as seen by `worker`, one of them."""
 
     channel: Channel[ProgramKey]
     ownership: Ownership
@@ -225,7 +225,7 @@ class ReduceGroup:
     @property
     def others(self) -> tuple[int, ...]:
         """The other owners."""
-        return tuple(each for each in self.ownership.owners_of(self.stage) if each != self.worker)
+        return tuple(owner for owner in self.ownership.owners_of(self.stage) if owner != self.worker)
 
     def pipelines(self, worker: int) -> tuple[int, ...]:
         """Returns the pipelines in which a worker owns the stage."""
@@ -271,7 +271,8 @@ def _mean_of_one_dtype(group: ReduceGroup, parts: Mapping[int, Sequence[Tensor]]
     for other in group.others:
         for pipeline, mine in chunks.items():
             group.channel.send(other, group.key(ProgramPurpose.SCATTER, pipeline, index), (mine[owners.index(other)],))
-    total = _summed_chunk(group, {each: mine[owners.index(group.worker)] for each, mine in chunks.items()}, index)
+    own = owners.index(group.worker)
+    total = _mean_of_chunk(group, {pipeline: mine[own] for pipeline, mine in chunks.items()}, index)
     for other in group.others:
         group.channel.send(other, group.key(ProgramPurpose.GATHER, group.pipelines(group.worker)[0], index), (total,))
     sums = {group.worker: total}
@@ -284,7 +285,7 @@ def _mean_of_one_dtype(group: ReduceGroup, parts: Mapping[int, Sequence[Tensor]]
     ]
 
 
-def _summed_chunk(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) -> Tensor:
+def _mean_of_chunk(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) -> Tensor:
     """Returns the mean of one chunk over all pipelines, added in pipeline order."""
     parts = dict(mine)
     for other in group.others:
@@ -300,28 +301,26 @@ def _summed_chunk(group: ReduceGroup, mine: Mapping[int, Tensor], index: int) ->
 def gather_over_pipelines(group: ReduceGroup, parts: Mapping[int, Tensors]) -> tuple[Tensors, ...]:
     """Returns the tensors of all pipelines, in pipeline order; `parts` has those of the pipelines owned here.
 
-    A collective: every owner of the stage must call it. For small tensors: each owner sends its parts to all others.
+    A collective: every owner of the stage must call it. Meant for small tensors: each owner sends its parts to all.
     """
-    found = dict(parts)
+    gathered = dict(parts)
     for pipeline, part in parts.items():
         send_bulk(group.channel, group.others, group.key(ProgramPurpose.ENDING, pipeline), part)
     specs = [TensorSpec.of(tensor) for tensor in part]
     for other in group.others:
         for pipeline in group.pipelines(other):
-            found[pipeline] = tuple(
+            gathered[pipeline] = tuple(
                 receive_bulk(group.channel, other, group.key(ProgramPurpose.ENDING, pipeline), specs)
             )
-    return tuple(found[pipeline] for pipeline in range(len(found)))
-
-
-# One worker's part of a program, with the routes, receives and keys that are computed before its first action.
-#
-# It is a pure function of program and ownership, so that a background thread can compute it in advance.
+    return tuple(gathered[pipeline] for pipeline in range(len(gathered)))
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """The actions of one worker in a program, in order, with their transfers."""
+    """The actions of one worker in a program, in order, with their transfers.
+
+    It is a pure function of program and ownership, so a background thread can compute it in advance.
+    """
 
     ownership: Ownership
     owned: frozenset[Slot]
@@ -330,18 +329,18 @@ class WorkerProgram:
     receives: Sequence[Receive[ProgramKey]]
     targets: Mapping[Action, tuple[tuple[int, ...], ProgramKey]]  # send -> (target workers, key)
     next_forwards: Mapping[Action, Action]
-    issued: tuple[Issued, ...]  # its transfers, in the order for a backend without tags, if that was asked for
-    is_awaited: bool  # it begins with an own forward: the other workers wait for its first SEND
+    issued: tuple[Issued, ...]  # its transfers in issue order; empty for a backend with tags
+    is_awaited: bool  # it starts with a forward of its own: other workers wait for its first SEND
 
     def received_bytes(self) -> set[int]:
-        """Returns the sizes of the tensors in the messages that it receives."""
+        """Returns the sizes of the tensors that it receives."""
         return {spec.num_bytes for receive in self.receives for spec in receive.border}
 
 
 def worker_program(
     worker: int, program: Program, ownership: Ownership, borders: Sequence[Border], *, has_tags: bool = True
 ) -> WorkerProgram:
-    """Returns the part of `worker` in the program of all workers; a backend without tags needs the order of all."""
+    """Returns one worker's part of the program; a backend without tags also needs the issue order of all transfers."""
     actions = program.get(worker, ())
     routes = routes_of(worker, program, ownership)
     owned = frozenset(ownership.slots_of(worker))
@@ -364,21 +363,24 @@ def worker_program(
 
 
 def _issued(worker: int, program: Program, ownership: Ownership, borders: Sequence[Border]) -> tuple[Issued, ...]:
-    ends = []
-    for value, source, target in issued_by(worker, program, ownership):
-        peer = target if source == worker else source
-        border = border_of_value(value, borders)
-        ends.append(Issued(source == worker, peer, value_key(ownership.grid, value), border))
-    return tuple(ends)
+    return tuple(
+        Issued(
+            source == worker,
+            target if source == worker else source,
+            value_key(ownership.grid, value),
+            border_of_value(value, borders),
+        )
+        for value, source, target in issued_by(worker, program, ownership)
+    )
 
 
 def _next_forwards(actions: Sequence[Action]) -> dict[Action, Action]:
-    """Returns for each receive the next forward behind it in the list, which may belong to another value."""
-    found: dict[Action, Action] = {}
+    """Returns the next forward after each receive in the list; it may belong to another value."""
+    forwards: dict[Action, Action] = {}
     forward = None
     for action in reversed(actions):
         if action.op is Op.F:
             forward = action
         elif action.op in RECEIVE_OPS and forward is not None:
-            found[action] = forward
-    return found
+            forwards[action] = forward
+    return forwards

@@ -1,12 +1,12 @@
-"""The transport of a worker: the protocol that each backend implements, and the only one that other rooms use.
+"""The transport of a worker: the protocol that every backend implements and other rooms use.
 
-    backend     one for each worker: joins the group of an epoch
+    backend     one per worker: joins the group of an epoch
     transport   the messages of one group, in two channels
     in_order    messages in program order: the transfers of a program
-    aside       messages that may come late: streams, heals, validation passes, shards
+    aside       messages that may be late: streams, heals, validation passes, shards
 
-Rules: a key names a message, together with the epoch that both ends are in; its type belongs to one channel. The main
-thread of a worker calls everything here but `Joining`. It waits in the `Waiter` only, which a newer epoch ends.
+Rules: a key identifies a message within the epoch that both ends are in; its type determines the channel. The main
+thread of a worker calls everything here but `Joining`. It waits only in the `Waiter`, which a newer epoch interrupts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from engine.runtime.device.copies import Leaving
 from engine.runtime.device.device import Device
 from engine.runtime.transport.link_wire import Met
 
-# Specs of the tensors between stages: learned once at the start, so that transfers carry data only.
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor, and whether its gradient is sent back."""
+    """Shape and dtype of a tensor, and whether its gradient is sent back.
+
+    Specs are learned once at the start, so transfers carry nothing but data.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,13 +55,12 @@ class TensorSpec:
 
     def fits(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has this spec."""
-        same_form = tensor.shape == self.shape and tensor.dtype == self.dtype
-        return same_form and tensor.requires_grad == self.needs_grad
+        return (tensor.shape, tensor.dtype, tensor.requires_grad) == (self.shape, self.dtype, self.needs_grad)
 
-    def told(self, beside: TensorSpec) -> str:
-        """Returns the spec in words, with its gradient where that alone tells it from the spec beside it."""
+    def in_words(self, other: TensorSpec) -> str:
+        """Returns the spec in words; mentions the gradient only if nothing else differs from `other`."""
         words = f"{list(self.shape)} {self.dtype}"
-        if (self.shape, self.dtype) != (beside.shape, beside.dtype):
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
             return words
         return f"{words} {'with' if self.needs_grad else 'without'} a gradient"
 
@@ -69,11 +69,11 @@ class TensorSpec:
         return replace(self, needs_grad=False)
 
     def empty(self, device: Device) -> Tensor:
-        """Returns an uninitialised tensor on a device."""
+        """Returns an uninitialized tensor on a device."""
         return torch.empty(self.shape, dtype=self.dtype, device=device.place)
 
     def zeros(self, device: Device) -> Tensor:
-        """Returns a tensor of zeros on a device as a trial input of a layer."""
+        """Returns a tensor of zeros on a device, as a trial input of a layer."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device.place).requires_grad_(self.needs_grad)
 
     def to_json(self) -> tuple[tuple[int, ...], str, bool]:
@@ -96,16 +96,16 @@ def border_of(tensors: Tensors) -> Border:
 
 
 def difference(expected: Border, tensors: Tensors) -> str:
-    """Returns in words what tensors have in place of the specs that were learned at the start; empty if they fit."""
+    """Returns in words how tensors differ from the specs learned at the start; an empty string if they fit."""
     if len(tensors) == len(expected) and all(map(TensorSpec.fits, expected, tensors)):
         return ""
-    found = border_of(tensors)
+    border = border_of(tensors)
     wrong = " and ".join(
-        f"{one.told(other)} instead of {other.told(one)}"
-        for one, other in zip(found, expected, strict=False)
+        f"{one.in_words(other)} instead of {other.in_words(one)}"
+        for one, other in zip(border, expected, strict=False)
         if one != other
     )
-    return wrong or f"{len(found)} tensors instead of {len(expected)}"
+    return wrong or f"{len(border)} tensors instead of {len(expected)}"
 
 
 def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -120,10 +120,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-# Keys of messages between workers, equal at sender and receiver; the type of a key says in which channel it goes.
+# Keys of messages between workers, equal at sender and receiver; the type of a key determines the channel.
 #
-# Messages in program order: for each pair of workers, the receiver posts them in the order in which the sender sends
-# them, by the program that both run. Messages aside: they may come late, or never, and no other message waits for them.
+# In program order: for each pair of workers, the receiver posts messages in the order in which the sender sends them,
+# which both know from the program. Aside: messages may be late, or never come, and no other message waits for them.
 
 _MAX_TIES = 64
 
@@ -150,7 +150,7 @@ class AsidePurpose(IntEnum):
 
 
 class ProgramKey(NamedTuple):
-    """A message in program order; `item` is a microbatch, a tie, a part, or 0, and `number` stands for all fields."""
+    """A message in program order; `item` is a microbatch, a tie, a part, or 0, and `number` encodes all fields."""
 
     purpose: ProgramPurpose
     pipeline: int
@@ -170,7 +170,7 @@ class AsideKey(NamedTuple):
 
 
 class Issued(NamedTuple):
-    """One end of a transfer of a program, in the order in which a worker issues them on a backend without tags."""
+    """One end of a transfer of a program; on a backend without tags, a worker issues them in a fixed order."""
 
     is_send: bool
     peer: int
@@ -218,7 +218,7 @@ _Key_contra = TypeVar("_Key_contra", contravariant=True)
 
 
 class LinkFaults(NamedTuple):
-    """The faults of a worker's connections: `LinkCuts.cut` and `Links.disturb`; by default it has no connection."""
+    """The faults of a worker's connections, `LinkCuts.cut` and `Links.disturb`; by default there is no connection."""
 
     cut: Callable[[int, str, int | None, Callable[[str], None]], bool] = lambda *given: False
     disturb: Callable[[int, Disturbance, Met], bool] = lambda *given: False
@@ -228,26 +228,26 @@ class Waiter(Protocol):
     """The place where the main thread of a worker waits; the control thread provides it."""
 
     def wait_until(self, look: Callable[[], Found | None]) -> Found:
-        """Waits until `look`, called again after each `wake`, finds something; may raise to end the wait."""
+        """Waits until `look`, called again after every `wake`, returns a value; may raise to end the wait."""
 
     def wake(self) -> None:
-        """Has the main thread look again."""
+        """Makes the main thread look again."""
 
 
 class Channel(Protocol[_Key_contra]):
     """The messages of one kind of key between this worker and the other members, each a tuple of tensors.
 
-    A message that is sent may lie on the host or on the worker's device; one that is taken lies on the device.
+    Tensors may be sent from the host or from the worker's device; received ones are on the device.
     """
 
     @property
     def device(self) -> Device:
-        """The device on which the tensors of a message lie when they are taken."""
+        """The device on which received tensors are."""
 
     def post(self, source: int, key: _Key_contra, border: Border) -> None:
         """Posts the receive of one message from worker `source`; never waits.
 
-        In program order, the receives from a source are posted in the order of its sends.
+        In program order, receives from a source are posted in the order of its sends.
         """
 
     def has_arrived(self, source: int, key: _Key_contra) -> bool:
@@ -263,20 +263,20 @@ class Channel(Protocol[_Key_contra]):
         """Returns the tensors of a posted message, or None if it has not arrived; never waits, never raises."""
 
     def leaving(self, key: _Key_contra, tensors: Leaving) -> Leaving:
-        """Begins to bring the tensors of a message to where it is sent from, once for all of its targets."""
+        """Starts copying the tensors of a message to where it is sent from, once for all of its targets."""
 
     def send(self, target: int, key: _Key_contra, tensors: Leaving) -> None:
         """Starts one message to worker `target`; never waits. Raises TransferFailedError if the connection broke.
 
-        In program order, the tensors must not change before the commit of the step. Aside, they must not change before
-        they are sent, and the transport then releases them.
+        In program order, the tensors must not change before the commit of the step. Aside, they must not change until
+        they are sent; then the transport releases them.
         """
 
 
 class Traffic(NamedTuple):
-    """The numbers of messages to and from one other member, since the group was formed."""
+    """The message counts to and from one other member, since the group was formed."""
 
-    sent: int = 0  # begun, at this end
+    sent: int = 0  # started, at this end
     posted: int = 0
     received: int = 0
 
@@ -284,14 +284,14 @@ class Traffic(NamedTuple):
 class Transport(Protocol):
     """The messages of one worker in one group.
 
-    `epoch` is that of the coming messages: a group may serve several epochs. The training sets it when it enters one.
+    `epoch` is that of the next messages: a group may serve several epochs. The training loop sets it on entering one.
     """
 
     epoch: int
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes of all messages that were begun here."""
+        """The size of all messages sent from here."""
 
     @property
     def in_order(self) -> Channel[ProgramKey]:
@@ -302,29 +302,26 @@ class Transport(Protocol):
         """The messages aside."""
 
     def traffic(self) -> Mapping[int, Traffic]:
-        """Returns the numbers of messages in both channels by other member; any thread may ask."""
+        """Returns the message counts of both channels by other member; any thread may ask."""
 
     def expect(self, step: int, issued: Sequence[Issued]) -> None:
-        """Takes the transfers of a program that is about to run, in the order in which a backend without tags has them.
-
-        There are some only if the job asks for such a backend.
-        """
+        """Accepts the transfers of a program that is about to run, in issue order; none for a backend with tags."""
 
     def begin(self) -> None:
-        """Takes the place of the group before, after a `join` in advance: its connections can be cut from now on."""
+        """Replaces the previous group, after a `join` in advance; its connections can be cut from now on."""
 
     def release_sent(self) -> None:
-        """Releases the tensors sent in program order, after the commit of their step; they have all been received."""
+        """Releases the tensors sent in program order, after the commit of their step; all have been received."""
 
     def abandon(self) -> None:
-        """Breaks off all messages and leaves the group, within milliseconds; ends every wait for it."""
+        """Cancels all messages and leaves the group within milliseconds; ends every wait for it."""
 
     def close(self) -> None:
-        """Leaves the group when no message is under way at any member."""
+        """Leaves the group when no message is in flight at any member."""
 
 
 class Joining(Protocol):
-    """One attempt to join the group of an epoch; it needs a thread, since it waits for the other members."""
+    """One attempt to join the group of an epoch; it needs a thread, because it waits for the other members."""
 
     def join(self) -> Transport:
         """Waits until all members have joined; raises TransferFailedError if the group could not be formed."""
@@ -334,12 +331,12 @@ class Joining(Protocol):
 
 
 class TransportBackend(Protocol):
-    """How one worker joins its groups; made with the waiter of its main thread."""
+    """How one worker joins its groups."""
 
     link_faults: LinkFaults
 
     def joining(self, epoch: int, members: Sequence[int], attempt: int = 0) -> Joining:
-        """Returns the attempt of this worker, one of `members`, to join the group of `epoch`.
+        """Returns an attempt of this worker, one of `members`, to join the group of `epoch`.
 
-        With the number of an `attempt` it is one in advance: the present group stays, until `Transport.begin`.
+        A numbered attempt is made in advance: the current group stays until `Transport.begin`.
         """
