@@ -2,8 +2,8 @@
 
 Rules: a loan swaps the tensor objects and never overwrites them, because autograd may have saved one for a backward.
 Copies have the strides of the buffers, because strides can decide bits. Copies share memory where the buffers do: a
-buffer may have several names or be a view of another. Snapshots in the history are never changed, so an unchanged
-buffer is not copied again.
+buffer may have several names or be a view of another. Snapshots in the history never change, so an unchanged buffer is
+not copied again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,11 @@ from engine.runtime.transport.transport import bytes_of
 
 Buffers = list[dict[str, Tensor | None]]  # name -> buffer of each module, in order
 _ALIGNED = 64  # bytes: torch's alignment; the offset of a tensor from it can decide bits
-_MANY = 4096  # bytes from which comparing eight at a time is faster
+_MANY = 4096  # bytes from which comparing eight at a time pays off
 
 
 class BufferPlace(NamedTuple):
-    """The layout of a tensor in a piece of memory; the offset counts elements."""
+    """The layout of a tensor in a piece of memory; the offset is in elements."""
 
     piece: int
     dtype: torch.dtype
@@ -39,7 +40,7 @@ class BufferPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BufferSnapshot:
-    """The buffers of some modules: their memory as pieces of bytes, and the place of each tensor in it."""
+    """The buffers of some modules: their memory in pieces of bytes, and the place of each tensor in it."""
 
     memory: tuple[Tensor, ...]
     places: tuple[BufferPlace, ...]  # of each distinct tensor
@@ -55,7 +56,7 @@ class BufferSnapshot:
         return [{name: None if at is None else tensors[at] for name, at in named.items()} for named in self.names]
 
     def put(self, device: Device) -> BufferSnapshot:
-        """Returns the buffers on a device: they share memory there as they do here."""
+        """Returns the buffers on a device, sharing memory as they do here."""
         return replace(self, memory=tuple(device.put(piece) for piece in self.memory))
 
     def copy(self) -> BufferSnapshot:
@@ -69,7 +70,7 @@ def modules_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
-    """Returns a snapshot that shares the memory of the buffers: no copies."""
+    """Returns a snapshot that shares the memory of the buffers, without copies."""
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
     for module in modules:
@@ -85,7 +86,7 @@ def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
     holders = {_address(tensor): tensor for tensor in tensors}
     pieces = {address: number for number, address in enumerate(spans)}
     return BufferSnapshot(
-        tuple(_bytes_of(holders[address], first, last) for address, (first, last) in spans.items()),
+        tuple(_memory_of(holders[address], first, last) for address, (first, last) in spans.items()),
         tuple(
             BufferPlace(
                 pieces[address := _address(tensor)],
@@ -97,14 +98,13 @@ def snapshot_of(modules: Sequence[nn.Module]) -> BufferSnapshot:
             for tensor in tensors
         ),
         [
-            {name: None if each is None else numbers[id(each)] for name, each in module._buffers.items()}
+            {name: None if buffer is None else numbers[id(buffer)] for name, buffer in module._buffers.items()}
             for module in modules
         ],
     )
 
 
-def _bytes_of(holder: Tensor, first: int, last: int) -> Tensor:
-    """Returns bytes of the memory that a tensor lies in, without a copy."""
+def _memory_of(holder: Tensor, first: int, last: int) -> Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=holder.device)
     return empty.set_(holder.untyped_storage(), first, (last - first,), (1,))
 
@@ -114,7 +114,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Returns the bytes of its storage that a tensor covers: the first, rounded down to alignment, and the end."""
+    """Returns the range of bytes that a tensor covers in its storage, with the start rounded down to alignment."""
     start = int(tensor.storage_offset())
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = start + 1 + extent if tensor.numel() else start
@@ -137,51 +137,50 @@ def overwrite(buffer: Tensor, values: Tensor) -> None:
 
 @contextlib.contextmanager
 def lending(modules: Sequence[nn.Module], buffers: Buffers) -> Iterator[None]:
-    """Lets the modules use these buffers in place of their own."""
-    kept = [dict(module._buffers) for module in modules]
+    """Makes the modules use these buffers in place of their own."""
+    own_buffers = [dict(module._buffers) for module in modules]
     for module, lent in zip(modules, buffers, strict=True):
         module._buffers.update(lent)
     try:
         yield
     finally:
-        for module, own in zip(modules, kept, strict=True):
-            module._buffers.clear()  # a forward may have registered another one
+        for module, own in zip(modules, own_buffers, strict=True):
+            module._buffers.clear()  # a forward may have registered another
             module._buffers.update(own)
 
 
 @contextlib.contextmanager
 def in_use(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Lets modules run in evaluation mode: no dropout, no gradients, and buffers unchanged afterwards."""
+    """Runs modules in evaluation mode: no dropout, no gradients, and buffers unchanged afterwards."""
     training = [module for module in modules if module.training]
     with torch.no_grad(), lending(modules, snapshot_of(modules).copy().buffers()):
         for module in training:
             module.training = False
         yield
-        # Not `train()` on all: a user may have put a batch norm into evaluation mode to freeze its statistics.
+        # Not `train()` on all: a user may freeze the statistics of a batch norm by putting it into evaluation mode.
         for module in training:
             module.training = True
 
 
 @dataclass(slots=True)
 class BufferHistory:
-    """Snapshots of the buffers of some modules; a piece of memory that has not changed is not copied again."""
+    """Snapshots of the buffers of some modules; an unchanged piece of memory is not copied again."""
 
     modules: list[nn.Module]
     _before: dict[int, BufferSnapshot] = field(default_factory=dict)  # before each forward of the open step
     _last: tuple[Tensor, ...] = ()
 
     def keep(self) -> BufferSnapshot:
-        """Returns a snapshot of the buffers in memory of its own, which must not be changed."""
+        """Returns a snapshot of the buffers in memory of its own, which must not change."""
         now = snapshot_of(self.modules)
-        known = [*self._last, *[None] * len(now.memory)]
         self._last = tuple(
             last if last is not None and same_bits(last, piece) else piece.clone()
-            for last, piece in zip(known, now.memory, strict=False)
+            for last, piece in zip_longest(self._last[: len(now.memory)], now.memory)
         )
         return replace(now, memory=self._last)
 
     def note(self, microbatch: int) -> None:
-        """Keeps a snapshot of the buffers as those before the forward of `microbatch`."""
+        """Keeps a snapshot of the buffers from before the forward of `microbatch`."""
         self._before[microbatch] = self.keep()
 
     def forget_step(self) -> None:
@@ -189,18 +188,18 @@ class BufferHistory:
         self._before = {}
 
     def before(self, microbatch: int) -> BufferSnapshot:
-        """Returns the buffers before that forward, or the present buffers if there is no snapshot; no copies."""
+        """Returns the buffers from before that forward, or without a snapshot the current ones; no copies."""
         return self._before.get(microbatch) or snapshot_of(self.modules)
 
     def take_over(self, befores: Mapping[int, BufferSnapshot]) -> None:
-        """Adds snapshots of another replica; sets the present buffers to those before the last forward of them."""
+        """Adds snapshots of another replica; sets the buffers to those from before the last of these forwards."""
         self._before |= befores
         for module, now in zip(self.modules, befores[max(befores)].copy().buffers(), strict=True):
             module._buffers.update(now)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two byte tensors are equal. A tensor's version would not do: BatchNorm does not count in it."""
+    """Returns whether two byte tensors are equal. A tensor's version would not do: BatchNorm does not increment it."""
     if one.shape != other.shape:
         return False
     many = len(one) // 8 * 8 if len(one) >= _MANY else 0
@@ -208,24 +207,24 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return in_eights and torch.equal(one[many:], other[many:])
 
 
-def named_copies(layers: Mapping[int, nn.Module], kept: Sequence[Tensor]) -> dict[int, list[tuple[str, Tensor]]]:
-    """Returns copies of the distinct buffers of layers, in their order, by layer and with their names."""
+def named_copies(layers: Mapping[int, nn.Module], copies: Sequence[Tensor]) -> dict[int, list[tuple[str, Tensor]]]:
+    """Returns copies of the distinct buffers of layers, given in order, by layer and with their names."""
     distinct = dict.fromkeys(id(buffer) for layer in layers.values() for buffer in layer.buffers())
-    numbers = {each: number for number, each in enumerate(distinct)}
+    copy_of = dict(zip(distinct, copies, strict=False))
     return {
-        index: [(name, kept[numbers[id(buffer)]]) for name, buffer in layer.named_buffers()]
+        index: [(name, copy_of[id(buffer)]) for name, buffer in layer.named_buffers()]
         for index, layer in layers.items()
     }
 
 
 # Rules for the buffers of a layer, checked in the first forward of a stage.
 #
-# A layer has all its buffers when it is built. They keep shape, type and shared memory, because the other replicas
-# receive them in this form. A forward changes only buffers of its own layer: a buffer of two layers would be two
-# tensors on two workers, and a tensor that is no buffer is not replicated.
+# A layer has all its buffers when it is built. They keep shape, type and shared memory, because other replicas receive
+# them in this form. A forward changes only buffers of its own layer: a buffer shared by two layers would be two tensors
+# on two workers, and a tensor that is not a buffer is not replicated.
 
 BufferForm = list[dict[str, tuple[torch.dtype, torch.Size, int, int] | None]]
-_Found = tuple[str, str]  # what breaks a rule, and the way out
+_Violation = tuple[str, str]  # the violation, and how to fix it
 _KEPT_FORM = "each layer to have all its buffers when it is built, and to keep their shapes, types and shared memory"
 _OWN_MEMORY = "a forward to change only buffers, and only those of its own layer"
 _BY_NAME = "change it as an attribute of its module, as in `self.count += 1`"
@@ -246,11 +245,11 @@ def form_of(snapshot: BufferSnapshot) -> BufferForm:
     ]
 
 
-def refuse_another_form(layers: Mapping[int, nn.Module], expected: BufferForm, found: BufferForm) -> None:
+def refuse_another_form(layers: Mapping[int, nn.Module], expected: BufferForm, actual: BufferForm) -> None:
     """Raises UserError with the first buffer whose form has changed since its layer was built."""
-    if expected == found:
+    if expected == actual:
         return
-    for (index, path), one, other in zip(_modules_of(layers), expected, found, strict=True):
+    for (index, path), one, other in zip(_modules_of(layers), expected, actual, strict=True):
         for name in {**one, **other}:
             if name not in one or name not in other or one[name] != other[name]:
                 raise UserError([Problem("model", _KEPT_FORM, f"otherwise: {path}{name!r} of layer {index}")])
@@ -261,7 +260,7 @@ def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
     """Runs a forward on copies of the buffers; then raises UserError with every buffer that breaks a rule."""
     modules = modules_of(layers.values())
     own = snapshot_of(modules)
-    marks = [hash_tensors([("", piece)]) for piece in own.memory]  # hashes, as a second copy could set the memory peak
+    marks = [hash_tensors([("", piece)]) for piece in own.memory]  # a second copy could raise the memory peak
     with lending(modules, own.copy().buffers()):
         yield
         form, changed = form_of(snapshot_of(modules)), _changed(own, snapshot_of(modules))
@@ -271,54 +270,47 @@ def on_trial(layers: Mapping[int, nn.Module], model: Model) -> Iterator[None]:
         *_held_by_others(layers, own, changed, model),
     ]
     if problems:
-        raise UserError([Problem("model", _OWN_MEMORY, found, hint) for found, hint in problems])
+        raise UserError([Problem("model", _OWN_MEMORY, violation, hint) for violation, hint in problems])
 
 
 def _changed(own: BufferSnapshot, after: BufferSnapshot) -> set[int]:
-    """Returns the numbers of the buffers whose bytes a forward has changed."""
-    pairs = zip(own.tensors(), after.tensors(), strict=False)
-    return {number for number, pair in enumerate(pairs) if not same_bits(*map(_bytes, pair))}
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return bytes_of(tensor.contiguous())
+    """Returns the numbers of the buffers that a forward has changed."""
+    pairs = [[bytes_of(tensor.contiguous()) for tensor in snapshot.tensors()] for snapshot in (own, after)]
+    return {number for number, pair in enumerate(zip(*pairs, strict=False)) if not same_bits(*pair)}
 
 
 def _modules_of(layers: Mapping[int, nn.Module]) -> list[tuple[int, str]]:
-    """Returns (layer, path) of each module; the path, with a final dot, precedes the names of its buffers."""
+    """Returns (layer, path) of each module; the path ends in a dot and prefixes the names of its buffers."""
     return [(index, f"{path}." if path else "") for index, layer in layers.items() for path, _ in layer.named_modules()]
 
 
 def _uses(layers: Mapping[int, nn.Module], snapshot: BufferSnapshot) -> Iterator[tuple[int, str, int]]:
-    """Yields (layer, name, number) of each buffer."""
     for (index, path), named in zip(_modules_of(layers), snapshot.names, strict=True):
         yield from ((index, f"{path}{name}", at) for name, at in named.items() if at is not None)
 
 
-def _written_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, marks: list[str]) -> Iterator[_Found]:
-    """Yields buffers that a forward has changed although it was lent copies."""
+def _written_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, marks: list[str]) -> Iterator[_Violation]:
+    """Yields buffers that a forward has changed although it ran on copies."""
     wrong = {number for number, piece in enumerate(own.memory) if hash_tensors([("", piece)]) != marks[number]}
     for index, name, at in _uses(layers, own):
         if own.places[at].piece in wrong:
             yield f"{name!r} of layer {index}, changed in another way than by its name", _BY_NAME
 
 
-def _held_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int]) -> Iterator[_Found]:
-    """Yields attributes that are not buffers but share the memory of a buffer that has changed."""
+def _held_elsewhere(layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int]) -> Iterator[_Violation]:
+    """Yields attributes that are not buffers but share the memory of a changed buffer."""
     pieces = {own.memory[own.places[at].piece].untyped_storage().data_ptr() for at in changed}
     for (index, path), module in zip(_modules_of(layers), modules_of(layers.values()), strict=True):
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.numel() and value.untyped_storage().data_ptr() in pieces:
-                yield (
-                    f"{path}{name!r} of layer {index}, which is not registered as the buffer that it lies in",
-                    _REGISTER,
-                )
+                where = f"{path}{name!r} of layer {index}"
+                yield f"{where}, which is not registered as the buffer that it lies in", _REGISTER
 
 
 def _held_by_others(
     layers: Mapping[int, nn.Module], own: BufferSnapshot, changed: set[int], model: Model
-) -> Iterator[_Found]:
-    """Yields changed buffers that another layer shares, or that the builder of this layer would return again."""
+) -> Iterator[_Violation]:
+    """Yields changed buffers shared with another layer, or returned again by the builder of this one."""
     declared = {use: uses for uses in model.shared_buffers for use in uses}
     of_changed = [(index, name, own.places[at].piece) for index, name, at in _uses(layers, own) if at in changed]
     addresses: set[int] = set()

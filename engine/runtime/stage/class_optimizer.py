@@ -1,9 +1,9 @@
-"""Optimizers by their class: a `torch.optim.Optimizer` of one layer, whose state is lent for each step and taken back.
+"""Optimizers by class: a `torch.optim.Optimizer` per layer, which is lent its state for each step.
 
 Rules: each parameter is a group of its own, so no step depends on the other parameters of the layer. The state of a
-parameter is a plain mapping from name to tensor, as hashes, heals and checkpoints know it. A number in a state, and a
-number that a step changes in a group, is a tensor there, whose name ends with its type (``step:int``). Anything else in
-a state is refused. The class is made at the first step: its use imports torch's compiler, and shards come late.
+parameter is a plain mapping from name to tensor, for hashes, heals and checkpoints. Numbers in a state, and numbers
+that a step changes in a group, become tensors whose name ends in their type (``step:int``). Anything else in a state is
+refused. The class is instantiated at the first step: it imports torch's compiler, and shards come late.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ from engine.models.layers import Model
 from engine.models.user_code import running
 from engine.models.user_factory import import_factory
 
-# The parameter groups of a job, by the plain names of a model's parameters.
-#
-# Rule: a tied parameter has the group of its first use. Each use is updated where it is, and all must stay equal.
-
 
 def groups_by_layer(job: Job, model: Model, layers: Mapping[int, nn.Module]) -> dict[int, dict[str, ParamGroup]]:
-    """Returns for each layer the groups of its trained parameters; none for a parameter without one."""
-    found: dict[int, dict[str, ParamGroup]] = {index: {} for index in layers}
+    """Returns the parameter groups of each layer, by the name of the parameter, for parameters that are in one.
+
+    A tied parameter has the group of its first use: each use is updated where it is, and all must stay equal.
+    """
+    by_layer: dict[int, dict[str, ParamGroup]] = {index: {} for index in layers}
     if not job.param_groups:
-        return found
+        return by_layer
     groups = param_groups(job.param_groups)
     for index, name, plain in _plain_names(model, layers):
         if (group := group_of(groups, plain)) is not None:
-            found[index][name] = group
-    return found
+            by_layer[index][name] = group
+    return by_layer
 
 
 def check_groups(job: Job, model: Model, layers: Mapping[int, nn.Module]) -> None:
-    """Raises UserError if a group of the job has no parameter among all `layers` of the model."""
+    """Raises UserError if a group of the job matches no parameter of the model; `layers` are all of them."""
     names = [plain for _, _, plain in _plain_names(model, layers)]
     if problems := idle_groups(param_groups(job.param_groups), names):
         raise UserError(problems)
 
 
 def _plain_names(model: Model, layers: Mapping[int, nn.Module]) -> Iterable[tuple[int, str, str]]:
-    """Yields layer, name there and plain name of each trained parameter; a tied one has that of its first use."""
-    beginnings = prefixes([each.name for each in model.layers])
+    """Yields layer, local name and plain name of each trained parameter; tied ones have that of the first use."""
+    beginnings = prefixes([layer.name for layer in model.layers])
     first = {use: min(tie.uses) for tie in model.ties for use in tie.uses}
     for index, layer in layers.items():
         for name, parameter in layer.named_parameters():
@@ -63,8 +62,8 @@ def _plain_names(model: Model, layers: Mapping[int, nn.Module]) -> Iterable[tupl
 
 
 Named = dict[str, Tensor]
-_OFF = ("foreach", "fused", "capturable", "differentiable")  # other paths of arithmetic, with other bits
-_NO_STATE = ("params", "lr", "initial_lr")  # of a group
+_OFF = ("foreach", "fused", "capturable", "differentiable")  # they take other code paths, with other bits
+_NO_STATE = ("params", "lr", "initial_lr")  # the entries of a group that are not state
 _OF_GROUP = "group."
 _TYPES: Mapping[str, tuple[type, torch.dtype]] = {
     "bool": (bool, torch.bool),
@@ -74,7 +73,7 @@ _TYPES: Mapping[str, tuple[type, torch.dtype]] = {
 
 
 class OptimizerClass:
-    """The class of a job's optimizer, with its arguments; raises UserError for a class that cannot be used."""
+    """The class of a job's optimizer with its arguments; raises UserError for a class that cannot be used."""
 
     def __init__(self, job: Job):
         self.name = job.optimizer
@@ -84,61 +83,55 @@ class OptimizerClass:
         self.kind: Callable[..., torch.optim.Optimizer] = (
             _own_class(self.name) if part is None else getattr(torch.optim, part.cls)
         )
-        taken = inspect.signature(self.kind).parameters
-        if "lr" not in taken:
+        parameters = inspect.signature(self.kind).parameters
+        if "lr" not in parameters:
             raise _wrong(
                 self.name, "a constructor that takes lr", "the rate of each step comes from the job's schedule"
             )
-        self._taken = taken
         if self.is_own:
-            self._check(job.optimizer_args)
+            if mine := sorted({"params", "lr", *_OFF} & job.optimizer_args.keys()):
+                hint = "lr is a field of the job" if mine == ["lr"] else "bamboo sets it"
+                raise UserError([Problem(f"optimizer_args.{mine[0]}", "another argument", repr(mine[0]), hint)])
+            check_user_args("optimizer_args", partial(self.kind, []), job.optimizer_args)
+        self._options = [name for name in parameters if name not in ("params", "lr", *_OFF)]
         self._rate = job.lr
         self._args = self.arguments(job.optimizer_args)
-        self._off = {name: False for name in _OFF if name in taken}
-
-    def _check(self, args: Args) -> None:
-        if mine := sorted({"params", "lr", *_OFF} & args.keys()):
-            hint = "lr is a field of the job" if mine == ["lr"] else "bamboo sets it"
-            raise UserError([Problem(f"optimizer_args.{mine[0]}", "another argument", repr(mine[0]), hint)])
-        check_user_args("optimizer_args", partial(self.kind, []), args)
-
-    def _check_group(self, args: Args) -> None:
-        known = [name for name in self._taken if name not in ("params", "lr", *_OFF)]
-        if problems := [
-            Problem(f"param_groups.{name}", f"one of lr, {', '.join(known)}", repr(name), nearest(name, known))
-            for name in args
-            if name not in known
-        ]:
-            raise UserError(problems)
+        self._off = {name: False for name in _OFF if name in parameters}
 
     def arguments(self, args: Args) -> dict[str, Any]:
-        """Returns arguments of a job as the class takes them."""
+        """Returns a job's arguments in the form that the class takes."""
         if self._forms is not None:
             return given_arguments(self._forms, args)
         return {name: plain_argument(value) for name, value in args.items()}
 
-    def made(self, named: Sequence[tuple[str, Tensor]], of_groups: Mapping[str, Args]) -> ClassOptimizer:
-        """Returns the optimizer of some parameters, some of them with arguments of their own."""
-        for args in of_groups.values():
-            self._check_group(args)
-        groups = [{"params": [each], **self.arguments(of_groups.get(name, {}))} for name, each in named]
+    def instance(self, named: Sequence[tuple[str, Tensor]], of_groups: Mapping[str, Args]) -> ClassOptimizer:
+        """Returns an optimizer of some parameters, of which some have arguments of their own."""
+        options = self._options
+        if problems := [
+            Problem(f"param_groups.{name}", f"one of lr, {', '.join(options)}", repr(name), nearest(name, options))
+            for args in of_groups.values()
+            for name in args
+            if name not in options
+        ]:
+            raise UserError(problems)
+        groups = [{"params": [tensor], **self.arguments(of_groups.get(name, {}))} for name, tensor in named]
         with running(f"the optimizer {self.name}", self.kind):
             try:
-                made = self.kind(groups, lr=self._rate, **self._args, **self._off)
+                optimizer = self.kind(groups, lr=self._rate, **self._args, **self._off)
             except (ValueError, TypeError) as error:
                 raise _wrong(self.name, "arguments that the optimizer takes", str(error), "optimizer_args") from error
-        return ClassOptimizer(self.name, made, dict(named))
+        return ClassOptimizer(self.name, optimizer, dict(named))
 
 
 def _own_class(name: str) -> type[torch.optim.Optimizer]:
-    found = import_factory("optimizer", name)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise _wrong(name, "a class that is a torch.optim.Optimizer", f"it is {found!r:.200}")
-    if issubclass(found, torch.optim.LBFGS):
+    cls = import_factory("optimizer", name)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise _wrong(name, "a class that is a torch.optim.Optimizer", f"it is {cls!r:.200}")
+    if issubclass(cls, torch.optim.LBFGS):
         raise _wrong(name, "an optimizer that steps from gradients", "it calls the model again inside of a step")
-    if issubclass(found, torch.optim.SparseAdam):
+    if issubclass(cls, torch.optim.SparseAdam):
         raise _wrong(name, "an optimizer that takes dense gradients", "it takes sparse gradients only")
-    return found
+    return cls
 
 
 def _wrong(name: str, expected: str, hint: str, field: str = "optimizer") -> UserError:
@@ -148,36 +141,36 @@ def _wrong(name: str, expected: str, hint: str, field: str = "optimizer") -> Use
 class ClassOptimizer:
     """An optimizer over named parameters, each in a group of its own."""
 
-    def __init__(self, name: str, made: torch.optim.Optimizer, named: Mapping[str, Tensor]):
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]):
         self._name = name
-        self.made = made
+        self.optimizer = optimizer
         self._named = named
-        self._groups = dict(zip(named, made.param_groups, strict=True))
-        self._numbers = {each: _numbers_of(group) for each, group in self._groups.items()}
-        # A constructor may fill the state: it is that of a first step.
-        self._first = {each: self._taken(each, copied=True) for each in named}
+        self._groups = dict(zip(named, optimizer.param_groups, strict=True))
+        self._numbers = {parameter: _numbers_of(group) for parameter, group in self._groups.items()}
+        # A constructor may initialize the state for the first step.
+        self._first = {name: cloned(self._state_of(name)) for name in named}
 
     def fill(self, state: dict[str, Named]) -> None:
-        """Fills the empty entries of `state` with those that the constructor has made."""
+        """Fills the empty entries of `state` with the initial state."""
         for name in self._named:
-            state[name] = state[name] or {key: each.clone() for key, each in self._first[name].items()}
+            state[name] = state[name] or cloned(self._first[name])
 
     def step(self, gradients: Mapping[str, Tensor], rates: Mapping[str, float], state: dict[str, Named]) -> None:
         """Takes a step from `gradients`, which the optimizer may overwrite, and replaces the entries of `state`.
 
-        A parameter without a gradient has None, as torch's optimizers expect it.
+        A parameter without a gradient gets None, as torch's optimizers expect.
         """
         accumulators = {name: parameter.grad for name, parameter in self._named.items()}
-        self.made.state.clear()
+        self.optimizer.state.clear()
         self.fill(state)
         for name, parameter in self._named.items():
             self._lend(name, state[name])
             self._groups[name]["lr"] = rates[name]
             parameter.grad = gradients.get(name)
         try:
-            with running(f"the optimizer {self._name}", type(self.made).step):
-                self.made.step()
-                state.update({name: self._taken(name) for name in self._named})
+            with running(f"the optimizer {self._name}", type(self.optimizer).step):
+                self.optimizer.step()
+                state.update({name: self._state_of(name) for name in self._named})
         finally:
             for name, parameter in self._named.items():
                 parameter.grad = accumulators[name]
@@ -194,18 +187,18 @@ class ClassOptimizer:
                 own[plain] = value
         self._groups[name].update(numbers)
         if own:
-            self.made.state[self._named[name]] = own
+            self.optimizer.state[self._named[name]] = own
 
-    def _taken(self, name: str, *, copied: bool = False) -> Named:
-        """Returns the state of a parameter, and the numbers of its group that are not those of the beginning."""
-        found: Named = {}
-        for key, value in self.made.state.get(self._named[name], {}).items():
-            found |= self._entry(name, key, value)
+    def _state_of(self, name: str) -> Named:
+        """Returns the state of a parameter, with the numbers of its group that have changed since the beginning."""
+        state: Named = {}
+        for key, value in self.optimizer.state.get(self._named[name], {}).items():
+            state |= self._entry(name, key, value)
         for key, value in _numbers_of(self._groups[name]).items():
             before = self._numbers[name].get(key)
             if type(value) is not type(before) or value != before:
-                found |= self._entry(name, f"{_OF_GROUP}{key}", value)
-        return {key: each.clone() for key, each in found.items()} if copied else found
+                state |= self._entry(name, f"{_OF_GROUP}{key}", value)
+        return state
 
     def _entry(self, name: str, key: object, value: object) -> Named:
         if not isinstance(key, str) or not key or "/" in key or ":" in key:
@@ -223,5 +216,10 @@ class ClassOptimizer:
         return _wrong(self._name, "an optimizer whose state can be kept", f"{why} (parameter {parameter})")
 
 
+def cloned(state: Named) -> Named:
+    """Returns a copy of a parameter's state."""
+    return {key: tensor.clone() for key, tensor in state.items()}
+
+
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in group.items() if key not in _NO_STATE and type(each) in (bool, int, float)}
+    return {key: value for key, value in group.items() if key not in _NO_STATE and type(value) in (bool, int, float)}

@@ -1,8 +1,8 @@
-"""The log: the inputs of the optimizer step of a slot. The owner sends them to its shadows, not the new state.
+"""The log: the owner of a slot sends its shadows the inputs of the optimizer step, not the new state.
 
-Rules: each replica that applies the entry of a step gets the same bits. An entry therefore has the reduced gradients;
-the clip factor follows with the commit. It has the buffers and losses of every pipeline, because a replica may take
-over the same stage of another pipeline.
+Rules: every replica that applies the entry of a step gets the same bits. An entry therefore holds the reduced
+gradients; the clip factor follows with the commit. It also holds the buffers and losses of every pipeline, because a
+replica may take over the same stage of another pipeline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from statistics import fmean
 
 import torch
@@ -58,12 +57,17 @@ class LogEntry:
 
     def norms(self, skipped: Collection[tuple[int, str]]) -> list[tuple[int, float]]:
         """Returns (layer, squared norm of its gradient) for each layer, without the parameters `skipped`."""
-        counted = {
-            layer: [each for name, each in named.items() if (layer, name) not in skipped]
+        norms = [
+            (layer, torch.linalg.vector_norm(gradient, dtype=torch.float64))
             for layer, named in self.gradients.items()
-        }
-        norms = iter(_norms([each for of_layer in counted.values() for each in of_layer]))
-        return [(layer, _sum_of_squares(islice(norms, len(of_layer)))) for layer, of_layer in counted.items()]
+            for name, gradient in named.items()
+            if (layer, name) not in skipped
+        ]
+        totals = dict.fromkeys(self.gradients, 0.0)
+        if norms:  # one wait for the device
+            for (layer, _), norm in zip(norms, torch.stack([norm for _, norm in norms]).tolist(), strict=True):
+                totals[layer] += norm**2
+        return list(totals.items())
 
     def loss(self, pipeline: int) -> float | None:
         """Returns the training loss of one pipeline, or None; `fmean`, as `sum` differs between Python versions."""
@@ -74,7 +78,7 @@ class LogEntry:
 
 
 def losses_of(stage: Stage) -> Tensors:
-    """Returns the losses of the step as one float64 tensor of shape (M,); empty except on the last stage."""
+    """Returns the losses of the step as one float64 tensor of shape (M,); nothing except on the last stage."""
     if not stage.is_last:
         return ()
     losses = [loss for _, loss in sorted(stage.losses.items())]
@@ -91,7 +95,7 @@ def laid_out(stage: Stage, gradients: Iterable[Tensor]) -> Gradients:
 
 
 def unscaled(gradients: Gradients, scale: float) -> Gradients:
-    """Returns gradients of a loss that was multiplied by a scale, without it."""
+    """Returns the gradients divided by the scale of the loss."""
     inverse = inverse_of(scale)
     return {layer: {name: each * inverse for name, each in named.items()} for layer, named in gradients.items()}
 
@@ -121,7 +125,6 @@ def take_entry(
 
 
 def _specs_of(stage: Stage) -> tuple[list[TensorSpec], list[TensorSpec], list[TensorSpec]]:
-    """Returns the specs of the gradients in a log entry, and of the buffers and losses of all pipelines."""
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     buffers = [TensorSpec.of(buffer) for buffer in stage.buffers()]
     losses = [TensorSpec((stage.job.microbatches,), torch.float64, False)] if stage.is_last else []
@@ -146,33 +149,19 @@ def take_step(stage: Stage, entry: LogEntry, learning_rate: float, clip_factor: 
         stage.boundary = entry.buffers
 
 
-def _norms(gradients: Sequence[Tensor]) -> list[float]:
-    """Returns the norm of each gradient, with one wait for the device."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    return list(torch.stack(norms).tolist()) if norms else []
-
-
-def _sum_of_squares(norms: Iterable[float]) -> float:
-    total = 0.0
-    for norm in norms:
-        total += norm**2
-    return total
-
-
 # Streams: an owner sends its gradient accumulator to its shadows every N microbatches, to shorten a replay.
 #
 #     owner    B0 B1 STREAM1 B2 B3 STREAM3 B4 x      (N = 2; killed in B4)
 #     shadow         keeps accumulator 0..1, then 0..3: replays from microbatch 4
 #
-# Rules: a stream is one tensor of bytes. It is a copy, because the next backward adds in place. It has a flag for each
-# parameter with a gradient, the losses, the buffers before each forward since the last stream, and the gradients. A
-# shadow sets its buffers and its count of forwards to that point, unless it has run these forwards itself. It keeps the
-# newest gradients aside, and moves them into its replica only in `settle`, before it reports its inventory. `settle`
-# also takes a stream that has arrived completely. Streams are messages aside, so that no other transfer waits behind
-# them. For each slot one receive is posted ahead.
+# Rules: a stream is one tensor of bytes, and a copy, because the next backward adds in place. It contains a flag for
+# each parameter with a gradient, the losses, the buffers before each forward since the last stream, and the gradients.
+# A shadow sets its buffers and its count of forwards to that point, unless it has run these forwards itself. It keeps
+# the newest gradients separately, and moves them into its replica only in `settle`, before it reports its inventory.
+# `settle` also takes a stream that has arrived completely. Streams are messages aside, so no other transfer waits for
+# them. One receive per slot is posted ahead.
 #
-# A HAND is a stream to the owner of a slot, in the plan of an epoch, with the buffers before all forwards that it
-# counts.
+# A HAND is a stream to the owner of a slot, in the plan of an epoch, with the buffers before all forwards it counts.
 
 _ALIGNED = 64  # bytes: torch's alignment
 
@@ -185,7 +174,7 @@ class GradientStreams:
         self.worker = worker
         self.replicas = replicas
         self._receipts: dict[Slot, tuple[Action, ...]] = {}  # the streams to receive in a program
-        self._coming: dict[Slot, deque[Action]] = {}  # the rest of them in the open step
+        self._coming: dict[Slot, deque[Action]] = {}  # those still to come in the open step
         self._newest: dict[Slot, tuple[int, list[Tensor | None]]] = {}  # (number of backwards, gradients)
 
     def enter(self, plane: Transport, ownership: Ownership, routes: Routes, actions: Sequence[Action]) -> None:
@@ -196,15 +185,15 @@ class GradientStreams:
         self._receipts = {}
         for action in actions:
             slot = _slot(action)
-            if action.op in (Op.STREAM, Op.HAND) and not self._gives(action):
+            if action.op in (Op.STREAM, Op.HAND) and not self._sends(action):
                 self._receipts[slot] = (*self._receipts.get(slot, ()), action)
 
-    def _gives(self, action: Action) -> bool:
+    def _sends(self, action: Action) -> bool:
         owns = self._ownership.owner(*_slot(action)) == self.worker
         return owns is (action.op is Op.STREAM)
 
     def begin(self) -> None:
-        """Begins the program: posts the first receipt of each slot."""
+        """Begins the program: posts the first receive of each slot."""
         self._coming = {slot: deque(actions) for slot, actions in self._receipts.items()}
         for slot in self._coming:
             self._post(slot)
@@ -214,10 +203,10 @@ class GradientStreams:
         self._coming, self._newest = {}, {}
 
     def run(self, action: Action, step: int) -> None:
-        """Runs a STREAM or a HAND: one end of it sends its accumulator, the other waits for it."""
+        """Runs a STREAM or a HAND: one end sends its accumulator, the other waits for it."""
         slot = _slot(action)
-        if self._gives(action):
-            stream = packed(self.replicas.stages[slot], action.microbatch, self._told(action))
+        if self._sends(action):
+            stream = packed(self.replicas.stages[slot], action.microbatch, self._num_forwards(action))
             for target in self._routes.targets[_value(action)]:
                 self._channel.send(target, self._key(action), (stream,))
             return
@@ -227,12 +216,12 @@ class GradientStreams:
             self.replicas.stages[slot].take_added(*self._newest.pop(slot))
         self._post(slot)
 
-    def _told(self, action: Action) -> int:
-        """Returns of how many forwards a stream has the buffers."""
+    def _num_forwards(self, action: Action) -> int:
+        """Returns the number of forwards whose buffers a stream contains."""
         return self.job.log_every if action.op is Op.STREAM else action.microbatch + 1
 
     def settle(self) -> None:
-        """Moves the newest accumulators, without waiting, into the replicas; later ones of this program are ignored."""
+        """Moves the newest accumulators into the replicas without waiting; ignores later ones of this program."""
         for slot in [slot for slot, actions in self._coming.items() if actions]:
             arrived = self._channel.take_arrived(*self._next(slot))
             if arrived is not None:
@@ -242,7 +231,6 @@ class GradientStreams:
         self.clear()
 
     def _next(self, slot: Slot) -> tuple[int, AsideKey]:
-        """Returns the source and the key of the next stream of a slot."""
         action = self._coming[slot][0]
         return self._routes.sources[_value(action)], self._key(action)
 
@@ -252,19 +240,19 @@ class GradientStreams:
     def _post(self, slot: Slot) -> None:
         if self._coming[slot]:
             action = self._coming[slot][0]
-            specs = specs_of(self.replicas.stages[slot], action.microbatch, self._told(action))
+            specs = specs_of(self.replicas.stages[slot], action.microbatch, self._num_forwards(action))
             source, key = self._next(slot)
             self._channel.post(source, key, (TensorSpec((sum(map(_room, specs)),), torch.uint8, False),))
 
     def _take_in(self, slot: Slot, arrived: Tensor) -> None:
         action, replica = self._coming[slot].popleft(), self.replicas.stages[slot]
-        microbatch, told = action.microbatch, self._told(action)
-        parts = iter(unpacked(arrived, specs_of(replica, microbatch, told)))
+        microbatch, num_forwards = action.microbatch, self._num_forwards(action)
+        parts = iter(unpacked(arrived, specs_of(replica, microbatch, num_forwards)))
         with replica.device.waiting():
             present = next(parts).tolist()
             losses = next(parts).tolist() if replica.is_last else []
         template = replica.history.before(microbatch)
-        befores = {each: _filled(template, parts) for each in _told_forwards(microbatch, told)}
+        befores = {before: _filled(template, parts) for before in _forwards_in(microbatch, num_forwards)}
         if microbatch >= replica.counted:
             replica.history.note(replica.counted)
             replica.history.take_over(befores)
@@ -282,20 +270,20 @@ def _value(action: Action) -> Value:
     return Value(Kind.STREAMED, *_slot(action), action.microbatch)
 
 
-def packed(stage: Stage, microbatch: int, told: int) -> Tensor:
-    """Returns the stream of a slot after the backward of `microbatch`, with the buffers of the last `told` forwards.
+def packed(stage: Stage, microbatch: int, num_forwards: int) -> Tensor:
+    """Returns the stream of a slot after the backward of `microbatch`, with the buffers of the last `num_forwards`.
 
-    It is a uint8 tensor of one dimension.
+    It is a one-dimensional uint8 tensor.
     """
     gradients = [parameter.grad for parameter in stage.trained()]
     there = [gradient is not None for gradient in gradients]
     parts: list[Tensor | None] = [torch.tensor(there, dtype=torch.uint8, device="cpu")]
     if stage.is_last:
-        losses = [stage.losses[each] for each in range(microbatch + 1)]
+        losses = [stage.losses[index] for index in range(microbatch + 1)]
         parts.append(torch.tensor(losses, dtype=torch.float64, device="cpu"))
-    for each in _told_forwards(microbatch, told):
-        parts += stage.history.before(each).tensors()
-    specs = specs_of(stage, microbatch, told)
+    for index in _forwards_in(microbatch, num_forwards):
+        parts += stage.history.before(index).tensors()
+    specs = specs_of(stage, microbatch, num_forwards)
     stream = torch.empty(sum(map(_room, specs)), dtype=torch.uint8, device=stage.device.place)
     with stage.device.waiting():
         for place, part in zip(unpacked(stream, specs), [*parts, *gradients], strict=True):
@@ -304,12 +292,12 @@ def packed(stage: Stage, microbatch: int, told: int) -> Tensor:
     return stream
 
 
-def specs_of(stage: Stage, microbatch: int, told: int) -> list[TensorSpec]:
+def specs_of(stage: Stage, microbatch: int, num_forwards: int) -> list[TensorSpec]:
     """Returns the specs of the parts of a stream, equal at owner and shadow."""
     gradients = [TensorSpec.of(parameter).as_gradient() for parameter in stage.trained()]
     losses = [TensorSpec((microbatch + 1,), torch.float64, False)] if stage.is_last else []
     buffers = [TensorSpec.of(buffer) for buffer in stage.history.before(microbatch).tensors()]
-    return [TensorSpec((len(gradients),), torch.uint8, False), *losses, *buffers * told, *gradients]
+    return [TensorSpec((len(gradients),), torch.uint8, False), *losses, *buffers * num_forwards, *gradients]
 
 
 def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
@@ -320,13 +308,13 @@ def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
         at += _room(spec)
 
 
-def _told_forwards(microbatch: int, told: int) -> range:
-    """Returns the forwards for which a stream has the buffers before: the last `told` less one, and the next one."""
-    return range(microbatch + 2 - told, microbatch + 2)
+def _forwards_in(microbatch: int, num_forwards: int) -> range:
+    """Returns the forwards whose earlier buffers a stream contains: the last `num_forwards - 1`, and the next one."""
+    return range(microbatch + 2 - num_forwards, microbatch + 2)
 
 
 def _filled(template: BufferSnapshot, parts: Iterator[Tensor]) -> BufferSnapshot:
-    """Returns copies of the next buffers of a stream, with the memory layout of the template."""
+    """Returns copies of the next buffers of a stream in the memory layout of the template."""
     filled = template.copy()
     for buffer in filled.tensors():
         overwrite(buffer, next(parts))

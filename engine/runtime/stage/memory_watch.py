@@ -1,7 +1,7 @@
-"""The memory of a worker's GPU: told for each step in which it was another one than before, with a prediction for it.
+"""The memory of a worker's GPU: reported with a prediction after each step in which it has changed.
 
-Rules: before training each stage here is tried with two microbatches, which leave no trace; so a prediction knows what
-a microbatch takes on this device. The memory of the host is neither tried nor told.
+Rules: before training, each stage here is tried with two microbatches, without side effects, so a prediction knows how
+much a microbatch takes on this device. The memory of the host is neither tried nor reported.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.transport.transport import Border
 
-# The sizes of a stage in bytes: those of its tensors, and those that a microbatch takes, counted as it runs.
-
 
 def stage_bytes(stage: Stage) -> StageBytes:
-    """Returns the sizes of a stage whose optimizers have taken a step; of a shard, the part that is here."""
+    """Returns the sizes of a stage whose optimizers have taken a step; with shards, those of the part here."""
     optimizers, weights = stage.optimizers.values(), [p for layer in stage.layers.values() for p in layer.parameters()]
     return StageBytes(
         weights=num_bytes(kept for each in optimizers for kept in each.kept.values()),
@@ -43,12 +41,12 @@ def stage_bytes(stage: Stage) -> StageBytes:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the size of the elements of all these tensors."""
+    """Returns the total size of the elements of these tensors."""
     return sum(each.numel() * each.itemsize for each in tensors)
 
 
 def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> MicrobatchBytes:
-    """Returns the bytes that a microbatch takes, of two that run forward and backward; the stage stays as it was."""
+    """Returns the bytes that a microbatch takes, measured on two of them; restores the stage afterwards."""
     modules = modules_of(stage.layers.values())
     try:
         with set_back(stage.device), lending(modules, snapshot_of(modules).copy().buffers()), LiveBytes() as live:
@@ -56,9 +54,11 @@ def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> 
                 before = live.begin()
                 stage.forward(0, microbatch, inputs, targets)
                 most, after = live.most, live.begin()
-            for microbatch in (0, 1):  # the second one finds gradients to add to
+            for microbatch in (0, 1):  # the second adds to existing gradients
                 begin = live.begin()
-                stage.backward(0, microbatch, _ones_for(stage, microbatch))
+                outputs = () if stage.is_last else stage.residuals[microbatch].outputs
+                ones = tuple(torch.ones_like(tensor) for tensor in outputs if tensor.requires_grad)
+                stage.backward(0, microbatch, ones)
     finally:
         stage.forget_step()
         stage.peak_stash = 0
@@ -67,30 +67,25 @@ def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> 
     return MicrobatchBytes(after - before + given, most - after, live.most - begin, largest)
 
 
-def _ones_for(stage: Stage, microbatch: int) -> Tensors:
-    outputs = () if stage.is_last else stage.residuals[microbatch].outputs
-    return tuple(torch.ones_like(each) for each in outputs if each.requires_grad)
-
-
-_SAME = 0.01  # of the bytes that were told last
+_SAME = 0.01  # of the bytes reported last
 
 
 class MemoryWatch:
-    """Looks at the most bytes that a worker held since its last look; `borders` has those of all stages."""
+    """Watches the peak memory of a worker; `borders` has those of all stages."""
 
     def __init__(
         self, worker: int, replicas: Replicas, borders: Sequence[Border], write: Callable[[MemoryRecord], None]
     ):
         self._worker, self._replicas, self._borders, self._write = worker, replicas, borders, write
         self._tried: dict[int, MicrobatchBytes] = {}
-        self._told = (0, 0)
+        self._reported = (0, 0)
 
     def begin(self, data: Data) -> None:
-        """Tries the stages here, and forgets the most bytes so far."""
+        """Tries the stages here, and resets the peak."""
         if self._replicas.device.is_host:
             return
         for (_, index), stage in self._replicas.stages.items():
-            with contextlib.suppress(Exception), set_back(self._replicas.device):  # of a layer: training will show it
+            with contextlib.suppress(Exception), set_back(self._replicas.device):  # training will show a layer's error
                 batch = Batch((), ())
                 if index == 0 or stage.is_last:
                     batch = data.microbatch(0, 0, 0, self._replicas.job.microbatch_size)
@@ -103,19 +98,19 @@ class MemoryWatch:
         return tuple(spec.zeros(device) for spec in self._borders[index - 1]) if index else device.put_all(batch.inputs)
 
     def step_ends(self, step: int, ownership: Ownership, actions: Callable[[], Sequence[Action]]) -> None:
-        """Tells the most bytes of a step, if they differ from those that were told last.
+        """Reports the peak of a step, if it differs from the last report.
 
-        `actions` returns those of this worker in a usual step of the owners.
+        `actions` returns this worker's actions in a usual step of the owners.
         """
         peak = self._replicas.device.memory_peak()
-        if peak is None or not any(abs(now - told) > _SAME * told for now, told in zip(peak, self._told, strict=True)):
+        if peak is None or all(abs(now - old) <= _SAME * old for now, old in zip(peak, self._reported, strict=True)):
             return
-        self._told = allocated, reserved = peak
+        self._reported = allocated, reserved = peak
         predicted = self._predicted(ownership, actions())
         self._write(MemoryRecord(step=step, allocated=allocated, reserved=reserved, predicted=predicted))
 
     def _predicted(self, ownership: Ownership, actions: Sequence[Action]) -> int:
-        """Returns the prediction; 0 if a stage was not tried here, as that of a later replica."""
+        """Returns the prediction; 0 if a stage was not tried here, such as that of a later replica."""
         held = {stage for _, stage in ownership.held_by(self._worker)}
         if not held <= self._tried.keys():
             return 0

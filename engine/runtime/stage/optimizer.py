@@ -1,8 +1,8 @@
 """Optimizers: one per layer, so that a layer's optimizer state can be sent with the layer.
 
-The arithmetic of adamw and sgd is torch's functional form without `foreach` and `fused`, which differ in bits: owner
-and shadow must take the same path. All others go by their class (`engine/runtime/stage/class_optimizer.py`), whose
-first use imports torch's compiler, 0.8 s. The state is a plain mapping.
+adamw and sgd use torch's functional form without `foreach` and `fused`, whose bits differ: owner and shadow must take
+the same code path. All others go by their class (`engine/runtime/stage/class_optimizer.py`), whose first use imports
+torch's compiler, 0.8 s. The state is a plain mapping.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from engine.runtime.device.missing_gradients import is_missing
 from engine.runtime.stage.class_optimizer import ClassOptimizer, Named, OptimizerClass, groups_by_layer
 from engine.runtime.stage.state_hash import WHOLE, Shard
 
-# The learning rate of each step, as a function of the step alone: any worker has the rate of any step.
+# The learning rate is a function of the step alone, so any worker knows the rate of any step.
 #
-# A schedule of torch is stepped beside a parameter that is not trained, and each rate is kept. So a worker that heals,
-# resumes or takes a step again gets torch's own bits. Behind the warm-up a schedule counts from 0.
+# A schedule of torch's is stepped along with a dummy parameter, and all rates are kept. So a worker that heals, resumes
+# or repeats a step gets torch's own bits. After the warm-up, a schedule counts from 0.
 
 
 LearningRate = Callable[[int], float]  # of the step, 0-based
@@ -56,11 +56,11 @@ _NEVER = (
 
 
 def learning_rates(job: Job) -> LearningRate:
-    """Returns the rate of each step; raises UserError for code of the user's that is no schedule."""
+    """Returns the rate of each step; raises UserError for user code that is not a schedule."""
     if (part := SCHEDULES.get(job.lr_schedule)) is not None:
         kwargs = given_arguments(part.arguments, job.lr_args)
         if part.horizon:
-            kwargs.setdefault(part.horizon, _horizon(job))
+            kwargs.setdefault(part.horizon, max(1, job.steps - job.warmup_steps))
         if part.peak:
             kwargs[part.peak] = job.lr
         kind = getattr(lr_scheduler, part.cls)
@@ -74,25 +74,19 @@ def learning_rates(job: Job) -> LearningRate:
 
 
 def check_rates(job: Job) -> None:
-    """Tries the first rates of a user's schedule; raises UserError if one is no rate, or differs the second time."""
+    """Tries the first rates of a user's schedule; raises UserError if one is invalid, or differs the second time."""
     if not FACTORY.fullmatch(job.lr_schedule):
         return
     first, second = (learning_rates(job) for _ in range(2))
     steps = range(job.warmup_steps, min(job.steps, job.warmup_steps + _MOST_TRIED))
-    found = {step: first(step) for step in steps}
+    rates = {step: first(step) for step in steps}
     for step in reversed(steps):
-        if second(step) != found[step]:
-            hint = f"step {step} has the rate {found[step]!r}, and {second(step)!r} where steps are asked for backwards"
+        if second(step) != rates[step]:
+            hint = f"step {step} has the rate {rates[step]!r}, and {second(step)!r} where steps are asked for backwards"
             raise UserError([Problem("lr_schedule", "a function of the step alone", repr(job.lr_schedule), hint)])
 
 
-def _horizon(job: Job) -> int:
-    return max(1, job.steps - job.warmup_steps)
-
-
 def _warmed(job: Job, rate_of: LearningRate) -> LearningRate:
-    """Returns a schedule behind the warm-up of the job."""
-
     def rate(step: int) -> float:
         if step < job.warmup_steps:
             return warming_up(job.lr, step, job.warmup_steps)
@@ -102,7 +96,7 @@ def _warmed(job: Job, rate_of: LearningRate) -> LearningRate:
 
 
 class _StepResult:
-    """The rates of a scheduler, which is stepped as far as it is asked for."""
+    """The rates of a scheduler, which is stepped on demand."""
 
     def __init__(self, job: Job, kind: Callable[..., lr_scheduler.LRScheduler], kwargs: Mapping[str, Any]):
         self._name = job.lr_schedule
@@ -110,14 +104,12 @@ class _StepResult:
         try:
             self._scheduler = kind(self._optimizer, **kwargs)
         except (ValueError, TypeError, ZeroDivisionError) as error:
-            raise UserError(
-                [Problem("lr_args", "arguments that the schedule takes", _shown(job), str(error))]
-            ) from error
-        self._optimizer.step()  # a scheduler warns if none comes before
+            args = ", ".join(f"{name}={value}" for name, value in job.lr_args.items()) or "none"
+            raise UserError([Problem("lr_args", "arguments that the schedule takes", args, str(error))]) from error
+        self._optimizer.step()  # else the scheduler warns
         self._rates = [self._now()]
 
     def __call__(self, step: int) -> float:
-        """Returns the rate of a step."""
         while len(self._rates) <= step:
             self._scheduler.step()
             self._rates.append(self._now())
@@ -128,7 +120,7 @@ class _StepResult:
 
 
 class _Untrained(Optimizer):
-    """An optimizer of one parameter that it never changes; its constructor does not import torch's compiler."""
+    """An optimizer of a dummy parameter, whose constructor does not import torch's compiler."""
 
     def __init__(self, rate: float) -> None:
         self.param_groups = [{"params": [torch.zeros((), device="cpu")], "lr": rate}]
@@ -167,10 +159,6 @@ def _checked(name: str, rate: float) -> float:
     return rate
 
 
-def _shown(job: Job) -> str:
-    return ", ".join(f"{name}={value}" for name, value in job.lr_args.items()) or "none"
-
-
 LOSS_SCALE = "(loss scale)"  # in the place of a parameter's name
 NO_GROUPS: Mapping[str, ParamGroup] = MappingProxyType({})
 UpdateRule = Callable[[Tensor, Tensor, Named, float], None]  # (weights, gradient, their state, learning rate)
@@ -191,10 +179,10 @@ def _as_tensors(scale: LossScale) -> Named:
 class LayerOptimizer:
     """The optimizer of one layer; `state` maps a parameter's name to its named state tensors, initially none.
 
-    In float16 it has the scale of the loss too, so that each replica, heal and checkpoint of any layer has it.
+    In float16 the state includes the scale of the loss, so every replica, heal and checkpoint of any layer has it.
 
     `groups` has the parameter group of each parameter that is in one. `kept` has the weights of the layer that are
-    updated here: its parameters, or with FSDP a shard of each. The optimizer state has their form.
+    updated here: its parameters, or with FSDP a shard of each. The optimizer state has the same shapes.
     """
 
     def __init__(self, job: Job, layer: nn.Module, groups: Mapping[str, ParamGroup] = NO_GROUPS):
@@ -202,8 +190,8 @@ class LayerOptimizer:
         self.shard = WHOLE
         self._whole = self.kept
         self.groups = groups
-        self._chosen = _Chosen(job, {each.pattern: each for each in groups.values()})
-        self._made: ClassOptimizer | None = None
+        self._arithmetic = _Arithmetic(job, groups)
+        self._instance: ClassOptimizer | None = None
         self.state: dict[str, Named] = {name: {} for name in self.trained()}
         self._scaling = loss_scaling(job)
         if self._scaling is not None:
@@ -222,39 +210,33 @@ class LayerOptimizer:
         return {name: kept for name, kept in self.kept.items() if kept.requires_grad}
 
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """Updates each trained parameter from `gradients[name] * factor`; the gradients are not changed.
+        """Updates each trained parameter from `gradients[name] * factor`; the gradients do not change.
 
-        A parameter whose gradient is missing stays as it is, with its state, as in torch. A factor of 0 skips the step.
-        The scale of the loss is updated after each step.
+        As in torch, a parameter with a missing gradient stays as it is, and so does its state. A factor of 0 skips the
+        step. The scale of the loss is updated after each step.
         """
         if self._scaling is not None:
             self.state[LOSS_SCALE] = _as_tensors(self._scaling.after(self._scale(), is_skipped=factor == 0))
             if factor == 0:
                 return
         names = [name for name in self.trained() if not is_missing(gradients[name])]
-        given = {name: self.shard.of(gradients[name]) for name in names}
-        if self._chosen.own is not None:
-            self._step_by_class(self._chosen.own, learning_rate, given, factor)
-            return
-        with torch.no_grad():
-            for name, gradient in given.items():
-                rule = self._chosen.rules[self._pattern(name)]
-                scaled = gradient if factor == 1.0 else gradient * factor
-                rule(self.kept[name], scaled, self.state[name], self._rate(name, learning_rate))
-
-    def _step_by_class(
-        self, own: OptimizerClass, learning_rate: float, gradients: Mapping[str, Tensor], factor: float
-    ) -> None:
-        if not (names := self.trained()):
-            return
-        with torch.no_grad():
-            # A product is a copy: the optimizer may write to its gradients, which other replicas share.
-            given = {name: gradient * factor for name, gradient in gradients.items()}
-        self._instance(own).step(given, {name: self._rate(name, learning_rate) for name in names}, self.state)
+        own = {name: self.shard.of(gradients[name]) for name in names}
+        if self._arithmetic.cls is None:
+            with torch.no_grad():
+                for name, gradient in own.items():
+                    rule = self._arithmetic.rules[self.groups[name].pattern if name in self.groups else ""]
+                    scaled = gradient if factor == 1.0 else gradient * factor
+                    rule(self.kept[name], scaled, self.state[name], self._rate(name, learning_rate))
+        elif trained := self.trained():
+            with torch.no_grad():
+                # A product is a copy: the optimizer may write to its gradients, which other replicas share.
+                copies = {name: gradient * factor for name, gradient in own.items()}
+            rates = {name: self._rate(name, learning_rate) for name in trained}
+            self._instance_of(self._arithmetic.cls).step(copies, rates, self.state)
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the loss in the open step; 1 in other dtypes than float16."""
+        """The scale of the loss in the open step; 1 unless the dtype is float16."""
         return 1.0 if self._scaling is None else self._scale().scale
 
     def _scale(self) -> LossScale:
@@ -262,17 +244,15 @@ class LayerOptimizer:
         return LossScale(kept["scale"].item(), int(kept["good_steps"].item()))
 
     def prepare(self) -> None:
-        """Makes the instance of a class, and its first state; raises UserError if the class refuses its arguments."""
-        if self._chosen.own is not None and self.trained():
-            self._instance(self._chosen.own).fill(self.state)
+        """Instantiates a class and its initial state; raises UserError if the class refuses its arguments."""
+        if self._arithmetic.cls is not None and self.trained():
+            self._instance_of(self._arithmetic.cls).fill(self.state)
 
-    def _instance(self, own: OptimizerClass) -> ClassOptimizer:
-        if self._made is None:
-            self._made = own.made(list(self.trained().items()), {name: each.args for name, each in self.groups.items()})
-        return self._made
-
-    def _pattern(self, name: str) -> str:
-        return self.groups[name].pattern if name in self.groups else ""
+    def _instance_of(self, cls: OptimizerClass) -> ClassOptimizer:
+        if self._instance is None:
+            of_groups = {name: group.args for name, group in self.groups.items()}
+            self._instance = cls.instance(list(self.trained().items()), of_groups)
+        return self._instance
 
     def _rate(self, name: str, learning_rate: float) -> float:
         return learning_rate * self.groups[name].lr if name in self.groups else learning_rate
@@ -285,7 +265,7 @@ class LayerOptimizer:
                 yield f"{name}.{key}", tensor
 
     def whole_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields the same, with memory for the whole of each tensor of which a shard is here."""
+        """Yields the same, but with uninitialized memory for the whole of each tensor of which a shard is here."""
         yield from ((name, kept.new_empty(self._whole[name].shape)) for name, kept in self.kept.items())
         for name, tensors in self.state.items():
             for key, tensor in sorted(tensors.items()):
@@ -355,21 +335,21 @@ def sgd(
     return rule
 
 
-class _Chosen:
-    """The rules of a job by the pattern of the group, empty without one; or the class of its optimizer."""
+class _Arithmetic:
+    """The class of a job's optimizer, or its rules by the pattern of the group, which is "" without one."""
 
     def __init__(self, job: Job, groups: Mapping[str, ParamGroup]):
         self.rules: dict[str, UpdateRule] = {}
-        self.own: OptimizerClass | None = None
+        self.cls: OptimizerClass | None = None
         if job.optimizer not in OPTIMIZERS:
-            self.own = OptimizerClass(job)
+            self.cls = OptimizerClass(job)
             return
         make = OPTIMIZERS[job.optimizer]
         check_builtin_args("optimizer_args", make, job.optimizer_args)
         self.rules[""] = make(**job.optimizer_args)
-        for each in groups.values():
-            check_builtin_args("param_groups", make, each.args)
-            self.rules[each.pattern] = make(**{**job.optimizer_args, **each.args})
+        for group in {group.pattern: group for group in groups.values()}.values():
+            check_builtin_args("param_groups", make, group.args)
+            self.rules[group.pattern] = make(**{**job.optimizer_args, **group.args})
 
 
 OPTIMIZERS: dict[str, Callable[..., UpdateRule]] = {"adamw": adamw, "sgd": sgd}

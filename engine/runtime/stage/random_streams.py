@@ -1,4 +1,4 @@
-"""Random streams that are not replicated: their positions, to detect draws from them and to undo these draws."""
+"""Random streams that are not replicated: their positions, to detect and undo draws."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NAMES = (TORCH, OF_DEVICE)  # in the order of `Device.generators`
 
 def positions(owned: Mapping[str, object] = {}, device: Device = HOST) -> dict[str, object]:
     """Returns the positions of the process-wide streams (numpy's only if numpy is loaded) and of `owned` generators."""
-    found: dict[str, object] = {PYTHON: random.getstate()}
-    found |= {name: _position(each) for name, each in zip(_NAMES, device.generators(), strict=False)}
+    streams: dict[str, object] = {PYTHON: random.getstate()}
+    streams |= {name: _position(each) for name, each in zip(_NAMES, device.generators(), strict=False)}
     if numpy_random := sys.modules.get("numpy.random"):
-        found[NUMPY] = _of_numpy(numpy_random)
-    return found | {name: _position(generator) for name, generator in owned.items()}
+        streams[NUMPY] = _of_numpy(numpy_random)
+    return streams | {name: _position(generator) for name, generator in owned.items()}
 
 
 def own_generators(layer: nn.Module) -> dict[str, object]:
-    """Returns the generators that the modules of a layer keep as attributes, by their names for messages."""
+    """Returns the generators that the modules of a layer have as attributes, by their names in messages."""
     return {
         f"the generator {path}.{name}".replace(" .", " "): value
         for path, module in layer.named_modules()
@@ -38,7 +38,7 @@ def own_generators(layer: nn.Module) -> dict[str, object]:
 
 
 def _position(generator: object) -> object:
-    """Returns the position of a generator, or None if `generator` is no generator."""
+    """Returns the position of a generator; None for any other object."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -57,7 +57,7 @@ def _of_numpy(holder: Any) -> object:
 
 
 def displace(seed: int, device: Device = HOST) -> None:
-    """Sets all process-wide streams to other positions: a result that hangs on one of them changes with `seed`."""
+    """Moves all process-wide streams: a result that depends on one of them then changes with `seed`."""
     random.seed(seed)
     device.seed(seed)
     if numpy_random := sys.modules.get("numpy.random"):

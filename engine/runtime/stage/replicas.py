@@ -1,9 +1,9 @@
-"""The replicas of one worker: of the slots that it owns and of those that it shadows.
+"""The replicas of one worker: of the slots that it owns, and of those that it shadows.
 
 Rules: a replica is whole if it has the weights, the optimizer state and the buffers of the last step boundary. A whole
 replica of a stage can take over the same stage of any pipeline: weights and optimizer state are equal in all pipelines,
 and it has the boundary buffers of all of them. A replica that is not whole waits for its HEAL. With FSDP a replica has
-a shard of weights and optimizer state, that of its pipeline, and can take over its own slot only.
+only its pipeline's shard of the weights and optimizer state, and can take over only its own slot.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from engine.models.layers import Model, Tensors
 from engine.runtime.device.copies import Leaving, ToHost
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.buffers import overwrite
+from engine.runtime.stage.class_optimizer import cloned
 from engine.runtime.stage.stage import Stage, cut_off
 from engine.runtime.stage.state_hash import MarkedHash, Shard, marked_hash
 from engine.runtime.transport.transport import Border
-
-# The hashes of a replica, as a worker tells them: of each layer its state and buffers, with the marks of both.
-
 
 _MARKS_PER_ROW, _MOST_OF_NAME = 100, 300  # bytes of the name of a tensor; a row must fit into a message
 
 
 def hash_rows(replica: Stage, device: Device) -> Iterator[Any]:
-    """Yields the row of each layer of a replica at a step boundary."""
+    """Yields the hashes of each layer of a replica at a step boundary, as a worker reports them."""
     for layer, module in replica.layers.items():
         with device.waiting():
             yield row_of(layer, module.named_buffers(), marked_hash(replica.optimizers[layer].state_tensors()))
@@ -48,23 +46,22 @@ def row_of(layer: int, buffers: Iterable[tuple[str, Tensor]], state: MarkedHash)
 
 
 def _short(marks: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Returns the first marks of a layer, as a message takes them: they only explain a difference."""
+    """Returns the first marks of a layer, cut to fit into a message: they only explain a difference."""
     return tuple((cut(name, _MOST_OF_NAME, CUT), mark) for name, mark in marks[:_MARKS_PER_ROW])
 
 
 # The value store of a worker: activations and gradients of the open step by name, kept across epochs.
 #
-# Rules: a value that goes to another owner stays until the commit if another worker can take over a slot. Any other
-# value stays until its use: a worker keeps its slots for the rest of the step, so a value between two of them is not
-# needed again, and a worker that dies leaves neither. Values are never changed in place.
+# Rules: a value for another owner stays until the commit if another worker can take over a slot. Any other value stays
+# until its use: a worker keeps its slots for the rest of the step, so a value between two of them is not needed again,
+# and a worker that dies loses both. Values never change in place.
 #
-# With `on_host` a value that stays lies in pinned memory of the host once it was sent. A message over the host is sent
-# from there too, so that nothing is copied for it; a message between GPUs goes from the device, beside the copy. A use
-# of such a value brings it back.
+# With `on_host`, a value that stays is moved to pinned host memory once it has been sent. Messages over the host are
+# sent from the same memory; messages between GPUs are sent from the device. Using such a value copies it back.
 
 
 class ValueStore:
-    """Activations and gradients of the open step; `keeps` those that go to other owners."""
+    """Activations and gradients of the open step; with `keeps`, those for other owners stay until the commit."""
 
     def __init__(self, keeps: bool, device: Device = HOST, *, on_host: bool = False):
         self._keeps, self._device, self._on_host = keeps, device, on_host
@@ -76,26 +73,26 @@ class ValueStore:
         self._ownership = ownership
 
     def make(self, value: Value, tensors: Tensors) -> None:
-        """Stores a value that was made here, detached from its autograd graph."""
+        """Stores a value computed here, detached from its autograd graph."""
         self._tensors[value] = cut_off(tensors)
         if self._keeps and crosses(value, self._ownership):
             self._lasting.add(value)
 
     def receive(self, value: Value, tensors: Tensors) -> None:
-        """Stores a value that was received."""
+        """Stores a received value."""
         self._tensors[value] = tensors
 
     def consume(self, value: Value) -> Tensors:
         """Returns a value to the one action of this worker that consumes it."""
-        found = self._tensors[value] if value in self._lasting else self._tensors.pop(value)
-        return self._device.put_all(found) if isinstance(found, ToHost) else found
+        tensors = self._tensors[value] if value in self._lasting else self._tensors.pop(value)
+        return self._device.put_all(tensors) if isinstance(tensors, ToHost) else tensors
 
     def to_send(self, value: Value) -> Leaving:
         """Returns a value for a SEND."""
         return self._tensors[value] if self._keeps else self._tensors.pop(value)
 
     def sent(self, value: Value, leaving: Leaving) -> None:
-        """Takes a value as it was sent, from the host or from the device."""
+        """Stores a value as it was sent, from the host or from the device."""
         if self._on_host and value in self._lasting:
             self._tensors[value] = self._device.copies.fetched(leaving)
 
@@ -130,9 +127,9 @@ class Replicas:
         return built
 
     def learn(self, borders: Sequence[Border]) -> None:
-        """Sets the border behind the stage of every replica, present and future; `borders` has one per stage.
+        """Sets the border behind the stage of every replica, current and future; `borders` has one per stage.
 
-        With FSDP each keeps its shard from then on. Raises UserError for weights that cannot be cut.
+        With FSDP each replica keeps only its shard from then on. Raises UserError for weights that cannot be sharded.
         """
         self._borders = borders
         for slot, replica in self.stages.items():
@@ -145,7 +142,7 @@ class Replicas:
             _keep_a_shard(replica, Shard(pipeline, self.job.pipelines))
 
     def whole(self) -> tuple[Slot, ...]:
-        """Returns the slots with a whole replica here, in order; with FSDP it has all that its owner keeps."""
+        """Returns the slots with a whole replica here, in order; with FSDP, with all that its owner keeps."""
         return tuple(sorted(self.stages.keys() - self._unfilled))
 
     def adopt(self, slot: Slot) -> None:
@@ -156,10 +153,7 @@ class Replicas:
             for index, optimizer in replica.optimizers.items():
                 for name, kept in optimizer.kept.items():
                     kept.copy_(source.optimizers[index].kept[name])
-                optimizer.state = {
-                    name: {key: tensor.clone() for key, tensor in named.items()}
-                    for name, named in source.optimizers[index].state.items()
-                }
+                optimizer.state = {name: cloned(state) for name, state in source.optimizers[index].state.items()}
             for buffer, other in zip(replica.buffers(), source.boundary[slot[0]], strict=True):
                 overwrite(buffer, other)
         replica.boundary = source.boundary
@@ -167,7 +161,7 @@ class Replicas:
         self._unfilled.discard(slot)
 
     def await_heal(self, slot: Slot) -> None:
-        """Builds an unfilled replica for a slot whose owner will send the state, unless there is one."""
+        """Builds an empty replica for a slot whose owner will send the state, unless there is one."""
         if slot not in self._unfilled:
             with self.device.waiting():
                 self.stages[slot] = self._build(slot)
@@ -184,13 +178,12 @@ class Replicas:
 
 
 def _keep_a_shard(stage: Stage, shard: Shard) -> None:
-    """Leaves a replica a shard of its weights, in memory of its own."""
     for index, layer in stage.layers.items():
         for name, parameter in layer.named_parameters():
             if not parameter.is_contiguous():
                 hint = f"{name} of {stage.where(index)} has the strides {parameter.stride()}"
                 raise UserError([Problem("fsdp", "0 with weights that are not contiguous", repr(stage.job.fsdp), hint)])
-            parameter.data = parameter.detach().clone()  # numpy may have seen the first one, which then stays
+            parameter.data = parameter.detach().clone()  # numpy may hold on to the old memory
         stage.optimizers[index].keep(shard)
     free_weights(stage)
 

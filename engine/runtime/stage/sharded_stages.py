@@ -1,14 +1,14 @@
 """FSDP: the replicas of a slot keep its shard of weights and optimizer state; its owner unshards the stage to compute.
 
-    owner of (0, s)   shard 0 ---> whole weights       each sends its shard to all others, and puts theirs beside it
+    owner of (0, s)   shard 0 ---> whole weights       each sends its shard to all others
     owner of (1, s)   shard 1 ---> whole weights
     shadow of (0, s)  shard 0                          takes the same optimizer steps, and can take over the slot
 
-Rules: the parameters of a layer stay the same objects, because graphs have them; their memory is there from an unshard
-to a reshard only. The engine accumulates and reduces the gradients itself, in pipeline order, so that no bit changes;
-then each replica takes the optimizer step of its shard. A gather is messages aside: a new epoch ends it as any wait.
-All owners of a stage gather it equally often, and several stages in their order. A worker gathers a stage once for all
-pipelines in which it owns it.
+Rules: the parameters of a layer stay the same objects, because graphs refer to them; they have memory only between an
+unshard and the next reshard. The engine itself accumulates and reduces the gradients, in pipeline order, so no bit
+changes; then each replica takes the optimizer step of its shard. A gather uses messages aside, and a new epoch ends it
+like any wait. All owners of a stage gather it equally often, and gather several stages in order. A worker gathers a
+stage once for all pipelines in which it owns it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from engine.runtime.transport.transport import AsidePurpose, TensorSpec, Transpo
 
 
 class ShardedStages:
-    """The stages of one worker, in shards: that of a slot has the number of its pipeline."""
+    """The stages of one worker in shards, each numbered by its pipeline."""
 
     def __init__(self, worker: int, replicas: Replicas):
         self._worker, self._stages = worker, replicas.stages
 
     def enter(self, plane: Transport, ownership: Ownership) -> None:
-        """Sets the plane and the ownership of the next program, which finds all stages in shards."""
+        """Sets the plane and the ownership of the next program, at whose start all stages are in shards."""
         self._channel, self._ownership = plane.aside, ownership
         for replica in self._stages.values():
             free_weights(replica)
 
     def unshard(self, stage: int) -> None:
-        """Gathers the weights of a stage; raises Fenced, Stopped or TransferFailedError as any wait does."""
+        """Gathers the weights of a stage; raises Fenced, Stopped or TransferFailedError like any wait."""
         own = self._own(stage).values()
-        for parameter in (each for replica in own for each in _parameters(replica)):
-            parameter.untyped_storage().resize_(parameter.nbytes)
-        kept = [[each for optimizer in one.optimizers.values() for each in optimizer.kept.values()] for one in own]
-        # The data, without its count of changes: a graph from before a reshard finds the weights unchanged.
-        self._gather(stage, kept, [[each.data for each in _parameters(one)] for one in own])
+        for replica in own:
+            for parameter in _parameters(replica):
+                parameter.untyped_storage().resize_(parameter.nbytes)
+        kept = [[kept for optimizer in one.optimizers.values() for kept in optimizer.kept.values()] for one in own]
+        # `data` has no version counter: a graph from before a reshard finds the weights unchanged.
+        self._gather(stage, kept, [[parameter.data for parameter in _parameters(replica)] for replica in own])
 
     def reshard(self, stage: int) -> None:
         """Frees the gathered weights of a stage."""
@@ -64,10 +65,10 @@ class ShardedStages:
             self.reshard(stage)
 
     def hash_rows(self) -> Iterator[tuple[int, Any]]:
-        """Yields the row of each layer of the stages that are owned here, whole, with each pipeline of it.
+        """Yields (pipeline, hashes) of each layer of the stages owned here, unsharded.
 
-        The open step may have begun; buffers that it has changed have no row, unless those of the boundary are kept.
-        All workers must call it; raises as `unshard` does.
+        The open step may have begun; buffers that it has changed are left out, unless those of the boundary are kept.
+        All workers must call it; raises like `unshard`.
         """
         for stage in self._owned():
             own = self._own(stage)
@@ -87,19 +88,19 @@ class ShardedStages:
         """Gathers the weights and the optimizer state of one layer, in the order of their hashes."""
         optimizers = [replica.optimizers[layer] for replica in self._own(stage).values()]
         whole = list(optimizers[0].whole_tensors())
-        kept = [[tensor for _, tensor in each.state_tensors()] for each in optimizers]
+        kept = [[tensor for _, tensor in optimizer.state_tensors()] for optimizer in optimizers]
         cut = [at for at, (here, (_, there)) in enumerate(zip(kept[0], whole, strict=True)) if here is not there]
-        self._gather(stage, [[each[at] for at in cut] for each in kept], [[whole[at][1] for at in cut]])
+        self._gather(stage, [[tensors[at] for at in cut] for tensors in kept], [[whole[at][1] for at in cut]])
         return whole
 
     def _gather(self, stage: int, kept: Sequence[Sequence[Tensor]], copies: Sequence[Sequence[Tensor]]) -> None:
-        """Puts all shards of some tensors of a stage into each of some whole `copies`; `kept` are the shards here."""
+        """Fills whole `copies` of some tensors of a stage with all of their shards; `kept` are the shards here."""
         ownership, channel, worker = self._ownership, self._channel, self._worker
-        shards = [Shard(each, ownership.grid.pipelines) for each in range(ownership.grid.pipelines)]
-        keys = [aside_key(ownership.grid, AsidePurpose.SHARD, each.number, stage) for each in shards]
-        specs = [[TensorSpec.of(each.of(whole)).as_gradient() for whole in copies[0]] for each in shards]
-        owners = [ownership.owner(each.number, stage) for each in shards]
-        others = [each for each in ownership.owners_of(stage) if each != worker]
+        shards = [Shard(number, ownership.grid.pipelines) for number in range(ownership.grid.pipelines)]
+        keys = [aside_key(ownership.grid, AsidePurpose.SHARD, shard.number, stage) for shard in shards]
+        specs = [[TensorSpec.of(shard.of(whole)).as_gradient() for whole in copies[0]] for shard in shards]
+        owners = [ownership.owner(shard.number, stage) for shard in shards]
+        others = [owner for owner in ownership.owners_of(stage) if owner != worker]
         for owner, key, spec in zip(owners, keys, specs, strict=True):
             if owner != worker:
                 post_bulk(channel, owner, key, spec)
@@ -108,15 +109,16 @@ class ShardedStages:
             send_bulk(channel, others, keys[number], tensors)
         for shard, owner, key, spec in zip(shards, owners, keys, specs, strict=True):
             is_here = owner == worker
-            found = enumerate(here[shard.number]) if is_here else arriving(channel, owner, key, spec, is_posted=True)
-            for index, tensor in found:
+            parts = enumerate(here[shard.number]) if is_here else arriving(channel, owner, key, spec, is_posted=True)
+            for index, tensor in parts:
                 for whole in copies:
                     shard.of(whole[index]).copy_(tensor)
 
     def _own(self, stage: int) -> Mapping[int, Stage]:
-        """Returns the replicas of a stage that are owned here, by pipeline."""
-        return {each: self._stages[each, stage] for each in self._ownership.pipelines_of(self._worker, stage)}
+        """Returns the replicas of a stage owned here, by pipeline."""
+        pipelines = self._ownership.pipelines_of(self._worker, stage)
+        return {pipeline: self._stages[pipeline, stage] for pipeline in pipelines}
 
 
 def _parameters(stage: Stage) -> list[nn.Parameter]:
-    return [each for layer in stage.layers.values() for each in layer.parameters()]
+    return [parameter for layer in stage.layers.values() for parameter in layer.parameters()]

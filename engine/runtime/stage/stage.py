@@ -1,11 +1,11 @@
 """One replica of one slot: the layers of a stage, their residuals, gradients and optimizers.
 
-Every layer is a segment of its own for autograd, and gradients are handed back layer by layer; the cut into stages
-therefore cannot change a bit of the result. All randomness inside a layer comes from a key of (seed, step, pipeline,
-layer, microbatch). Gradients are added in microbatch order.
+Every layer is a segment of its own for autograd, and gradients are passed back layer by layer, so the split into stages
+cannot change a bit of the result. All randomness inside a layer comes from a key of (seed, step, pipeline, layer,
+microbatch). Gradients are added in microbatch order.
 
-Buffers and gradients change in place. A counter for each (`counted`, `added`) names the next microbatch, and no other
-is accepted. A counted forward or backward can run again with the same bits and without a change to either.
+Buffers and gradients change in place. A counter for each (`counted`, `added`) holds the next microbatch, and no other
+is accepted. A counted forward or backward can run again with the same bits, and without changing either.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ from engine.runtime.stage.buffers import (
 from engine.runtime.stage.optimizer import layer_optimizers, trainable
 from engine.runtime.transport.transport import Border, border_of, difference, laid_out_as
 
-# A segment: the autograd graph of one layer, detached from the neighbouring layers.
-#
-# A missing gradient is a tensor of minus zeros, so sums and transfers keep what is missing; no backward begins from
-# one.
-
 
 def cut_off(tensors: Tensors) -> Tensors:
     """Returns the same tensors as leaves of a new graph."""
@@ -55,32 +50,35 @@ def cut_off(tensors: Tensors) -> Tensors:
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """Returns the gradient of a leaf; minus zeros if it has none, and plain zeros for a gradient of minus zeros."""
+    """Returns the gradient of a leaf.
+
+    A missing gradient becomes minus zeros, which sums and transfers preserve; one of minus zeros becomes plain zeros.
+    """
     return none_like(leaf) if leaf.grad is None else made(leaf.grad)
 
 
 @dataclass(slots=True)
 class Segment:
-    """The detached inputs and the outputs of one layer, between which its backward runs; `place` names the layer."""
+    """The autograd graph of one layer, from detached inputs to outputs; `place` names the layer."""
 
     inputs: Tensors
     outputs: Tensors
     place: str
 
     def backward(self, gradients: Tensors, only_inputs: bool = False, keep_graph: bool = False) -> Tensors:
-        """Runs the backward: adds to the gradients of the parameters, returns those of the inputs that require one.
+        """Runs the backward: adds to the gradients of the parameters, returns those of the inputs that need one.
 
-        With `only_inputs` the parameters are left out. An input that was not used gets minus zeros, so that the
-        transfers of a step do not depend on the data. With `keep_graph` a backward for the weights may follow.
+        With `only_inputs` the parameters are left out. An unused input gets minus zeros, so the transfers of a step do
+        not depend on the data. With `keep_graph` a backward for the weights may follow.
         """
         needed = tuple(tensor for tensor in self.inputs if tensor.requires_grad)
-        # An empty tuple would mean all leaves to the engine.
+        # To the engine, an empty tuple would mean all leaves.
         if needed or not only_inputs:
             self._run(gradients, needed if only_inputs else (), keep_graph)
         return tuple(gradient_of(tensor) for tensor in needed)
 
     def backward_weights(self, gradients: Tensors, parameters: Tensors) -> None:
-        """Adds the same to the gradients of the parameters as the whole backward would; leaves the inputs out."""
+        """Adds to the gradients of the parameters what the whole backward would; leaves the inputs out."""
         if parameters:
             self._run(gradients, parameters, keep_graph=False)
 
@@ -90,7 +88,7 @@ class Segment:
         if not roots:
             return
         try:
-            # torch.autograd.backward, the wrapper of this function, would import sympy: 0.3 s per worker.
+            # torch.autograd.backward, which wraps this function, would import sympy: 0.3 s per worker.
             _engine_run_backward(
                 *zip(*roots, strict=True), keep_graph, False, leaves, allow_unreachable=True, accumulate_grad=True
             )
@@ -99,15 +97,12 @@ class Segment:
             raise
 
 
-# The residual of a microbatch: the data that a stage keeps from its forward until the end of its backward.
-
-
 # For a later backward for the weights: (layer, segment, gradients of the segment's outputs).
 Pending = list[tuple[int, Segment, Tensors]]
 
 
 def groups_of(layers: Iterable[int], every: int) -> list[list[int]]:
-    """Returns the groups of layers that are recomputed together; a group begins at each multiple of `every`."""
+    """Returns the groups of layers that are recomputed together; a group starts at each multiple of `every`."""
     groups: dict[int, list[int]] = {}
     for index in layers:
         groups.setdefault(index // every if every else 0, []).append(index)
@@ -124,7 +119,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Residual:
-    """The residual of one microbatch: for each group of layers all segments, or a checkpoint."""
+    """What a stage keeps of a microbatch until its backward: segments or a checkpoint for each group of layers."""
 
     groups: list[list[Segment] | Checkpoint]
     outputs: Tensors
@@ -133,8 +128,8 @@ class Residual:
 
 # Tied parameters: each use has its own copy and its own gradient; the gradients are added in layer order.
 #
-# This also holds for two uses on one worker, so that the cut into stages does not change a bit. Every copy takes the
-# same optimizer step and stays equal to the others.
+# This also holds for two uses on one worker, so the split into stages does not change a bit. Every copy takes the same
+# optimizer step and stays equal to the others.
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +151,22 @@ def stage_of(layer: int, starts: Sequence[int]) -> int:
 def uses_of(ties: Sequence[Tie], starts: Sequence[int]) -> list[list[Use]]:
     """Returns the uses of each tie, in layer order."""
     return [
-        [Use(tie, order, stage_of(layer, starts), layer, name) for order, (layer, name) in enumerate(sorted(each.uses))]
-        for tie, each in enumerate(ties)
+        [
+            Use(number, order, stage_of(layer, starts), layer, name)
+            for order, (layer, name) in enumerate(sorted(tie.uses))
+        ]
+        for number, tie in enumerate(ties)
     ]
 
 
 def tied_stages(ties: Sequence[Tie], starts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of stages that share a parameter, for `Grid.ties`; groups within one stage are left out."""
+    """Returns the groups of several stages that share a parameter, for `Grid.ties`."""
     groups = {tuple(sorted({use.stage for use in uses})) for uses in uses_of(ties, starts)}
     return tuple(sorted(group for group in groups if len(group) > 1))
 
 
 def later_uses(ties: Sequence[Tie]) -> set[tuple[int, str]]:
-    """Returns the uses after the first of each tie; a gradient norm leaves them out, as they repeat the first's."""
+    """Returns the uses after the first of each tie; gradient norms skip them, because they repeat the first."""
     return {use for tie in ties for use in sorted(tie.uses)[1:]}
 
 
@@ -180,32 +178,26 @@ def sum_in_layer_order(gradients: Sequence[Tensor]) -> Tensor:
     return total
 
 
-# The gradient with which the backward of a microbatch begins: its share of the loss of the step, times the scale.
 class LossShare:
-    """The share of one of some microbatches: the loss of a step is their mean. A tensor is made once for each scale."""
+    """The gradient with which the backward of a microbatch starts: its share of the mean loss, times the scale."""
 
     def __init__(self, microbatches: int):
         self._microbatches = microbatches
-        self._made: Tensor | None = None
+        self._gradient: Tensor | None = None
         self._scale = 0.0
 
     def of(self, loss: Tensor, scale: float) -> Tensor:
-        """Returns the gradient of a microbatch's loss.
-
-        Raises:
-            DivergedError: the scale has become smaller than any that could help.
-        """
-        if self._made is None or scale != self._scale:
+        """Returns the gradient of a microbatch's loss; raises DivergedError if the scale is too small to help."""
+        if self._gradient is None or scale != self._scale:
             if scale < LEAST_SCALE:
                 raise DivergedError(f"the gradients are not finite, down to a scale of the loss of {scale}")
             share = (torch.ones_like(loss) * scale) / self._microbatches
-            self._made, self._scale = marked(share, is_missing=False), scale
-        return self._made
+            self._gradient, self._scale = marked(share, is_missing=False), scale
+        return self._gradient
 
 
-# Builds one layer of a model, with the same bits on every worker.
 def build_layer(job: Job, model: Model, index: int, device: Device = HOST) -> nn.Module:
-    """Returns layer `index` on a device; its weights are drawn on the host, so that they do not depend on the device.
+    """Returns layer `index` on a device, with the same bits on every worker and device: weights are drawn on the host.
 
     A later use of a tied parameter copies the first use.
     """
@@ -226,7 +218,7 @@ def _built(job: Job, model: Model, index: int) -> nn.Module:
         layer = model.layers[index].build()
     refuse_what_cannot_be_kept({index: layer})
     for module in layer.modules():
-        # The input of a layer is a leaf for autograd and must not be overwritten; out of place gives the same bits.
+        # The input of a layer is a leaf for autograd and must not be overwritten; the bits are the same out of place.
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
     for tie in model.ties:
@@ -272,16 +264,16 @@ class Stage:
 
     def buffers(self) -> Tensors:
         """Returns the distinct buffers of the layers, in order."""
-        found = (buffer for layer in self.layers.values() for buffer in layer.buffers())
-        return tuple({id(buffer): buffer for buffer in found}.values())
+        buffers = (buffer for layer in self.layers.values() for buffer in layer.buffers())
+        return tuple({id(buffer): buffer for buffer in buffers}.values())
 
     def copy_buffers(self) -> Tensors:
         """Returns copies of the buffers; the buffers themselves if no worker can take over and read a copy."""
         if not self.job.retains:
             return self.buffers()
-        kept = self.history.keep()
-        refuse_another_form(self.layers, self._form, form_of(kept))  # receivers expect this form
-        return tuple(kept.tensors())
+        snapshot = self.history.keep()
+        refuse_another_form(self.layers, self._form, form_of(snapshot))  # receivers expect this form
+        return tuple(snapshot.tensors())
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """Returns the accumulated gradients by layer and name; minus zeros for a parameter without one."""
@@ -304,12 +296,12 @@ class Stage:
         return [parameter for named in self.weights.values() for parameter in named.values()]
 
     def take_added(self, added: int, gradients: Sequence[Tensor | None]) -> None:
-        """Replaces the accumulators by another replica's after `added` backwards; None for a gradient not yet made."""
+        """Replaces the accumulators with another replica's after `added` backwards; None: there is no gradient yet."""
         ensure(added > self.added, f"{added} backwards where {self.added} are in")
         self.added = added
         for parameter, gradient in zip(self.trained(), gradients, strict=True):
             parameter.grad = None if gradient is None else laid_out_as(parameter, gradient)
-        self._without_accumulator = [each for each in self.trained() if each.grad is None]
+        self._without_accumulator = [parameter for parameter in self.trained() if parameter.grad is None]
 
     def prepare(self, step: int, microbatch: int) -> None:
         """Computes the random keys of a later forward in advance."""
@@ -322,7 +314,7 @@ class Stage:
     def forward(self, step: int, microbatch: int, inputs: Tensors, targets: Tensors | None) -> Tensors:
         """Runs the next forward, keeps its residual and returns the outputs; the last stage also computes the loss.
 
-        Raises DivergedError for a loss that is not finite, save in float16; TypeError for outputs that do not fit.
+        Raises DivergedError for a loss that is not finite, except in float16; TypeError for outputs that do not fit.
         """
         ensure(microbatch == self.counted, f"forward {microbatch} where {self.counted} are in")
         if self.job.retains:
@@ -330,7 +322,7 @@ class Stage:
         residual = self._forward(step, microbatch, inputs, targets)
         if residual.loss is not None:
             loss = residual.loss.outputs[0].item()
-            if not math.isfinite(loss) and self.job.dtype != "float16":  # there, such gradients skip the step
+            if not math.isfinite(loss) and self.job.dtype != "float16":  # where such gradients skip the step
                 raise DivergedError(
                     f"the loss is {loss} at step {step}, pipeline {self.pipeline}, microbatch {microbatch}; "
                     "a lower lr or a clip_norm often helps"
@@ -353,7 +345,7 @@ class Stage:
                 history = self._of_groups.setdefault(group[0], BufferHistory(self._modules(group)))
                 checkpoint = Checkpoint(residual.outputs, history.keep())
             segments = self._run(group, step, microbatch, residual.outputs)
-            residual.outputs = cut_off(segments[-1].outputs) if checkpoint else segments[-1].outputs  # not the graph
+            residual.outputs = cut_off(segments[-1].outputs) if checkpoint else segments[-1].outputs  # drops the graph
             residual.groups.append(checkpoint or segments)
         if self.border is not None:
             self._check(max(self.layers), self.border, residual.outputs)
@@ -371,11 +363,11 @@ class Stage:
         inputs that require one.
         """
         ensure(microbatch == self.added, f"backward {microbatch} where {self.added} are in")
-        made = self._backward(step, microbatch, gradients)
+        of_inputs = self._backward(step, microbatch, gradients)
         if self._without_accumulator:
-            self._own_accumulators((*gradients, *made))
+            self._own_accumulators((*gradients, *of_inputs))
         self.added += 1
-        return made
+        return of_inputs
 
     def backward_input(self, step: int, microbatch: int, gradients: Tensors) -> Tensors:
         """Runs a backward for the inputs only, frees the residual and returns the gradients of the inputs.
@@ -383,13 +375,13 @@ class Stage:
         It keeps the segments for the backward for the weights, unless that one is counted already.
         """
         pending: Pending = []
-        made = self._backward(step, microbatch, gradients, pending)
+        of_inputs = self._backward(step, microbatch, gradients, pending)
         if microbatch >= self.added:
             self.pending[microbatch] = pending
-        return made
+        return of_inputs
 
     def backward_weights(self, microbatch: int) -> None:
-        """Runs the next backward for the weights; adds the same bits as the whole backward would."""
+        """Runs the next backward for the weights; adds the same bits as the whole backward."""
         ensure(microbatch == self.added, f"backward {microbatch} where {self.added} are in")
         for index, segment, gradients in self.pending.pop(microbatch):
             segment.backward_weights(gradients, tuple(self.weights[index].values()))
@@ -416,7 +408,7 @@ class Stage:
         for parameter in self._without_accumulator:
             if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in shared:
                 parameter.grad = parameter.grad.clone()
-        self._without_accumulator = [each for each in self._without_accumulator if each.grad is None]
+        self._without_accumulator = [parameter for parameter in self._without_accumulator if parameter.grad is None]
 
     def evaluate(self, inputs: Tensors) -> Tensors:
         """Returns the outputs in evaluation mode: no dropout, no gradients, buffers unchanged."""
@@ -439,8 +431,8 @@ class Stage:
             outputs = self._run(list(self.layers), 0, 0, inputs)[-1].outputs
             if targets is not None:
                 loss_of(self.model, outputs, targets)
-            for each in validation:
-                self.evaluate_loss(self.evaluate(inputs) if self.model.num_loss_outputs else outputs, each)
+            for of_validation in validation:
+                self.evaluate_loss(self.evaluate(inputs) if self.model.num_loss_outputs else outputs, of_validation)
         self.border = border_of(outputs)
         if len(outputs) > MAX_TENSORS:
             raise self._wrong(max(self.layers), f"at most {MAX_TENSORS} tensors leave a stage, found {len(outputs)}")
@@ -458,7 +450,7 @@ class Stage:
             cut = cut_off(inputs)
             before = [tensor._version for tensor in cut]
             outputs = self._call(index, cut)
-            if [tensor._version for tensor in cut] != before:  # the input is kept for a recovery
+            if [tensor._version for tensor in cut] != before:  # a recovery needs the input
                 raise self._wrong(index, "a layer must not overwrite what it is called with")
             self._check(index, self._first_returned.setdefault(index, border_of(outputs)), outputs)
             segments.append(Segment(cut, outputs, self.where(index)))
@@ -466,7 +458,7 @@ class Stage:
         return segments
 
     def _call(self, index: int, inputs: Tensors) -> Tensors:
-        """Returns the outputs of one layer, contiguous as after a transfer: strides can decide bits."""
+        """Returns the outputs of one layer, contiguous like after a transfer: strides can decide bits."""
         try:
             with self._autocast():
                 outputs = as_tensors(self.layers[index](*inputs), self.where(index))
@@ -480,19 +472,18 @@ class Stage:
             raise self._wrong(index, f"a layer must return the same shapes every time, found {wrong}")
 
     def _wrong(self, index: int, text: str) -> TypeError:
-        """Returns the error about a result of a layer, with the layer's place."""
         error = TypeError(f"{self.where(index)}: {text}")
         blame(error, self.where(index), self.layers[index])
         return error
 
     def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
-        """Runs the forwards of a group again from a checkpoint, with the same bits and without side effects."""
+        """Repeats the forwards of a group from a checkpoint, with the same bits and without side effects."""
         with lending(self._modules(group), kept.buffers.copy().buffers()):
             return self._run(group, step, microbatch, kept.inputs)
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the loss in the open step; 1 in other dtypes than float16."""
+        """The scale of the loss in the open step; 1 unless the dtype is float16."""
         return next(iter(self.optimizers.values())).loss_scale
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:

@@ -1,6 +1,7 @@
 """Hashes of state: SHA-256 over name, dtype, shape and bytes of each tensor, in order.
 
-The mark of a tensor is the hash up to and including it: the first mark that differs names the first tensor that does.
+The mark of a tensor is the hash up to and including it: the first mark that differs identifies the first tensor that
+differs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> MarkedHash:
-    """Returns the SHA-256 of named tensors as hex digits, and the mark of each, with its name."""
+    """Returns the SHA-256 of named tensors as hex digits, and the name and mark of each."""
     digest, marks = hashlib.sha256(), []
     for name, tensor in tensors:
         plain = tensor.detach().cpu().contiguous()
@@ -34,11 +35,10 @@ def marked_hash(tensors: Iterable[tuple[str, Tensor]]) -> MarkedHash:
     return digest.hexdigest(), marks
 
 
-# Shards: the parts of each tensor of a stage, along its first dimension, each kept by another worker.
 class Shard(NamedTuple):
-    """Shard `number` of `total`, as `torch.chunk` cuts a tensor; the last ones may be empty.
+    """Part `number` of `total` of each tensor of a stage, split along the first dimension as by `torch.chunk`.
 
-    A tensor without dimensions is whole in each.
+    The last shards may be empty. A tensor without dimensions is whole in each.
     """
 
     number: int

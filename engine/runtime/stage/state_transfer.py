@@ -2,8 +2,8 @@
 
 A header lists the tensors and the SHA-256 of each. The new shadow waits for all tensors, fills its replica and compares
 the hashes. The owner sends without a copy: weights and optimizer state change only after the new shadow has voted for
-the commit, and every replica keeps copies of the buffers of the boundary. The new shadow puts each tensor in its
-place as it arrives: beside the replica it holds one tensor and one chunk.
+the commit, and every replica keeps copies of the buffers of the boundary. The new shadow copies each tensor to its
+place as it arrives, so it needs extra memory for one tensor and one chunk only.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def send_state(channel: Channel[AsideKey], targets: Iterable[int], key: AsideKey
     """Starts sending the state of a slot at the step boundary; the open step may have begun."""
     state = list(state_of(stage))
     with stage.device.waiting():
-        hashes = [_hash_of(each) for _, each in state]
+        hashes = [_hash_of(tensor) for _, tensor in state]
     header = json.dumps(
         [
-            [place, TensorSpec.of(each).to_json(), each.stride(), _on_host(each), digest]
-            for (place, each), digest in zip(state, hashes, strict=True)
+            [place, TensorSpec.of(tensor).to_json(), tensor.stride(), _on_host(tensor), digest]
+            for (place, tensor), digest in zip(state, hashes, strict=True)
         ]
     ).encode()
     as_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -59,7 +59,7 @@ def send_state(channel: Channel[AsideKey], targets: Iterable[int], key: AsideKey
 def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: Stage) -> int:
     """Waits for the state of a slot and fills its new replica; raises InvariantError if a hash differs.
 
-    Returns the nanoseconds since the first word of the owner.
+    Returns the nanoseconds since the owner's first message.
     """
     size = _take(channel, source, key, TensorSpec((1,), torch.int64, False))
     begun_ns = time.monotonic_ns()
@@ -72,7 +72,7 @@ def take_state(channel: Channel[AsideKey], source: int, key: AsideKey, stage: St
     for optimizer in stage.optimizers.values():
         optimizer.state = {name: {} for name in optimizer.state}
     for what, layer, name, state in (place for place, *_ in entries):
-        if what == "optimizer":  # large tensors arrive first, and the order of the owner counts
+        if what == "optimizer":  # large tensors arrive first, but the owner's order counts
             stage.optimizers[layer].state[name][state] = torch.empty(0, device="cpu")
     boundary: list[dict[int, Tensor]] = [{} for _ in stage.boundary]
     for index, tensor in arriving(channel, source, key, specs):
@@ -93,7 +93,7 @@ def _take(channel: Channel[AsideKey], source: int, key: AsideKey, spec: TensorSp
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int], is_on_host: bool) -> Tensor:
-    """Returns a tensor with the strides that it has at the owner, on the host or its device."""
+    """Returns a tensor with the strides and the device that it has at the owner."""
     if tensor.stride() == tuple(stride) and not (is_on_host and tensor.device.type != "cpu"):
         return tensor
     to = "cpu" if is_on_host else tensor.device
@@ -116,9 +116,9 @@ def _fill(stage: Stage, place: StatePlace, tensor: Tensor, boundary: list[dict[i
 
 
 def _compare(stage: Stage, digests: Mapping[StatePlace, str]) -> None:
-    found = {place: _hash_of(tensor) for place, tensor in state_of(stage)}
-    for place in sorted({*digests, *found}):
-        if digests.get(place) != found.get(place):
+    own = {place: _hash_of(tensor) for place, tensor in state_of(stage)}
+    for place in sorted({*digests, *own}):
+        if digests.get(place) != own.get(place):
             what, index, *names = place
             where = f"pipeline {index}, buffer" if what == "buffer" else f"{stage.where(index)}, {what}"
             raise InvariantError(
@@ -128,7 +128,7 @@ def _compare(stage: Stage, digests: Mapping[StatePlace, str]) -> None:
 
 
 def _on_host(tensor: Tensor) -> bool:
-    """Returns whether a tensor lies on the host, as an optimizer's count of steps may: a new replica has it there."""
+    """Returns whether a tensor is on the host, as an optimizer's count of steps may be; replicas keep it there."""
     return tensor.device.type == "cpu"
 
 

@@ -19,20 +19,17 @@ from engine.models.data import Data, keyed_generator
 from engine.models.layers import Model, Tensors
 from engine.runtime.device.device import HOST, Device
 from engine.runtime.stage.buffers import lending, modules_of, snapshot_of
-from engine.runtime.stage.class_optimizer import ClassOptimizer, Named, OptimizerClass
+from engine.runtime.stage.class_optimizer import ClassOptimizer, Named, OptimizerClass, cloned
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.random_streams import own_generators, positions
 from engine.runtime.stage.stage import Stage, build_layer, cut_off
 from engine.runtime.stage.state_hash import hash_tensors
 
-# Weights of layers for the partition: their number of parameters, or their measured time on this machine.
-
-
 _ROUNDS = 3
 
 
 def weigh_layers(job: Job, model: Model, data: Data, device: Device) -> list[int]:
-    """Returns the weight of each layer: its parameters, or for ``profile`` the ns of its forward and backward."""
+    """Returns the weight of each layer for the partition: its parameters, or for ``profile`` its time in ns."""
     if job.partition == "parameters":
         layers = (build_layer(job, model, index) for index in range(len(model.layers)))
         return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
@@ -42,20 +39,17 @@ def weigh_layers(job: Job, model: Model, data: Data, device: Device) -> list[int
         stage = Stage(job, model, 0, index, index + 1, device)
         targets = device.put_all(batch.targets) if stage.is_last else None
         times = []
-        # The first round warms caches and does not count.
+        # The first round only warms caches.
         for microbatch in range(1 + _ROUNDS):
             start_ns = time.perf_counter_ns()
             outputs = stage.forward(0, microbatch, inputs, targets)
-            stage.backward(0, microbatch, () if stage.is_last else _ones(outputs))
+            ones = tuple(output.new_ones(output.shape) for output in outputs if output.requires_grad)
+            stage.backward(0, microbatch, () if stage.is_last else ones)
             device.wait()
             times.append(time.perf_counter_ns() - start_ns)
         weights.append(max(1, round(median(times[1:]))))
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
     return weights
-
-
-def _ones(outputs: Tensors) -> Tensors:
-    return tuple(output.new_ones(output.shape) for output in outputs if output.requires_grad)
 
 
 # The trial of a layer: two fresh copies run two microbatches in different orders, which must not change a bit.
@@ -80,8 +74,8 @@ class LayerDigests:
         self.sign = ""
 
     def note(self, what: str, tensors: Iterable[Tensor | tuple[str, Tensor]], when: str) -> None:
-        """Records the hash of the result called `what`; blames, with `when`, if an earlier one had other bits."""
-        named = (each if isinstance(each, tuple) else (str(place), each) for place, each in enumerate(tensors))
+        """Records the hash of a result; if an earlier one had other bits, blames the layer, saying `when`."""
+        named = (entry if isinstance(entry, tuple) else (str(place), entry) for place, entry in enumerate(tensors))
         mark = hash_tensors(named)[:_MARK_DIGITS]
         if self.marks.setdefault(what, mark) != mark:
             self.blame(f"its {what} differs {when}")
@@ -92,7 +86,7 @@ class LayerDigests:
 
 
 class LayerTrial:
-    """The trial of one layer; `inputs` and `targets` have an entry per microbatch; only the last layer uses targets."""
+    """The trial of one layer; `inputs` and `targets` have one entry per microbatch, targets only for the last layer."""
 
     def __init__(
         self,
@@ -107,14 +101,14 @@ class LayerTrial:
         self.inputs = inputs
         self.targets = targets if index == len(model.layers) - 1 else None
         self.marked = LayerDigests(f"layer {index} ({model.layers[index].name})")
-        given = [self._called_with(microbatch) for microbatch in MICROBATCHES]
-        self.marked.note(INPUT, (each for one, also in given for each in (*one, *(also or ()))), "")
+        calls = [self._called_with(microbatch) for microbatch in MICROBATCHES]
+        self.marked.note(INPUT, (tensor for args, also in calls for tensor in (*args, *(also or ()))), "")
         self._before_second = snapshot_of(())  # the buffers before the second forward
-        self._own: dict[str, object] = {}  # generators that the copy under trial keeps as attributes
+        self._own: dict[str, object] = {}  # generators that the current copy has as attributes
         self._drawn: dict[tuple[str, str], object] = {}
 
     def first(self) -> list[Tensors]:
-        """Tries the first copy; returns its outputs per microbatch, inputs of the next layer. Lets errors through."""
+        """Tries the first copy; returns its outputs per microbatch, the inputs of the next layer. Errors propagate."""
         stage = self._built("")
         outputs = []
         for microbatch in MICROBATCHES:
@@ -180,10 +174,10 @@ class LayerTrial:
         gradients: Tensors = ()
         if residual.loss is None:
             generator = keyed_generator(self.job.seed, "pure", self.index, microbatch)
-            gradients = tuple(drawn_like(each, generator) for each in residual.outputs if each.requires_grad)
+            gradients = tuple(drawn_like(output, generator) for output in residual.outputs if output.requires_grad)
         with self._watching(f"backward of microbatch {microbatch}"):
-            made = stage.backward(0, microbatch, gradients)
-        self.marked.note(f"input gradient of microbatch {microbatch}", made, when)
+            of_inputs = stage.backward(0, microbatch, gradients)
+        self.marked.note(f"input gradient of microbatch {microbatch}", of_inputs, when)
 
     def _close(self, stage: Stage, when: str) -> None:
         layer = stage.layers[self.index]
@@ -192,9 +186,9 @@ class LayerTrial:
 
     @contextlib.contextmanager
     def _watching(self, what: str) -> Iterator[None]:
-        """Blames a call that draws from a random stream without a key: the same call twice ends at two positions.
+        """Blames a call that draws from a random stream without a key: two such calls end at different positions.
 
-        A call that seeds the stream itself ends at one position and passes. So does a stream that one call alone moves.
+        A call that seeds the stream itself always ends at the same position and passes.
         """
         before = positions(self._own, self.device)
         yield
@@ -204,14 +198,14 @@ class LayerTrial:
 
     @contextlib.contextmanager
     def _refusing(self, when: str) -> Iterator[None]:
-        """Blames an exception in a repetition: the first run raised none."""
+        """Blames an exception in a repetition, because the first run raised none."""
         try:
             yield
         except Exception as error:
             self.marked.blame(f"it raises {type(error).__name__} {when}: {error}"[:_MOST_CHARACTERS])
 
     def changed_attributes(self) -> str:
-        """Returns the attributes that a forward changes, as part of a message; empty if none is visible."""
+        """Returns the attributes that a forward changes, for a message; an empty string if none is visible."""
         names: list[str] = []
         with contextlib.suppress(Exception):  # the layer is known to misbehave
             stage = Stage(self.job, self.model, 0, self.index, self.index + 1, self.device)
@@ -239,20 +233,20 @@ def _attributes(layer: nn.Module) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """Returns a text that is equal for equal values: it leaves out addresses of objects."""
+    """Returns a text that is equal for equal values: without addresses of objects."""
     if isinstance(value, Tensor):
         return hash_tensors([("", value)])
     return _ADDRESS.sub("", repr(value))
 
 
-# The trial of a user's optimizer on the parameters of one layer: the state that replicas keep must be all its state.
+# The trial of a user's optimizer on the parameters of one layer: it must have no state but what replicas keep.
 #
 #     owner    one instance over all parameters, step after step
-#     shadow   in each step fresh instances, one for each parameter, in another order, with copies of the state by name
+#     shadow   fresh instances in each step, one per parameter, in another order, with copies of the state by name
 #     shards   with fsdp: the same on a part of each tensor
 #
-# All must give the same bits: a shadow that takes over, a resumed run and a shard step as the shadow does here. Weights
-# and gradients are random numbers drawn from a key, so that each worker that holds the layer tries the same.
+# All must give the same bits: after a takeover, in a resumed run and with shards, steps are taken as by the shadow
+# here. Weights and gradients are random numbers drawn from a key, so every worker that holds the layer tries the same.
 
 _STEPS = 5
 _RATES = (1.0, 1.0, 0.5, 0.25, 0.25)  # of the peak
@@ -260,15 +254,11 @@ _SIZE = 0.1  # of gradients beside weights
 
 
 class _UnequalError(Exception):
-    """Replicas in a trial are not equal; `found` says where."""
-
-    def __init__(self, found: str):
-        super().__init__(found)
-        self.found = found
+    """Replicas in a trial are not equal."""
 
 
 class _Replica:
-    """Parameters with their optimizer state, which any instances can step."""
+    """Parameters with their optimizer state, which any instance can step."""
 
     def __init__(self, weights: Mapping[str, Tensor]):
         self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
@@ -282,7 +272,7 @@ class _Replica:
 
 
 class OptimizerTrial:
-    """The trial of a job's optimizer, which is code of the user's."""
+    """The trial of a job's optimizer, which is user code."""
 
     def __init__(self, job: Job, device: Device = HOST):
         self._job, self._device = job, device
@@ -300,33 +290,31 @@ class OptimizerTrial:
         except _UnequalError as unequal:
             with contextlib.suppress(_UnequalError):
                 self._tried(index, layer, optimizer)
-                raise once_only(f"optimizer {self._job.optimizer!r}: {unequal.found}") from None
-            raise UserError([impure_optimizer(self._job.optimizer, unequal.found)]) from None
+                raise once_only(f"optimizer {self._job.optimizer!r}: {unequal}") from None
+            raise UserError([impure_optimizer(self._job.optimizer, str(unequal))]) from None
 
     def _tried(self, index: int, layer: nn.Module, optimizer: LayerOptimizer) -> str:
-        groups = {name: each.args for name, each in optimizer.groups.items()}
-        shapes = [(name, each.shape, each.dtype) for name, each in layer.named_parameters() if each.requires_grad]
-        if not shapes:
+        groups = {name: group.args for name, group in optimizer.groups.items()}
+        parameters = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
+        if not parameters:
             return ""
         generator = keyed_generator(self._job.seed, "optimizer", index)
 
         def drawn() -> dict[str, Tensor]:
-            values = (
-                (name, torch.randn(shape, generator=generator, device="cpu"), dtype) for name, shape, dtype in shapes
-            )
-            return {name: self._device.put(each.to(dtype)) for name, each, dtype in values}
+            return {
+                name: self._device.put(torch.randn(like.shape, generator=generator, device="cpu").to(like.dtype))
+                for name, like in parameters.items()
+            }
 
         weights = drawn()
         owner, shadow = _Replica(weights), _Replica(weights)
-        instance = self._own.made(list(owner.weights.items()), groups)
+        instance = self._own.instance(list(owner.weights.items()), groups)
         before = _attributes_of(instance)
-        shards = [_Replica(each) for each in self._parts(weights)] if self._job.fsdp else []
+        shards = [_Replica(part) for part in self._parts(weights)] if self._job.fsdp else []
         for step in range(_STEPS):
-            gradients = {name: each * _SIZE for name, each in drawn().items()}
+            gradients = {name: value * _SIZE for name, value in drawn().items()}
             self._step(instance, owner, gradients, step)
-            shadow.state = {
-                name: {key: each.clone() for key, each in state.items()} for name, state in shadow.state.items()
-            }
+            shadow.state = {name: cloned(state) for name, state in shadow.state.items()}
             self._step_alone(shadow, gradients, groups, step)
             self._compare(owner, shadow, f"layer {index}: after step {step}", instance, before)
             for part, replica in zip(self._parts(gradients) if shards else (), shards, strict=True):
@@ -346,19 +334,19 @@ class OptimizerTrial:
     ) -> None:
         """Takes a step of each parameter with an instance of its own, the last parameter first."""
         for name, weight in reversed(list(replica.weights.items())):
-            instance = self._own.made([(name, weight)], groups)
+            instance = self._own.instance([(name, weight)], groups)
             state = {name: replica.state[name]}
             instance.step({name: gradients[name].clone()}, {name: self._job.lr * _RATES[step]}, state)
             replica.state |= state
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Returns the tensors as the owners of a stage share them: parts along the first dimension."""
-        found: list[dict[str, Tensor]] = [{} for _ in range(self._job.pipelines)]
+        """Returns the shards of the tensors that the owners of a stage have."""
+        shares: list[dict[str, Tensor]] = [{} for _ in range(self._job.pipelines)]
         for name, tensor in tensors.items():
             parts = tensor.chunk(self._job.pipelines) if tensor.dim() else (tensor,)
-            for into, part in zip(found, parts, strict=False):
+            for into, part in zip(shares, parts, strict=False):
                 into[name] = part.clone()
-        return found
+        return shares
 
     def _compare(
         self, owner: _Replica, other: _Replica, when: str, instance: ClassOptimizer, before: Mapping[str, str]
@@ -367,23 +355,24 @@ class OptimizerTrial:
         for name in dict.fromkeys((*mine, *theirs)):
             if name in mine and name in theirs and _same(mine[name], theirs[name]):
                 continue
-            held = " and ".join(_held(each.get(name)) for each in (mine, theirs))
+            values = [
+                hash_tensors([("", tensors[name])])[:_MARK_DIGITS] if name in tensors else "none"
+                for tensors in (mine, theirs)
+            ]
             changed = _changed(instance, before)
             also = f"; a step changes its attribute {changed!r}" if changed else ""
-            raise _UnequalError(f"{when} the {name} differs between an owner and a shadow: {held}{also}")
+            raise _UnequalError(
+                f"{when} the {name} differs between an owner and a shadow: {' and '.join(values)}{also}"
+            )
 
     def _compare_shards(self, owner: _Replica, shards: Iterable[_Replica]) -> None:
         for name, weight in owner.weights.items():
-            parts = [each.weights[name].detach() for each in shards if name in each.weights]
+            parts = [shard.weights[name].detach() for shard in shards if name in shard.weights]
             if not _same(torch.cat(parts) if weight.dim() else parts[0], weight):
-                found = f"the weight {name} differs if it is stepped in {len(parts)} shards"
+                difference = f"the weight {name} differs if it is stepped in {len(parts)} shards"
                 hint = "with fsdp each worker takes the step of its shard"
                 expected = "an optimizer that works element by element, with fsdp"
-                raise UserError([Problem("optimizer", expected, f"{self._job.optimizer!r}: {found}", hint)])
-
-
-def _held(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else hash_tensors([("", tensor)])[:_MARK_DIGITS]
+                raise UserError([Problem("optimizer", expected, f"{self._job.optimizer!r}: {difference}", hint)])
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -393,17 +382,17 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _attributes_of(instance: ClassOptimizer) -> dict[str, str]:
     """Returns the attributes that torch's base class does not have, as texts."""
     base = vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))
-    return {name: _text_of(each) for name, each in vars(instance.made).items() if name not in base}
+    return {name: _text_of(value) for name, value in vars(instance.optimizer).items() if name not in base}
 
 
 def _text_of(value: object) -> str:
-    """Returns a text of a tensor, a number or a text, and of those in a container; empty for other objects."""
+    """Returns a text of a tensor, number or text, and of those in a container; an empty one for other objects."""
     if isinstance(value, Tensor):
         return hash_tensors([("", value)])
     if isinstance(value, (list, tuple)):
-        return ",".join(_text_of(each) for each in value if not isinstance(each, Tensor))
+        return ",".join(_text_of(item) for item in value if not isinstance(item, Tensor))
     if isinstance(value, dict):
-        return ",".join(f"{_text(key)}:{_text(each)}" for key, each in value.items() if not isinstance(each, Tensor))
+        return ",".join(f"{_text(key)}:{_text(item)}" for key, item in value.items() if not isinstance(item, Tensor))
     return repr(value) if isinstance(value, (bool, int, float, str)) else ""
 
 
