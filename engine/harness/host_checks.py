@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -29,10 +28,9 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from engine.core.errors import BambooError, EnvironmentLacksError, ExitCode
+from engine.core.errors import BambooError, ExitCode
 from engine.core.texts import counted
 from engine.files.accelerators import LEAST_NCCL, Accelerators, accelerators, lacks_nvml
-from engine.runtime.hosts.host_registry import new_certificate
 from engine.runtime.ipc.link import new_ring
 from engine.runtime.process.subprocesses import inherited
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
@@ -194,15 +192,6 @@ def probe_folder(folder: Path) -> tuple[int, str]:
         return 0, error.strerror or str(error)
 
 
-def certificate_error() -> str:
-    """Makes a certificate, as for a run on several hosts; returns why it cannot, or an empty string."""
-    try:
-        new_certificate()
-    except EnvironmentLacksError as error:
-        return str(error)
-    return "" if ssl.HAS_TLSv1_3 else "this Python has no TLS 1.3"
-
-
 def start_torch_probe() -> subprocess.Popen[str]:
     """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`."""
     command = [sys.executable, "-P", str(Path(__file__).parents[1] / "runtime" / "device" / "torch_probe.py")]
@@ -341,7 +330,6 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
             judge_loopback(loopback_error()),
             judge_links(link_error()),
             judge_hosts(hosts_error()),
-            judge_certificate(certificate_error()),
             judge_results(results, *probe_folder(results)),
             *check_etcd(),
             judge_vision(importlib.util.find_spec("sklearn") is not None),
@@ -410,13 +398,6 @@ def judge_hosts(error: str) -> HostCheck:
             "hosts", "warn", f"no hosts of namespaces, so faults of hosts are not tried here: {error}", fix
         )
     return HostCheck("hosts", "ok", "can be made of namespaces, so faults of hosts can be tried here")
-
-
-def judge_certificate(error: str) -> HostCheck:
-    """Judges whether this machine can make the certificate of a run on several hosts."""
-    if error:
-        return HostCheck("openssl", "warn", error, "install openssl; only runs on several hosts need it")
-    return HostCheck("openssl", "ok", "makes the certificate of a run on several hosts, for TLS 1.3")
 
 
 def judge_results(folder: Path, free_bytes: int, error: str) -> HostCheck:

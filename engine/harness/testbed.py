@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from engine.core.errors import EnvironmentLacksError, ensure
-from engine.files.atomic_write import open_to_append
+from engine.files.atomic_write import open_to_append, write_atomically
 from engine.harness.host_checks import hosts_error, own_namespaces
+from engine.runtime.hosts.host_registry import new_certificate
 from engine.runtime.process import subprocesses
 from engine.runtime.store.embedded_etcd import find_etcd
 
@@ -327,13 +328,9 @@ class BedEtcd:
 
     def _make_certificate(self) -> None:
         """Makes one certificate, which all members and clients show and trust."""
-        names = ",".join(f"IP:{each.address}" for each in self.hosts)
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-        command += ["-keyout", str(self._key), "-out", str(self._cert), "-days", "2", "-subj", "/CN=bed"]
-        command += ["-addext", f"subjectAltName={names}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ETCD_START_S, check=False)
-        if done.returncode:
-            raise EnvironmentLacksError(f"openssl has ended with {done.returncode}: {done.stderr.strip()}")
+        made = new_certificate("bed", [host.address for host in self.hosts])
+        write_atomically(self._cert, made.certificate)
+        write_atomically(self._key, made.key)
 
     def _flags(self, host: BedHost) -> list[str]:
         all_peers = ",".join(f"{each.name}=https://{each.address}:{_PEERS}" for each in self.hosts)

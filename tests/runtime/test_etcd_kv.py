@@ -11,14 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, LeaseLostError
 from engine.core.kv import Delete, Put, Txn, absent
+from engine.runtime.hosts.host_registry import new_certificate
 from engine.runtime.store.election import Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_kv import DEADLINE_S, EndpointClient, EtcdCalls, EtcdKV, KeySpace, etcd3, rpc
@@ -304,13 +309,22 @@ def test_nobody_gets_in_or_reads_a_password(
 
 
 def certificate(folder: Path, name: str, *signed_by: str) -> None:
-    """Makes a key and a certificate for 127.0.0.1, valid for a day; signed by itself, or by a name made before."""
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    command += ["-days", "1", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.crt"]
+    """Makes a key and a certificate for 127.0.0.1; signed by itself, or by a name made before."""
+    made = new_certificate(name)
     for authority in signed_by:
-        command += ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key"]
-        command += ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
-    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+        issuer = x509.load_pem_x509_certificate((folder / f"{authority}.crt").read_bytes())
+        issuer_key = load_pem_private_key((folder / f"{authority}.key").read_bytes(), None)
+        own = x509.load_pem_x509_certificate(made.certificate.encode())
+        address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+        builder = x509.CertificateBuilder().subject_name(own.subject).issuer_name(issuer.subject)
+        builder = builder.public_key(own.public_key()).serial_number(own.serial_number)
+        builder = builder.not_valid_before(own.not_valid_before_utc).not_valid_after(own.not_valid_after_utc)
+        builder = builder.add_extension(address, critical=False)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        signed = builder.sign(issuer_key, SHA256()).public_bytes(Encoding.PEM)  # type: ignore[arg-type]
+        made = made._replace(certificate=signed.decode())
+    (folder / f"{name}.crt").write_text(made.certificate)
+    (folder / f"{name}.key").write_text(made.key)
 
 
 def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:

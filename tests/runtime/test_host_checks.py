@@ -49,8 +49,6 @@ OTHER = Client(("etcdpy",), error="TypeError: no")
         (host_checks.judge_links("Operation not permitted"), "missing", "not permitted", "memfd_create with seals"),
         (host_checks.judge_hosts(""), "ok", "can be made of namespaces", ""),
         (host_checks.judge_hosts("no ip (x)"), "warn", "faults of hosts are not tried here: no ip (x)", "as root"),
-        (host_checks.judge_certificate(""), "ok", "makes the certificate", ""),
-        (host_checks.judge_certificate("no openssl"), "warn", "no openssl", "install openssl"),
         (host_checks.judge_results(Path("r"), 9 * GIB, ""), "ok", "r: writable, 9.0 GiB", ""),
         (host_checks.judge_results(Path("r"), GIB // 2, ""), "warn", "0.5 GiB", "old runs"),
         (host_checks.judge_results(Path("r"), 0, "Permission denied"), "missing", "r: Permission denied", "--results"),

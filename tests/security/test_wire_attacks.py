@@ -11,6 +11,7 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,7 @@ def http2(*parts: tuple[int, bytes]) -> bytes:
 
 def expired(bed: Bed) -> grpc.StatusCode:
     with pytest.MonkeyPatch.context() as patch:
-        commands = [[each.replace("20991231", "20010101") for each in part] for part in host_registry._COMMANDS]
-        patch.setattr(host_registry, "_COMMANDS", commands)
+        patch.setattr(host_registry, "_TO", datetime(2001, 1, 1))
         return bed.call([hello("b"), WORDS], made=new_certificate())
 
 

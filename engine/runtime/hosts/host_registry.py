@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from datetime import datetime
+from ipaddress import ip_address
 from typing import Any, NamedTuple, NoReturn
 
 from engine.core.errors import (
@@ -37,7 +35,6 @@ from engine.core.errors import (
 from engine.core.hosts.ends import LeaseTime
 from engine.core.hosts.host_options import CLEAR, RegisteredHost, differences, registered_host
 from engine.core.kv import KV, Lease, Put, Txn, absent
-from engine.files.atomic_write import write_atomically
 from engine.runtime.process.interrupts import breakable
 
 # The lease of a host, kept by a thread of its own: no other call to the store, and no work of the host, holds it up.
@@ -110,38 +107,12 @@ class KeptLease:
 
 # The certificate of a run: one key pair, which each host of the run has and no other one.
 #
-# Rules: `openssl` makes it, in a folder in memory that only this user can open; nothing of it stays on a disk. Both
-# ends of a stream, and of a link between workers of two hosts, show it, and take no other one. It has no end and no
-# begin that matters, as the clocks of hosts differ: it is forgotten with the run.
+# Rules: both are made in memory, and nothing of them stays on a disk. Both ends of a stream, and of a link between
+# workers of two hosts, show the certificate, and take no other one. It has no end and no begin that matters, as the
+# clocks of hosts differ: it is forgotten with the run.
 
 NAME = "bamboo"  # in the certificate
-_MOST_S = 20.0
-_SETTINGS = f"""
-[ca]
-default_ca = run
-[run]
-database = index
-serial = serial
-new_certs_dir = .
-default_md = sha256
-policy = named
-x509_extensions = both
-unique_subject = no
-[named]
-commonName = supplied
-[both]
-subjectAltName = DNS:{NAME}
-basicConstraints = critical,CA:TRUE
-[req]
-distinguished_name = of_request
-[of_request]
-"""
-_MADE = ("-startdate", "20000101000000Z", "-enddate", "20991231235959Z", "-out", "certificate")
-_COMMANDS = (
-    ["genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", "key"],
-    ["req", "-new", "-key", "key", "-subj", f"/CN={NAME}", "-config", "settings", "-out", "request"],
-    ["ca", "-selfsign", "-batch", "-notext", "-config", "settings", "-keyfile", "key", "-in", "request", *_MADE],
-)
+_FROM, _TO = datetime(2000, 1, 1), datetime(2099, 12, 31, 23, 59, 59)
 
 
 class RunCertificate(NamedTuple):
@@ -151,27 +122,24 @@ class RunCertificate(NamedTuple):
     key: str
 
 
-def new_certificate() -> RunCertificate:
-    """Makes one; raises EnvironmentLacksError where `openssl` is not there or fails."""
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - a new folder in it, of this user alone
-    with tempfile.TemporaryDirectory(dir=memory) as name:
-        folder = Path(name)
-        for file, text in (("settings", _SETTINGS), ("index", ""), ("serial", "01\n")):
-            write_atomically(folder / file, text)
-        for command in _COMMANDS:
-            _run(command, folder)
-        return RunCertificate((folder / "certificate").read_text(), (folder / "key").read_text())
+def new_certificate(name: str = NAME, addresses: Sequence[str] = ()) -> RunCertificate:
+    """Makes a certificate that is signed by its own key, for a name and for IP addresses."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-
-def _run(command: list[str], folder: Path) -> None:
-    program = shutil.which("openssl") or "openssl"
-    try:
-        done = subprocess.run([program, *command], cwd=folder, capture_output=True, timeout=_MOST_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvironmentLacksError(f"a run on several hosts needs the program `openssl`: {error}") from error
-    if done.returncode:
-        why = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise EnvironmentLacksError(f"openssl {command[0]} failed: {''.join(why)}")
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    names = [x509.DNSName(name), *(x509.IPAddress(ip_address(address)) for address in addresses)]
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(_FROM).not_valid_after(_TO)
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    return RunCertificate(
+        builder.sign(key, hashes.SHA256()).public_bytes(pem).decode(),
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain).decode(),
+    )
 
 
 def network_of(made: RunCertificate, transfers: str) -> dict[str, str]:
