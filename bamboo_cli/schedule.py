@@ -27,7 +27,7 @@ schedule = typer.Typer(
     help="The program of a job: show it, check it, export it, compare schedules.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
-    "bamboo schedule compare --stages 8 --stages-per-worker 2  |  bamboo schedule show --schedule zb1p --html FILE",
+    "bamboo schedule compare --stages 8 --stages-per-worker 2",
 )
 
 # This schedule accepts every number of stages per worker; the job's own may not.
@@ -42,18 +42,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def show(
     resolved: ResolvedJob,
     *,
-    page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens without a network.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the program of a job as a grid, with the predicted bubble and peak of stashed activations."""
-    if page is not None:  # first: the reader of the output may go away
-        from engine.files.atomic_write import write_named
-        from engine.report.pages.schedule_page import schedule_page
-
-        write_named(page, schedule_page(resolved.job))
-        echo(str(page), err=True)
     print_plan(resolved.job, as_json)
 
 

@@ -87,13 +87,6 @@ def test_a_whole_program_comes_with_a_word_on_who_cannot_read_it() -> None:
     assert said("check", "--program", "whole.csv").exit_code == 0
 
 
-def test_a_page_is_written() -> None:
-    done = said("show", "--html", "page.html", "--redundancy", "eager")
-    assert done.stderr == "page.html\n"
-    assert "lengthen the step by 3.0% over none" in done.stdout
-    assert "<h1" in Path("page.html").read_text()
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_exported_of_a_schedule_is_that_schedule(name: str) -> None:
     v = 2 if SCHEDULES[name].takes(2) else 1

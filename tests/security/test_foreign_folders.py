@@ -216,7 +216,6 @@ NAMED = {
     "report --output": ("report", "--table", "steps", "--output"),
     "report --trace": ("report", "--trace"),
     "schema --output": ("schema", "--output"),
-    "schedule show --html": ("schedule", "show", "--stages", "2", "--html"),
 }
 
 

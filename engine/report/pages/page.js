@@ -2,7 +2,6 @@
 function show(from, to) {
   view = [from, to];
   draw();
-  if (LINE.follower) Plotly.relayout(LINE.follower, { "xaxis.range": view });
 }
 
 function windows() {
@@ -15,7 +14,7 @@ function windows() {
   const middle = Math.floor(LINE.commits.length / 2);
   const three = [LINE.commits[middle - 2] ?? 0, LINE.commits[middle + 1] ?? LINE.end];
   if (LINE.commits.length) found.push(["Some steps", ...three]);
-  return [...found, [LINE.all, 0, LINE.end]];
+  return [...found, ["Whole run", 0, LINE.end]];
 }
 
 function makeControls() {

@@ -102,7 +102,7 @@ def _told(sentence: str, raised: RaisedRecord) -> str:
 
 MAX_ACTIONS = 150_000
 MAX_STEPS = 10_000
-REDUNDANT, _REPLAYED, _TAKEN_OVER = 1, 2, 4  # bits that choose the pattern of a bar
+_REDUNDANT, _REPLAYED, _TAKEN_OVER = 1, 2, 4  # bits that choose the pattern of a bar
 
 
 def timeline(run: RunTables) -> dict[str, Any]:
@@ -111,13 +111,8 @@ def timeline(run: RunTables) -> dict[str, Any]:
     codes, texts = pd.factorize(shown["action"])
     origin_ns = run.origin_ns
     taken_over = _of_others(shown, run) & ~shown["redundant"]
-    marks = shown["redundant"] * REDUNDANT + shown["replayed"] * _REPLAYED + taken_over * _TAKEN_OVER
+    marks = shown["redundant"] * _REDUNDANT + shown["replayed"] * _REPLAYED + taken_over * _TAKEN_OVER
     return {
-        "unit": "ms",
-        "numbered": False,
-        "axis": "ms since training began",
-        "all": "Whole run",
-        "told": "worker %{customdata[1]}, step %{customdata[2]}, epoch %{customdata[3]}",
         "kinds": list(KINDS),
         "definitions": [definition(kind) for kind in KINDS],
         "texts": [str(text) for text in texts],

@@ -82,32 +82,7 @@ const MARKS = [
 const patternOf = (mark) => MARKS.find(({ bit }) => mark & bit)?.pattern ?? "";
 const said = (mark) => MARKS.filter(({ bit }) => mark & bit).map(({ word }) => ", " + word).join("");
 
-// A time with its unit: 1 unit, 2 units; 1 ms, 2 ms.
-function amount(time) {
-  const rounded = Number(time.toFixed(3));
-  return `${rounded} ${LINE.unit}${LINE.unit === "unit" && rounded !== 1 ? "s" : ""}`;
-}
-
-// The microbatch of an action, if its box has room for it.
-function numberIn(i) {
-  const number = LINE.texts[ACTIONS.text[i]].match(/^\d+[A-Za-z_]+(\d*)/)[1];
-  return ACTIONS.length[i] * pixelsPerMs() > 8 * number.length + 3 ? number : "";
-}
-
-// A colour mixed with white for the first stage, and with black for the last one.
-function shaded(light, shade) {
-  const part = shade / 255;
-  const [target, share] = part < 0.5 ? [255, 0.55 - 1.1 * part] : [0, 0.6 * (part - 0.5)];
-  const parts = [1, 3, 5].map((at) => parseInt(light.slice(at, at + 2), 16));
-  return `rgb(${parts.map((each) => Math.round(each + (target - each) * share)).join()})`;
-}
-
-const colourOf = (i) => shaded(DATA.colours[ACTIONS.kind[i]], ACTIONS.shade?.[i] ?? 127);
-
-function isDark(rgb) {
-  const [red, green, blue] = rgb.match(/\d+/g).map(Number);
-  return 0.299 * red + 0.587 * green + 0.114 * blue < 95;
-}
+const amount = (ms) => `${Number(ms.toFixed(3))} ms`;
 
 function traceOf(kind, which) {
   const at = which.filter((i) => ACTIONS.kind[i] === kind);
@@ -122,19 +97,13 @@ function traceOf(kind, which) {
     width: 0.78,
     customdata: at.map((i) => [LINE.texts[ACTIONS.text[i]], ACTIONS.worker[i], ACTIONS.step[i], ACTIONS.epoch[i],
       amount(ACTIONS.length[i]), amount(ACTIONS.start[i]), said(ACTIONS.mark[i])]),
-    text: LINE.numbered ? at.map((i) => numberIn(i)) : undefined,
-    textposition: "inside",
-    insidetextanchor: "middle",
-    textangle: 0,
-    constraintext: "none",
-    insidetextfont: { color: at.map((i) => (isDark(colourOf(i)) ? "#ffffff" : "#16191d")), size: 12 },
     marker: {
-      color: ACTIONS.shade ? at.map(colourOf) : suited(DATA.colours[kind]),
+      color: suited(DATA.colours[kind]),
       line: { width: 0.5, color: colour("card") },
       pattern: { shape: at.map((i) => patternOf(ACTIONS.mark[i])), size: 6, solidity: 0.35,
         fgcolor: "#16191d", fillmode: "overlay" },
     },
-    hovertemplate: `<b>%{customdata[0]}</b>%{customdata[6]}<br>${LINE.told}<br>` +
+    hovertemplate: "<b>%{customdata[0]}</b>%{customdata[6]}<br>worker %{customdata[1]}, step %{customdata[2]}, epoch %{customdata[3]}<br>" +
       "%{customdata[4]} from %{customdata[5]}<extra></extra>",
   };
 }
@@ -144,7 +113,6 @@ function drawLegend(single, kinds) {
   const marks = single === null ? [] : [...new Set(single.map((i) => ACTIONS.mark[i]))];
   const entries = single === null ? [["a step, the stronger the colour the busier", "#56B4E9", ""]]
     : kinds.map((kind) => [LINE.kinds[kind], suited(DATA.colours[kind]), "", LINE.definitions[kind]]);
-  if (ACTIONS.shade) entries.push(["the darker, the later the stage", "", "shades"]);
   for (const { pattern, told, style } of MARKS) {
     if (marks.some((mark) => patternOf(mark) === pattern)) entries.push([told, "", style]);
   }
@@ -195,7 +163,7 @@ function coarseTrace() {
       bar.worker, 100 * busy[i], bar.end - bar.start]),
     marker: { color: "#56B4E9", opacity: busy.map((each) => 0.25 + 0.75 * each), line: { width: 0 } },
     hovertemplate: "<b>%{customdata[0]}</b><br>worker %{customdata[1]}, busy %{customdata[2]:.0f} %" +
-      `<br>%{customdata[3]:.2~f} ${LINE.unit}<extra></extra>`,
+      "<br>%{customdata[3]:.2~f} ms<extra></extra>",
   };
 }
 
@@ -334,7 +302,7 @@ function draw() {
     hoverdistance: 4,
     showlegend: false,
     margin: { l: 8, r: 12, t: 28, b: 50 },
-    xaxis: { range: view, title: { text: LINE.axis }, tickformat: ",~f", automargin: false, zeroline: false },
+    xaxis: { range: view, title: { text: "ms since training began" }, tickformat: ",~f", automargin: false, zeroline: false },
     yaxis: { range: [rows - 0.4, withPhases ? -1.5 : -0.6], fixedrange: true, showgrid: false, zeroline: false,
       tickvals: [...(withPhases ? [-1] : []), ...names.keys()], ticktext: [...(withPhases ? ["recovery"] : []), ...names] },
     shapes: shapes(),
