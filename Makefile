@@ -11,7 +11,7 @@ TEST_STAMP := .venv/installed-test-$(SET)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-gpu bench-gpu nccl-wheels check bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-formulas clean
+.PHONY: demo test test-gpu bench-gpu nccl-wheels check reference bench soak soak-tests soak-ends soak-detection soak-interrupts soak-stalls soak-disk soak-resume soak-loggers soak-hosts soak-slurm soak-nccl soak-sim soak-churn soak-inside soak-formulas clean
 
 # Whatever can run the tests can run the demo.
 demo: $(or $(wildcard $(TEST_STAMP)),$(RUN_STAMP))
@@ -50,6 +50,10 @@ check: $(TEST_STAMP)
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest tests/core tests/test_house.py
+
+# Every text that is generated from the program: docs/reference, the schemas in scenarios, tests/cli/interface.txt.
+reference: $(TEST_STAMP)
+	.venv/bin/python -m tests.documents.reference
 
 bench: $(TEST_STAMP)
 	.venv/bin/bamboo bench pipeline --quick

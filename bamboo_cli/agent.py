@@ -182,7 +182,7 @@ _Join = Annotated[
     typer.Option(
         "--join",
         metavar="RUN",
-        help="The run, named as its folder is; or its folder; or latest. It was started with --elastic or --standby.",
+        help="Add a worker to this run (name, folder or latest), which was started with --elastic or --standby.",
         autocompletion=completion.runs,
     ),
 ]
@@ -192,9 +192,10 @@ def agent(
     job_file: JobFile = None,
     join: _Join = "",
     standby: Annotated[
-        bool, typer.Option("--standby", help="Wait for a failure; else the worker joins at a step boundary soon.")
+        bool,
+        typer.Option("--standby", help="With --join: wait for a failure instead of joining at the next step boundary."),
     ] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder of the run folders.")] = _RESULTS,
+    results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = _RESULTS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
     hosts: Hosts = "",
     run_id: RunId = "",
@@ -214,7 +215,7 @@ def agent(
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
-    """Train on several hosts, with one agent on each; or add a worker to a running job, and follow it."""
+    """Train on several hosts, with one agent on each; or add a worker to a running job and follow it."""
     of_several = {"JOB": job_file, "--hosts": hosts, "--run": run_id, "--set": settings, "--workers": workers}
     of_several |= {"--node": node, "--address": address, "--trusted-network": trusted, "--isa": isa, "--etcd": etcd}
     of_several |= {"--kill": kill, "--grace": grace if grace != DEFAULT_GRACE else ""}

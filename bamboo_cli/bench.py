@@ -20,13 +20,15 @@ from bamboo_cli.terminal.echo import echo
 if TYPE_CHECKING:
     from engine.bench.figures import BenchRow, Cases
 
-bench = typer.Typer(no_args_is_help=True, help="Measure bamboo beside its peers, interleaved in one run.")
+bench = typer.Typer(no_args_is_help=True, help="Measure bamboo and its peers, interleaved in one run.")
 
-Quick = Annotated[bool, typer.Option("--quick", help="Measure just enough to see that it works.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Measure only enough to check that the benchmark works.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
-Results = Annotated[Path, typer.Option(help="Folder that receives bench/NAME-TIME.csv.")]
-Repeats = Annotated[int, typer.Option(min=1, help="So many losses of each kind; of power a quarter as many.")]
-Case = Annotated[str, typer.Option(metavar="TEXT", help="Only the cases whose name contains this, or is this.")]
+Results = Annotated[Path, typer.Option(help="Folder in which bench/NAME-TIME.csv is written.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Losses to measure per kind; a quarter as many power losses.")]
+Case = Annotated[
+    str, typer.Option(metavar="TEXT", help="Run only the case with this name, or those whose name contains it.")
+]
 
 
 # Name of a benchmark -> the function in engine/bench that returns its cases, the help.
@@ -43,11 +45,11 @@ _BENCHMARKS = {
         "hops.link_cases",
         "Time of a hop between two workers of a host, quiet and beside a busy loop, against Gloo and torch's calls.",
     ),
-    "audit": ("runs.audit_cases", "Time of a step with an audit of each, against steps without any."),
+    "audit": ("runs.audit_cases", "Time of a step with --audit 1, against --audit 0."),
     "kv": ("kv.kv_cases", "Time of a call to the coordinator's store, against the bare etcd3 client."),
     "coordination": (
         "relay.coordination_cases",
-        "Time to tell all workers of an exit, to form a group, and to start a private etcd: against limits.",
+        "Time to announce an exit, to form a group and to start a private etcd, against limits.",
     ),
     "recovery": (
         "restart.recovery_cases",
@@ -67,23 +69,23 @@ _BENCHMARKS = {
     ),
     "checkpoint": (
         "checkpoint.checkpoint_cases",
-        "Time of a step with checkpoints, against none; their parts; the way back to them; torch's asynchronous save.",
+        "Time of a step with and without checkpoints, time to save and to resume, against torch's asynchronous save.",
     ),
     "events": (
         "events.events_cases",
-        "Time and memory to report a run of a day with 1 GB of events, and to record an action: against limits.",
+        "Time and memory to report a day with 1 GB of events, and to record an action, against limits.",
     ),
     "notice": (
         "notice.notice_cases",
-        "Work that runs twice and the pause after a SIGTERM with a grace of 0 to 120 s, scaled, against a kill.",
+        "Redone work and pause after a SIGTERM with a grace of 0 to 120 s (scaled), against a kill.",
     ),
     "gpu": (
         "gpu.gpu_cases",
-        "On a GPU: a step beside plain PyTorch, the cost of shadows, audit and determinism, torch's pipelining.",
+        "On a GPU: time of a step against PyTorch and torch's pipelining; cost of shadows, audit and determinism.",
     ),
     "handover": (
         "handover.handover_cases",
-        "Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory.",
+        "Cost of a SIGTERM with enough grace, and of a step with one worker fewer, against limits and theory.",
     ),
 }
 
@@ -101,7 +103,7 @@ def _register(name: str, function: str, help_text: str) -> None:
     bench.command(name, help=help_text)(command)
 
 
-@bench.command("hosts", help="Losses of workers, agents and hosts in runs on three hosts, beside one host and limits.")
+@bench.command("hosts", help="Losses of workers, agents and hosts on three hosts, against one host and limits.")
 def hosts(
     repeats: Repeats = 20,
     quick: Quick = False,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 checkpoint = typer.Typer(
     no_args_is_help=True,
-    help="The checkpoints of a run: list them, verify every byte, delete old ones.",
+    help="List the checkpoints of a run, verify every byte, delete old ones.",
     epilog="Examples:  bamboo checkpoint list  |  bamboo checkpoint verify latest@479  |  "
     "bamboo checkpoint verify s3://bucket/folder --json  |  bamboo checkpoint prune 20261123-1200 --keep 1",
 )
@@ -31,8 +31,8 @@ Where = Annotated[
     str,
     typer.Argument(
         metavar="RUN|DIR|URL[@STEP]",
-        help="A run's name or its beginning, latest, or a folder or URL of checkpoints; of one step behind an @, or as "
-        "its folder DIR/step-N.",
+        help="A run (its name, the start of its name, or latest), or a folder or URL of checkpoints; @STEP or "
+        "DIR/step-N selects one step.",
         autocompletion=completion.runs,
     ),
 ]
@@ -42,16 +42,16 @@ _MIB = 2**20
 
 @checkpoint.command("list", epilog="Examples:  bamboo checkpoint list  |  bamboo checkpoint list /data/kept --json")
 def show(where: Where = "latest", *, results: Results = DEFAULT_RESULTS, as_json: AsJson = False) -> None:
-    """List checkpoints by step, with the loss and the size of each. No part is read: `verify` does that."""
+    """List checkpoints by step, with loss and size. Parts are not read; `verify` does that."""
     place = _place(where, results)
     _print(place, [_row(place, name, reads_parts=False) for name in _names(place)], as_json)
 
 
 @checkpoint.command(epilog="Examples:  bamboo checkpoint verify  |  bamboo checkpoint verify 20261123-1200@479 --json")
 def verify(where: Where = "latest", *, results: Results = DEFAULT_RESULTS, as_json: AsJson = False) -> None:
-    """Read every byte of checkpoints and compare sizes and SHA-256. Exit with 1 if one is damaged, and name the file.
+    """Read every byte of checkpoints and compare sizes and SHA-256. Exit with 1 and name the file if one is damaged.
 
-    A damaged checkpoint is never loaded: training goes on from the newest good one.
+    A damaged checkpoint is never loaded: training resumes from the newest good one.
     """
     place = _place(where, results)
     rows = [_row(place, name, reads_parts=True) for name in _names(place)]
@@ -65,23 +65,25 @@ def verify(where: Where = "latest", *, results: Results = DEFAULT_RESULTS, as_js
 def prune(
     where: Where = "latest",
     *,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", help="Newest good checkpoints that stay.", min=1)] = 3,
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", help="Number of good checkpoints to keep, newest first.", min=1)
+    ] = 3,
     unfinished: Annotated[
         bool,
         typer.Option(
             "--unfinished",
-            help="Also delete parts of unfinished checkpoints whose runs cannot be seen from here (another machine, an "
-            "object store). No run may be writing there.",
+            help="Also delete unfinished checkpoints of runs that cannot be seen from here (another machine, an object "
+            "store). Make sure that no run is writing there.",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the checkpoints to delete.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the checkpoints to delete.")] = False,
     results: Results = DEFAULT_RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the checkpoints that are older than the newest N good ones of their run; every byte is read before.
+    """Delete all but the newest N good checkpoints of each run, after reading every byte of those N.
 
-    A damaged one does not count. If there are fewer good ones than N, none is deleted. In a folder that runs share, the
-    parts that killed runs left there are deleted too.
+    Damaged checkpoints do not count. With fewer than N good ones, nothing is deleted. In a folder shared by several
+    runs, the unfinished checkpoints of killed runs are deleted too.
     """
     from engine.files.checkpoint_folder import sweep
 

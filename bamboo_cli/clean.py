@@ -27,19 +27,20 @@ _DAY_S = 86_400
 def clean(
     *,
     keep: Annotated[
-        int | None, typer.Option("--keep", metavar="N", help="Delete runs too, and matrices: keep the newest N.", min=0)
+        int | None,
+        typer.Option("--keep", metavar="N", help="Also delete runs and matrices, except the newest N.", min=0),
     ] = None,
     older_than: Annotated[
-        str, typer.Option("--older-than", metavar="AGE", help="Delete runs too, and matrices, of this age: 7d, 12h.")
+        str, typer.Option("--older-than", metavar="AGE", help="Also delete runs and matrices older than this: 7d, 12h.")
     ] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the files to delete, and their size.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files to delete, with their size.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Delete the files that killed runs left behind: stores, temporary files, twins that no run can use again.
+    """Delete the files that killed runs left behind: stores, temporary files, twins that no run can reuse.
 
-    Runs go only with --keep or --older-than; with both, only old runs beside the newest N. A run that goes on is left
-    alone, and so is every file that bamboo did not write.
+    Runs are deleted only with --keep or --older-than; with both, the newest N stay whatever their age. Running jobs
+    and files that bamboo did not write are never touched.
     """
     from engine.files.run_folder import disk_bytes, point_latest_to_newest
     from engine.harness.run_list import delete, leftovers

@@ -21,7 +21,7 @@ def collect(
         str,
         typer.Argument(
             metavar="RUN",
-            help="The run, named as its folder on one of the hosts is; or that folder; or latest.",
+            help="The run: the name of its folder on one of the hosts, that folder, or latest.",
             autocompletion=completion.runs,
         ),
     ] = "latest",
@@ -29,7 +29,7 @@ def collect(
         list[Path] | None,
         typer.Argument(
             metavar="FOLDER",
-            help="The folders of its other hosts; by default those of the same run beside it.",
+            help="Folders of the other hosts (default: folders of the same run next to it).",
             show_default=False,
         ),
     ] = None,
@@ -37,9 +37,9 @@ def collect(
     results: Results = DEFAULT_RESULTS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Merge the records of the hosts of a run, on one clock and in one order, into RUN/collected.
+    """Merge the records of all hosts of a run into RUN/collected, on one clock and in causal order.
 
-    `bamboo report RUN/collected` reads it. Each host whose records are incomplete is named.
+    `bamboo report RUN/collected` reads the result. Hosts with incomplete records are named.
     """
     from engine.files.host_folders import collect as collected
     from engine.files.host_folders import folders_of

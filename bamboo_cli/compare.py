@@ -18,17 +18,17 @@ def compare(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="The run to measure against: name, beginning, or folder.", autocompletion=runs
+            metavar="A", help="Baseline run: its name, the start of its name, or its folder.", autocompletion=runs
         ),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="The run that is measured.", autocompletion=runs)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Run to compare with it.", autocompletion=runs)],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the slower figures.
+    """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the figures that got slower.
 
-    Fields in which the jobs differ come first, and runs that did not pass: their figures may mean something else.
+    Different job fields and runs that did not pass are printed first, because their figures may not be comparable.
     """
     from bamboo_cli.terminal.tables import BAD, DOUBTFUL, STRONG, print_table, say
     from engine.report.compare import compare as compared

@@ -25,14 +25,17 @@ def export(
     where: Where = "latest",
     *,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE|DIR", help="FILE.safetensors, FILE.pt, or a new folder.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE|DIR", help="FILE.safetensors, FILE.pt, or a new folder (for shards)."
+        ),
     ],
     results: Results = DEFAULT_RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a run for other programs: safetensors, torch, or a folder of shards.
 
-    The names are those of the model's own state_dict. `bamboo run --init` begins with such a file.
+    Names are those of the model's own state_dict. `bamboo run --init` starts from such a file.
     """
     from engine.harness.run_list import export_weights
 

@@ -14,12 +14,12 @@ _HERE = Path()
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder for the files", show_default=False)] = _HERE,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder to write into", show_default=False)] = _HERE,
     ci: Annotated[
-        Literal["none", "github"], typer.Option("--ci", help="github: also a workflow that runs them.")
+        Literal["none", "github"], typer.Option("--ci", help="github: also write a workflow that runs them.")
     ] = "none",
 ) -> None:
-    """Write a job, a scenario and a matrix of it; with --ci also a workflow. Existing files are kept."""
+    """Write a starter job, scenario and matrix; with --ci also a workflow. Existing files are kept."""
     from engine.files.jobs.starter import SCENARIO, WORKFLOW, reference, starter, write_new
 
     files = starter(ci == "github")

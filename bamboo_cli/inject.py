@@ -44,7 +44,7 @@ _File = Annotated[
     str,
     typer.Argument(
         metavar="SCENARIO",
-        help="a scenario of the library, or a file",
+        help="a shipped scenario, or a file",
         show_default=False,
         autocompletion=completion.scenarios,
     ),
@@ -54,7 +54,7 @@ _Scenario = Annotated[
     typer.Option(
         "--scenario",
         metavar="SCENARIO",
-        help="The same as the argument.",
+        help="Same as the argument.",
         show_default=False,
         autocompletion=completion.scenarios,
     ),
@@ -64,15 +64,15 @@ _Run = Annotated[
     typer.Option(
         "--run",
         metavar="RUN",
-        help="Strike a job that is running, named as its folder is; or latest, if no other run goes on.",
+        help="Inject into a running job: its folder name, or latest if it is the only one running.",
         autocompletion=completion.runs,
     ),
 ]
 _Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value for a field of the job.")
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; repeatable.")
 ]
 _DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the faults, victims and moments; with --run: as of now.")
+    bool, typer.Option("--dry-run", help="Print faults, victims and moments; with --run, as they would be now.")
 ]
 _Seed = Annotated[int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)]
 
@@ -83,11 +83,11 @@ def inject(
     run: _Run = "",
     settings: _Settings = None,
     seed: _Seed = None,
-    repeat: Annotated[int, typer.Option("--repeat", help="How many times to run it.", min=1)] = 1,
+    repeat: Annotated[int, typer.Option("--repeat", help="Number of repetitions.", min=1)] = 1,
     dry_run: _DryRun = False,
     tee: Tee = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    results: Annotated[Path | None, typer.Option("--results", help="Folder of the run folders.")] = None,
+    results: Annotated[Path | None, typer.Option("--results", help="Folder that holds the runs.")] = None,
     trust_code: TrustCode = False,
     events_max: EventsMax = "",
     etcd: Endpoints = "",
@@ -95,7 +95,7 @@ def inject(
     hosts: BedHosts = 0,
     lease_s: BedLease = USUAL_S,
 ) -> None:
-    """Run a scenario: its job, its faults, its fault-free twin; then check its expectations."""
+    """Run a scenario (job, faults and fault-free twin), then check its expectations."""
     from engine.core.faults.fault import OnHosts
     from engine.files.jobs.scenario_file import load_scenario
     from engine.harness.attach import as_of_now

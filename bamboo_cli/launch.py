@@ -35,13 +35,13 @@ EPILOG = (
 )
 _ANY = "192.0.2.1"  # an address for documents: that of the hosts is not known here
 
-Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="From a notice to the end.")]
+Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="Time between a notice and the end of a host.")]
 
 
 def launch(
     place: Annotated[str, typer.Argument(metavar="PLACE", help=f"{', '.join(PLACES[:-1])} or {PLACES[-1]}.")],
     job_file: Annotated[
-        Path, typer.Argument(metavar="JOB.yaml", help="The job file.", autocompletion=completion.job_files)
+        Path, typer.Argument(metavar="JOB.yaml", help="Job file.", autocompletion=completion.job_files)
     ],
     *,
     hosts: Hosts = "",
@@ -53,19 +53,23 @@ def launch(
     settings: Settings = None,
     isa: InstructionSet = "",
     trust_code: TrustCode = False,
-    name: Annotated[str, typer.Option("--name", help="Of the run; by default that of the job file.")] = "",
+    name: Annotated[str, typer.Option("--name", help="Name of the run (default: the name of the job file).")] = "",
     grace_s: Grace = USUAL_GRACE_S,
-    image: Annotated[str, typer.Option("--image", help="Of the pods, with bamboo, code and data.")] = "",
+    image: Annotated[
+        str, typer.Option("--image", help="Image of the pods: contains bamboo, your code and your data.")
+    ] = "",
     extra: Annotated[
-        list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="A line for sbatch; repeatable.")
+        list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="Extra option for sbatch; repeatable.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write the files there.")] = None,
-    is_submitted: Annotated[bool, typer.Option("--submit", help="Write the files and send them.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Write the files to this folder.")
+    ] = None,
+    is_submitted: Annotated[bool, typer.Option("--submit", help="Write the files and submit them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the files with which Slurm, Kubernetes, Ray or ssh place a run on several hosts.
+    """Print the files that start a run on several hosts with Slurm, Kubernetes, Ray or ssh.
 
-    They start one agent on each, and the loss of a host ends no other. Secrets are written into files, and not printed.
+    They start one agent per host, and losing a host does not end the others. Secrets go into files and are not printed.
     """
     names = () if (number := whole_number(hosts)) is not None or not hosts else tuple(map(str.strip, hosts.split(",")))
     plan = LaunchPlan(

@@ -58,7 +58,7 @@ def matrix(
     results: options.Results = options.DEFAULT_RESULTS,
     trust_code: TrustCode = False,
 ) -> None:
-    """Run every cell of a matrix of scenarios. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
+    """Run every cell of a scenario matrix. Exit with 1 if a cell failed, else with 6 if a cell proved nothing."""
     from engine.files.jobs.matrix_file import read_matrix
     from engine.files.matrix_results import usual_seconds
     from engine.harness.job_checks import offered, readable

@@ -66,43 +66,43 @@ _SAID = {ExitCode.EXPECTATION_FAILED: "failed", ExitCode.NOTHING_MATCHED: "not j
 
 _Runs = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="RUN", help="Names of runs, beginnings of names, or folders.", autocompletion=completion.runs
-    ),
+    typer.Argument(metavar="RUN", help="Runs: names, starts of names, or folders.", autocompletion=completion.runs),
 ]
 
 
 def report(
     runs: _Runs = None,
     *,
-    table: Annotated[Table, typer.Option(help="The table to print.")] = Table.RECOVERY,
+    table: Annotated[Table, typer.Option(help="Table to print.")] = Table.RECOVERY,
     form: Annotated[
         Format | None,
         typer.Option(
-            "--format", help="The form of the table; all but terminal print only the table.", show_default="terminal"
+            "--format",
+            help="Format of the table; every format but terminal prints only the table.",
+            show_default="terminal",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page here, not to RUN/report.html.")
+        Path | None, typer.Option(metavar="FILE", help="Write the page to this file instead of RUN/report.html.")
     ] = None,
     is_opened: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a trace that Perfetto opens.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a trace for Perfetto.")] = None,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CONDITION",
-            help="Exit with 1 if TABLE.COLUMN.FIGURE OPERATOR NUMBER holds, if a recovery did not reach the time in "
-            "it, or if the run itself failed; with 5 if there is nothing to measure; repeatable.",
+            help="TABLE.COLUMN.FIGURE OPERATOR NUMBER: exit with 1 if it holds, if a recovery is unfinished, or if the "
+            "run failed; with 5 if there is nothing to measure. Repeatable.",
         ),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read the checkpoints too; exit with 1 if not all is whole.")
+        bool, typer.Option("--verify", help="Also read the checkpoints; exit with 1 unless all evidence is complete.")
     ] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Report a run: tables, a page that opens without a network, a trace. Verifies its evidence each time."""
+    """Report a run: tables, a self-contained page, a trace. The evidence is verified each time."""
     form = _form(form, as_json, output)
     folders = [find(results, run) for run in runs or (None,)]
     if len(folders) > 1 and (page or trace):

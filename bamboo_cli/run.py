@@ -52,10 +52,12 @@ EPILOG = (
     "--set model_args.width=16  |  bamboo run --kill 5:2  |  bamboo run --redundancy eager --kill 5:2:B:3 --kill 9:0  "
     "|  bamboo run results/latest/run.json  |  bamboo run --dry-run --explain  |  bamboo run --json --steps 5"
 )
-_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout; progress to stderr.")]
-_Explained = Annotated[bool, typer.Option("--explain", help="Print each value and its origin; start no process.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout and progress to stderr.")]
+_Explained = Annotated[
+    bool, typer.Option("--explain", help="Print every value and where it comes from; start nothing.")
+]
 _InProcess = Annotated[
-    bool, typer.Option("--in-process", help="Run the workers as threads of this process, for a debugger; slower.")
+    bool, typer.Option("--in-process", help="Run workers as threads of this process, for a debugger; slower.")
 ]
 
 
@@ -99,7 +101,9 @@ def run(
     own: _Own,
     *,
     as_json: _AsJson = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; start no process.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the program of each worker; start nothing.")
+    ] = False,
     kill: Kills = None,
     no_twin: NoTwin = False,
     tee: Tee = False,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 schedule = typer.Typer(
     no_args_is_help=True,
-    help="The program of a job: show it, check it, export it, compare schedules.",
+    help="Show, check or export the program of a job, or compare schedules.",
     epilog="Examples:  bamboo schedule show --stages 4  |  bamboo schedule check --program mine.csv  |  "
     "bamboo schedule export --schedule gpipe > gpipe.csv  |  "
     "bamboo schedule compare --stages 8 --stages-per-worker 2",
@@ -44,7 +44,7 @@ def show(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Show the program of a job as a grid, with the predicted bubble and peak of stashed activations."""
+    """Show the program of a job as a grid, with the predicted bubble and peak activation stash."""
     print_plan(resolved.job, as_json)
 
 
@@ -54,11 +54,11 @@ def check(
     resolved: ResolvedJob,
     *,
     program_file: Annotated[
-        Path | None, typer.Option("--program", help="A whole program as CSV, instead of the job's.")
+        Path | None, typer.Option("--program", help="Check this complete program (CSV) instead of the job's.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify a program: complete, ordered, free of deadlock. Exit with 1 and the broken rules if it is not.
+    """Verify that a program is complete, ordered and free of deadlock. If not, exit with 1 and the broken rules.
 
     A wrong `--schedule FILE.csv` is a mistake in the job, so it exits with 2.
     """
@@ -97,13 +97,15 @@ def export(
     *,
     compute_only: Annotated[
         bool,
-        typer.Option("--compute-only", help="Only forwards and backwards: torch and --schedule read no other actions."),
+        typer.Option(
+            "--compute-only", help="Only forwards and backwards, which is all that torch and --schedule read."
+        ),
     ] = False,
 ) -> None:
-    """Print the program as CSV, one row per worker; compute actions have the syntax of torch's pipelining.
+    """Print the program as CSV, one row per worker, with compute actions in the syntax of torch's pipelining.
 
-    `schedule check --program` reads a whole program. Torch's `_load_csv` and `--schedule FILE.csv` read only the
-    compute actions of one pipeline: `--compute-only`.
+    `schedule check --program` reads a complete program. Torch's `_load_csv` and `--schedule FILE.csv` read only the
+    compute actions of one pipeline: use `--compute-only`.
     """
     from engine.core.action import COMPUTE_OPS
     from engine.core.job.partition import initial_program
@@ -126,18 +128,18 @@ def export(
 def compare(
     resolved: ResolvedJob,
     *,
-    forward: Annotated[float, typer.Option(help="Cost of the forward of a stage on a microbatch.")] = 1,
-    backward: Annotated[float, typer.Option(help="Cost of the whole backward.")] = 2,
+    forward: Annotated[float, typer.Option(help="Cost of one forward of a stage.")] = 1,
+    backward: Annotated[float, typer.Option(help="Cost of one whole backward.")] = 2,
     weights: Annotated[
-        float | None, typer.Option(help="Cost of its part for the weights.", show_default="half of it")
+        float | None, typer.Option(help="Cost of the weight part of a backward.", show_default="half of it")
     ] = None,
-    transfer: Annotated[float, typer.Option(help="Time of a transfer, in which its sender goes on.")] = 0,
+    transfer: Annotated[float, typer.Option(help="Time of a transfer; the sender does not wait for it.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare every schedule on the workers of a job: length over ideal, bubble, peak stash, transfers.
 
-    With `--transfer` a value arrives that much after it is made, so the table shows what a schedule hides.
-    With `--redundancy eager`: also the time that redundant forwards add to a step.
+    With `--transfer`, values arrive that much later, so the table shows how well a schedule hides transfers.
+    With `--redundancy eager`, it also shows the time that redundant forwards add to a step.
     """
     from bamboo_cli.terminal.tables import say
     from engine.core.job.schedule_comparison import compare as comparison_of

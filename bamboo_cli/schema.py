@@ -26,9 +26,9 @@ class Files(StrEnum):
 
 
 def schema(
-    of: Annotated[Files, typer.Argument(metavar="KIND", help="kind of files")] = Files.SCENARIO,
+    of: Annotated[Files, typer.Argument(metavar="KIND", help="kind of file")] = Files.SCENARIO,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to this file instead of to stdout.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead of stdout.")
     ] = None,
 ) -> None:
     """Print the JSON schema of scenario, matrix or job files."""

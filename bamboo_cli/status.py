@@ -36,19 +36,19 @@ def status(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="A run's folder name, or its beginning; the latest by default. With --wait and --etcd also the id of "
-            "a run on several hosts.",
+            help="Name of a run, or the start of it (default: the latest). With --wait and --etcd, also the ID of a "
+            "run on several hosts.",
             autocompletion=completion.runs,
         ),
     ] = None,
     *,
     results: Results = DEFAULT_RESULTS,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it anew every second until the run ends; a pipe gets what changed.")
+        bool, typer.Option("--watch", help="Refresh every second until the run ends; a pipe gets only the changes.")
     ] = False,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Wait until the run has an outcome, print it, and exit with the run's exit code."),
+        typer.Option("--wait", help="Wait until the run ends, print the outcome, and exit with the run's exit code."),
     ] = False,
     etcd: EndpointsOfRun = "",
     plain_http: PlainHttp = False,
@@ -56,9 +56,9 @@ def status(
         bool, typer.Option("--json", help="Print one JSON object (with --watch, one per line).")
     ] = False,
 ) -> None:
-    """Show the owners of the stages of a run, its step, heartbeats and verdicts, from etcd or else from its events.
+    """Show the stage owners, step, heartbeats and verdicts of a run, from its etcd or else from its events.
 
-    Exit with 69 if the launcher of the run is gone and did not record its end.
+    Exit with 69 if the launcher is gone and the end of the run was not recorded.
     """
     from engine.core.errors import Problem, UserError
 

@@ -26,7 +26,7 @@ def validate(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="files of scenarios, matrices or jobs, or names in the library",
+            help="scenario, matrix or job files, or names of shipped ones",
             show_default=False,
             autocompletion=library_files,
         ),
@@ -36,7 +36,7 @@ def validate(
         int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)
     ] = None,
 ) -> None:
-    """Check scenarios, matrices and jobs: fields, possible moments, existing victims.
+    """Check scenario, matrix and job files: fields, possible moments, existing victims.
 
     Exit with 2 if a file is wrong, with 5 if a name is unknown.
     """

@@ -25,8 +25,8 @@ Endpoints = Annotated[
         "--etcd",
         envvar="BAMBOO_ETCD",
         metavar="HOST:PORT[,HOST:PORT]",
-        help="A kept etcd cluster, instead of a private etcd for this run. TLS, user and password: "
-        "BAMBOO_ETCD_CA, _CERT, _KEY, _USER, _PASSWORD or _PASSWORD_FILE.",
+        help="Use this etcd cluster instead of a private etcd. TLS and credentials: BAMBOO_ETCD_CA, _CERT, _KEY, "
+        "_USER, _PASSWORD or _PASSWORD_FILE.",
         rich_help_panel="Coordination",
     ),
 ]
@@ -36,8 +36,8 @@ EndpointsOfRun = Annotated[
         "--etcd",
         envvar="BAMBOO_ETCD",
         metavar="HOST:PORT[,HOST:PORT]",
-        help="The kept etcd cluster of the run. A run folder may name any address, so bamboo asks only the addresses "
-        "named here, and the private etcd of a run of yours on this host.",
+        help="The etcd cluster of the run. A run folder could name any address, so bamboo connects only to addresses "
+        "given here, or to the private etcd of your own run on this host.",
         rich_help_panel="Coordination",
     ),
 ]
@@ -45,7 +45,7 @@ PlainHttp = Annotated[
     bool,
     typer.Option(
         "--etcd-plain-http",
-        help="Allow clear text to an etcd that is not on this host.",
+        help="Allow plain HTTP to an etcd on another host.",
         rich_help_panel="Coordination",
     ),
 ]
@@ -81,7 +81,7 @@ JobFile = Annotated[
     Path | None,
     typer.Argument(
         metavar="JOB.yaml",
-        help="Of a run on several hosts: its job file",
+        help="Job file of a run on several hosts.",
         show_default=False,
         autocompletion=completion.job_files,
     ),
@@ -91,7 +91,7 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Any field of the job, such as stages=4 or model_args.width=64; repeatable.",
+        help="Set a field of the job, such as stages=4 or model_args.width=64; repeatable.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -100,26 +100,30 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="N|NAME,NAME",
-        help="The number of hosts of the run, or their names. The same line starts the agent of each.",
+        help="Number of hosts, or their names. Run the same command on every host.",
         rich_help_panel=_PANEL,
     ),
 ]
 RunId = Annotated[
     str,
-    typer.Option("--run", metavar="ID", help="The run in the store: the same on all hosts.", rich_help_panel=_PANEL),
+    typer.Option("--run", metavar="ID", help="ID of the run in etcd; the same on every host.", rich_help_panel=_PANEL),
 ]
 Workers = Annotated[
-    int, typer.Option("--workers", metavar="K", help="Room for workers on each host; 0: any.", rich_help_panel=_PANEL)
+    int,
+    typer.Option(
+        "--workers", metavar="K", help="Maximum number of workers per host; 0: no limit.", rich_help_panel=_PANEL
+    ),
 ]
 Node = Annotated[
-    str, typer.Option("--node", metavar="NAME", help="This host; by default its host name.", rich_help_panel=_PANEL)
+    str,
+    typer.Option("--node", metavar="NAME", help="Name of this host (default: its host name).", rich_help_panel=_PANEL),
 ]
 Address = Annotated[
     str,
     typer.Option(
         "--address",
         metavar="IP",
-        help="Of this host; by default the one from which it reaches etcd.",
+        help="Address of this host (default: the one from which it reaches etcd).",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -128,23 +132,29 @@ TrustedNetwork = Annotated[
     typer.Option(
         "--trusted-network",
         metavar="CIDR",
-        help="Allow tensors in clear text between addresses of this network.",
+        help="Send tensors without TLS between addresses in this network.",
         rich_help_panel=_PANEL,
     ),
 ]
 LeaseSeconds = Annotated[
-    int, typer.Option("--lease", metavar="SECONDS", help="Time to live of a host's lease.", rich_help_panel=_PANEL)
+    int, typer.Option("--lease", metavar="SECONDS", help="Lifetime of a host's lease.", rich_help_panel=_PANEL)
 ]
 HostsWithin = Annotated[
     float,
-    typer.Option("--hosts-within", metavar="SECONDS", min=0.0, help="Wait for all hosts.", rich_help_panel=_PANEL),
+    typer.Option(
+        "--hosts-within",
+        metavar="SECONDS",
+        min=0.0,
+        help="How long to wait for all hosts to start.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 InstructionSet = Annotated[
     str,
     typer.Option(
         "--isa",
         metavar="SET",
-        help="Compute with one instruction set on every processor: portable, avx2 or avx512.",
+        help="Use the same instruction set on every processor: portable, avx2 or avx512.",
     ),
 ]
 
@@ -164,12 +174,12 @@ BedHosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="N",
-        help="Run it on so many hosts of namespaces of this machine, which are broken and removed.",
+        help="Run it on N simulated hosts (namespaces of this machine), which are removed afterwards.",
         rich_help_panel=_BED,
     ),
 ]
 BedLease = Annotated[
-    int, typer.Option("--lease", metavar="SECONDS", help="Time to live of a host's lease.", rich_help_panel=_BED)
+    int, typer.Option("--lease", metavar="SECONDS", help="Lifetime of a host's lease.", rich_help_panel=_BED)
 ]
 
 

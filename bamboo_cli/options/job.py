@@ -40,8 +40,8 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="latest|RUN|DIR[@STEP]",
-        help="Go on from the newest good checkpoint of a run, of the newest run that has one (latest), or of a folder "
-        "or URL of checkpoints, with its job. Stages, schedule, redundancy, workers and so on may be others.",
+        help="Resume from the newest good checkpoint of a run, of the newest run that has one (latest), or of a folder "
+        "or URL, with its job. Stages, schedule, redundancy, workers and the like may change.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -50,7 +50,7 @@ OtherBits = Annotated[
     bool,
     typer.Option(
         "--other-bits",
-        help="With --resume: go on although a field, this machine, a data file or your code gives other bits.",
+        help="With --resume: resume even if a field, this machine, a data file or your code changes bits.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -194,11 +194,13 @@ def _text(name: str, value: str | bool) -> str:
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
     file = typer.Argument(
         metavar="JOB.yaml",
-        help="job file: YAML with the fields below; or run.json of a run, to repeat it",
+        help="job file (YAML with the fields below), or the run.json of a run to repeat",
         show_default=False,
         autocompletion=completion.job_files,
     )
-    setting = typer.Option("--set", metavar="FIELD=VALUE", help="any field, such as model_args.width=64; repeatable")
+    setting = typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Set any field, such as model_args.width=64; repeatable."
+    )
     parameters = [_parameter("job_file", Annotated[Path | None, file])]
     parameters += [_parameter(name, _flag(name, _DEFAULTS[name])) for name in FLAG_FIELDS if name not in without]
     parameters += [_parameter("set", Annotated[list[str] | None, setting])]
@@ -213,7 +215,7 @@ def _flag(name: str, default: object) -> Any:
     kind, flag = FIELD_TYPES[name], name.replace("_", "-")
     help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
     if kind is bool:  # the flag sets the opposite of the default; --set sets either
-        help_text = f"leave out {FIELD_HELP[name]}" if default else FIELD_HELP[name]
+        help_text = f"turn off {FIELD_HELP[name]}" if default else FIELD_HELP[name]
         option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
         return Annotated[bool | None, option]
     choices = get_args(kind) if get_origin(kind) is Literal else ()

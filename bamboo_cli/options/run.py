@@ -50,27 +50,25 @@ Kills = Annotated[
     typer.Option(
         "--kill",
         metavar="STEP:STAGE[:ACTION[:MICROBATCH]]",
-        help="SIGKILL the worker of a stage: 5:2 (before the middle backward of stage 2 at step 5), 5:2:F:3, "
-        "5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). With --blocks, of a block. Repeatable. The weights are "
-        "then compared with those of a fault-free twin.",
+        help="SIGKILL the worker that owns a stage (a block with --blocks): 5:2 (step 5, stage 2, before its middle "
+        "backward), 5:2:F:3, 5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). Repeatable. The weights are then "
+        "compared with those of a fault-free twin.",
         rich_help_panel=_PANEL,
     ),
 ]
 NoTwin = Annotated[
     bool,
-    typer.Option("--no-twin", help="With --kill: do not run the twin; compare no weights.", rich_help_panel=_PANEL),
+    typer.Option("--no-twin", help="With --kill: skip the twin and the comparison of weights.", rich_help_panel=_PANEL),
 ]
 Tee = Annotated[
     bool,
-    typer.Option(
-        "--tee", help='Show what workers print on stderr, each line with the number of its worker: "[1] ...".'
-    ),
+    typer.Option("--tee", help='Show the output of workers on stderr, prefixed with the worker number: "[1] ...".'),
 ]
 Injectable = Annotated[
     YesNo,
     typer.Option(
         "--injectable",
-        help="no: the run refuses the faults of `bamboo inject --run`, and of every other request.",
+        help="no: refuse faults requested while the run is going, as by `bamboo inject --run`.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -79,7 +77,7 @@ EventsMax = Annotated[
     typer.Option(
         "--events-max",
         metavar="SIZE",
-        help="Size of a run's events, beyond which actions of ordinary steps are left out: 200MB, 2GB; 0B keeps all.",
+        help="Maximum size of a run's events (200MB); beyond it, actions of ordinary steps are dropped; 0B: no limit.",
         show_default="the job's",
     ),
 ]
@@ -88,7 +86,7 @@ Grace = Annotated[
     typer.Option(
         "--grace",
         metavar="DURATION",
-        help="Time that a worker has to leave after SIGTERM: 2m, 120s, or 120 (seconds).",
+        help="Time between SIGTERM and the end of a worker: 2m, 120s, or 120 (seconds).",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -152,7 +150,7 @@ NoticeCommand = Annotated[
     typer.Option(
         "--notice-command",
         metavar="COMMAND",
-        help="Ask this command for notices: what it prints with exit code 0, worker numbers or any text, is one.",
+        help="Poll this command for notices: output with exit code 0 is one, for the workers it numbers or for all.",
         rich_help_panel=_NOTICES,
     ),
 ]
@@ -161,7 +159,7 @@ NoticeUrl = Annotated[
     typer.Option(
         "--notice-url",
         metavar="URL",
-        help="Ask this URL for notices, such as http://169.254.169.254/latest/meta-data/spot/instance-action.",
+        help="Poll this URL for notices, such as http://169.254.169.254/latest/meta-data/spot/instance-action.",
         rich_help_panel=_NOTICES,
     ),
 ]
@@ -170,7 +168,7 @@ NoticeEvery = Annotated[
     typer.Option(
         "--notice-every",
         metavar="DURATION",
-        help="Time between two questions for notices (default 5s).",
+        help="Interval between polls (default 5s).",
         rich_help_panel=_NOTICES,
     ),
 ]

@@ -18,8 +18,8 @@ TrustCode = Annotated[
     typer.Option(
         "--trust-code",
         envvar="BAMBOO_TRUST_CODE",
-        help="Let a scenario, a matrix, a job file that one of them names, a checkpoint, and a bamboo.yaml that lies "
-        "here name code (package.module:attribute) and folders to write to.",
+        help="Trust code (package.module:attribute) and output folders named by a scenario, a matrix, a job file that "
+        "they name, a checkpoint, or the bamboo.yaml in this folder.",
     ),
 ]
 

@@ -22,7 +22,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1.. as 2,4,6"
+PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layer of each stage but the first, as 2,4,6"
 CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule", "logger")  # name code
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
@@ -45,34 +45,37 @@ class Job:
     model_args: Args = _args("arguments of the model, such as width or tied")
     data: str = _field(
         "auto",
-        "text, digits, synthetic, a FILE.txt, a FILE.bin of tokens, a folder of MNIST or CIFAR-10 files, or "
-        "package.module:factory",
+        "text, digits, synthetic, FILE.txt, FILE.bin (tokens), a folder of MNIST or CIFAR-10 files, or "
+        "package.module:factory (trusted code)",
     )
     data_args: Args = _args("arguments of the data source")
     collate: str = _field(
-        "", "package.module:function that makes a microbatch of a list of samples (trusted code); the data's by default"
+        "",
+        "package.module:function that turns a list of samples into a microbatch (trusted code); default: the data "
+        "source's own",
     )
     load_ahead: int = _field(
-        1, "microbatches that a worker loads ahead, each in a thread, from a slow source that draws nothing; 0 = none"
+        1,
+        "microbatches that a worker loads ahead if the source is slow and draws no random numbers, one thread "
+        "each; 0 = none",
     )
-    stages: int = _field(4, "stages of one pipeline (P)")
+    stages: int = _field(4, "stages of each pipeline (P)")
     blocks: int = _field(
         1,
-        "blocks of each stage: each is owned, shadowed and taken over by itself; kills and scenarios then name blocks",
+        "blocks per stage; each block has its own owner and shadow, and kills and scenarios name blocks instead of "
+        "stages",
     )
     elastic: bool = _field(
-        False,
-        "share out slots anew, by moves at step boundaries, when a worker has been lost or leaves; use it with blocks",
+        False, "rebalance slots at step boundaries after a worker is lost or leaves; best with --blocks"
     )
-    standby: int = _field(
-        0, "waiting workers beside the owners: each has code and data loaded, and takes the place of a worker that dies"
-    )
-    pipelines: int = _field(1, "pipelines (D): copies of the whole model, data parallel")
-    microbatches: int = _field(8, "microbatches of one pipeline in one step (M)")
-    microbatch_size: int = _field(4, "samples in one microbatch")
+    standby: int = _field(0, "extra workers that start with code and data loaded, and replace workers that die")
+    pipelines: int = _field(1, "data-parallel copies of the whole model (D)")
+    microbatches: int = _field(8, "microbatches per pipeline and step (M)")
+    microbatch_size: int = _field(4, "samples per microbatch")
     steps: int = _field(80, "optimizer steps")
     epochs: int = _field(
-        0, "passes over a finite training set; sets the steps: as many as train each sample so often; 0 = as steps says"
+        0,
+        "passes over a finite training set; sets steps so that every sample is trained this many times; 0 = use steps",
     )
     schedule: str = _field(
         "1f1b",
@@ -80,101 +83,107 @@ class Job:
     )
     stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
     workers: int = _field(
-        0, "worker processes; 0 = one for the stages of each pipeline that stand together; fewer carry several of them"
+        0,
+        "worker processes; 0 = pipelines x stages / stages-per-worker; with fewer, a worker runs the slots of several",
     )
     placement: PlacementChoice = _field(
-        "auto", "which stages stand on one worker: loop, v (there and back), or auto: the schedule's own"
+        "auto", "which stages share a worker: loop, v (there and back), or auto (the schedule's default)"
     )
     optimizer: str = _field(
-        "adamw", "optimizer: adamw, sgd, another of torch.optim, or package.module:Class (trusted code)"
+        "adamw", "adamw, sgd, another optimizer of torch.optim, or package.module:Class (trusted code)"
     )
     optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
     param_groups: str = _field(
         "",
-        "other arguments for parameters whose names match: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr is a factor",
+        "optimizer arguments by parameter name: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr multiplies the "
+        "learning rate",
     )
     lr: float = _field(2e-3, "peak learning rate")
     lr_schedule: str = _field(
         "cosine",
-        "constant, linear, cosine, another of torch's such as onecycle, or package.module:function (trusted code)",
+        "constant, linear, cosine, another schedule of torch such as onecycle, or package.module:function (trusted "
+        "code)",
     )
-    lr_args: Args = _args("arguments of the schedule of the learning rate, such as gamma")
-    warmup_steps: int = _field(10, "steps of linear warm-up of the learning rate")
+    lr_args: Args = _args("arguments of the learning-rate schedule, such as gamma")
+    warmup_steps: int = _field(10, "steps of linear learning-rate warm-up")
     clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
-    dtype: Dtype = _field("float32", "bfloat16 and float16 run the layers under autocast; float16 scales the loss")
-    scaler_args: Args = _args("arguments of the scale of the loss in float16, such as growth_interval")
+    dtype: Dtype = _field("float32", "bfloat16 and float16 run the layers under autocast; float16 also scales the loss")
+    scaler_args: Args = _args("arguments of the float16 loss scale, such as growth_interval")
     partition: str = _field("uniform", PARTITION_FORMS)
     split: str = _field(
         "",
-        "layers of an ordinary module: names of submodules such as blocks.*, or a number of about equal pieces; by "
-        "default its repeated blocks",
+        "how to split an ordinary module into layers: submodule names such as blocks.*, or a number of equal "
+        "pieces; default: its repeated blocks",
     )
     redundancy: Redundancy = _field(
         "lazy",
-        "which worker can take over a stage: none; lazy: a shadow keeps its weights in step; eager: the shadow also "
-        "runs its forwards when idle; reroute: the next pipeline",
+        "who can take over a stage: none; lazy: a shadow that keeps its weights up to date; eager: a shadow that "
+        "also runs its forwards when idle; reroute: the next pipeline",
     )
-    redundancy_level: int = _field(1, "shadows of each stage with lazy and eager: failures at once that it survives")
-    log_every: int = _field(0, "send gradients to the shadows every N microbatches, to redo less after a kill; 0 = off")
+    redundancy_level: int = _field(
+        1, "shadows per stage with lazy and eager: the number of simultaneous failures that it survives"
+    )
+    log_every: int = _field(
+        0, "send gradients to the shadows every N microbatches, so that less is redone after a failure; 0 = off"
+    )
     fsdp: int = _field(
-        0, "shard weights and optimizer state over the pipelines: at most N unsharded stages per worker; 0 = off"
+        0, "shard weights and optimizer state over the pipelines, with at most N unsharded stages per worker; 0 = off"
     )
     activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
     device: DeviceKind = _field(
-        "auto", "where layers compute: cpu, cuda, or auto: cuda if each worker gets a GPU of its own; it decides bits"
+        "auto",
+        "where layers compute: cpu, cuda, or auto (cuda if every worker can have a GPU of its own); changes bits",
     )
-    share_gpu: bool = _field(False, "several workers may share a GPU: a mode for tests, as they wait for each other")
+    share_gpu: bool = _field(False, "let several workers share a GPU; for tests, because they wait for each other")
     retain: RetainPlace = _field(
         "device",
-        "where the values for other workers stay until the commit: device, or cpu, in pinned host memory: more room on "
-        "a GPU",
+        "where values sent to other workers are kept until the commit: device, or cpu (pinned host memory, to save "
+        "GPU memory)",
     )
-    deterministic: bool = _field(
-        True, "the settings of torch and CUDA that give an operation the same bits each time; they decide bits"
-    )
+    deterministic: bool = _field(True, "the deterministic settings of torch and CUDA; changes bits")
     backend: Backend = _field("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
     seed: int = _field(0, "seed of weights, data and dropout")
     init: str = _field(
-        "", "begin with these weights: FILE.safetensors, FILE.pt, or a folder; names and shapes as in the state_dict"
+        "",
+        "start from these weights: FILE.safetensors, FILE.pt or a folder, with the names and shapes of the state_dict",
     )
-    threads: int = _field(1, "compute threads of each worker; another count changes bits")
+    threads: int = _field(1, "compute threads per worker; changes bits")
     check_pure: bool = _field(
         True,
-        "the check before training, which refuses layers whose bits depend on more than weights, buffers and inputs",
+        "the check before training that refuses layers whose results depend on anything but weights, buffers and "
+        "inputs",
     )
     audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
-    validate_every: int = _field(20, "validation pass every N steps, or every so many epochs (1epoch); 0 = off")
+    validate_every: int = _field(20, "run a validation every N steps or epochs (1epoch); 0 = off")
     validation_microbatches: int = _field(
-        8, "microbatches of each evaluation set in a validation pass; 0 = every sample once"
+        8, "microbatches of each evaluation set per validation; 0 = every sample once"
     )
     metrics: str = _field(
-        "",
-        "metrics of a validation: accuracy, perplexity, NAME=package.module:function (trusted code), comma-separated",
+        "", "validation metrics, comma-separated: accuracy, perplexity, NAME=package.module:function (trusted code)"
     )
-    name: str = _field("", "name of the run; the model's by default")
+    name: str = _field("", "name of the run; default: the model's name")
     events_max: str = _field(
-        "500MB", "size of a run's events, beyond which actions of ordinary steps are left out; 0B = keep all"
+        "500MB",
+        "maximum size of a run's events; beyond it, actions of ordinary steps are dropped; 0B = keep everything",
     )
     hang_after: str = _field(
         "1s",
-        "a worker is put out that stays inside one action for this time without running, or five times as long while "
-        "it runs; ten times as long as its slowest action of late, if that is more",
+        "evict a worker stuck in one action for this long (5x if its thread is running), but never before 10x its "
+        "slowest recent action",
     )
-    silent_after: str = _field("5s", "a worker is put out that is stopped, or answers nothing, for this time")
+    silent_after: str = _field("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = _field(
         "end",
-        "keep the state as a checkpoint: every N steps (100), epochs (1epoch) or span of time (10m), end: the last; "
-        "0 = off",
+        "write a checkpoint every N steps (100), epochs (1epoch) or minutes (10m); end = after the last step; 0 = "
+        "never",
     )
-    keep: int = _field(3, "newest checkpoints of a run that stay; older ones are deleted")
-    checkpoints: str = _field("", "folder or URL (s3://...) of the checkpoints; in the run's folder by default")
+    keep: int = _field(3, "keep the newest N checkpoints of a run; older ones are deleted")
+    checkpoints: str = _field("", "folder or URL (s3://...) for checkpoints; default: the run's folder")
     restarts: int = _field(
-        3, "after the loss of a state, go on from the newest good checkpoint, at most N times in an hour; 0 = off"
+        3, "restart from the newest good checkpoint when a stage's state is lost, at most N times per hour; 0 = off"
     )
-    results: str = _field("results", "folder that receives one folder per run")
-    logger: str = _field(
-        "", "csv, tensorboard, wandb, mlflow or package.module:Class (trusted code); with commas between several"
-    )
+    results: str = _field("results", "folder that holds the run folders")
+    logger: str = _field("", "csv, tensorboard, wandb, mlflow or package.module:Class (trusted code); comma-separated")
 
     @property
     def masked(self) -> Job:

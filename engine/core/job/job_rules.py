@@ -36,7 +36,7 @@ from engine.core.program.schedule_csv import (
 )
 from engine.core.program.schedules import SCHEDULES, Schedule, overlap_of, pairs_of
 from engine.core.program.verify import Violation, verify
-from engine.core.texts import pattern_error
+from engine.core.texts import counted, pattern_error
 from engine.core.units import DURATION_FORM, MOST_FLOAT, Scalar, parse_duration, whole_number
 
 # The models, data and arguments that a job can name, as the resolution of a job asks for them.
@@ -282,7 +282,8 @@ def _check_shards(job: Job) -> list[Problem]:
         hint = "the shadow of a shard holds that shard, and runs no forwards: give --redundancy lazy or none"
     elif job.fsdp > job.stages_per_worker >= 1:
         expected = f"a whole number <= {job.stages_per_worker}"
-        hint = f"a worker has {job.stages_per_worker} of the stages (stages_per_worker)"
+        fits = "" if job.stages % job.fsdp else f": give --stages-per-worker {job.fsdp} --schedule looped-bfs"
+        hint = f"a worker has {counted(job.stages_per_worker, 'stage')} of each pipeline{fits}"
     return [Problem("fsdp", expected, repr(job.fsdp), hint)] if expected else []
 
 

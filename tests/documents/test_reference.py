@@ -1,0 +1,59 @@
+"""The reference pages are those that the program yields: a new field, key, command or record needs no hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from engine.core.errors import ExitCode
+from engine.core.history.record_lines import RECORDS
+from engine.core.job.job import Job
+from engine.runtime.faults.registry import kinds
+from tests.documents import reference
+
+PAGES = reference.pages()
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_page_is_the_generated_one(name: str) -> None:
+    written = (reference.FOLDER / name).read_text(encoding="utf-8")
+    assert written.splitlines() == PAGES[name].splitlines(), "make reference"
+
+
+def test_no_page_is_left_over() -> None:
+    written = {path.name for path in reference.FOLDER.glob("*.md")}
+    assert written == {*PAGES, "exit-codes.md"}
+
+
+def test_pages_have_every_part() -> None:
+    assert [each.name for each in fields(Job) if f"| `{each.name}` |" not in PAGES["job.md"]] == []
+    assert [kind for kind in kinds() if f"| `{kind}` |" not in PAGES["scenarios.md"]] == []
+    assert [kind for kind in RECORDS if f"| `{kind}` |" not in PAGES["records.md"]] == []
+    assert "| `cases[].only` |" in PAGES["scenarios.md"] and "| `expect.recovery.max` |" in PAGES["scenarios.md"]
+    assert "## `bamboo.train`" in PAGES["python.md"] and "`--kill STEP" in PAGES["commands.md"]
+    assert len(ExitCode) == 19
+
+
+def test_a_new_field_gets_a_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reference.jobs.FIELD_HELP, "stages", "another | meaning")
+    monkeypatch.setitem(reference.jobs.AT_MOST, "stages", 7)
+    (row,) = [each for each in reference.job_fields() if each["name"] == "stages"]
+    assert (row["flag"], row["default"], row["bounds"]) == ("--stages", "4", "1 to 7")
+    assert row["meaning"] == "another \\| meaning"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"properties": {"at": {"type": "object", "properties": {"step": {"type": "integer"}}, "required": ["step"]}}},
+        {
+            "$defs": {"At": {"type": "object", "properties": {"step": {"type": "integer"}}, "required": ["step"]}},
+            "properties": {"at": {"anyOf": [{"$ref": "#/$defs/At"}, {"type": "null"}]}},
+        },
+    ],
+)
+def test_keys_are_found_in_both_shapes_of_a_schema(shape: dict[str, Any]) -> None:
+    rows = [(each["key"], each["type"], each["required"]) for each in reference.keys_of(shape)]
+    assert rows == [("at", "mapping", ""), ("at.step", "whole number", "yes")]
