@@ -1,8 +1,8 @@
-"""Exports the weights of a checkpoint, for programs that do not know bamboo.
+"""Exports the weights of a checkpoint for other programs, and reads weights that a job starts from.
 
-The names are those of the model's own state_dict. Forms: one safetensors file; one file of `torch.save`, which
+The names are those of the model's own state_dict. Formats: one safetensors file; one file of `torch.save`, which
 ``torch.load(weights_only=True)`` reads; a folder of safetensors files with the index that transformers and other
-readers know. A file is replaced in one step; a folder must be new, and gets its name when it is whole.
+readers know. A file is replaced atomically; a folder must be new, and gets its name once it is complete.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from engine.runtime.stage.stage import build_layer
 
 INDEX = "model.safetensors.index.json"
 _FILES = (".pt", ".pth", ".safetensors")
-_METADATA = {"format": "pt"}  # transformers asks for it
-_LARGEST_BYTES = 5 * 10**9  # of a file in a folder, unless one tensor is larger; as transformers has it
+_METADATA = {"format": "pt"}  # transformers requires it
+_LARGEST_BYTES = 5 * 10**9  # of a file in a folder, unless one tensor is larger; the same as in transformers
 
 
 class ExportedWeights(NamedTuple):
-    """The number of tensors that were written, and their bytes."""
+    """The number of tensors written, and their size."""
 
     tensors: int
     num_bytes: int
@@ -48,22 +48,27 @@ def export(
 ) -> ExportedWeights:
     """Writes the weights of a checkpoint to a ``.safetensors`` file, a ``.pt`` or ``.pth`` file, or a new folder.
 
-    A file of a folder has at most `largest` bytes of tensors, or one tensor.
+    A file in a folder has at most `largest` bytes of tensors, or one tensor.
 
     Raises:
-        StorageError: a file cannot be written, or one of the checkpoint is not what was written.
-        UserError: the output has another form, or is a folder that has files.
+        StorageError: a file cannot be written, or one of the checkpoint is damaged.
+        UserError: the output has another format, or is a folder that is not empty.
     """
     refuse_output(output)
-    if output.suffix:
-        tensors = weights_of(folder, manifest)
-        write_named(output, _pickled(tensors) if output.suffix != ".safetensors" else as_safetensors(tensors))
-        return ExportedWeights(len(tensors), sum(map(_size, tensors.values())))
-    return _write_folder(_tensors(folder, manifest), output, largest)
+    if not output.suffix:
+        return _write_folder(_tensors(folder, manifest), output, largest)
+    tensors = weights_of(folder, manifest)
+    if output.suffix == ".safetensors":
+        write_named(output, as_safetensors(tensors))
+    else:
+        buffer = BytesIO()
+        torch.save(tensors, buffer)
+        write_named(output, buffer.getvalue())
+    return ExportedWeights(len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def refuse_output(output: Path) -> None:
-    """Raises UserError for an output that is no file of a known form, and no new or empty folder."""
+    """Raises UserError for an output that is neither a file of a known format nor a new or empty folder."""
     if output.suffix in _FILES or not (output.suffix or output.exists()):
         return
     if output.suffix or not output.is_dir() or any(output.iterdir()):
@@ -72,20 +77,14 @@ def refuse_output(output: Path) -> None:
 
 
 def _tensors(folder: CheckpointFolder, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor by its plain name, layer after layer; two layers may have a tied one under one name."""
+    """Yields each tensor by its plain name, layer after layer; a tied one of two layers may have one name."""
     seen: set[str] = set()
-    for each in manifest.layers:
-        stored = read_layer(folder, manifest, each.layer)
-        for plain, name in plain_names(manifest, each.layer, stored).items():
+    for layer in [entry.layer for entry in manifest.layers]:
+        stored = read_layer(folder, manifest, layer)
+        for plain, name in plain_names(manifest, layer, stored).items():
             if plain not in seen:
                 seen.add(plain)
                 yield plain, stored[name]
-
-
-def _pickled(tensors: dict[str, Tensor]) -> bytes:
-    buffer = BytesIO()
-    torch.save(tensors, buffer)
-    return buffer.getvalue()
 
 
 def weights_of(folder: CheckpointFolder, manifest: Manifest) -> dict[str, Tensor]:
@@ -106,13 +105,15 @@ def _write_folder(tensors: Iterator[tuple[str, Tensor]], output: Path, largest: 
     with storage_errors("write", output):
         temporary.mkdir(mode=0o700)
         try:
-            found = _write_files(tensors, temporary, largest)
-            temporary.chmod(0o777 & ~_umask())
+            written = _write_files(tensors, temporary, largest)
+            mask = os.umask(0)
+            os.umask(mask)
+            temporary.chmod(0o777 & ~mask)
             os.replace(temporary, output)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-    return found
+    return written
 
 
 def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: int) -> ExportedWeights:
@@ -124,12 +125,12 @@ def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: i
         write_named(folder / f"{len(files)}.safetensors", as_safetensors(held))
 
     for name, tensor in tensors:
-        if held and held_bytes + _size(tensor) > largest:
+        if held and held_bytes + tensor.nbytes > largest:
             write()
             held, held_bytes = {}, 0
         held[name] = tensor
-        held_bytes += _size(tensor)
-        total += _size(tensor)
+        held_bytes += tensor.nbytes
+        total += tensor.nbytes
     write()
     places: dict[str, str] = {}
     for number, names in enumerate(files, 1):
@@ -141,27 +142,17 @@ def _write_files(tensors: Iterator[tuple[str, Tensor]], folder: Path, largest: i
     return ExportedWeights(len(places), total)
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-# The weights with which a job begins: a file or a folder of the user's, read by name, each worker its own layers only.
+# The initial weights of a job: a user's file or folder, read by name; each worker reads only its own layers.
 #
-# Rules: names and shapes must be those of the model's state_dict, all of them and no other; every mismatch is told. No
-# file can run code: safetensors, or `torch.load(weights_only=True)`. The files are mapped into memory; those of a
-# checkpoint are read as each reader of checkpoints does it.
+# Rules: names and shapes must be exactly those of the model's state_dict; every mismatch is reported. No file can run
+# code: safetensors, or `torch.load(weights_only=True)`. The files are mapped into memory; those of a checkpoint are
+# read as by any other reader of checkpoints.
 
-_MOST_MISMATCHES = 50  # that one message lists
+_MOST_MISMATCHES = 50  # in one message
 
 
 class GivenWeights:
-    """The tensors in the file or the folder at `path`, by name; raises UserError if it cannot be read."""
+    """The tensors in the file or folder at `path`, by name; raises UserError if it cannot be read."""
 
     def __init__(self, path: str):
         self.path = path
@@ -170,21 +161,21 @@ class GivenWeights:
         self._places: dict[str, str] = {}  # by name of the tensor: the path of that file
         self._tensors: Mapping[str, Tensor] = {}
         try:
-            if manifests := _manifests_in(path):
-                self._tensors = _of_checkpoint(path, manifests)
-            elif os.path.isdir(path):
-                for file, names in _files_in(Path(path)).items():
-                    self._open(file, names)
+            if os.path.isdir(path):
+                if manifests := [name for name in os.listdir(path) if is_manifest(name)]:
+                    self._tensors = _checkpoint(path, manifests)
+                else:
+                    for file, names in _files_in(Path(path)).items():
+                        self._open(file, names)
             elif path.endswith(".safetensors"):
                 self._open(path, None)
             else:
                 self._tensors = _torch_file(path)
         except UserError:
             raise
-        except Exception as error:  # of the files, and of their index
-            raise _wrong(
-                path, "weights that can be read", f"{error or type(error).__name__}".splitlines()[0][:300]
-            ) from error
+        except Exception as error:  # of the files, or of their index
+            reason = str(error or type(error).__name__).splitlines()[0][:300]
+            raise _wrong(path, "weights that can be read", reason) from error
 
     def fill(self, replicas: Replicas) -> None:
         """Sets the weights of every replica, and its persistent buffers in every pipeline; then closes the files."""
@@ -230,30 +221,29 @@ class GivenWeights:
 
 
 def check_given(given: GivenWeights, job: Job, model: Model) -> None:
-    """Compares the given names and shapes with those of all layers; raises UserError with every mismatch."""
+    """Compares the names and shapes with those of all layers; raises UserError with every mismatch."""
     names, known, problems = set(given.names()), set[str](), list[str]()
     for index, prefix in enumerate(_prefixes(model)):
-        first: dict[int, str] = {}  # by tensor: a state_dict has one tensor under each of its names
+        first: dict[int, str] = {}  # by tensor: a state_dict lists a tensor under each of its names
         for name, tensor in _stored(build_layer(job, model, index)):
             plain = f"{prefix}{name}"
             known.add(plain)
             other = first.setdefault(id(tensor), plain)
-            problems += filter(
-                None, [_mismatch(given, names, plain, tensor) or _other_bits(given, names, plain, other)]
-            )
+            if mismatch := _mismatch(given, names, plain, tensor) or _other_bits(given, names, plain, other):
+                problems.append(mismatch)
     problems += [f"{name}: not in the model" for name in sorted(names - known)]
     for tie in model.ties:
         use, *others = (f"{_prefixes(model)[layer]}{name}" for layer, name in tie.uses)
         problems += filter(None, (_other_bits(given, names, other, use) for other in others))
     if problems:
-        more = len(problems) - _MOST_MISMATCHES
-        told = problems[:_MOST_MISMATCHES] + ([f"{more} more"] if more > 0 else [])
+        if (more := len(problems) - _MOST_MISMATCHES) > 0:
+            problems[_MOST_MISMATCHES:] = [f"{more} more"]
         expected = "a tensor for each name of the model's state_dict, with its shape"
-        raise UserError([Problem("init", expected, f"{given.path!r}: {each}") for each in told])
+        raise UserError([Problem("init", expected, f"{given.path!r}: {problem}") for problem in problems])
 
 
 def _mismatch(given: GivenWeights, names: set[str], plain: str, tensor: Tensor) -> str:
-    """Returns the difference between a given tensor and one of the model, in words; empty without one."""
+    """Returns in words how a given tensor differs from that of the model; an empty string if they fit."""
     if plain not in names:
         return f"{plain}: missing"
     if given.shape(plain) != tuple(tensor.shape):
@@ -263,35 +253,34 @@ def _mismatch(given: GivenWeights, names: set[str], plain: str, tensor: Tensor) 
 
 
 def _kind(dtype: torch.dtype) -> object:
-    """Returns the kind of a dtype: floating point numbers of any width are one, because weights are converted."""
+    """Returns the kind of a dtype: all floating point dtypes are one kind, because weights are converted."""
     return "floating" if dtype.is_floating_point else dtype
 
 
 def _other_bits(given: GivenWeights, names: set[str], plain: str, other: str) -> str:
-    """Returns words if two names of one tensor have different bits; empty if not."""
+    """Returns in words that two names of one tensor have different bits; an empty string if they have not."""
     if plain == other or not {plain, other} <= names or torch.equal(given.tensor(plain), given.tensor(other)):
         return ""
     return f"{plain}: other bits than {other}, and the model has one tensor there"
 
 
 def _prefixes(model: Model) -> tuple[str, ...]:
-    return prefixes([each.name for each in model.layers])
+    return prefixes([layer.name for layer in model.layers])
 
 
 def _stored(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, each) for name, each in layer.state_dict(keep_vars=True).items() if isinstance(each, Tensor)]
+    return [(name, value) for name, value in layer.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
 
 
 def _files_in(folder: Path) -> dict[str, list[str] | None]:
-    """Returns the safetensors files of a folder, each with the names that its index gives, or all."""
+    """Returns the safetensors files of a folder, each with the names that the index lists, or None for all."""
     index = folder / INDEX
     if not index.exists():
-        found: dict[str, list[str] | None] = {str(file): None for file in sorted(folder.glob("*.safetensors"))}
-        if not found:
+        if not (files := sorted(folder.glob("*.safetensors"))):
             raise _wrong(str(folder), "a folder with safetensors files", "it has none")
-        return found
-    found_index = json.loads(index.read_bytes())
-    places = found_index.get("weight_map") if isinstance(found_index, dict) else None
+        return {str(file): None for file in files}
+    content = json.loads(index.read_bytes())
+    places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict):
         raise _wrong(str(folder), "an index with a 'weight_map' of file names by tensor", f"none in {index.name}")
     by_file: dict[str, list[str]] = {}
@@ -302,12 +291,7 @@ def _files_in(folder: Path) -> dict[str, list[str] | None]:
     return {**by_file}
 
 
-def _manifests_in(path: str) -> list[str]:
-    """Returns the manifests in the folder of one step of checkpoints; none for any other path."""
-    return [each for each in os.listdir(path) if is_manifest(each)] if os.path.isdir(path) else []
-
-
-def _of_checkpoint(path: str, manifests: list[str]) -> Mapping[str, Tensor]:
+def _checkpoint(path: str, manifests: list[str]) -> Mapping[str, Tensor]:
     whole = Path(path).absolute()
     if len(manifests) > 1 or (step := step_of(whole.name)) is None:
         raise _wrong(path, "the folder of one checkpoint", ", ".join(manifests)[:300])
@@ -319,23 +303,23 @@ def _torch_file(path: str) -> Mapping[str, Tensor]:
     if os.path.isfile(path) and not os.path.getsize(path):
         raise _wrong(path, "weights that torch.load(weights_only=True) reads", "an empty file")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # its advice is to load the file as code
+    except Exception as error:  # whose text advises to load the file as code
         raise _wrong(
             path, "weights that torch.load(weights_only=True) reads", f"none ({type(error).__name__})"
         ) from error
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise _wrong(path, "a state_dict: tensors by name", type(found).__name__)
-    for name, tensor in found.items():
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise _wrong(path, "a state_dict: tensors by name", type(content).__name__)
+    for name, tensor in content.items():
         if not isinstance(tensor, Tensor):
             hint = f"{name!r} is a {type(tensor).__name__}; save the state_dict itself"
             raise _wrong(path, "a state_dict: tensors by name", hint)
         if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type != "cpu":
             raise _wrong(path, "dense tensors", f"{name!r} is none: {tensor.layout} on {tensor.device}")
-    return found
+    return content
 
 
-def _wrong(path: str, expected: str, found: str) -> UserError:
-    return UserError([Problem("init", expected, f"{path!r}: {found}")])
+def _wrong(path: str, expected: str, actual: str) -> UserError:
+    return UserError([Problem("init", expected, f"{path!r}: {actual}")])

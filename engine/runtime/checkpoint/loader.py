@@ -1,7 +1,7 @@
-"""Fills the replicas of a worker from a checkpoint: the layers of its slots, shadows too, so that no heal follows.
+"""Fills the replicas of a worker from a checkpoint, including its shadows, so that no heal follows.
 
-Rules: `CheckpointFolder.layer` reads each layer, and refuses one without the hashes of the trajectory. Weights must
-have the strides of the model, because strides can decide bits. A worker with `fsdp` takes its own shards.
+Rules: `CheckpointFolder.layer` reads each layer, and rejects one whose hashes are not those of the trajectory. Weights
+must have the strides of the model, because strides can decide bits. A worker with `fsdp` takes only its own shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from engine.core.manifest import (
     DamagedCheckpointError,
     Manifest,
     StoredLayer,
-    StoredTensor,
     Strides,
     header_bytes,
     parameter_of,
@@ -34,26 +33,26 @@ from engine.runtime.stage.stage import Stage
 
 # A part of a checkpoint: the tensors of one layer, or of one shard of it, as the bytes of a safetensors file.
 #
-# Rules: a tensor in a file is contiguous. The strides of any other tensor are kept beside the file, because strides can
-# decide bits. The header is written here, so that the bytes of the tensors are not copied once more; it has the tensors
-# in the order in which they are given, which is that of their hashes. The package safetensors reads it.
+# Rules: tensors in a file are contiguous. Other strides are stored beside the file, because strides can decide bits.
+# The header is written here, which saves a copy of the tensors. It lists the tensors in the given order, which is that
+# of their hashes. The safetensors package can read it.
 
 
 _NAMES = {getattr(torch, dtype): name for name, (dtype, _) in DTYPES.items()}
-_PAGE = 4096  # bytes: memory that begins at a multiple goes to the disk without another copy
+_PAGE = 4096  # bytes: page-aligned memory is written to disk without another copy
 
 
 class LayerImage:
-    """The bytes of a file in memory that nothing else changes: a header, and behind it copies of tensors.
+    """The bytes of a file in memory of their own: a header, and behind it copies of tensors.
 
-    It can be filled again with the same tensors of a later step: fresh memory costs more than the copies in it.
-    `strides` are those that a file cannot keep. Raises StorageError for a dtype that no file can have.
+    It can be filled again with the same tensors of a later step: fresh memory costs more than the copies.
+    `strides` holds those that the file cannot express. Raises StorageError for a dtype that no file can have.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]):
         given = list(tensors)
-        # The widest elements first, then by name: each tensor is aligned in the file, as safetensors would do it.
-        named = sorted(given, key=lambda each: (-each[1].itemsize, each[0]))
+        # Widest elements first, then by name: so each tensor is aligned in the file, as safetensors does it.
+        named = sorted(given, key=lambda entry: (-entry[1].itemsize, entry[0]))
         ends = [0, *accumulate(tensor.numel() * tensor.itemsize for _, tensor in named)]
         places = {name: ends[at : at + 2] for at, (name, _) in enumerate(named)}
         header = header_bytes(
@@ -75,11 +74,11 @@ class LayerImage:
         }
 
     def takes(self, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Returns whether the image can be filled with these tensors: it depends on names, dtypes, shapes, strides."""
+        """Returns whether the image can be filled with these tensors: with equal names, dtypes, shapes and strides."""
         return {name: _form(tensor) for name, tensor in tensors} == self._forms
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies tensors that the image takes, in one call, so that another thread can run Python meanwhile."""
+        """Copies tensors that the image takes, in one call, so other threads can run Python meanwhile."""
         named = dict(tensors)
         with torch.no_grad():
             if named:
@@ -97,19 +96,16 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
 
 
 def tensors_of(layer: StoredLayer) -> dict[str, Tensor]:
-    """Returns the tensors of a layer by name, each with its strides; raises StorageError for impossible ones."""
-    found = {name: _tensor_of(each) for name, each in layer.tensors.items()}
+    """Returns the tensors of a layer by name, with their strides; raises StorageError for impossible ones."""
+    tensors = {}
+    for name, stored in layer.tensors.items():
+        memory, dtype = bytearray().join(stored.pieces), getattr(torch, stored.dtype)
+        flat = torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype, device="cpu")
+        tensors[name] = flat.view(stored.shape)
     try:
-        return found | {name: laid_out(found[name], stride) for name, stride in layer.strides.items()}
+        return tensors | {name: laid_out(tensors[name], stride) for name, stride in layer.strides.items()}
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise StorageError(f"no tensor can have the strides of the layer: {error!r:.300}") from error
-
-
-def _tensor_of(stored: StoredTensor) -> Tensor:
-    memory, dtype = bytearray().join(stored.pieces), getattr(torch, stored.dtype)
-    return (torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype, device="cpu")).view(
-        stored.shape
-    )
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -120,7 +116,7 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Returns whether a tensor has the strides of a new one, also in dimensions of size 1: some kernels look there."""
+    """Returns whether a tensor has default strides, also in dimensions of size 1: some kernels look there."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -140,15 +136,15 @@ _NO_WEIGHT = torch.empty(0, 0, device="cpu")
 
 
 class _MisfitError(DamagedCheckpointError):
-    """The tensors are those of another model; the bytes are those that were written."""
+    """The tensors are intact, but of another model."""
 
 
 def load(replicas: Replicas, origin: Resumption) -> None:
     """Fills every replica with the state of a checkpoint.
 
     Raises:
-        StorageError: a file cannot be read or has other bytes, or its tensors have not the hashes of the trajectory.
-        UserError: the job has other bits, and a model that the tensors do not fit.
+        StorageError: a file cannot be read or is damaged, or its tensors do not have the hashes of the trajectory.
+        UserError: the job allows other bits, and has a model that the tensors do not fit.
     """
     folder = checkpoints_at(origin.place)
     manifest = folder.manifest(CheckpointName(origin.step, origin.file))
@@ -175,9 +171,9 @@ def _load(replicas: Replicas, folder: CheckpointFolder, manifest: Manifest) -> N
                 read[index] = read_layer(folder, manifest, index)
                 _refuse_misfits(stage, index, read[index], manifest)
             _fill(stage, index, read[index])
-            for pipeline, found in enumerate(buffers):
+            for pipeline, of_pipeline in enumerate(buffers):
                 copies = (read[index][_buffer(pipeline, name)].clone() for name, _ in layer.named_buffers())
-                found.extend(map(stage.device.put, copies))
+                of_pipeline.extend(map(stage.device.put, copies))
         for buffer, kept in zip(stage.buffers(), buffers[stage.pipeline], strict=True):
             overwrite(buffer, kept)
         stage.boundary = tuple(map(tuple, buffers)) if replicas.job.retains else ()
@@ -204,12 +200,13 @@ def _refuse_misfits(stage: Stage, index: int, read: _Named, manifest: Manifest) 
         raise _MisfitError(f"{manifest.folder}: {stage.where(index)}: {why}")
 
     weights = {f"weight/{name}": parameter for name, parameter in layer.named_parameters()}
-    of_buffers = [{_buffer(each, name): tensor for name, tensor in layer.named_buffers()} for each in pipelines]
+    buffers = {_buffer(number, name): tensor for number in pipelines for name, tensor in layer.named_buffers()}
     is_whole = stage.optimizers[index].shard.total == 1  # else they are contiguous
-    expected = weights | {name: tensor for each in of_buffers for name, tensor in each.items()}
+    expected = weights | buffers
     for name, tensor in expected.items():
         if name not in read or read[name].shape != tensor.shape or read[name].dtype != tensor.dtype:
-            misfit(f"expected {name} with shape {list(tensor.shape)} and {tensor.dtype}, found {_found(read, name)}")
+            actual = f"shape {list(read[name].shape)} and {read[name].dtype}" if name in read else "none"
+            misfit(f"expected {name} with shape {list(tensor.shape)} and {tensor.dtype}, found {actual}")
         if is_whole and name in weights and read[name].stride() != tensor.stride():
             misfit(f"expected {name} with strides {tensor.stride()}, found {read[name].stride()}")
     others = read.keys() - expected.keys()
@@ -217,31 +214,23 @@ def _refuse_misfits(stage: Stage, index: int, read: _Named, manifest: Manifest) 
         misfit(f"no such tensor: {unknown[0]}")
 
 
-def _found(read: _Named, name: str) -> str:
-    return f"shape {list(read[name].shape)} and {read[name].dtype}" if name in read else "none"
-
-
-def _optimizer_state(parameter: str, read: _Named) -> list[tuple[str, Tensor]]:
-    beginning = f"optimizer/{parameter}/"
-    return [(name.removeprefix(beginning), tensor) for name, tensor in read.items() if parameter_of(name) == parameter]
-
-
 def _fill(stage: Stage, index: int, read: _Named) -> None:
-    """Sets the weights and the optimizer state of one layer."""
     optimizer = stage.optimizers[index]
     with torch.no_grad():
         for name, kept in optimizer.kept.items():
             kept.copy_(optimizer.shard.of(read[f"weight/{name}"]))
         for name in optimizer.state:
-            if found := _optimizer_state(name, read):  # else the state stays that of a beginning
+            prefix = f"optimizer/{name}/"
+            state = {key.removeprefix(prefix): value for key, value in read.items() if parameter_of(key) == name}
+            if state:  # else it stays initial
                 weight = read.get(f"weight/{name}", _NO_WEIGHT)
-                optimizer.state[name] = {key: _like(weight, optimizer, key, tensor) for key, tensor in found}
+                optimizer.state[name] = {key: _like(weight, optimizer, key, value) for key, value in state.items()}
 
 
 def _like(weight: Tensor, optimizer: LayerOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Returns a copy of a state tensor: the same shard as of its weight, if it has one value for each weight.
+    """Returns a copy of a state tensor: the same shard as of its weight, if it has the shape of the weight.
 
-    It lies where the weights lie, but for numbers and the count of steps, as torch's `load_state_dict` has it.
+    It is on the device of the weights, except for numbers and the count of steps, as with torch's `load_state_dict`.
     """
     if key != "step" and ":" not in key and (kept := next(iter(optimizer.kept.values()), None)) is not None:
         tensor = tensor.to(kept.device)

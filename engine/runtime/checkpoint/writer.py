@@ -1,12 +1,11 @@
-"""Writes a worker's share of checkpoints: copies it in a thread, then writes it while training goes on.
+"""Writes a worker's share of checkpoints: a thread copies it, then writes it while training continues.
 
-    Keep --> a thread copies -------> then writes, hashes and syncs, behind the thread before it --> KeptMessages
-             the next step waits      training goes on; at the end of the job the worker waits
+    Keep --> a thread copies -------> then writes, hashes and syncs, after the previous thread --> KeptMessages
+             the next step waits      training continues; at the end of the job the worker waits
 
-Rules: memory holds two copies at most, one that is being written and one that waits for it. A third waits for room, and
-the next step for it, but no longer than `_ROOM_S`; then this checkpoint is not kept, and no other one waits until the
-disk has written one. Where checkpoints come often, the memory of one copy stays for the next one. No error here ends
-the training.
+Rules: there are at most two copies in memory, one being written and one waiting. A third waits for room, and the next
+step with it, but no longer than `_ROOM_S`; then this checkpoint is dropped, and no other one waits until the disk has
+written one. If checkpoints are frequent, the memory of a copy is reused. No error here ends the training.
 """
 
 from __future__ import annotations
@@ -35,34 +34,32 @@ from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 
-# The names that a layer's state_dict has beside those of a checkpoint, and the buffers that it leaves out.
-
 
 class StateDictNames(NamedTuple):
-    """Differences between the names in a state_dict and those in a part, which has the same two fields."""
+    """How the names in a layer's state_dict differ from those in a checkpoint: buffers left out, and further names."""
 
     transient: tuple[str, ...]
     aliases: tuple[tuple[str, str], ...]
 
 
 def state_dict_names(layer: nn.Module) -> StateDictNames:
-    """Returns the buffers that are not persistent, and each further name of a tensor with the one in a checkpoint."""
+    """Returns the buffers that are not persistent, and each further name of a tensor with its name in a checkpoint."""
     stored = layer.state_dict(keep_vars=True)
     buffers = list(layer.named_buffers())
     first = {id(tensor): f"weight/{name}" for name, tensor in layer.named_parameters()}
     first |= {id(tensor): f"buffer/0/{name}" for name, tensor in buffers}
-    found = ((name, first.get(id(tensor), "")) for name, tensor in stored.items())
+    names = ((name, first.get(id(tensor), "")) for name, tensor in stored.items())
     return StateDictNames(
         tuple(name for name, _ in buffers if name not in stored),
-        tuple((name, kept) for name, kept in found if kept and not kept.endswith(f"/{name}")),
+        tuple((name, kept) for name, kept in names if kept and not kept.endswith(f"/{name}")),
     )
 
 
 # The state of a worker's share of a checkpoint: the tensors of each layer at a step boundary, and a copy of them.
 #
-# Rules: the weights and the optimizer state change in place with the next step only, so the copy may run beside the
-# open step. Where a worker can take over, every replica has copies of the buffers at the boundary, which no forward
-# changes. Elsewhere the buffers are live, and are copied at once.
+# Rules: the weights and the optimizer state change in place, but only with the next step, so the copy may run during
+# the open step. If a worker can take over, every replica has copies of the buffers at the boundary, which no forward
+# changes. Otherwise the buffers are live, and are copied at once.
 
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -71,8 +68,7 @@ NamedTensors = list[tuple[str, Tensor]]
 class LayerState:
     """The tensors of one layer, or of one shard of it, by their names in a checkpoint.
 
-    `live` are those that the next step changes; `fixed` are not changed any more. A part has the same `transient` and
-    `aliases`.
+    The next step changes `live`; `fixed` does not change any more. For the rest see `StateDictNames`.
     """
 
     layer: int
@@ -84,7 +80,7 @@ class LayerState:
     aliases: tuple[tuple[str, str], ...]
 
     def copied(self, image: LayerImage | None = None) -> LayerImage:
-        """Returns the state in memory that nothing else changes: in the image of an older step, if it has its form."""
+        """Returns a copy of the state, in the image of an older step if that fits."""
         tensors = [*self.fixed, *self.live]
         if image is None or not image.takes(tensors):
             image = LayerImage(tensors)
@@ -115,12 +111,12 @@ def _own_tensors(optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _buffers_of(stage: Stage, stages: Mapping[Slot, Stage], index: int) -> dict[int, dict[int, NamedTensors]]:
-    """Returns the buffers of each pipeline by layer: those of the boundary, or copies where there are none."""
+    """Returns the buffers of each pipeline by layer: those of the boundary, or copies if there are none."""
     if stage.boundary:
-        return {pipeline: named_copies(stage.layers, kept) for pipeline, kept in enumerate(stage.boundary)}
+        return {pipeline: named_copies(stage.layers, copies) for pipeline, copies in enumerate(stage.boundary)}
     return {
-        pipeline: {at: copies_of(list(layer.named_buffers())) for at, layer in each.layers.items()}
-        for (pipeline, other), each in sorted(stages.items())
+        pipeline: {at: copies_of(list(layer.named_buffers())) for at, layer in replica.layers.items()}
+        for (pipeline, other), replica in sorted(stages.items())
         if other == index
     }
 
@@ -128,36 +124,30 @@ def _buffers_of(stage: Stage, stages: Mapping[Slot, Stage], index: int) -> dict[
 def copies_of(named: NamedTensors) -> NamedTensors:
     """Returns copies of tensors, with their strides."""
     with torch.no_grad():
-        copies = [_empty_like(tensor) for _, tensor in named]
-        dense = [(copy, tensor) for copy, (_, tensor) in zip(copies, named, strict=True) if copy is not None]
-        if dense:  # one call, so that another thread can run Python meanwhile
+        pairs = [(torch.empty_like(tensor, requires_grad=False), tensor) for _, tensor in named]
+        dense = [(copy, tensor) for copy, tensor in pairs if copy.stride() == tensor.stride()]
+        if dense:  # one call, so other threads can run Python meanwhile
             torch._foreach_copy_([copy for copy, _ in dense], [tensor for _, tensor in dense])
         return [
-            (name, laid_out(tensor, tensor.stride()) if copy is None else copy)
-            for (name, tensor), copy in zip(named, copies, strict=True)
+            (name, copy if copy.stride() == tensor.stride() else laid_out(tensor, tensor.stride()))
+            for (name, _), (copy, tensor) in zip(named, pairs, strict=True)
         ]
 
 
-def _empty_like(tensor: Tensor) -> Tensor | None:
-    """Returns an uninitialised tensor with the strides of a dense one; None for any other."""
-    empty = torch.empty_like(tensor, requires_grad=False)
-    return empty if empty.stride() == tensor.stride() else None
-
-
-_ROOM_S = 30.0  # shorter than the wait of all workers that counts as a lost message
-_OFTEN_S = 10.0  # from one checkpoint to the next: then the memory of a copy is kept for the next one
-END_S = 60.0  # that a worker which has finished waits for its writes
+_ROOM_S = 30.0  # less than the time after which waiting workers count as a lost message
+_OFTEN_S = 10.0  # between checkpoints: below this, the memory of a copy is reused
+END_S = 60.0  # how long a worker that has finished waits for its writes
 
 
 class _Ends(NamedTuple):
-    """The events at which one checkpoint is copied and written, or given up. No other checkpoint sets them."""
+    """The events at which one checkpoint is copied and written, or given up; no other checkpoint sets them."""
 
     copied: threading.Event
     written: threading.Event
 
 
 class CheckpointWriter:
-    """Writes the shares of one worker of a run in `place`, a folder or a URL; reports to the agent."""
+    """Writes the shares of one worker to `place`, a folder or a URL, and reports to the agent."""
 
     def __init__(self, control: Control, replicas: Replicas, place: str, run: str = ""):
         self._control = control
@@ -165,8 +155,8 @@ class CheckpointWriter:
         self.troubles = DiskTroubles()  # faults of the disk, which a scenario adds
         self._folder = checkpoints_at(place, troubles=self.troubles, run=run)
         self._room = threading.Semaphore(2)
-        self._is_failing = False  # a checkpoint has waited for room in vain or failed, and none was written since
-        self._last = _Ends(threading.Event(), threading.Event())  # of the checkpoint that was begun last
+        self._is_failing = False  # a checkpoint has failed or found no room, and none has been written since
+        self._last = _Ends(threading.Event(), threading.Event())  # of the latest checkpoint
         for end in self._last:
             end.set()
         self._spare: dict[tuple[int, int], LayerImage] = {}  # by layer and shard, of a checkpoint that is written
@@ -176,7 +166,7 @@ class CheckpointWriter:
         self._count = threading.Lock()
 
     def keep(self, order: Keep) -> None:
-        """Begins to copy and to write the state after a step."""
+        """Starts copying and writing the state after a step."""
         self.join_copy()
         now_s = time.monotonic()
         self._is_often, self._began_s = now_s - self._began_s < _OFTEN_S, now_s
@@ -185,15 +175,15 @@ class CheckpointWriter:
         self._open(1)
         before, self._last = self._last, _Ends(threading.Event(), threading.Event())
         devices = [stages[share.slot].device for share in order.shares]
-        what = (devices, order.step, states, before.written, self._last)
-        threading.Thread(target=self._write, args=what, name="checkpoint", daemon=True).start()
+        args = (devices, order.step, states, before.written, self._last)
+        threading.Thread(target=self._write, args=args, name="checkpoint", daemon=True).start()
 
     def join_copy(self) -> None:
-        """Waits until the copy is whole: from then on the state may change."""
+        """Waits until the copy is complete: from then on the state may change."""
         self._last.copied.wait()
 
     def join_writes(self) -> None:
-        """Waits until all is written, at most `END_S`; raises Stopped or Fenced."""
+        """Waits until everything is written, at most `END_S`; raises Stopped or Fenced."""
         until_s = time.monotonic() + END_S
         alarm = threading.Timer(END_S, self._control.wake)
         alarm.daemon = True
@@ -207,10 +197,10 @@ class CheckpointWriter:
     def _write(
         self, devices: Iterable[Device], step: int, states: list[LayerState], before: threading.Event, ends: _Ends
     ) -> None:
-        """Copies one checkpoint, and writes it behind the older one (`before`), which a newer one would replace."""
+        """Copies one checkpoint, and writes it after the older one (`before`), which a newer one would replace."""
         try:
-            for each in devices:
-                each.enter()
+            for device in devices:
+                device.enter()
             with self._given_room():
                 copied, copy_ns = self._copy(states, ends)
                 before.wait()
@@ -224,7 +214,7 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):  # a worker that is a thread may have ended
                 self._control.send(UnkeptMessage(step, str(error) or repr(error)))
         finally:
-            if not ends.copied.is_set():  # nothing of it is written: the next one comes behind the older one
+            if not ends.copied.is_set():  # nothing of it is written: the next one follows the older one
                 self._last = ends._replace(written=before)
                 ends.copied.set()
             self._open(-1)
@@ -258,7 +248,7 @@ class CheckpointWriter:
         def chunks() -> Iterator[memoryview]:
             nonlocal written_ns
             yield image.data
-            written_ns = time.monotonic_ns()  # the last chunk is written when the next one is asked for
+            written_ns = time.monotonic_ns()  # the last chunk is written once the next one is requested
 
         part = self._folder.write_part(
             step,

@@ -90,9 +90,9 @@ class Device:
         """Returns the most bytes that tensors took since the last call, and with free ones kept; None on the host."""
         if self.is_host:
             return None
-        found = torch.cuda.max_memory_allocated(self.place), torch.cuda.max_memory_reserved(self.place)
+        peak = torch.cuda.max_memory_allocated(self.place), torch.cuda.max_memory_reserved(self.place)
         torch.cuda.reset_peak_memory_stats(self.place)
-        return found
+        return peak
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -185,10 +185,10 @@ def _trouble(error: BaseException) -> str:
     if type(error) not in (RuntimeError, torch.AcceleratorError, torch.cuda.CudaError):
         return ""
     line = _first_line(error)
-    found = _OF_LIBRARIES.match(line)
-    if found is None:
+    match = _OF_LIBRARIES.match(line)
+    if match is None:
         return "" if type(error) is RuntimeError else f"{GPU_ERROR}: {line}"
-    return f"{GPU_ERROR}: {found[1] or line}"
+    return f"{GPU_ERROR}: {match[1] or line}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -206,20 +206,20 @@ _WITHOUT_FORM = re.compile(r"(\S+) does not have a deterministic implementation"
 
 def set_up(settings: Iterable[Setting]) -> None:
     """Sets each of the settings."""
-    for each in settings:
-        if not each.name.startswith(_OF_TORCH):
-            os.environ[each.name] = str(each.value)
-        elif each.read:
-            _found(each.name)(each.value)
+    for setting in settings:
+        if not setting.name.startswith(_OF_TORCH):
+            os.environ[setting.name] = str(setting.value)
+        elif setting.read:
+            _found(setting.name)(setting.value)
         else:
-            owner, _, name = each.name.rpartition(".")
-            setattr(_found(owner), name, each.value)
+            owner, _, name = setting.name.rpartition(".")
+            setattr(_found(owner), name, setting.value)
 
 
 def changed(settings: Iterable[Setting]) -> list[Problem]:
     """Returns a problem for each setting that has another value by now, and may not."""
-    found = ((each, _value(each)) for each in settings if not each.may_change)
-    return [changed_setting(each, value) for each, value in found if value != each.value]
+    values = ((each, _value(each)) for each in settings if not each.may_change)
+    return [changed_setting(each, value) for each, value in values if value != each.value]
 
 
 def _value(setting: Setting) -> object:
@@ -251,11 +251,11 @@ class WithoutForm(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            told = _WITHOUT_FORM.match(str(error))
-            if told is None:
+            match = _WITHOUT_FORM.match(str(error))
+            if match is None:
                 raise
-        if told[1] not in self.found:
-            self.found.append(told[1])
+        if match[1] not in self.found:
+            self.found.append(match[1])
         torch.set_deterministic_debug_mode(0)
         try:
             return func(*args, **(kwargs or {}))

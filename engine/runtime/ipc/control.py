@@ -396,9 +396,9 @@ class Control:
         """Waits until `look`, called again after each piece of news, finds something; raises Stopped or Fenced."""
         while True:
             self.check()
-            found = look()
-            if found is not None:
-                return found
+            value = look()
+            if value is not None:
+                return value
             self._await_news()
 
     def count(self, traffic: ReadCounts) -> None:
@@ -423,9 +423,9 @@ class Control:
                     message, inbox = taken(self.inbox)
                     self._keep(inbox)
                 return message
-            found = look()
-            if found is not None:
-                return found
+            value = look()
+            if value is not None:
+                return value
             self._await_news()
 
     def take(self, kind: type[Wanted]) -> Wanted:
@@ -433,10 +433,10 @@ class Control:
 
         def look() -> Wanted | None:
             with self._lock:
-                found = next((each for each in self.inbox.waiting if isinstance(each, kind)), None)
-                if found is not None:
-                    self._keep(without(self.inbox, found))
-                return found
+                message = next((each for each in self.inbox.waiting if isinstance(each, kind)), None)
+                if message is not None:
+                    self._keep(without(self.inbox, message))
+                return message
 
         return self.wait_until(look)
 

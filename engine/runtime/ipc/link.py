@@ -109,13 +109,13 @@ def shared_memory() -> set[str]:
 
 def held(names: set[str]) -> set[str]:
     """Returns those names in shared memory that a process has open or mapped."""
-    found: set[str] = set()
+    names_held: set[str] = set()
     for entry in _PROC.iterdir() if names else ():
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
                 known = [(entry / "maps").read_text(), *_open_files(entry)]
-                found |= {name for name in names if any(f"{SHARED_MEMORY}/{name}" in each for each in known)}
-    return found
+                names_held |= {name for name in names if any(f"{SHARED_MEMORY}/{name}" in each for each in known)}
+    return names_held
 
 
 def _open_files(process: Path) -> Iterator[str]:
@@ -183,14 +183,14 @@ class LinkPairs:
         self._made: dict[frozenset[_Process], int] = {}
         self._number = time.time_ns()  # another agent may have made links before
 
-    def link(self, one: LinkedWorker, wanted: LinkWantedMessage) -> bool:
+    def link(self, one: LinkedWorker, request: LinkWantedMessage) -> bool:
         """Makes the link that a worker wants, unless both ends have got another one since the link `wanted.before`.
 
         Returns False if this agent does not know the other worker.
         """
-        other = self._living(wanted.peer)
+        other = self._living(request.peer)
         if other is not None:
-            self._link(one, other, wanted)
+            self._link(one, other, request)
         return other is not None
 
     def hears(self, one: LinkedWorker, packet: bytes) -> bool:

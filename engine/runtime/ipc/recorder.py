@@ -69,9 +69,9 @@ class LogRetention:
         """Deletes the files of the steps of the last record."""
         for number in self._superfluous:
             del self._num_bytes[number]
-            for each in self._files(number):
+            for file in self._files(number):
                 with contextlib.suppress(OSError):  # a worker without an action in these steps has no file
-                    os.unlink(str(each), dir_fd=self._folder_fd)
+                    os.unlink(str(file), dir_fd=self._folder_fd)
         self._superfluous = set()
 
     def _files(self, number: int) -> list[StepFile]:

@@ -173,12 +173,12 @@ class EmbeddedEtcd:
 
 def low_limits(limits: Mapping[str, int]) -> str:
     """Returns in words the limits, by their options of `ulimit`, that are lower than a private etcd needs."""
-    told = (
+    shortages = (
         f"`ulimit {name}` allows {limit // unit} {noun}, and should allow at least {least // unit}"
         for name, (_, least, unit, noun) in _LIMITS.items()
         if 0 <= (limit := limits[name]) < least
     )
-    return "; ".join(told)
+    return "; ".join(shortages)
 
 
 def find_etcd() -> str:

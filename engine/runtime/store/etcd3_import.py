@@ -34,8 +34,8 @@ def import_etcd3() -> ModuleType:
 
 
 def _find_folder() -> Path:
-    found = importlib.util.find_spec("etcd3")
-    places = (found and found.submodule_search_locations) or [""]
+    spec = importlib.util.find_spec("etcd3")
+    places = (spec and spec.submodule_search_locations) or [""]
     folder = Path(places[0]) / "etcdrpc"
     if not all((folder / f"{name}_pb2.py").is_file() for name in _FILES):
         raise EnvironmentLacksError("the client of etcd is not installed: pip install etcd3==0.12.0")

@@ -281,8 +281,8 @@ class EtcdKV:
         is_repeated = False
         while (reply := self._calls.attempt("Txn", request, until_s)) is None:
             is_repeated = True
-        found = () if reply.succeeded else tuple(self._item(each.response_range.kvs) for each in reply.responses)
-        outcome = TxnOutcome(reply.succeeded, reply.header.revision, found)
+        items = () if reply.succeeded else tuple(self._item(each.response_range.kvs) for each in reply.responses)
+        outcome = TxnOutcome(reply.succeeded, reply.header.revision, items)
         return settled(txn, outcome) if is_repeated else outcome
 
     def read_prefix(self, prefix: str) -> StoreSnapshot:
@@ -320,9 +320,9 @@ class EtcdKV:
     def _item(self, kvs: Any) -> KeyValue | None:
         return self._near(kvs[0]) if kvs else None
 
-    def _near(self, each: Any) -> KeyValue:
-        key = self._keys.near(each.key)
-        return KeyValue(key, each.value, each.create_revision, each.mod_revision, each.version, each.lease)
+    def _near(self, item: Any) -> KeyValue:
+        key = self._keys.near(item.key)
+        return KeyValue(key, item.value, item.create_revision, item.mod_revision, item.version, item.lease)
 
     def _put_request(self, put: Put) -> Any:
         lease_id = put.lease.lease_id if put.lease else 0
