@@ -1,11 +1,11 @@
-"""The times of actions: by the clock of the host, or by the events of a GPU, which computes later than it is asked to.
+"""The times of actions, by the clock of the host or by the events of a GPU, which runs behind the host.
 
-    host    launch F0 | launch F1 | ...               events   begin and end of each computing action, on its stream
-    GPU            F0 F0 F0 F0 | F1 F1 F1 F1          told     when the end is over, in the order of the actions
+    host    launch F0 | launch F1 | ...               events     begin and end of each computing action, on its stream
+    GPU            F0 F0 F0 F0 | F1 F1 F1 F1          reported   once the end has passed, in the order of the actions
 
-Rules: nothing waits for an event: a later action that ends looks at it. So the death of a worker loses the records of
-actions that its GPU had not done, and of those behind them. Lengths, and the gaps between actions, are the GPU's. The
-place on the host's clock follows from them: an action begins behind its launch, and ends before it is seen to be over.
+Rules: nothing waits for an event: a later action that ends checks it. So the death of a worker loses the records of the
+actions that its GPU had not finished, and of those after them. Durations, and gaps between actions, are the GPU's. The
+place on the host's clock follows: an action begins after its launch, and ends before it is seen to be over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 
 from engine.core.action import Action
 
-_NS = 1e6  # in a millisecond, in which the GPU tells times
+_NS = 1e6  # in a millisecond, the GPU's unit
 
 _Method = Callable[[Action, int], None]  # takes an action and the open step
 
@@ -39,14 +39,14 @@ class ActionClock:
         self.ended = tell  # takes an action with its begin and its end on the host
 
     def timed(self, method: _Method) -> _Method:
-        """Returns a method that computes, as the clock has to see it."""
+        """Returns a computing method wrapped for the clock."""
         return method
 
     def look(self) -> None:
-        """Tells the actions that are over by now."""
+        """Reports the actions that are over."""
 
     def finish(self) -> None:
-        """Waits until all actions are over, and tells them."""
+        """Waits until all actions are over, and reports them."""
 
 
 class _Coming(NamedTuple):
@@ -68,7 +68,7 @@ class GpuClock(ActionClock):
         self._last: tuple[torch.cuda.Event, int] | None = None  # the end of the last one that computed
 
     def timed(self, method: _Method) -> _Method:
-        """Returns a method that computes, as the clock has to see it."""
+        """Returns a computing method wrapped for the clock."""
 
         def run(action: Action, step: int) -> None:
             self._begin = _event_now()
@@ -87,7 +87,7 @@ class GpuClock(ActionClock):
         self.look()
 
     def look(self) -> None:
-        """Tells the actions that are over by now."""
+        """Reports the actions that are over."""
         while self._coming and ((end := self._coming[0].end) is None or end.query()):
             coming = self._coming.popleft()
             self._tell(*coming.done, *self._times_of(coming))
@@ -103,9 +103,8 @@ class GpuClock(ActionClock):
         return times
 
     def finish(self) -> None:
-        """Waits until all actions are over, and tells them."""
-        ends = [each.end for each in self._coming if each.end is not None]
-        if ends:
+        """Waits until all actions are over, and reports them."""
+        if ends := [coming.end for coming in self._coming if coming.end is not None]:
             ends[-1].synchronize()
         self.look()
 
@@ -113,11 +112,10 @@ class GpuClock(ActionClock):
 def placed(launch_ns: int, last_ns: int, gap_ns: int, length_ns: int, seen_ns: int) -> tuple[int, int]:
     """Returns begin and end of an action on the host's clock.
 
-    It was launched at `launch_ns`, began `gap_ns` behind the end of the one before, at `last_ns`, took `length_ns`, and
-    was over at `seen_ns`.
+    It was launched at `launch_ns`, began `gap_ns` after the end of the previous one, at `last_ns`, took `length_ns`,
+    and was seen to be over at `seen_ns`.
     """
-    begin_ns = min(max(launch_ns, last_ns + gap_ns), seen_ns - length_ns)
-    begin_ns = max(begin_ns, last_ns)
+    begin_ns = max(min(max(launch_ns, last_ns + gap_ns), seen_ns - length_ns), last_ns)
     return begin_ns, begin_ns + length_ns
 
 
@@ -127,49 +125,49 @@ def _event_now() -> torch.cuda.Event:
     return event
 
 
-# The bytes of tensors that operations make, and the most of them that live at once: counted on any device.
+class OperationMode(TorchDispatchMode):
+    """A mode that sees each operation, without importing torch's compiler at the first one, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# The bytes of tensors that operations allocate, and their peak, counted on any device.
 #
-# Rules: memory counts once, whatever its number of tensors, from the operation that makes it until nobody holds it. It
-# counts as an allocator of a GPU gives it, in whole blocks. Memory that a kernel takes inside of itself is not seen.
+# Rules: memory counts once, however many tensors share it, from the operation that allocates it until it is unused. It
+# counts in whole blocks, as an allocator of a GPU provides it. Memory inside a kernel is not seen.
 
 BLOCK = 512  # bytes, of torch's allocator
 
 
-class LiveBytes(TorchDispatchMode):
-    """Sees the operations of this thread in its block; the backward of a GPU, in another thread, takes its modes."""
+class LiveBytes(OperationMode):
+    """Sees the operations of this thread in its block, and those of its backwards in the thread of a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.now = self.most = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Returns False: else torch imports its compiler at the first operation, which takes seconds."""
-        return False
-
     def begin(self) -> int:
-        """Begins to look for the most bytes anew; returns those that live now."""
+        """Resets the peak; returns the bytes that are live now."""
         self._forget_dead()
         self.most = self.now
         return self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {_address(each) for each in tree_flatten((args, kwargs))[0] if _has_memory(each)}
-        for each in tree_flatten(out)[0]:
-            if _has_memory(each) and _address(each) not in given:
-                self._add(each)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            if storage._cdata in given:
+                continue
+            self._forget_dead()
+            if storage._cdata not in self._alive:
+                size = in_blocks(storage.nbytes())
+                self._alive[storage._cdata] = StorageWeakRef(storage), size
+                self.now += size
+                self.most = max(self.most, self.now)
         return out
-
-    def _add(self, tensor: Tensor) -> None:
-        self._forget_dead()
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._alive:
-            size = in_blocks(storage.nbytes())
-            self._alive[storage._cdata] = StorageWeakRef(storage), size
-            self.now += size
-            self.most = max(self.most, self.now)
 
     def _forget_dead(self) -> None:
         for address in [address for address, (memory, _) in self._alive.items() if memory.expired()]:
@@ -177,13 +175,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def in_blocks(num_bytes: int) -> int:
-    """Returns the bytes that an allocator gives for so many."""
+    """Returns the bytes that an allocator reserves for so many."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    tensors = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]

@@ -1,9 +1,8 @@
-"""The device of a worker: its layers, their state and their gradients lie on it, and its random numbers come from it.
+"""The device of a worker: it holds layers, their state and gradients, and generates random numbers.
 
-Rules: each function gets the device that it works on; there is no global default. A message, a file and a batch of data
-lie on the host: a tensor gets from one to the other by `put` and `copies` only. Layers are built on the host, so that
-they begin with the same bits on every device. Only a worker opens a device: the fork server must never start CUDA,
-because a context does not survive a fork.
+Rules: every function is passed its device; there is no global default. Messages, files and batches of data are on the
+host, and only `put` and `copies` move tensors. Layers are built on the host, so they start with the same bits on every
+device. Only a worker opens a device: the fork server must never initialize CUDA, whose context does not survive a fork.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.utils import deterministic
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.checks.determinism import DEMANDED, Setting, changed_setting
 from engine.core.errors import GPU_ERROR, GPU_MEMORY, EnvironmentLacksError, Problem
 from engine.core.texts import counted, printable
-from engine.runtime.device.action_clock import ActionClock, GpuClock, TellTimes
+from engine.runtime.device.action_clock import ActionClock, GpuClock, OperationMode, TellTimes
 from engine.runtime.device.copies import HOST_COPIES, NO_WATCH, Copies, Leaving, StreamCopies, Watch
 from engine.runtime.device.device_faults import DeviceFaults, DoubledCopies
 
-_PLAYED = "a played GPU"  # of a worker on the host, for a fault
+_PLAYED = "a played GPU"  # for faults of a worker on the host
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of one worker; `is_host` is true for the memory of the host itself.
+    """The device of one worker; `is_host` is true for the host itself.
 
-    `watch` is told of each wait of the main thread for the device. `faults` were aimed at it. The main thread computes
-    on the stream `computing`, None on the host. `name` is for texts.
+    `watch` is notified of each wait of the main thread for the device, and `faults` are injected into it. The main
+    thread computes on the stream `computing`, None on the host. `name` is for messages.
     """
 
     place: torch.device
@@ -49,15 +47,15 @@ class Device:
     name: str = field(default=_PLAYED, compare=False)
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor on the device, detached; itself if it is there."""
+        """Returns a tensor on the device, detached; without a copy if it is there already."""
         return self.put_all((tensor,))[0]
 
     def put_all(self, tensors: Leaving) -> tuple[Tensor, ...]:
-        """Returns tensors on the device, each detached; they may be on their way to the host."""
+        """Returns tensors on the device, detached; they may be on their way to the host."""
         return self.copies.admitted(self.copies.landed(tensors))
 
     def clock(self, tell: TellTimes) -> ActionClock:
-        """Returns the clock of a worker's actions; it tells each one when the device has done it."""
+        """Returns the clock of a worker's actions, which reports each one once the device has finished it."""
         return ActionClock(tell) if self.is_host else GpuClock(tell)
 
     def seed(self, key: int) -> None:
@@ -66,28 +64,28 @@ class Device:
             generator.manual_seed(key)
 
     def generators(self) -> Iterable[torch.Generator]:
-        """Returns the default generators that a layer can draw from: that of the host, then that of the device."""
+        """Returns the default generators that a layer can draw from: the host's, then the device's."""
         if self.is_host:
             return (torch.default_generator,)
         return (torch.default_generator, torch.cuda.default_generators[self.place.index or 0])
 
     def autocast(self, dtype: torch.dtype, *, enabled: bool = True) -> contextlib.AbstractContextManager[object]:
-        """Returns the block in which the layers run in a narrower dtype."""
+        """Returns the block in which layers run in a narrower dtype."""
         return torch.autocast(self.place.type, dtype=dtype, enabled=enabled)
 
     def enter(self) -> None:
-        """Makes the device that of this thread: each begins with GPU 0, and some calls would begin a context there."""
+        """Makes the device this thread's: threads start with GPU 0, and some calls would create a context there."""
         if not self.is_host:
             torch.cuda.set_device(self.place)
 
     def wait(self) -> None:
-        """Waits until all computing that was given to the device is done, so that a time can be read."""
+        """Waits until the device has finished all enqueued work, to measure a time."""
         with self.waiting():
             if not self.is_host:
                 torch.cuda.current_stream(self.place).synchronize()
 
     def memory_peak(self) -> tuple[int, int] | None:
-        """Returns the most bytes that tensors took since the last call, and with free ones kept; None on the host."""
+        """Returns the peak bytes allocated and reserved since the last call; None on the host."""
         if self.is_host:
             return None
         peak = torch.cuda.max_memory_allocated(self.place), torch.cuda.max_memory_reserved(self.place)
@@ -96,10 +94,7 @@ class Device:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Marks a wait of the main thread for the device: a worker that stays in it hangs, as in an action.
-
-        No worker waits for the host itself.
-        """
+        """Marks a wait of the main thread for the device: a worker that does not leave it hangs, as in an action."""
         if self.is_host and not self.faults.name:
             yield
             return
@@ -108,16 +103,16 @@ class Device:
             yield
 
     def unfinished(self) -> str:
-        """Returns the name of a GPU that has not come to the end of the main thread's work; never waits.
+        """Returns the name of a GPU that has not finished the main thread's work, else an empty string; never waits.
 
-        It is empty for the host, and for a GPU that is lost. Any thread may call it.
+        A lost GPU counts as finished. Any thread may call it.
         """
         if self.computing is None:
             return self.name if self.faults.hangs else ""
         try:
             self.enter()
             return "" if self.computing.query() else self.name
-        except RuntimeError:  # the main thread meets it, too
+        except RuntimeError:  # the main thread will meet it too
             return ""
 
 
@@ -125,7 +120,7 @@ HOST: Final = Device(torch.device("cpu"), is_host=True)
 
 
 def ordinal(local_rank: int, num_gpus: int, *, shares: bool) -> int:
-    """Returns the number of the GPU of a worker: its own by its local rank, or one that it shares.
+    """Returns the number of a worker's GPU: its own by local rank, or a shared one.
 
     Raises EnvironmentLacksError if there is none.
     """
@@ -141,11 +136,11 @@ def ordinal(local_rank: int, num_gpus: int, *, shares: bool) -> int:
 def open_device(
     kind: str, local_rank: int, *, shares: bool = False, watch: Watch = NO_WATCH, faults: DeviceFaults | None = None
 ) -> Device:
-    """Returns the device of a worker, of a kind ``cpu`` or ``cuda``; the latter starts CUDA in this process."""
+    """Returns the device of a worker, of the kind ``cpu`` or ``cuda``; the latter initializes CUDA in this process."""
     faults = faults or DeviceFaults()
-    if kind != "cuda":  # a job in memory that no file resolved has `auto`
+    if kind != "cuda":  # an unresolved job in memory has `auto`
         return Device(HOST.place, True, DoubledCopies(faults), watch, faults)
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the numbers that `engine/files/accelerators.py` tells
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the numbering of `engine/files/accelerators.py`
     place = torch.device("cuda", ordinal(local_rank, torch.cuda.device_count(), shares=shares))
     torch.cuda.set_device(place)
     name = f"GPU {place.index} ({torch.cuda.get_device_name(place)})"
@@ -153,10 +148,10 @@ def open_device(
     return Device(place, False, copies, watch, faults, computing, name)
 
 
-# Errors of a device: which exceptions tell that the worker's own GPU has failed, and its trouble in words.
+# Errors of a device: the exceptions which mean that the worker's own GPU has failed.
 #
 # Rule: after such an exception nothing on the device can be trusted, because an error may belong to an earlier call,
-# and a sticky one fails each later call. So the worker ends, whichever code of it met the exception.
+# and a sticky one fails every later call. So the worker ends, whatever code met the exception.
 
 _OF_LIBRARIES = re.compile(
     r"(?:CUDA|CUDA driver|CUDA runtime|cuDNN|cuSOLVER|cuSPARSE|cuFFT) error: ?(.*)", re.IGNORECASE
@@ -167,7 +162,7 @@ _MOST_CHARACTERS = 300
 
 
 def device_trouble(error: BaseException | None) -> str:
-    """Returns the trouble of this worker's GPU that an exception, or one that it hangs on, tells; empty for none."""
+    """Returns the failure of this worker's GPU that an exception or one of its causes reports, or an empty string."""
     for _ in range(_MOST_LINKED):
         if error is None:
             break
@@ -178,7 +173,7 @@ def device_trouble(error: BaseException | None) -> str:
 
 
 def _trouble(error: BaseException) -> str:
-    # Exact types: an exception of the user's code may have a text that raises.
+    # Exact types: the text of a user's exception may raise.
     if type(error) is torch.OutOfMemoryError:
         wanted = _WANTED.search(str(error))
         return f"{GPU_MEMORY}: tried to allocate {wanted[1]}" if wanted else f"{GPU_MEMORY}: {_first_line(error)}"
@@ -195,7 +190,7 @@ def _first_line(error: BaseException) -> str:
     return printable(str(error).partition("\n")[0].strip()[:_MOST_CHARACTERS])
 
 
-# Carries out the list of `engine/core/checks/determinism.py`, and finds the operations without a deterministic form.
+# Applies the settings of `engine/core/checks/determinism.py`, and finds operations without a deterministic form.
 #
 # Rules: a worker calls `set_up` before it imports the user's code and before CUDA starts. The settings belong to the
 # process: workers that are threads of one process share them.
@@ -205,19 +200,19 @@ _WITHOUT_FORM = re.compile(r"(\S+) does not have a deterministic implementation"
 
 
 def set_up(settings: Iterable[Setting]) -> None:
-    """Sets each of the settings."""
+    """Applies the settings."""
     for setting in settings:
         if not setting.name.startswith(_OF_TORCH):
             os.environ[setting.name] = str(setting.value)
         elif setting.read:
-            _found(setting.name)(setting.value)
+            _attribute(setting.name)(setting.value)
         else:
             owner, _, name = setting.name.rpartition(".")
-            setattr(_found(owner), name, setting.value)
+            setattr(_attribute(owner), name, setting.value)
 
 
 def changed(settings: Iterable[Setting]) -> list[Problem]:
-    """Returns a problem for each setting that has another value by now, and may not."""
+    """Returns a problem for each setting that has changed although it may not."""
     values = ((each, _value(each)) for each in settings if not each.may_change)
     return [changed_setting(each, value) for each, value in values if value != each.value]
 
@@ -225,29 +220,24 @@ def changed(settings: Iterable[Setting]) -> list[Problem]:
 def _value(setting: Setting) -> object:
     if not setting.name.startswith(_OF_TORCH):
         return os.environ.get(setting.name)
-    return _found(setting.read)() if setting.read else _found(setting.name)
+    return _attribute(setting.read)() if setting.read else _attribute(setting.name)
 
 
-def _found(name: str) -> Any:
+def _attribute(name: str) -> Any:
     parts = name.split(".")[1:]
     if parts[:1] == ["utils"]:  # `import torch` does not load it
         import_module("torch.utils.deterministic")
     return reduce(getattr, parts, torch)
 
 
-class WithoutForm(TorchDispatchMode):
-    """Lets operations without a deterministic form run in this thread, and notes their names in `found`, each once."""
+class WithoutForm(OperationMode):
+    """Lets operations without a deterministic form run in this thread, and collects their names in `found`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # with True, the first operation imports the compiler of torch, which takes seconds
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation; if it raises for want of a deterministic form, it is run again without that demand."""
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:
@@ -265,7 +255,7 @@ class WithoutForm(TorchDispatchMode):
 
 @contextlib.contextmanager
 def unwritten_filled() -> Iterator[None]:
-    """Fills new memory with NaN in the block: who reads it before it is written gets other bits."""
+    """Fills new memory with NaN in the block: code that reads it uninitialized gets other bits."""
     holder: Any = deterministic  # a module whose class has the property
     before = holder.fill_uninitialized_memory
     holder.fill_uninitialized_memory = True

@@ -1,14 +1,14 @@
-"""Faults of a worker's device that are made on purpose: real ones on a GPU; on the host a double of them.
+"""Injected faults of a worker's device: real ones on a GPU, simulated ones on the host.
 
-    trouble   on a GPU                                            the double, on the host
-    error     a call of CUDA that fails; the next ones work       that exception, once
-    sticky    a kernel whose assertion fails: CUDA is lost        that exception, at each later operation and wait
-    hang      a kernel that spins for years                       operations go on; no wait ends, no message leaves
-    memory    a request of more memory than any GPU has           that exception, once
+    trouble   on a GPU                                            simulated, on the host
+    error     a CUDA call that fails; the next ones work          that exception, once
+    sticky    a kernel whose assertion fails: CUDA is lost        that exception, at every later operation and wait
+    hang      a kernel that spins for years                       operations continue; no wait ends, no message leaves
+    memory    a request for more memory than any GPU has          that exception, once
 
-Rules: a fault strikes at the n-th operation of torch in the worker's main thread, or in a backward that it runs. A
-struck operation behaves as CUDA does: a kernel is only started by it, and a later call or wait meets the trouble. The
-double has the classes and the texts of torch's own exceptions, so the same detection and the same verdict follow.
+Rules: a fault strikes at the n-th torch operation of the worker's main thread, or of a backward that it runs. The
+operation behaves as in CUDA: it only launches a kernel, and a later call or wait meets the trouble. Simulated faults
+have the classes and texts of torch's own exceptions, so detection and verdict are the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.errors import INJECTED
+from engine.runtime.device.action_clock import OperationMode
 from engine.runtime.device.copies import Copies, Leaving
 
 DeviceTrouble = Literal["error", "sticky", "hang", "memory"]
@@ -31,16 +31,16 @@ _ASKED_BYTES = 1 << 50
 _ERROR = "CUDA error: invalid argument"
 _STICKY = "CUDA error: device-side assert triggered"
 _MEMORY = f"CUDA out of memory. Tried to allocate {_ASKED_BYTES >> 30}.00 GiB."
-_WAITS = (torch.ops.aten._local_scalar_dense.default,)  # operations after which the host knows a number
+_WAITS = (torch.ops.aten._local_scalar_dense.default,)  # operations that give the host a number
 
 
 class DeviceFaults:
-    """The faults of one worker's device; `name` is that of the last one that was aimed at it, empty for none."""
+    """The faults of one worker's device; `name` is that of the last injected one, or an empty string."""
 
     def __init__(self) -> None:
         self.name = ""
-        self._lasting: Callable[[], None] | None = None  # meets each later operation, of the double
-        self._endless: Callable[[], None] | None = None  # meets each later wait for the device, of the double
+        self._lasting: Callable[[], None] | None = None  # simulated: called at every later operation
+        self._endless: Callable[[], None] | None = None  # simulated: called at every later wait for the device
 
     def strike(
         self,
@@ -51,9 +51,9 @@ class DeviceFaults:
         tell: Callable[[str], None],
         stand_still: Callable[[], None],
     ) -> None:
-        """Lets the operation number `call` from now on meet the trouble; `tell` confirms a hang.
+        """Injects trouble into operation number `call` from now on; `tell` confirms a hang.
 
-        `stand_still` does not return before the worker ends.
+        `stand_still` does not return until the worker ends.
         """
         self.name = name
 
@@ -65,31 +65,34 @@ class DeviceFaults:
             else:
                 _provoke(trouble, place)
 
-        _Counting(self, call, meet).__enter__()  # for as long as the worker lives
+        _Countdown(self, call, meet).__enter__()  # for as long as the worker lives
 
     def _play(self, trouble: DeviceTrouble, stand_still: Callable[[], None]) -> None:
+        def raise_sticky() -> NoReturn:
+            raise torch.AcceleratorError(_STICKY)
+
         match trouble:
             case "error":
                 raise torch.AcceleratorError(_ERROR)
             case "memory":
                 raise torch.OutOfMemoryError(_MEMORY)
             case "sticky":
-                self._lasting = self._endless = _raise_sticky
+                self._lasting = self._endless = raise_sticky
             case "hang":
                 self._endless = stand_still
 
     def named(self, trouble: str) -> str:
-        """Returns the trouble that an exception tells, with the name of the fault if one was aimed at the device."""
-        kind, _, what = trouble.partition(":")
-        return f"{kind}{INJECTED}{self.name!r}:{what}" if trouble and self.name else trouble
+        """Returns the trouble that an exception reports, with the name of the fault if one was injected."""
+        kind, _, rest = trouble.partition(":")
+        return f"{kind}{INJECTED}{self.name!r}:{rest}" if trouble and self.name else trouble
 
     @property
     def hangs(self) -> bool:
-        """Whether the double does not come to the end of a kernel."""
+        """Whether a simulated kernel never ends."""
         return self._endless is not None and self._lasting is None
 
     def operation(self, func: Any) -> None:
-        """Meets the faults of an operation that begins."""
+        """Meets the faults of an operation at its start."""
         if self._lasting is not None:
             self._lasting()
         if self._endless is not None and func in _WAITS:
@@ -102,7 +105,7 @@ class DeviceFaults:
 
 
 class DoubledCopies(Copies):
-    """The copies of a worker on the host: there are none, unless the double of a GPU does not do its work."""
+    """The copies of a worker on the host; a simulated hang keeps messages."""
 
     def __init__(self, faults: DeviceFaults):
         self._faults = faults
@@ -111,7 +114,7 @@ class DoubledCopies(Copies):
     def when_fetched(
         self, leaving: Leaving, give_on: Callable[[_Tensors], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Gives on a message at once; keeps it for ever behind a kernel that does not end."""
+        """Passes on a message at once, but never during a hang."""
         if self._faults.hangs:
             self._held.append(leaving)
             return
@@ -128,17 +131,12 @@ class DoubledCopies(Copies):
         return bool(self._held)
 
 
-class _Counting(TorchDispatchMode):
-    """Sees each operation of torch; a worker that no fault of its device was aimed at has none."""
+class _Countdown(OperationMode):
+    """Counts the operations of torch; only a worker with a device fault has one."""
 
     def __init__(self, faults: DeviceFaults, call: int, meet: Callable[[], None]):
         super().__init__()
         self._faults, self._left, self._meet = faults, call, meet
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Returns False: else torch imports its compiler at the first operation, which takes seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._faults.operation(func)
@@ -148,12 +146,8 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _raise_sticky() -> NoReturn:
-    raise torch.AcceleratorError(_STICKY)
-
-
 def _provoke(trouble: DeviceTrouble, place: torch.device) -> None:
-    """Makes real trouble on a GPU, of which other processes on it notice nothing but the time that it takes."""
+    """Causes real trouble on a GPU; other processes on it only lose time."""
     match trouble:
         case "error":
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(0)))

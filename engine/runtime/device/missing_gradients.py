@@ -1,9 +1,9 @@
-"""Missing gradients: minus zeros everywhere, since -0.0 + x is x to the bit. What is known of one is marked on it.
+"""Missing gradients are minus zeros everywhere, because -0.0 + x is x to the bit; tensors are marked with the answer.
 
-Rules: a look at a gradient waits for the device, so the main thread looks once a step, at all that it has to know
-together. Before that a gradient is known by its origin: autograd made it or did not; its message was looked at by the
-thread that took it in. A mark only saves a look: a tensor without one is looked at. A gradient never changes in place,
-but for a sum, which does not make a missing one of one that is there.
+Rules: inspecting a gradient waits for the device, so the main thread inspects all it needs together, once per step.
+Before that the answer follows from the origin: autograd did or did not make it, or the thread that received it has
+inspected it. A mark only saves an inspection: a tensor without one is inspected. Gradients never change in place,
+except by sums, which never turn an existing one into a missing one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MARK = "is_missing_gradient"  # an attribute of a tensor
 
 
 def marked(gradient: Tensor, is_missing: bool) -> Tensor:
-    """Returns a gradient of which it is known whether it is missing."""
+    """Marks a gradient as missing or not, and returns it."""
     setattr(gradient, _MARK, is_missing)
     return gradient
 
 
 def marked_as(gradient: Tensor, other: Tensor) -> Tensor:
-    """Returns a gradient of which as much is known as of another one with the same bits."""
+    """Copies the mark of another gradient with the same bits to a gradient, and returns it."""
     known = _known(other)
     return gradient if known is None else marked(gradient, known)
 
@@ -34,7 +34,7 @@ def _known(gradient: Tensor) -> bool | None:
 
 
 def is_missing(gradient: Tensor) -> bool:
-    """Returns whether a gradient is minus zero everywhere; so is one without elements."""
+    """Returns whether a gradient is minus zero everywhere, as is one without elements."""
     known = _known(gradient)
     if known is not None:
         return known
@@ -42,22 +42,22 @@ def is_missing(gradient: Tensor) -> bool:
         return False
     if not gradient.numel():
         return True
-    # The first is nearly always another number, which costs no look at the rest.
+    # The first element is nearly always another number, which saves inspecting the rest.
     return _is_minus_zero(gradient.as_strided((), ()).item()) and bool(_everywhere(gradient))
 
 
 def look_at(gradients: Iterable[Tensor]) -> None:
-    """Marks gradients of which nothing is known, with one look at all of them."""
-    unknown = [each for each in gradients if _known(each) is None and _may_be_missing(each) and each.numel()]
+    """Marks all unmarked gradients with a single wait for the device."""
+    unknown = [grad for grad in gradients if _known(grad) is None and _may_be_missing(grad) and grad.numel()]
     if not unknown:
         return
-    firsts = torch.stack([each.detach().as_strided((), ()).double() for each in unknown]).tolist()
+    firsts = torch.stack([grad.detach().as_strided((), ()).double() for grad in unknown]).tolist()
     for gradient, first in zip(unknown, firsts, strict=True):
         marked(gradient, _is_minus_zero(first) and bool(_everywhere(gradient)))
 
 
 def made(gradient: Tensor) -> Tensor:
-    """Returns a gradient that autograd has made: plain zeros for one of minus zeros. On a device nobody waits."""
+    """Returns a gradient made by autograd, with plain zeros in place of minus zeros; does not wait for a device."""
     if not _may_be_missing(gradient):
         return marked(gradient, False)
     if not gradient.numel():

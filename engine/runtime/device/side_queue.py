@@ -1,8 +1,7 @@
-"""A queue of work on a device beside its computing one, and moments in both: streams and events of CUDA.
+"""A second queue of work on a device, and moments in queues: streams and events of CUDA.
 
-Rules: memory of a queue is taken by `room` and may be used by the computing queue after `hand_over`. A moment is waited
-for by a queue (`behind`) or by a thread (`wait`); nothing here waits for the whole device. Without a device the work of
-a queue is done at once.
+Rules: `room` allocates memory of a queue, which the computing queue may use after `hand_over`. A queue (`behind`) or a
+thread (`wait`) waits for a moment; nothing here waits for the whole device. On the host, work is done at once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LEAST_FREE = 1 << 29  # bytes
 
 
 class QueueMoment:
-    """A moment in the work that was given to a device; `of` is its event, None on the host."""
+    """A moment in the work enqueued on a device; `of` is its event, None on the host."""
 
     def __init__(self, of: torch.cuda.Event | None):
         self.of = of
@@ -34,7 +33,7 @@ class QueueMoment:
 
 
 def moment_now(device: Device) -> QueueMoment:
-    """Returns the present moment of the queue into which this thread gives its computing."""
+    """Returns the current moment of this thread's computing queue."""
     if device.is_host:
         return QueueMoment(None)
     return QueueMoment(torch.cuda.current_stream(device.place).record_event(torch.cuda.Event(blocking=True)))
@@ -51,57 +50,57 @@ class SideQueue:
 
     @property
     def handle(self) -> int:
-        """The stream, as a library in C takes it."""
+        """The stream as a C library takes it."""
         return 0 if self._stream is None else int(self._stream.cuda_stream)
 
     def enter(self) -> None:
-        """Makes the device that of this thread."""
+        """Makes the device this thread's."""
         self.device.enter()
 
     def leave_room(self) -> None:
-        """Gives memory of the device back that torch keeps free, if little is left for other libraries."""
+        """Releases device memory that torch caches, if little is left for other libraries."""
         if not self.device.is_host and torch.cuda.mem_get_info(self.device.place)[0] < _LEAST_FREE:
             torch.cuda.empty_cache()
 
     def behind(self, moment: QueueMoment) -> None:
-        """Has the coming work of this queue wait for a moment of another one."""
+        """Makes later work of this queue wait for a moment of another."""
         if self._stream is not None and moment.of is not None:
             self._stream.wait_event(moment.of)
 
     def given(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a block in which the work of this thread is given to this queue."""
+        """Returns a block in which this thread enqueues its work here."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def lend(self, tensors: tuple[Tensor, ...]) -> None:
-        """Has this queue use memory of the computing one, which is not given free before."""
+        """Lets this queue use memory of the computing queue, which is not freed before."""
         if self._stream is not None:
-            for each in tensors:
-                each.record_stream(self._stream)
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def moment(self) -> QueueMoment:
-        """Returns the present moment of this queue."""
+        """Returns the current moment of this queue."""
         if self._stream is None:
             return QueueMoment(None)
         return QueueMoment(self._stream.record_event(torch.cuda.Event(blocking=True)))
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns uninitialised memory, which belongs to this queue."""
+        """Returns uninitialized memory of this queue."""
         if self._stream is None:
             return torch.empty(shape, dtype=dtype, device="cpu")
         with self.given():
             return torch.empty(shape, dtype=dtype, device=self.device.place)
 
     def reading(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a block that reads tensors on which no work is under way; a wait in it is for no other work."""
+        """Returns a block for reading tensors whose work is done, without waiting for other work."""
         return contextlib.nullcontext() if self._reading is None else torch.cuda.stream(self._reading)
 
     def read(self, tensor: Tensor) -> list[int]:
-        """Returns the numbers of a tensor on which no work is under way; waits for no other work."""
+        """Returns the numbers of a tensor whose work is done, without waiting for other work."""
         with self.reading():
             return list(tensor.tolist())
 
     def hand_over(self, tensor: Tensor) -> Tensor:
-        """Has the computing queue use memory of this queue, whose work on it is done."""
+        """Lets the computing queue use memory of this queue, whose work on it is done."""
         if self._computing is not None:
             tensor.record_stream(self._computing)
         return tensor
