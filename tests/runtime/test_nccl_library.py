@@ -95,7 +95,7 @@ def test_an_error_of_cuda_inside_of_nccl_is_one_of_the_own_device(
 def test_a_call_that_has_settled_is_seen_without_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Stub()
     of = loaded(stub, monkeypatch)
-    monkeypatch.setattr(nccl_library, "_LOOKS_FIRST_S", 10.0)
+    monkeypatch.setattr(nccl_library, "_SPIN_S", 10.0)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it sleeps"))
     stub.states = iter([7] * 5)
     of.settled(OWN, time.monotonic() + 10, lambda: False)

@@ -56,6 +56,7 @@ class Watch(Protocol):
 
     def wake(self) -> None:
         """Wakes the main thread after a copy to the host; any thread may call it."""
+        return
 
 
 class _NoWatch(Watch):

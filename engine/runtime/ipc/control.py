@@ -1,9 +1,9 @@
-"""A worker's control thread receives the agent's messages, also while the main thread is blocked.
+"""A worker's control thread receives the agent's messages, even while the main thread is blocked.
 
-Rules: the main thread waits in one place only. Arrived transfers and messages of the agent wake it there, so that the
-control thread can end any wait: what interrupts ends every wait with `Fenced` or `Stopped` until it is heard. A message
-of the worker belongs to the epoch that it has entered. The end of another worker is announced before the verdict on it:
-it is recorded, and changes nothing.
+Rules: the main thread waits in one place only. Arriving transfers and messages of the agent wake it there, so the
+control thread can interrupt any wait: until the main thread has taken an urgent message, every wait ends with `Fenced`
+or `Stopped`. A message of the worker belongs to the epoch that it has entered. The exit of another worker is announced
+before the verdict on it; it is recorded, and changes nothing.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from engine.core.worker.inputs import Inbox, arrived, taken, without
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder
 
-# The one wait of a worker's main thread: for its links, and for news from other threads; an arrival wakes nobody else.
+# The one wait of a worker's main thread, for its links and for news from other threads.
 #
 #     wake()      from any thread: the main thread looks again
-#     watch(fd)   what is readable there, or writable, is handled in the main thread, in its wait
+#     watch(fd)   when the descriptor is readable or writable, the main thread handles it in its wait
 #
-# Rule: a source is handled while the main thread waits or looks, and never beside it.
+# Rule: a source is handled only while the main thread waits or looks.
 
 
 OnReady = Callable[[int], object]  # gets the events of `select.epoll`
-_RETRY_S = 0.0005  # for a ring that was full: its reader does not tell that there is room again
+_RETRY_S = 0.0005  # for a full ring: its reader does not report that there is room again
 
 
 class Wakeups:
@@ -72,11 +72,11 @@ class Wakeups:
         weakref.finalize(self, _close, self._event, self._poll)
 
     def wake(self) -> None:
-        """Ends the present wait, or the next one; any thread may call it."""
+        """Ends the current wait, or the next one; any thread may call it."""
         os.eventfd_write(self._event, 1)
 
     def watch(self, fd: int, handler: OnReady, *, writable: bool = False) -> None:
-        """Handles a descriptor that is readable, and with `writable` also one that is writable."""
+        """Calls `handler` when a descriptor is readable, or with `writable` also when it is writable."""
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
         (self._writing.add if writable else self._writing.discard)(fd)
         if fd in self._handlers:
@@ -86,35 +86,35 @@ class Wakeups:
         self._handlers[fd] = handler
 
     def forget(self, fd: int) -> None:
-        """Handles a descriptor no more; call it before that is closed."""
+        """Stops watching a descriptor; call it before closing that."""
         self._writing.discard(fd)
         if self._handlers.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
     def heed(self, work: Callable[[], object]) -> None:
-        """Calls `work` whenever `wake` has ended a wait."""
+        """Calls `work` whenever `wake` ends a wait."""
         self._heeding.append(work)
 
     def retry(self, work: Callable[[], bool]) -> None:
-        """Calls `work` again and again, in each wait and look, until it returns True; any thread may call, and wake."""
+        """Calls `work` in every wait and look until it returns True; any thread may call this, and then wake."""
         self._retries.append(work)
 
     @property
     def owes(self) -> bool:
-        """Whether something waits to be written: then the main thread looks now and then while it works."""
+        """Whether something waits to be written; then the main thread looks regularly while it works."""
         return bool(self._retries or self._writing)
 
     def look(self) -> bool:
-        """Handles all that has come, without a wait; returns whether there was something."""
+        """Handles all events, without waiting; returns whether there were any."""
         return self._handle(self._poll.poll(0))
 
     def wait(self) -> None:
-        """Waits until something has come, and handles it."""
+        """Waits for events, and handles them."""
         while not self._handle(self.sleep(_RETRY_S if self._retries else None)):
             pass
 
     def sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
-        """Waits until something has come, and returns it by descriptor; nothing if that takes longer."""
+        """Waits for events and returns them by descriptor; none after a timeout."""
         return self._poll.poll(timeout_s)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
@@ -137,22 +137,21 @@ def _close(event: int, poll: select.epoll) -> None:
     os.close(event)
 
 
-# The notice of a worker by SIGTERM.
+# A worker's notice by SIGTERM.
 #
-#     thread that blocks it    the signal waits, and the thread `notice` takes it
-#     thread that does not     of a library or of the user: a handler writes a byte, and the thread `notice-byte` reads
-#     it
+#     a thread that blocks it    the signal is pending, and the thread `notice` takes it
+#     a thread that does not     of a library or the user: a handler writes a byte, which the thread `notice-byte` reads
 #
-# Rules: the process blocks the signal before it has other threads, so threads that start later do. A thread may still
-# take it out of its mask: without a handler the signal would end the process there. A handler in Python runs in the
-# main thread, which may compute for long, so the byte is written by the handler of the interpreter itself. A process
-# that the worker forks gives no notice to the worker.
+# Rules: the process blocks the signal before it has other threads, so later threads inherit that. A thread may still
+# unblock it: without a handler the signal would end the process there. A handler in Python runs in the main thread,
+# which may compute for long, so the interpreter's own handler writes the byte. A process forked by the worker gives it
+# no notice.
 
-NOTICE = signal.SIGTERM  # its sender is going to end the worker soon
+NOTICE = signal.SIGTERM  # its sender will end the worker soon
 
 
 def give_notice_of_sigterm(give: Callable[[], None]) -> None:
-    """Starts threads that give notice at each SIGTERM, also while the main thread is blocked; it calls this."""
+    """Starts threads that call `give` at each SIGTERM, even while the main thread, which calls this, is blocked."""
     bytes_of, written = os.pipe()
     os.set_blocking(written, False)
     signal.signal(NOTICE, lambda number, frame: None)
@@ -166,7 +165,7 @@ def give_notice_of_sigterm(give: Callable[[], None]) -> None:
 
     def read() -> None:
         while byte := os.read(bytes_of, 1):
-            if byte[0] == NOTICE:  # other signals that have a handler write theirs, too
+            if byte[0] == NOTICE:  # other signals with a handler write theirs too
                 give()
 
     threading.Thread(target=listen, name="notice", daemon=True).start()
@@ -174,19 +173,16 @@ def give_notice_of_sigterm(give: Callable[[], None]) -> None:
 
 
 def _forget() -> None:
-    """Leaves the signal to the forked process; its byte would be a notice for the worker."""
+    """Restores the signal in a forked process, whose byte would be a notice for the worker."""
     signal.set_wakeup_fd(-1)
     signal.signal(NOTICE, signal.SIG_DFL)
 
 
-# The keys that the members of an epoch tell each other through the agent, to find each other.
-#
-# Rule: a wait ends at once when its epoch is over, its group is given up, or this worker is told to stop. Any thread
-# may call.
-
-
 class RendezvousClient:
-    """The keys of all epochs that are not over."""
+    """The keys that the members of current epochs exchange through the agent, to find each other.
+
+    A wait ends at once when its epoch is over, its group is given up, or this worker has to stop. Any thread may call.
+    """
 
     def __init__(self) -> None:
         self._over: float = -1  # the highest epoch that is over
@@ -202,11 +198,11 @@ class RendezvousClient:
                 self._changed.notify_all()
 
     def end(self, epoch: float = math.inf) -> None:
-        """Ends the waits of an epoch and of lower ones, and forgets their keys; without it those of any epoch."""
+        """Ends the waits of an epoch and of lower ones, and forgets their keys; by default those of all epochs."""
         with self._changed:
             self._over = max(epoch, self._over)
             self._values = {key: value for key, value in self._values.items() if key[0] > self._over}
-            self._given_up = {each for each in self._given_up if each[0] > self._over}
+            self._given_up = {group for group in self._given_up if group[0] > self._over}
             self._changed.notify_all()
 
     def give_up(self, epoch: int, group: str) -> None:
@@ -221,36 +217,36 @@ class RendezvousClient:
         Raises RuntimeError if `epoch` is over, if the group is given up, or after a time.
         """
         keys = [f"{group}/{name}" for name in names]
-        wanted = {(epoch, key) for key in keys}
+        complete = {(epoch, key) for key in keys}
 
         def is_over() -> bool:
             return epoch <= self._over or (epoch, group) in self._given_up
 
         with self._changed:
-            is_told = self._changed.wait_for(lambda: is_over() or self._values.keys() >= wanted, timeout_s)
+            in_time = self._changed.wait_for(lambda: is_over() or self._values.keys() >= complete, timeout_s)
             if is_over():
                 raise RuntimeError(f"epoch {epoch} is over" if epoch <= self._over else f"group {group} was given up")
-            if not is_told:
+            if not in_time:
                 raise RuntimeError(f"no worker has set {', '.join(keys)} in time")
             return [self._values[epoch, key] for key in keys]
 
 
-Found = TypeVar("Found")
-Wanted = TypeVar("Wanted", bound=ToWorker)
+Value = TypeVar("Value")
+Kind = TypeVar("Kind", bound=ToWorker)
 
 FOREVER_S = 1_000_000.0
 
 
 class Stopped(Exception):
-    """The agent has told this worker to stop; raised out of any wait."""
+    """The agent has ordered this worker to stop; raised out of any wait."""
 
 
 class Fenced(Exception):
-    """A newer epoch than that of this worker has been told; raised out of any wait."""
+    """There is a newer epoch than this worker's; raised out of any wait."""
 
 
 class Killed(BaseException):
-    """A worker that is a thread has been killed: no code of it may go on, and it says nothing."""
+    """A worker that is a thread has been killed: none of its code may continue, and it sends nothing."""
 
 
 ReadCounts = Callable[[], Mapping[int, tuple[int, int, int]]]  # returns counts by member: sent, posted, received
@@ -274,23 +270,23 @@ class Control:
         self.on_prepare: Callable[[PrepareMessage | NextGroupMessage], None] = lambda message: None
         self.on_ping: Callable[[], None] = lambda: None  # called in the control thread
         self._of_faults: list[ArmMessage | InflictMessage] = []
-        self.tells_marks = False  # whether some fault waits for a phase that only the workers know of
-        self.recorder: Recorder | None = None  # once the main thread knows whose it is
+        self.tells_marks = False  # whether some fault waits for a phase that only workers know about
+        self.recorder: Recorder | None = None  # set once the main thread knows the worker
         self._at = (0, 0, False)
         self._waits_since_ns = 0  # when the main thread began to wait for news, 0 if it does not wait
-        self._traffic: tuple[int, ReadCounts] = (0, dict)  # with the epoch that it is about
-        # Whether this worker's own device keeps a message; then its main thread is inside of something, and may hang.
+        self._traffic: tuple[int, ReadCounts] = (0, dict)  # (epoch, its counts)
+        # Whether this worker's own device holds back a message; then its main thread counts as busy, and may hang.
         self.is_owing: Callable[[], bool] = lambda: False
-        # The name of this worker's GPU, if that has not ended its work; called in the control thread.
+        # The name of this worker's GPU, if that has not finished its work; called in the control thread.
         self.unfinished: Callable[[], str] = str
         self.on_move: Callable[[int, int, int, bool], None] = lambda epoch, step, index, inside: None
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     @property
     def at(self) -> tuple[int, int, bool]:
-        """The step, the actions and waits begun in it, whether inside the last of them; the main thread writes it.
+        """The step, the actions and waits begun in it, and whether inside the last of them; set by the main thread.
 
-        Heartbeats must not go back: the number counts on through all programs of a step.
+        Heartbeats must not go backwards: the number keeps counting through all programs of a step.
         """
         return self._at
 
@@ -300,19 +296,19 @@ class Control:
         self.on_move(self.accepted, *at)
 
     def begin(self, step: int, inside: bool) -> None:
-        """Tells that the main thread begins an action of a step; `inside` if it waits for no other worker there."""
+        """Records that the main thread begins an action of a step; `inside` if it waits for no other worker there."""
         before, number, _ = self._at
         self._at = at = (step, number + 1 if step == before else 1, inside)
         self.on_move(self.accepted, *at)
 
     def leave(self, step: int) -> None:
-        """Tells that the last action of a step is over; the begin of the next one tells it too."""
+        """Records that the last action of a step is over, as the begin of the next one also does."""
         before, number, _ = self._at
         self.at = (step, number if step == before else 0, False)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Marks the main thread as inside something that waits for no other worker: it may hang there."""
+        """Marks a block in which the main thread waits for no other worker, and so may hang."""
         step, number, inside = self.at
         if inside:
             yield
@@ -324,11 +320,11 @@ class Control:
             self.at = (step, number + 1, False)
 
     def stand_still(self, seconds: float = FOREVER_S) -> None:
-        """Stands still in the main thread, as a wait does that nothing ends."""
+        """Hangs in the main thread, like a wait that nothing ends."""
         time.sleep(seconds)
 
     def _listen(self) -> None:
-        """Handles messages until the agent has ended or has sent a malformed one; the worker then exits."""
+        """Handles messages until the agent ends or sends a malformed one; then the worker exits."""
         try:
             while (message := (received := self.link.receive_with_fds())[0]) is not None:
                 self._take_in(message, received[1])
@@ -376,7 +372,7 @@ class Control:
         epoch, traffic = self._traffic
         if quiet_ns < LEAST_QUIET_NS or at[2] or epoch != self.accepted:
             return HeartbeatMessage(self.accepted, *at, device=self.unfinished() if at[2] else "")
-        counts = tuple((peer, *each) for peer, each in traffic().items())
+        counts = tuple((peer, *numbers) for peer, numbers in traffic().items())
         return HeartbeatMessage(self.accepted, *at, quiet_ns, counts)
 
     def send(self, message: ToAgent) -> None:
@@ -384,16 +380,16 @@ class Control:
         self.link.send(message)
 
     def mark(self, phase: OwnPhase) -> None:
-        """Tells the agent, if a fault waits for it, that this worker has come to a phase of a recovery."""
+        """Reports that this worker has reached a phase of a recovery, if a fault waits for that."""
         if self.tells_marks:
             self.send(MarkMessage(self.accepted, phase))
 
     def wake(self) -> None:
-        """Makes the main thread look again; any thread calls it after the change that the main thread waits for."""
+        """Makes the main thread look again; any thread calls it after a change that the main thread waits for."""
         self.wakeups.wake()
 
-    def wait_until(self, look: Callable[[], Found | None]) -> Found:
-        """Waits until `look`, called again after each piece of news, finds something; raises Stopped or Fenced."""
+    def wait_until(self, look: Callable[[], Value | None]) -> Value:
+        """Waits until `look`, called again after any news, returns a value; raises Stopped or Fenced."""
         while True:
             self.check()
             value = look()
@@ -402,7 +398,7 @@ class Control:
             self._await_news()
 
     def count(self, traffic: ReadCounts) -> None:
-        """Adds the counts of the group of this epoch to the heartbeats of a main thread that waits without news."""
+        """Adds the counts of this epoch's group to heartbeats while the main thread waits without news."""
         self._traffic = (self.accepted, traffic)
 
     def _await_news(self) -> None:
@@ -411,8 +407,8 @@ class Control:
             self.wakeups.wait()
         self._waits_since_ns = 0
 
-    def hear(self, look: Callable[[], Found | None] = lambda: None, *, urgent: bool = False) -> ToWorker | Found:
-        """Waits for the first message of the inbox, or for what `look` finds, and returns it.
+    def hear(self, look: Callable[[], Value | None] = lambda: None, *, urgent: bool = False) -> ToWorker | Value:
+        """Waits for the first message of the inbox, or for a value from `look`, and returns it.
 
         With `urgent`, only a message that interrupts is taken.
         """
@@ -428,12 +424,12 @@ class Control:
                 return value
             self._await_news()
 
-    def take(self, kind: type[Wanted]) -> Wanted:
+    def take(self, kind: type[Kind]) -> Kind:
         """Waits for the next message of a kind and returns it; raises Stopped or Fenced."""
 
-        def look() -> Wanted | None:
+        def look() -> Kind | None:
             with self._lock:
-                message = next((each for each in self.inbox.waiting if isinstance(each, kind)), None)
+                message = next((message for message in self.inbox.waiting if isinstance(message, kind)), None)
                 if message is not None:
                     self._keep(without(self.inbox, message))
                 return message
@@ -441,10 +437,10 @@ class Control:
         return self.wait_until(look)
 
     def check(self) -> None:
-        """Raises Stopped if this worker has been told to stop, Fenced if it has been told of a newer epoch.
+        """Raises Stopped if this worker has to stop, Fenced if there is a newer epoch.
 
-        Messages that wait for room are sent, and new links taken in, also between two actions that do not wait.
-        Before that it carries out the agent's messages about faults, which may raise anything, or end the process.
+        It also sends messages that wait for room and adopts new links, for actions that do not wait. Before that it
+        carries out the agent's messages about faults, which may raise anything, or end the process.
         """
         if self._of_faults:
             self._suffer()

@@ -1,6 +1,6 @@
-"""A link: whole JSON messages, with file descriptors if need be, over one end of a socket pair.
+"""A link: whole JSON messages, optionally with file descriptors, over one end of a socket pair.
 
-A packet socket keeps message borders, so there is no framing; nothing is ever pickled.
+A packet socket preserves message boundaries, so there is no framing; nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_FDS = 16
 
 
 def packet(message: Message) -> bytes:
-    """Returns one message as it travels; raises InvariantError for a message of bamboo's own that does not fit."""
+    """Returns an encoded message; raises InvariantError for one that does not fit."""
     data = encode(message)
     ensure(len(data) <= MAX_BYTES, f"a message {type(message).__name__} of {len(data)} bytes does not fit a packet")
     return data
@@ -33,8 +33,8 @@ def packet(message: Message) -> bytes:
 class Link:
     """One end of a pair; `receive` returns None once the other end is gone.
 
-    An end that must never block (the agent's) raises BlockingIOError when there is nothing to receive, and takes an
-    other end that no longer reads for gone.
+    An end that must never block (the agent's) raises BlockingIOError if there is nothing to receive, and considers a
+    peer that does not read gone.
     """
 
     takes_fds = True  # whether descriptors can travel
@@ -45,13 +45,13 @@ class Link:
 
     @classmethod
     def pair(cls, blocking: bool = True) -> tuple[Link, Link]:
-        """Returns the two ends of a new link; `blocking` is about the first."""
+        """Returns the two ends of a new link; `blocking` is for the first."""
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(near, blocking), cls(far)
 
     @classmethod
     def from_fd(cls, fd: int) -> Link:
-        """Returns the end that `fd` is, which the link then owns."""
+        """Returns the end with the descriptor `fd`, which the link then owns."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
@@ -59,11 +59,11 @@ class Link:
         return self.socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Sends one message; returns False when the other end is gone, or does not read and sending must not block."""
+        """Sends one message; returns False if the other end is gone, or does not read and sending must not block."""
         return self.send_packet(packet(message), fds)
 
     def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool:
-        """Sends one message that `packet` has made, once for many links; returns False in the same cases as `send`."""
+        """Sends a message that `packet` has encoded, once for many links; returns False in the same cases as `send`."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self.socket.sendmsg([data], rights)
@@ -72,11 +72,11 @@ class Link:
         return True
 
     def receive(self) -> Message | None:
-        """Waits for one message, with which no descriptor comes; raises InvariantError for bytes that are none."""
+        """Waits for one message without descriptors; raises InvariantError if it is malformed."""
         return self.receive_with_fds()[0]
 
     def receive_with_fds(self) -> tuple[Message | None, list[int]]:
-        """Waits for one message; returns it with the descriptors that came with it, which the caller then owns."""
+        """Waits for one message; returns it with its descriptors, which the caller then owns."""
         ancillary_size = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         try:
             data, ancillary, flags, _ = self.socket.recvmsg(MAX_BYTES, ancillary_size, socket.MSG_CMSG_CLOEXEC)
@@ -93,42 +93,42 @@ class Link:
         self.socket.close()
 
 
-# Pieces of shared memory of this user, which do not name their creator: files in a folder of the host.
+# Segments of shared memory are files in a folder of the host; they do not record their creator.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - nothing is made there
 _PROC = Path("/proc")
 _OF_NCCL = "nccl-"
 
 
 def shared_memory() -> set[str]:
-    """Returns the names of this user's pieces."""
+    """Returns the names of this user's segments of shared memory."""
     try:
-        return {each.name for each in SHARED_MEMORY.iterdir() if each.stat().st_uid == os.geteuid()}
+        return {file.name for file in SHARED_MEMORY.iterdir() if file.stat().st_uid == os.geteuid()}
     except OSError:
         return set()
 
 
 def held(names: set[str]) -> set[str]:
     """Returns those names in shared memory that a process has open or mapped."""
-    names_held: set[str] = set()
+    in_use: set[str] = set()
     for entry in _PROC.iterdir() if names else ():
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
-                known = [(entry / "maps").read_text(), *_open_files(entry)]
-                names_held |= {name for name in names if any(f"{SHARED_MEMORY}/{name}" in each for each in known)}
-    return names_held
+                paths = [(entry / "maps").read_text(), *_open_files(entry)]
+                in_use |= {name for name in names if any(f"{SHARED_MEMORY}/{name}" in path for path in paths)}
+    return in_use
 
 
 def _open_files(process: Path) -> Iterator[str]:
-    for each in (process / "fd").iterdir():
+    for file in (process / "fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
-            yield os.readlink(each)
+            yield os.readlink(file)
 
 
 @contextlib.contextmanager
 def swept_of_nccl() -> Iterator[None]:
-    """Removes behind the block the pieces of NCCL that are new by then, and held by no process.
+    """Afterwards removes NCCL's new segments that no process uses.
 
-    A worker that is killed while two workers of a host connect their GPUs leaves one: the last of them would remove it.
+    If a worker is killed while two workers of a host connect their GPUs, one is left.
     """
     before = shared_memory()
     try:
@@ -139,20 +139,19 @@ def swept_of_nccl() -> Iterator[None]:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
-# The links that an agent makes between workers: on one host a socket pair and two rings, with no name and no port.
+# The links that an agent creates between workers: on one host a socket pair and two rings, without names or ports.
 #
-# Each worker gets its ends over its own link to the agent, so that no third process can have one. The agent keeps none:
-# the end of a worker is the end of its links. Between hosts it tells both a token, and one of them where the other
-# listens. A pair of workers has one link, however often both ask for it; it gets another one only for one that has
-# ended.
+# Each worker gets its ends over its own link to the agent, so no third process can have one. The agent keeps none, so a
+# worker's links end with it. Between hosts the agent sends both workers a token, and one of them the other's address. A
+# pair of workers has one link, however often both request it, and gets another only after that one has closed.
 
-RING_BYTES = 64 << 20  # takes memory as far as it was written; an empty ring begins again at its first byte
+RING_BYTES = 64 << 20  # memory is used only as far as it was written; an empty ring starts again at its first byte
 COUNT_BYTES = 64
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a reader of a shorter file would end by SIGBUS
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # else SIGBUS could hit a reader of a truncated file
 _TOKEN_BYTES = 16
-_WANTED = head_of(LinkWantedMessage)
+_REQUEST = head_of(LinkWantedMessage)
 
-_Process = tuple[int, int]  # a worker and its process: another one may have its number later
+_Process = tuple[int, int]  # a worker and its pid: its number may be reused
 
 
 class _Child(Protocol):
@@ -160,7 +159,7 @@ class _Child(Protocol):
 
 
 class LinkedWorker(Protocol):
-    """A worker, as its agent has it."""
+    """A worker as its agent sees it."""
 
     @property
     def worker(self) -> int:
@@ -176,15 +175,15 @@ class LinkedWorker(Protocol):
 
 
 class LinkPairs:
-    """The links that one agent has made; `living` returns a worker that it has, and that has not ended."""
+    """The links that one agent has created; `living` returns a worker of its own that has not ended."""
 
     def __init__(self, living: Callable[[int], LinkedWorker | None]) -> None:
         self._living = living
-        self._made: dict[frozenset[_Process], int] = {}
-        self._number = time.time_ns()  # another agent may have made links before
+        self._numbers: dict[frozenset[_Process], int] = {}
+        self._number = time.time_ns()  # an earlier agent may have created links
 
     def link(self, one: LinkedWorker, request: LinkWantedMessage) -> bool:
-        """Makes the link that a worker wants, unless both ends have got another one since the link `wanted.before`.
+        """Creates the link that a worker requests, unless both ends have got another since link `request.before`.
 
         Returns False if this agent does not know the other worker.
         """
@@ -194,22 +193,22 @@ class LinkPairs:
         return other is not None
 
     def hears(self, one: LinkedWorker, packet: bytes) -> bool:
-        """Makes the link that a packet of a worker asks for; returns False for any other, or an unknown worker."""
-        wanted = decode(packet) if packet.startswith(_WANTED) else None
-        return isinstance(wanted, LinkWantedMessage) and self.link(one, wanted)
+        """Creates the link that a packet requests; returns False for any other packet, or an unknown worker."""
+        request = decode(packet) if packet.startswith(_REQUEST) else None
+        return isinstance(request, LinkWantedMessage) and self.link(one, request)
 
-    def _link(self, one: LinkedWorker, other: LinkedWorker, wanted: LinkWantedMessage) -> None:
+    def _link(self, one: LinkedWorker, other: LinkedWorker, request: LinkWantedMessage) -> None:
         pair = frozenset(((one.worker, one.child.pid), (other.worker, other.child.pid)))
-        if len(pair) == 1 or self._made.get(pair, wanted.before) != wanted.before:
+        if len(pair) == 1 or self._numbers.get(pair, request.before) != request.before:
             return
         self._number += 1
-        self._made[pair] = self._number
+        self._numbers[pair] = self._number
         if one.link.takes_fds and other.link.takes_fds:  # both are processes of this host
             self._near(one, other)
             return
         token = secrets.token_hex(_TOKEN_BYTES)
         one.link.send(LinkMessage(other.worker, self._number, token))
-        other.link.send(LinkMessage(one.worker, self._number, token, wanted.address, wanted.port))
+        other.link.send(LinkMessage(one.worker, self._number, token, request.address, request.port))
 
     def _near(self, one: LinkedWorker, other: LinkedWorker) -> None:
         with contextlib.ExitStack() as stack:
@@ -217,14 +216,14 @@ class LinkPairs:
             stack.callback(near.close)
             stack.callback(far.close)
             rings: tuple[int, ...] = ()
-            with contextlib.suppress(OSError):  # files of this user may not be so large: all goes over the socket
+            with contextlib.suppress(OSError):  # this user's files may not be that large: everything uses the socket
                 rings = new_ring(stack), new_ring(stack)
             one.link.send(LinkMessage(other.worker, self._number), (near.fileno(), *rings))
             other.link.send(LinkMessage(one.worker, self._number), (far.fileno(), *reversed(rings)))
 
 
 def new_ring(stack: contextlib.ExitStack) -> int:
-    """Returns the descriptor of memory that the two workers of a link share."""
+    """Returns the descriptor of memory shared by the two workers of a link."""
     fd = os.memfd_create("bamboo-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, fd)
     os.ftruncate(fd, RING_BYTES + COUNT_BYTES)

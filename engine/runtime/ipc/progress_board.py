@@ -1,6 +1,6 @@
-"""The progress board: one line of shared memory per worker, that the worker writes and the launcher reads.
+"""The progress board: one line of shared memory per worker, which the worker writes and the launcher reads.
 
-Anonymous memory: no name, so nothing is left behind however the run ends.
+The memory is anonymous, so nothing is left behind however the run ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_TRIES = 3
 class BoardPlace(NamedTuple):
     """The position of a worker: the actions begun in `step`, whether it is `inside` the last, and since when.
 
-    `slowest_ns` is its slowest action in this step and the one before; `loading` tells the thread that loads data.
+    `slowest_ns` is its slowest action in this step and the previous one; `loading` says which thread loads data.
     """
 
     epoch: int
@@ -40,7 +40,7 @@ class BoardPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a worker is: its step, the forwards and backwards it has finished in all, and the action it is at."""
+    """Where a worker is: its step, the total forwards and backwards it has finished, and its current action."""
 
     step: int
     num_computed: int
@@ -48,7 +48,7 @@ class Progress:
 
 
 class ProgressBoard:
-    """The board; `fd` is handed to workers, which map the same memory."""
+    """The board; `fd` is passed to workers, which map the same memory."""
 
     def __init__(self, fd: int, num_lines: int):
         self.fd = fd
@@ -67,7 +67,7 @@ class ProgressBoard:
         return os.fstat(fd).st_size // _LINE_BYTES
 
     def grow(self, num_lines: int) -> None:
-        """Adds empty lines up to `num_lines`; a worker has mapped the lines that were there when it began."""
+        """Adds empty lines up to `num_lines`; a worker maps only the lines that exist when it starts."""
         if num_lines * _LINE_BYTES > len(self._memory):
             self._memory.resize(num_lines * _LINE_BYTES)
 
@@ -81,7 +81,7 @@ class ProgressBoard:
         _LINE.pack_into(self._memory, line * _LINE_BYTES, step, num_computed, action.encode())
 
     def read(self, line: int) -> Progress:
-        """Returns one line; a reader may see half of an update, which only a picture is made of."""
+        """Returns one line, possibly with half of an update: it is only for display."""
         step, num_computed, action = _LINE.unpack_from(self._memory, line * _LINE_BYTES)
         return Progress(step, num_computed, action.rstrip(b"\0").decode(errors="replace"))
 
@@ -90,15 +90,15 @@ class ProgressBoard:
         _PLACE.pack_into(self._memory, line * _LINE_BYTES + _PLACE_AT, *place, hash(place))
 
     def load(self, line: int, how: Loading, is_loading: bool) -> None:
-        """Tells whether a thread loads data."""
+        """Sets whether a thread loads data."""
         self._memory[line * _LINE_BYTES + _LOADING_AT + how] = is_loading
 
     def place_of(self, line: int) -> BoardPlace | None:
         """Returns the position in a line; None if there is none, or only halves of two."""
         begin = line * _LINE_BYTES
         for _ in range(_MOST_TRIES):
-            # Before the position: a worker tells a new time before it tells that its data is loaded.
-            loading = [each for each in Loading if self._memory[begin + _LOADING_AT + each]]
+            # Before the position: a worker writes the new time before it ends the loading.
+            loading = [kind for kind in Loading if self._memory[begin + _LOADING_AT + kind]]
             *place, check = _PLACE.unpack_from(self._memory, begin + _PLACE_AT)
             if hash(tuple(place)) == check:
                 return BoardPlace._make((*place, max(loading, default=Loading.NONE)))
@@ -110,13 +110,12 @@ class ProgressBoard:
         os.close(self.fd)
 
 
-# The position of a worker on the board, where the agent reads it without the worker's help.
-#
-# Rule: the time inside an action begins again after data is loaded, so a slow source makes no action slow.
-
-
 class LoaderStatus:
-    """The position of `worker`; its main thread moves and loads data, and other threads may load ahead."""
+    """The position of `worker` on the board, where the agent reads it without the worker's help.
+
+    The main thread moves and loads data; other threads may load ahead. The time inside an action restarts after
+    loading, so a slow source makes no action slow.
+    """
 
     def __init__(self, board: ProgressBoard, worker: int):
         self._board, self._worker = board, worker
@@ -126,7 +125,7 @@ class LoaderStatus:
         self._tell(now_ns())
 
     def move(self, epoch: int, step: int, index: int, inside: bool) -> None:
-        """Tells that the worker is inside action number `index` of a step, or has left it."""
+        """Records that the worker is inside action number `index` of a step, or has left it."""
         time_ns, (_, step_before, _, was_inside) = now_ns(), self._at
         if was_inside and time_ns - self._since_ns > self._slowest_ns:
             self._slowest_ns = time_ns - self._since_ns
@@ -139,11 +138,11 @@ class LoaderStatus:
         self._since_ns = since_ns
         slowest_ns, before_ns = self._slowest_ns, self._slowest_before_ns
         slowest_ns = slowest_ns if slowest_ns > before_ns else before_ns
-        # A plain tuple: it is written at each action, and a named one takes as long as the write.
+        # A plain tuple, because this happens at each action, and creating a named one takes as long as the write.
         self._board.place(self._worker, (*self._at, since_ns, slowest_ns))
 
     def load(self, is_loading: bool, *, ahead: bool) -> None:
-        """Tells that a thread begins to load data, or ends; `ahead` if the main thread does not wait for it."""
+        """Records that a thread begins or ends to load data; `ahead` if the main thread does not wait for it."""
         if ahead:
             with self._lock:
                 self._num_ahead += 1 if is_loading else -1

@@ -1,10 +1,10 @@
-"""Writes the records of a run, by every process of it: most as lines of one file, and the actions in files of steps.
+"""Writes the records of a run, in every process of it: most as lines of one file, actions into files of steps.
 
-Rules: a record is in the kernel's hands before the next action begins, so that the death of the writer loses nothing.
-Readers skip the part of a line that a death or a full disk left, and count it. Records of single steps, which are most
-of the bytes, go to files that each hold a range of steps. The launcher's recorder leaves out ranges where there is a
-limit. On a full disk a worker goes on and counts the records that it lost. The agent raises StorageError: without its
-records nothing about the run is proved.
+Rules: a record is handed to the kernel before the next action begins, so the death of the writer loses nothing. Readers
+skip and count the partial lines that a death or a full disk leaves. Records of single steps, which are most of the
+bytes, go to files that each hold a range of steps. If there is a limit, the launcher's recorder drops ranges. On a full
+disk a worker continues and counts its lost records. The agent raises StorageError: without its records, nothing about
+the run is proved.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from engine.files.atomic_write import open_to_append
 from engine.files.linked_lines import Chain, chain_of
 from engine.runtime.ipc.clock import now_ns
 
-# Leaves out ranges of steps from the files of a run that grows beyond its limit; `record_lines` has the rule.
-#
-# Rules: the launcher decides, at the first commit in each new range; of several hosts each one for its own files. It
-# records which steps it leaves out before it deletes their files, so that no reader finds a gap without its reason.
-
 
 class LogRetention:
-    """The files of a run's workers, of `span` steps each, in the folder of `folder_fd`.
+    """Drops ranges of steps from a run that exceeds its limit; `record_lines` has the rule.
 
-    With the events file they may take `limit` bytes.
+    The files, of `span` steps each, are in the folder `folder_fd`; together with the events file they may take `limit`
+    bytes. The launcher of each host decides at the first commit in each new range. It records the steps that it drops
+    before it deletes their files, so no reader finds an unexplained gap.
     """
 
     def __init__(self, folder_fd: int, events_fd: int, span: int, limit: int):
@@ -43,14 +40,14 @@ class LogRetention:
         self._span = span
         self._limit = limit
         self._marked = MarkedSteps()
-        self._num_bytes: dict[int, int] = {}  # range -> bytes, of the ranges that are complete and there
+        self._num_bytes: dict[int, int] = {}  # range -> bytes, of the complete ranges that still exist
         self._range = 0
         self._superfluous: set[int] = set()
 
     def after(self, record: Record) -> ThinnedRecord | None:
-        """Takes the next record of the launcher, or a decision that it has heard.
+        """Accepts the next record of the launcher, or a decision of another host.
 
-        Returns the record of the steps to leave out now, if there are any.
+        Returns the record of the steps to drop now, if there are any.
         """
         self._marked.add(record)
         if isinstance(record, StartedRecord):
@@ -66,7 +63,7 @@ class LogRetention:
         return ThinnedRecord(steps=as_ranges(self._superfluous, self._span)) if self._superfluous else None
 
     def delete(self) -> None:
-        """Deletes the files of the steps of the last record."""
+        """Deletes the files of the steps in the last record."""
         for number in self._superfluous:
             del self._num_bytes[number]
             for file in self._files(number):
@@ -84,12 +81,14 @@ class LogRetention:
             return 0
 
 
-# Appends to the files of a run in which each holds a range of steps; `core.history.record_lines` has their form.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class StepWriter:
-    """The files of one worker, or of the hashes; `folder_fd` is the folder's descriptor, `span` the steps of a file."""
+    """Appends to the files of one worker, or of the hashes, in the folder `folder_fd`; each has `span` steps.
+
+    `core.history.record_lines` has their format.
+    """
 
     def __init__(self, folder_fd: int, worker: int | None, span: int):
         self._folder_fd = folder_fd
@@ -97,7 +96,7 @@ class StepWriter:
         self._span = span
         self._fd = -1
         self._steps = range(0)  # of the open file
-        self._rest = b""  # of an entry of which the kernel took a part; no other process writes behind it
+        self._rest = b""  # of an entry that the kernel took in part; no other process appends to the file
 
     def append(self, step: int, data: bytes) -> None:
         """Writes an entry of a step; raises OSError if it could not be written."""
@@ -131,7 +130,7 @@ class StepWriter:
 
 
 def open_steps(path: os.PathLike[str] | str) -> int:
-    """Makes the folder of the files and returns its descriptor."""
+    """Creates the folder of the files and returns its descriptor."""
     os.makedirs(path, mode=0o700, exist_ok=True)
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
@@ -142,34 +141,33 @@ class Recorder:
     def __init__(
         self, fd: int, worker: int, steps: StepWriter | None = None, thinning: LogRetention | None = None, pid: int = 0
     ):
-        """`pid` is that of the process whose records it writes, by default this one."""
+        """`pid` is the process whose records it writes, by default this one."""
         self.fd = fd
         self.worker = worker
         self.steps = steps
         self._thinning = thinning
-        self.tell: Callable[[StampedRecord, str], None] | None = None  # is called with each record and its line
+        self.tell: Callable[[StampedRecord, str], None] | None = None  # called with each record and its line
         self.last = (-1, "")  # the last action, behind its step
         self._chains: dict[int, Chain] = {}  # by descriptor: of the events, and of the open file of hashes
         self._pid = pid or os.getpid()
         self._lost = LostRecord(records=0, why="")
 
     def action(self, epoch: int, step: int, action: str, start_ns: int, end_ns: int) -> None:
-        """Records one action of this worker, in the epoch that it had accepted, from start to end."""
+        """Records one action of this worker in an epoch, from start to end."""
         if self.steps is None:
             raise InvariantError(f"worker {self.worker} has no file for its action {action}")
         self.last = (step, action)
         self._record(self.steps.append, step, entry(epoch, step, action, start_ns, end_ns))
 
     def write(self, record: StampedRecord) -> None:
-        """Records anything else, stamped with the time of recording unless it has another.
+        """Records anything else, stamped with the current time if it has none.
 
-        Raises:
-            StorageError: a record of the agent could not be written.
+        Raises StorageError if a record of the agent cannot be written.
         """
         self._record(self._append, record)
 
     def hear(self, decision: Record) -> None:
-        """Takes a decision of another host, behind which steps may be left out here too."""
+        """Accepts a decision of another host, after which steps may be dropped here too."""
         if self._thinning is not None and (thinned := self._thinning.after(decision)):
             self.write(thinned)
             self._thinning.delete()
@@ -177,22 +175,21 @@ class Recorder:
     def put(self, text: str, step: int | None) -> None:
         """Writes a record that its process has stamped; the hashes of a `step` go to the files of steps.
 
-        Raises:
-            StorageError: a record of the agent could not be written.
+        Raises StorageError if a record of the agent cannot be written.
         """
         self._record(self._put, text, step)
 
     @property
     def answers(self) -> bool:
-        """Whether the disk had answered at the last look."""
+        """Whether the disk answered at the last look."""
         return True
 
     def look(self) -> bool:
-        """Returns whether the disk answers now, where another process writes; raises StorageError if it has not."""
+        """Returns whether the disk answers, if another process writes; raises StorageError if a write failed."""
         return True
 
     def settle(self, *, at_once: bool = False) -> None:
-        """Waits until all records are written, with `at_once` a moment only; raises StorageError if one is not."""
+        """Waits until all records are written, `at_once` only for a moment; raises StorageError if a write failed."""
 
     def close(self) -> None:
         """Closes the files of the steps."""
@@ -206,7 +203,9 @@ class Recorder:
             self._lose(error)
         else:
             if self._lost.records:
-                self._tell_loss()
+                with contextlib.suppress(OSError):  # then the next record reports it
+                    self._append(self._lost)
+                    self._lost = LostRecord(records=0, why="")
 
     def _append(self, record: StampedRecord) -> None:
         stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
@@ -218,15 +217,10 @@ class Recorder:
 
     def _put(self, text: str, step: int | None) -> None:
         fd = self.fd if step is None or self.steps is None else self.steps.fd_of(step)
-        self._chain(fd).append(fd, text)
-
-    def _chain(self, fd: int) -> Chain:
-        """Returns the chain in a file; the next file of hashes is opened before the last one is closed."""
-        if fd not in self._chains:
-            self._chains = {of: chain for of, chain in self._chains.items() if of == self.fd} | {
-                fd: chain_of(fd, self._pid)
-            }
-        return self._chains[fd]
+        if fd not in self._chains:  # the next file of hashes is opened before the last one is closed
+            self._chains = {of: chain for of, chain in self._chains.items() if of == self.fd}
+            self._chains[fd] = chain_of(fd, self._pid)
+        self._chains[fd].append(fd, text)
 
     def _lose(self, error: OSError) -> None:
         why = error.strerror or str(error)
@@ -234,11 +228,6 @@ class Recorder:
             path = os.readlink(f"/proc/self/fd/{self.fd}")
             raise StorageError(f"cannot write {path!r}: {why}") from error
         self._lost = LostRecord(records=self._lost.records + 1, why=why)
-
-    def _tell_loss(self) -> None:
-        with contextlib.suppress(OSError):  # then the next record tells it
-            self._append(self._lost)
-            self._lost = LostRecord(records=0, why="")
 
 
 def open_events(path: os.PathLike[str] | str) -> int:

