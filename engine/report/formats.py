@@ -5,7 +5,6 @@ Rule: figures are rounded for a terminal, Markdown and HTML only; the other form
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable
 from importlib.util import find_spec
 from io import BytesIO
@@ -108,11 +107,20 @@ def _markdown(table: pd.DataFrame) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (titles, rule, *escaped))
 
 
+_HTML = """<table>
+<thead><tr>{% for title in titles %}<th>{{ title }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody>
+</table>
+"""
+
+
 def _html(table: pd.DataFrame) -> str:
+    from jinja2 import Template
+
     titles, _, rows = for_terminal(table)
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
+    return Template(_HTML, autoescape=True, keep_trailing_newline=True).render(titles=titles, rows=rows)
 
 
 _WRITERS: dict[str, Callable[[pd.DataFrame], str]] = {"csv": _csv, "json": _json, "markdown": _markdown, "html": _html}

@@ -99,7 +99,9 @@ def test_pointing_at_a_field_tells_cell_verdict_and_how_to_run_it_again(browser:
 
 def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) -> None:
     labels = {"action": EVIL, "stage": EVIL, "fault": EVIL}
-    opened(browser, tmp_path, [FAILED, CellResult(EVIL, "failed", "hang", EVIL, "kill", 1, 0, "", labels)], EVIL)
+    hostile = CellResult(EVIL, "failed", "hang", EVIL, "kill", 1, 0, "", labels, raised=(EVIL,))
+    run = replace(RUN, when=EVIL, facts=(EVIL,), replay=lambda cell: EVIL, pages={EVIL: EVIL})
+    opened(browser, tmp_path, [FAILED, hostile], EVIL, run)
     assert browser.ask("[document.images.length, document.scripts.length]") == [0, 1]
     assert EVIL in browser.ask("document.body.innerText")
     assert (browser.complaints, browser.ask("document.title").startswith(EVIL)) == ([], True)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
+from dataclasses import fields, replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from engine.report.load import RunTables
 from engine.report.pages.page import page
 from tests.report.browser import Browser
 from tests.report.made_up import MadeUpRun, agent, load
+from tests.report.test_page_layout import events as layout_events
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> ${x} %{y}"
+LINK = "<a href='https://example.org'>a link for Plotly</a>"
 GOAL_S = 2.0
 
 
@@ -230,6 +236,7 @@ def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) ->
         }
         changed |= {"job": {"model": EVIL, "model_args": {EVIL: EVIL}}, "fault": {"fault": EVIL}}
         events.append(event | changed.get(event["event"], {}))
+    events.insert(-1, agent("validation", 1300, step=7, name=LINK, samples=8, loss=1.0, metrics={}))
     events.insert(-1, {"event": "failed", "error": EVIL, "at_ns": events[-1]["at_ns"]})
     events[-1] = events[-1] | {"outcome": "failed"}
     run = load(events, EVIL)
@@ -240,9 +247,70 @@ def test_what_comes_from_outside_cannot_act(browser: Browser, tmp_path: Path) ->
     assert browser.ask("document.images.length") == 0
     stored, started = 4, 2  # scripts of the page, and the programs that its own script starts
     assert browser.ask("document.scripts.length") == stored + started
+    assert LINK in browser.ask("document.querySelector('#loss .legend').textContent")
     x, y = pixel_of(browser, run.recovery["begin_ms"][0], 2)
     browser.point_at(x, y)
     assert "onerror" in browser.wait_for("document.querySelector('#timeline .hoverlayer .hovertext')?.textContent")
+
+
+class Elements(HTMLParser):
+    """The names of the elements of a page, and its text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names[tag] += 1
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def planted(place: str) -> str:
+    return f"</script></td><script>alert('{place}')</script><img src=\"x\">&"
+
+
+def with_planted(kind: str, record: Any) -> Any:
+    """Returns a planted text, or a record with only planted texts."""
+    if isinstance(record, str):
+        return planted(kind)
+    texts = [each.name for each in fields(record) if isinstance(getattr(record, each.name), str)]
+    return replace(record, **{name: planted(f"{kind}.{name}") for name in texts if name not in PARSED})
+
+
+PARSED = {"began", "gpu", "slots", "stall_bound"}  # their text decides how others are told
+SEVERAL = ("gaps", "moves", "loads", "deadly", "faults")  # fields that are tuples of texts
+
+
+def test_no_text_of_a_run_becomes_markup() -> None:
+    """Every text of a run's tables and records is hostile here."""
+    *made, ended = layout_events()
+    made += [agent("check", 2000, name="trajectory", result="failed", text="")]
+    made += [agent("validation", 2000, step=7, name="", samples=8, loss=1.0, metrics={planted("metric"): 0.5})]
+    run = load([*made, ended], planted("name"))
+    changed: dict[str, Any] = {name: (planted(name),) for name in SEVERAL}
+    for field in fields(run):
+        value = getattr(run, field.name)
+        if isinstance(value, pd.DataFrame):
+            texts = [name for name in value.columns if value[name].dtype.kind in "OU" or value[name].dtype == "str"]
+            hostile = {name: planted(f"{field.name}.{name}") for name in texts if name not in PARSED}
+            changed[field.name] = value.assign(**hostile)
+    changed |= {name: with_planted(name, getattr(run, name)) for name in ("host", "not_kept", "error")}
+    changed["raised"] = tuple(with_planted("raised", each) for each in run.raised)
+    changed["job"] = replace(run.job, model=planted("model"), data=planted("data"), redundancy=planted("redundancy"))
+    found = Elements(page(replace(run, **changed)))
+    scripts = 4
+    assert (found.names["script"], found.names["img"]) == (scripts, 0)
+    shown = """
+    name model data redundancy metric gaps moves loads deadly not_kept host.cpu host.torch host.python
+    raised.error raised.frames raised.traceback recovery.what recovery.reason recovery.outcome recovery.rung
+    recovery.last_action checks.name checks.text checks.result evaluations.set history.what history.text workers.state
+    workers.last_action
+    """.split()
+    assert [place for place in shown if planted(place) not in found.text] == []
 
 
 def test_the_policy_stops_a_script_that_is_not_ours(browser: Browser, run: RunTables, tmp_path: Path) -> None:

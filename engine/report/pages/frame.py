@@ -1,8 +1,9 @@
-"""The frame of every page: a heading, a timeline to zoom in, and the sections of the caller; no network is needed.
+"""What pages share: their templates, their heading, tables and charts; no network is needed.
 
-Rules: every text from outside is escaped for HTML. The page's content security policy allows only the scripts that it
-names by their hashes, and no network access. Data and programs are compressed, because Plotly alone has 1.2 MB:
-`plotly-basic.min.js` is the file of the npm package plotly.js-basic-dist-min 4.1.1.
+Rules: templates escape every text that they are given; only our own files are handed over as they are. A page's content
+security policy allows only the scripts that it names by their hashes, and no network access. Data and programs are
+compressed, because Plotly alone has 1.2 MB: `plotly-basic.min.js` is the file of the npm package
+plotly.js-basic-dist-min 4.1.1.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import html
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from itertools import cycle
-from string import Template
 from typing import Any
 
 import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 import engine
-from engine.core.units import finite
 from engine.report.formats import cell_text
 from engine.report.load import RunTables
 from engine.report.tables import ALL_PHASES, NO_WORKER_LOST
@@ -60,24 +60,14 @@ def definition(text: str) -> str:
     return next((_DEFINED[each] for each in words if each in _DEFINED), "")
 
 
-def word(text: str) -> str:
-    """Returns a word as HTML that tells its definition, or the escaped text if it has none."""
-    told = definition(text)
-    if not told:
-        return html.escape(text)
-    return f'<abbr tabindex="0" data-told="{html.escape(told)}">{html.escape(text)}</abbr>'
-
-
 Tile = tuple[str, str, str]  # title, figure, unit
 _TEXT_COLUMNS = {"what", "text", "reason"}
 _MOODS = {"passed": "good", "failed": "bad", "invalid": "open", "not judged": "open"}  # of the results of checks
-_SIGNS = {"good": "\u2713 ", "bad": "\u2717 ", "open": ""}
-_LONG = 150  # characters of a sentence for which a large type is too large
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The top of a page, and the note below its timeline; `mood` is good, bad or open.
+    """The top of a page; `mood` is good, bad or open.
 
     `when` says when it happened, `weights` has the mood and the text of the line on the comparison with the twin, and
     `facts` are lines about the job and the machine.
@@ -88,79 +78,62 @@ class Heading:
     mood: str
     sentence: str
     tiles: Sequence[Tile]
-    note: str = ""
     when: str = ""
     facts: Sequence[str] = ()
     weights: tuple[str, str] = ("", "")
 
 
-def framed(heading: Heading, sections: str, data: dict[str, Any]) -> str:
-    """Returns a page as HTML: `sections` is HTML; `data` holds the `timeline` and `charts` that the scripts draw."""
-    plotly, program, unpack = asset("plotly-basic.min.js"), asset("timeline.js") + asset("page.js"), asset("unpack.js")
-    return Template(asset("frame.html")).substitute(
-        policy=policy(plotly, program, unpack),
-        title=html.escape(f"{heading.name}: {heading.sentence}"),
-        css=asset("page.css"),
-        command=heading.command,
-        name=html.escape(heading.name),
-        when=html.escape(heading.when),
-        facts=facts_html(heading.facts),
-        weights=_weights(*heading.weights),
-        mood=f"{heading.mood} long" if len(heading.sentence) > _LONG else heading.mood,
-        headline=re.sub(r"(\d) (ms|s|%|units?)(?!\w)", r"\1&nbsp;\2", html.escape(heading.sentence)),
-        tiles=tiles_html(heading.tiles),
-        note=heading.note,
-        sections=sections,
-        data=_compressed(json.dumps(finite(data), separators=(",", ":"))),
-        plotly=_compressed(plotly),
-        program=_compressed(program),
-        unpack=unpack,
+def rendered(template: str, heading: Heading, scripts: Sequence[str], **values: Any) -> str:
+    """Returns a page as HTML; it may run these scripts only."""
+    page = _environment().get_template(template)
+    return page.render(heading=heading, policy=_policy(scripts), css=asset("page.css"), **values)
+
+
+@cache
+def _environment() -> Environment:
+    found = Environment(
+        loader=PackageLoader("engine.report.pages", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    found.globals["definition"] = definition
+    found.filters |= {"compressed": _compressed, "with_units": _with_units}
+    return found
 
 
-def asset(name: str) -> str:
-    """Returns the text of a file in the folder of this module."""
-    return files("engine.report.pages").joinpath(name).read_text(encoding="utf-8")
+def asset(name: str) -> Markup:
+    """Returns the text of a file in the folder of this module, which a page has as it is."""
+    return Markup(files("engine.report.pages").joinpath(name).read_text(encoding="utf-8"))  # noqa: S704 our own file
 
 
-def html_table(table: pd.DataFrame) -> str:
-    """Returns a table as HTML, every cell escaped."""
-    numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in table.dtypes]
-    head = "".join(
-        f'<th class="{"number" if number else ""}">{word(str(name))}</th>'
-        for name, number in zip(table.columns, numeric, strict=True)
-    )
-    rows = []
-    for values in table.itertuples(index=False, name=None):
-        cells = []
-        for name, value, number in zip(table.columns, values, numeric, strict=True):
-            kind = "number" if number else "text" if name in _TEXT_COLUMNS else ""
-            kind = _MOODS.get(str(value), "") if name == "result" else kind
-            cells.append(
-                f'<td class="{kind}" data-name="{html.escape(str(name))}">{html.escape(cell_text(value))}</td>'
-            )
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<table class="rows"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+def table_of(table: pd.DataFrame) -> dict[str, Any]:
+    """Returns a table as a template shows it: names and texts, each with the class of its cell."""
+    names = [str(name) for name in table.columns]
+    kinds = ["number" if pd.api.types.is_numeric_dtype(dtype) else "" for dtype in table.dtypes]
+    rows = [
+        [
+            (name, _kind(name, value, kind), cell_text(value))
+            for name, value, kind in zip(names, row, kinds, strict=True)
+        ]
+        for row in table.itertuples(index=False, name=None)
+    ]
+    return {"heads": list(zip(names, kinds, strict=True)), "rows": rows}
 
 
-def _weights(mood: str, text: str) -> str:
-    return f'<p class="weights {mood}">{_SIGNS[mood]}{html.escape(text)}</p>' if text else ""
+def _kind(name: str, value: Any, of_column: str) -> str:
+    if name == "result":
+        return _MOODS.get(str(value), "")
+    return of_column or ("text" if name in _TEXT_COLUMNS else "")
 
 
-def facts_html(facts: Sequence[str]) -> str:
-    """Returns the lines about the job and the machine as HTML."""
-    return "".join(f'<p class="facts">{html.escape(each)}</p>' for each in facts)
+def _with_units(text: str) -> str:
+    """Returns a text in which no line ends between a figure and its unit."""
+    return re.sub(r"(\d) (ms|s|%)(?!\w)", "\\1\u00a0\\2", text)
 
 
-def tiles_html(tiles: Sequence[Tile]) -> str:
-    """Returns the tiles of a heading as HTML."""
-    return "".join(
-        f"<div><dt>{word(name)}</dt><dd>{html.escape(figure)} <small>{html.escape(unit)}</small></dd></div>"
-        for name, figure, unit in tiles
-    )
-
-
-def policy(*scripts: str) -> str:
+def _policy(scripts: Sequence[str]) -> str:
     """Returns the content security policy of a page that may run these scripts only."""
     hashes = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts)
     allowed = " ".join(f"'sha256-{each}'" for each in hashes)
@@ -174,8 +147,8 @@ def _compressed(text: str) -> str:
 
 # The charts beside the timeline, as figures for Plotly's script; the page gives them the colours of its theme.
 #
-# Rules: colours are from the palette of Okabe and Ito, which colour-blind readers can tell apart. Every text from
-# outside is escaped, because Plotly interprets some HTML.
+# Rules: colours are from the palette of Okabe and Ito, which colour-blind readers can tell apart. Plotly interprets
+# some HTML, so page.js escapes every text of a figure but the hovertemplates, in which no text from outside may stand.
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
@@ -215,7 +188,7 @@ def title(text: str) -> dict[str, Any]:
 
 def _phases(recovery: pd.DataFrame) -> Figure:
     labels = [
-        f"{place + 1}: worker {html.escape(row.who)}, step {row.step}" if row.who else f"{place + 1}: step {row.step}"
+        f"{place + 1}: worker {row.who}, step {row.step}" if row.who else f"{place + 1}: step {row.step}"
         for place, row in enumerate(recovery.itertuples())
     ]
     traces = [
@@ -269,7 +242,7 @@ def _metrics(run: RunTables) -> Figure:
 
 
 def _points(name: str, x: Iterable[int], y: Iterable[float], colour: str) -> dict[str, Any]:
-    points = _line(html.escape(name), x, y, color=colour, dash="dot")
+    points = _line(name, x, y, color=colour, dash="dot")
     return points | {"mode": "lines+markers", "marker": {"size": 7, "symbol": "diamond"}}
 
 
@@ -314,8 +287,7 @@ def _memory(run: RunTables) -> Figure:
         "hovertemplate": "%{x}: %{y:.0f} MiB, at most %{customdata} stashed activations<extra></extra>",
     }
     ends = [
-        {"x": name, "y": 0, "yanchor": "bottom", "showarrow": False, "textangle": -90}
-        | {"text": f"{html.escape(state)}, not known"}
+        {"x": name, "y": 0, "yanchor": "bottom", "showarrow": False, "textangle": -90} | {"text": f"{state}, not known"}
         for name, state, is_lost in zip(names, run.workers["state"], lost, strict=True)
         if is_lost
     ]

@@ -1,23 +1,22 @@
 """The page of a matrix: its grid, the cells of one field beside it, times by fault, and the cells that did not pass.
 
 Rules: the page opens without a network; its one script shows the cells of the field under the mouse. A click on a
-field keeps its cells, so that their text can be copied. Every text from outside is escaped.
+field keeps its cells, so that their text can be copied. The template escapes every text.
 """
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
-from string import Template
+from typing import Any
 
 import pandas as pd
 
 from engine.core.checks.cell_result import CellResult, counts_text
-from engine.report.pages.frame import Tile, asset, facts_html, html_table, policy, tiles_html
+from engine.report.pages.frame import Heading, Tile, asset, rendered, table_of
 
 # The grid of a matrix: a row per action, a column per fault and stage, and a coloured letter in each field.
 #
@@ -166,24 +165,20 @@ def matrix_page(name: str, grid: CellGrid, results: Sequence[CellResult], run: M
     mood = "good" if is_good else "bad" if any(each.result == "failed" for each in others) else "open"
     missing = f"; interrupted before {run.num_missing} more" if run.num_missing else ""
     shown = [each for each in results if each.result != "passed" or each.raised]
-    told = "".join(f"<li>{_told((each.cell, each), run)}</li>" for each in shown)
-    heading = (
-        "Cells that did not pass" if shown == others else "Cells that did not pass, or whose workers raised exceptions"
-    )
-    script = asset("matrix.js")
-    return Template(asset("matrix.html")).substitute(
-        policy=policy(script),
-        name=html.escape(name),
-        when=html.escape(run.when),
-        counts=html.escape(counts_text(results) + missing),
-        mood=mood,
-        facts=facts_html(run.facts),
-        tiles=tiles_html(_tiles(grid, results)),
-        css=asset("page.css"),
-        grid=_table(grid, run),
+    counts, script = counts_text(results) + missing, asset("matrix.js")
+    return rendered(
+        "matrix.html",
+        Heading("bamboo matrix", name, mood, counts, _tiles(grid, results), run.when, run.facts),
+        (script,),
+        axis=grid.axis,
+        has_faults=any(fault for fault, _ in grid.columns),
+        has_stages=any(stage for _, stage in grid.columns),
+        groups=column_groups(grid.columns),
+        rows=[(row, [_field(grid.fields.get((row, each), ()), run) for each in grid.columns]) for row in grid.rows],
         legend=LEGEND.replace("  ", ", "),
-        times=html_table(_times(results)),
-        others=f'<section><h2>{heading}</h2><ul class="others">{told}</ul></section>' if told else "",
+        others=[_cell((each.cell, each), run) for each in shown],
+        has_passed=shown != others,
+        times=table_of(_times(results)),
         script=script,
     )
 
@@ -235,52 +230,33 @@ def _times(results: Sequence[CellResult]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _table(grid: CellGrid, run: MatrixRunFacts) -> str:
-    groups = column_groups(grid.columns)
-    head = "".join(f'<th colspan="{len(stages)}">{html.escape(fault)}</th>' for fault, stages in groups)
-    below = "".join(f"<th>{html.escape(stage)}</th>" for _, stages in groups for stage in stages)
-    rows = []
-    for row in grid.rows:
-        fields = "".join(_field(grid.fields.get((row, column), ()), run) for column in grid.columns)
-        rows.append(f"<tr><th>{html.escape(row)}</th>{fields}</tr>")
-    of_faults = "fault &rarr;" if any(fault for fault, _ in grid.columns) else ""
-    of_stages = "stage &rarr;" if any(stage for _, stage in grid.columns) else ""
-    of_rows = f"<span>{html.escape(grid.axis)} &darr;</span>"
-    titles = (
-        f'<thead><tr><th class="axis">{of_faults}</th>{head}</tr>'
-        f'<tr><th class="axis">{of_rows} {of_stages}</th>{below}</tr></thead>'
-    )
-    return f'<table class="cells">{titles}<tbody>{"".join(rows)}</tbody></table>'
-
-
-def _field(cells: Sequence[GridCell], run: MatrixRunFacts) -> str:
+def _field(cells: Sequence[GridCell], run: MatrixRunFacts) -> dict[str, Any] | None:
     """Returns a field: its letter, the number of its cells with that result, and of all its cells if these differ."""
     if not cells:
-        return '<td class="blank"></td>'
+        return None
     letters = [letter_of(result) for _, result in cells]
     worst = letters[0]
     alike = letters.count(worst)
-    number = str(alike) if alike == len(cells) else f"{alike}/{len(cells)}"
-    told = "".join(f"<p>{_told(cell, run)}</p>" for cell in cells[:_MOST_TOLD])
-    more = len(cells) - _MOST_TOLD
-    rest = f"<p>and {more} more</p>" if more > 0 else ""
-    kind = "none" if worst == "-" else worst
-    return (
-        f'<td class="cell {kind}" tabindex="0">{worst}<small>{number}</small><div class="told">{told}{rest}</div></td>'
-    )
+    return {
+        "kind": "none" if worst == "-" else worst,
+        "letter": worst,
+        "number": str(alike) if alike == len(cells) else f"{alike}/{len(cells)}",
+        "cells": [_cell(cell, run) for cell in cells[:_MOST_TOLD]],
+        "more": max(0, len(cells) - _MOST_TOLD),
+    }
 
 
-def _told(cell: GridCell, run: MatrixRunFacts) -> str:
+def _cell(cell: GridCell, run: MatrixRunFacts) -> dict[str, Any]:
     """Returns the name of a cell, its result with the reason, its times, and the command that runs it again."""
     name, result = cell
-    if result is None:
-        verdict = "not run"
-    else:
+    verdict = "not run"
+    if result is not None:
         why = f": {result.text}" if result.result != "passed" else ""
         bound = f"{result.stall_bound} " if result.stall_bound else ""
         stall = "" if result.stall_ms is None else f", training stalled for {bound}{result.stall_ms:,.0f} ms"
         verdict = f"{result.verdict} in {result.seconds:.1f} s{stall}{why}"
-    page = f' <a href="{html.escape(run.pages[name])}">its run</a>' if name in run.pages else ""
-    raised = "".join(f'<br><span class="bad">{html.escape(each)}</span>' for each in (result.raised if result else ()))
-    again = html.escape(run.replay(name))
-    return f"<b>{html.escape(name)}</b> {html.escape(verdict)}{page}{raised}<br><code>{again}</code>"
+    raised = result.raised if result else ()
+    return {
+        **{"name": name, "verdict": verdict, "raised": raised},
+        **{"page": run.pages.get(name), "replay": run.replay(name)},
+    }

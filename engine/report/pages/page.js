@@ -45,9 +45,17 @@ function makeControls() {
   });
 }
 
+// Plotly interprets some HTML in a text; only our own hovertemplates have any.
+function inert(value, name) {
+  if (typeof value === "string") return name === "hovertemplate" ? value : escaped(value);
+  if (Array.isArray(value)) return value.map((each) => inert(each, name));
+  if (value === null || typeof value !== "object") return value;
+  return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, inert(each, key)]));
+}
+
 function drawCharts() {
-  for (const [name, figure] of Object.entries(DATA.charts)) {
-    const layout = themed(structuredClone(figure.layout));
+  for (const [name, figure] of Object.entries(inert(DATA.charts))) {
+    const layout = themed(figure.layout);
     if (name === "phases" && innerWidth < 700) layout.showlegend = false; // it would lie over the chart
     Plotly.react(name, name === "phases" ? figure.data : suited(figure.data), layout, CONFIG);
   }

@@ -1,17 +1,13 @@
-"""The page of a run; its heading states the outcome.
-
-Rule: every text from outside is escaped, for HTML and for Plotly.
-"""
+"""The page of a run; its heading states the outcome."""
 
 from __future__ import annotations
 
 import base64
-import html
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from string import Template
 from typing import Any
 
 import numpy as np
@@ -19,11 +15,11 @@ import pandas as pd
 
 from engine.core.checks.recoveries import Stall, quantile
 from engine.core.history.process_records import HostRecord
-from engine.core.history.run_records import RaisedRecord
 from engine.core.job.job import Job
 from engine.core.job.samples import passes
 from engine.core.program.schedule_csv import name_of
 from engine.core.texts import counted, sentence, spans
+from engine.core.units import finite
 from engine.report.actions import KINDS
 from engine.report.headline import command, headline
 from engine.report.load import RunTables, exceptions_in_words
@@ -35,10 +31,9 @@ from engine.report.pages.frame import (
     asset,
     charts,
     definition,
-    framed,
-    html_table,
     metric_names,
-    word,
+    rendered,
+    table_of,
 )
 from engine.report.tables import ALL_PHASES, FROM_CHECKPOINT, NO_WORKER_LOST, stalls_of
 
@@ -78,21 +73,6 @@ def when_text(host: HostRecord) -> str:
     """Returns the day and the local time at which a run began, such as ``22 November 2026, 14:40``."""
     began = datetime.fromisoformat(host.began)
     return f"{began.day} {began:%B %Y, %H:%M}"
-
-
-# The section of a run's page about the exceptions that ended workers: the user's own lines first.
-def exceptions_section(raised: Sequence[RaisedRecord]) -> str:
-    """Returns the section as HTML; workers that raised the same exception share it. A run without any has none."""
-    if not raised:
-        return ""
-    told = "".join(_told(*each) for each in exceptions_in_words(raised))
-    return f"<section><h2>Exceptions</h2>{told}</section>"
-
-
-def _told(sentence: str, raised: RaisedRecord) -> str:
-    frames = f"<pre>{html.escape(raised.frames)}</pre>" if raised.frames else ""
-    whole = f"<details><summary>The whole traceback</summary><pre>{html.escape(raised.traceback)}</pre></details>"
-    return f'<p class="bad">{html.escape(sentence)}</p>{frames}{whole if raised.traceback else ""}'
 
 
 # The timeline's data: columns of numbers, of which the page draws the part in view.
@@ -235,20 +215,6 @@ def _recovery(row: dict[Any, Any]) -> dict[str, Any]:
     return known | texts | {"phases": phases, "step": None if pd.isna(row["step"]) else int(row["step"])}
 
 
-# The section of a run's page about its recoveries: the costs in a table, and the rest of each recovery to unfold.
-def recoveries_section(run: RunTables) -> str:
-    """Returns the section as HTML; a run without faults and failures has none."""
-    if run.recovery.empty:
-        return ""
-    rows = run.recovery.to_dict("records")
-    table = html_table(pd.DataFrame([_costs(run, place, row) for place, row in enumerate(rows)]))
-    if run.recovery["outcome"].isin(NO_WORKER_LOST).all():
-        return f"<section><h2>Faults</h2>{table}</section>"
-    heading = "<h2>Recoveries <small>(ms; click merged or heal to see the time after the pause)</small></h2>"
-    unfolded = "".join(_details(place, row) for place, row in enumerate(rows))
-    return f'<section>{heading}<div id="phases" class="chart"></div>{table}{unfolded}</section>'
-
-
 def _costs(run: RunTables, place: int, row: dict[Any, Any]) -> dict[str, Any]:
     stalls = stalls_of(run.recovery.iloc[[place]])
     redone = row["redone_actions"]
@@ -276,25 +242,20 @@ def _heirs(run: RunTables, place: int) -> str:
     )
 
 
-def _details(place: int, row: dict[Any, Any]) -> str:
-    """Returns the phases, the throughput and the bytes of one recovery, to unfold."""
-    pairs = "".join(f"<div><dt>{name}</dt><dd>{html.escape(text)}</dd></div>" for name, text in _pairs(row) if text)
-    return f'<details><summary>Recovery {place + 1} in detail</summary><dl class="pairs">{pairs}</dl></details>'
-
-
-def _pairs(row: dict[Any, Any]) -> Iterator[tuple[str, str]]:
+def _details(row: dict[Any, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yields a word, the rest of its line, and a text, for phases, throughput and bytes of a recovery."""
     for phase in ALL_PHASES:
-        yield word(phase), _ms(row[f"{phase}_ms"])
-    yield f"{word('pause')}, detect to replay", _ms(row["pause_ms"])
-    yield "phases that span hosts, more or less", _ms(row["uncertain_ms"])
+        yield phase, "", _ms(row[f"{phase}_ms"])
+    yield "pause", ", detect to replay", _ms(row["pause_ms"])
+    yield "", "phases that span hosts, more or less", _ms(row["uncertain_ms"])
     speeds = [row[f"samples_per_s_{when}"] for when in ("before", "during", "after")]
     known = ["-" if pd.isna(each) else f"{each:,.0f}" for each in speeds]
-    yield "samples per second before, during and after", "" if pd.isna(speeds).all() else ", ".join(known)
-    yield "bytes sent in the plan", _megabytes(row["plan_bytes"])
-    yield "bytes sent to heal", _megabytes(row["heal_bytes"])
-    yield "the state came from", row["rung"]
-    yield "last action of the lost worker", row["last_action"]
-    yield "reason", row["reason"]
+    yield "", "samples per second before, during and after", "" if pd.isna(speeds).all() else ", ".join(known)
+    yield "", "bytes sent in the plan", _megabytes(row["plan_bytes"])
+    yield "", "bytes sent to heal", _megabytes(row["heal_bytes"])
+    yield "", "the state came from", row["rung"]
+    yield "", "last action of the lost worker", row["last_action"]
+    yield "", "reason", row["reason"]
 
 
 def _ms(value: float) -> str:
@@ -316,40 +277,35 @@ def page(run: RunTables) -> str:
     drawn, shown = timeline(some), charts(some)
     left_out = drawn["left_out"]
     data = {"timeline": drawn, "charts": shown, "colours": KIND_COLOURS, "phase_colours": PHASE_COLOURS}
-    sections = Template(asset("run.html")).substitute(
-        checks=_checks(run),
-        exceptions=exceptions_section(run.raised),
-        recovery=recoveries_section(run),
-        exposed=html.escape(definition("exposure")),
-        exposure=html.escape(_exposed(run)),
-        memory=(_section("memory") if "memory" in shown else "")
-        + (_section("gpu", "Memory of the GPUs") if "gpu" in shown else ""),
-        metrics=_section("metrics") if "metrics" in shown else "",
-        remarks=_listed("Remarks", run.remarks),
-        history=html_table(_history(run)),
-        workers=html_table(_workers(run)),
-        command=html.escape(command(run)),
-    )
-    note = " ".join(
-        [
-            *map(sentence, run.gaps),
-            *([f"{left_out:,} actions of other steps are not in this page."] if left_out else []),
-            *([f"The charts show one step of {every}."] if every > 1 else []),
-        ]
-    )
+    plotly, program, unpack = asset("plotly-basic.min.js"), asset("timeline.js") + asset("page.js"), asset("unpack.js")
+    note = [
+        *map(sentence, run.gaps),
+        *([f"{left_out:,} actions of other steps are not in this page."] if left_out else []),
+        *([f"The charts show one step of {every}."] if every > 1 else []),
+    ]
     when = when_text(run.host) if run.host else ""
     facts = [job_line(run.job), *([host_line(run.host)] if run.host else [])]
-    heading = Heading("bamboo report", run.name, mood, outcome, _tiles(run), note, when, facts, _weights(run))
-    return framed(heading, sections, data)
-
-
-def _section(chart: str, title: str = "") -> str:
-    return f'<section><h2>{title or chart.capitalize()}</h2><div id="{chart}" class="chart"></div></section>'
-
-
-def _listed(title: str, sentences: Sequence[str]) -> str:
-    items = "".join(f"<li>{html.escape(each)}</li>" for each in sentences)
-    return f"<section><h2>{title}</h2><ul>{items}</ul></section>" if items else ""
+    rows = run.recovery.to_dict("records")
+    return rendered(
+        "run.html",
+        Heading("bamboo report", run.name, mood, outcome, _tiles(run), when, facts, _weights(run)),
+        (plotly, program, unpack),
+        note=" ".join(note),
+        checks=_checks(run),
+        exceptions=exceptions_in_words(run.raised),
+        recoveries=rows and table_of(pd.DataFrame([_costs(run, place, row) for place, row in enumerate(rows)])),
+        details=map(_details, rows),
+        charts=shown,
+        exposure=_exposed(run),
+        remarks=run.remarks,
+        history=table_of(_history(run)),
+        workers=table_of(_workers(run)),
+        command=command(run),
+        data=json.dumps(finite(data), separators=(",", ":")),
+        plotly=plotly,
+        program=program,
+        unpack=unpack,
+    )
 
 
 def _weights(run: RunTables) -> tuple[str, str]:
@@ -364,11 +320,11 @@ def _weights(run: RunTables) -> tuple[str, str]:
     return "open" if found is None else "good", run.judgement.weights()
 
 
-def _checks(run: RunTables) -> str:
+def _checks(run: RunTables) -> dict[str, Any] | None:
     if run.checks.empty:
-        return ""
+        return None
     table = run.checks if run.checks["request"].any() else run.checks.drop(columns="request")
-    return f"<section><h2>Checks</h2>{html_table(table.rename(columns={'name': 'check'}))}</section>"
+    return table_of(table.rename(columns={"name": "check"}))
 
 
 def _tiles(run: RunTables) -> list[Tile]:
