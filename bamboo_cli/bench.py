@@ -52,7 +52,7 @@ _BENCHMARKS = {
         "Time to announce an exit, to form a group and to start a private etcd, against limits.",
     ),
     "recovery": (
-        "restart.recovery_cases",
+        "recovery.recovery_cases",
         "Pause after a SIGKILL, in phases, against the work to redo; torchrun's restart; torchft, where installed.",
     ),
     "redundancy": (
@@ -60,7 +60,7 @@ _BENCHMARKS = {
         "Time of a step and peak memory with lazy and eager redundancy, against none and theory.",
     ),
     "blocks": (
-        "blocks.blocks_cases",
+        "recovery.blocks_cases",
         "Time of a step and pause after a SIGKILL with four blocks per worker, against one.",
     ),
     "buffers": (
@@ -76,7 +76,7 @@ _BENCHMARKS = {
         "Time and memory to report a day with 1 GB of events, and to record an action, against limits.",
     ),
     "notice": (
-        "notice.notice_cases",
+        "handover.notice_cases",
         "Redone work and pause after a SIGTERM with a grace of 0 to 120 s (scaled), against a kill.",
     ),
     "gpu": (

@@ -36,7 +36,7 @@ SHARED_NAMES = {
 # path -> why it opens a file for writing by itself. The list may only shrink.
 OTHER_WRITES = {
     "engine/bench/events.py": "a made-up run, in a folder that the benchmark made",
-    "engine/bench/restart_peer.py": "the checkpoint of another tool, in a folder that its benchmark made",
+    "engine/bench/torchrun_peer.py": "the checkpoint of another tool, in a folder that its benchmark made",
     "engine/files/checkpoint_stores.py": "an object of a store, which has no links",
     "engine/runtime/process/descendants.py": "the name of its own process, in /proc",
     "engine/observers/observers.py": "the share of a process, in /proc",

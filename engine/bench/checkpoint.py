@@ -109,16 +109,15 @@ def _seconds_of_step(run: BenchRun) -> float:
 
 
 class _NoAgent:
-    """Stands for the control of a worker without an agent."""
+    """The control of a worker without an agent: drops messages, and polls."""
 
     def send(self, message: object) -> None:
-        """Drops a message."""
+        pass
 
     def wake(self) -> None:
-        """Does nothing: the caller polls."""
+        pass
 
     def wait_until(self, look: Any) -> None:
-        """Polls."""
         while look() is None:
             time.sleep(0.0005)
 
@@ -128,8 +127,8 @@ def _bench_save(num_saves: int, folder: Path) -> list[BenchRow]:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         ours = _our_saves(num_saves, Path(name, "ours"))
         arguments = ["-m", "engine.bench.async_save_peer", str(num_saves), str(Path(name, "peer"))]
-        found = re.findall(r"returned_s=([0-9.]+) saved_s=([0-9.]+)", run_python(folder, arguments).stdout)
-    peer = [(float(returned), float(saved)) for returned, saved in found]
+        matches = re.findall(r"returned_s=([0-9.]+) saved_s=([0-9.]+)", run_python(folder, arguments).stdout)
+    peer = [(float(returned), float(saved)) for returned, saved in matches]
     rows = []
     for at, metric in enumerate(("the call returns s", "the state is on disk s")):
         one, other = (median(each[at] for each in side) for side in (ours, peer))
@@ -139,11 +138,11 @@ def _bench_save(num_saves: int, folder: Path) -> list[BenchRow]:
 
 def _our_saves(num_saves: int, folder: Path) -> list[tuple[float, float]]:
     writer = CheckpointWriter(cast(Any, _NoAgent()), demo_replicas(), str(folder))
-    found = []
+    times = []
     for step in range(num_saves):
         start_s = time.monotonic()
         writer.keep(Keep(step, (StateShare((0, 0)),)))
         returned_s = time.monotonic()
         writer.join_writes()
-        found.append((returned_s - start_s, time.monotonic() - start_s))
-    return found
+        times.append((returned_s - start_s, time.monotonic() - start_s))
+    return times

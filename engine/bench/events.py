@@ -120,14 +120,14 @@ def _write(run: RunFolder, num_steps: int, limit: int) -> None:
 def _templates(job: Job) -> dict[int, np.ndarray]:
     """Returns the entries of each worker in step 0."""
     program, _ = initial_program(job)
-    found = {}
+    entries = {}
     for worker, actions in program.items():
         length_ns = _STEP_NS // (len(actions) + 1)
         data = b"".join(
             entry(1, 0, str(action), place * length_ns, (place + 1) * length_ns) for place, action in enumerate(actions)
         )
-        found[worker] = np.frombuffer(data, dtype=np.dtype(FIELDS)).copy()
-    return found
+        entries[worker] = np.frombuffer(data, dtype=np.dtype(FIELDS)).copy()
+    return entries
 
 
 def _records(job: Job, workers: Sequence[int]) -> Iterator[Record]:
@@ -160,14 +160,14 @@ def bench_recording(num_records: int, folder: Path) -> list[BenchRow]:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         events_fd, steps_fd = open_events(Path(name) / "events.jsonl"), open_steps(Path(name) / FOLDER)
         recorder = Recorder(events_fd, 0, StepWriter(steps_fd, 0, span_of(Job())))
-        taken_us = []
+        times_us = []
         for number in range(num_records):
             begin_ns = now_ns()
             recorder.action(1, number // 47, "0SEND_F0", begin_ns, begin_ns)
-            taken_us.append((now_ns() - begin_ns) / 1e3)
+            times_us.append((now_ns() - begin_ns) / 1e3)
         os.close(events_fd)
         os.close(steps_fd)
     return [
-        limit_row("an action", f"time to record it, p{100 * part:g} us", taken_us, part, _ACTION_US)
+        limit_row("an action", f"time to record it, p{100 * part:g} us", times_us, part, _ACTION_US)
         for part in (0.5, 0.95)
     ]

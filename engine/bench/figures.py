@@ -1,4 +1,4 @@
-"""What benchmarks share with their peers: rows with a peer's figure, messages, schedules, redone work."""
+"""Shared by benchmarks and their peers: rows with a peer's figure, messages, schedules, redone work, losses."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from engine.files.atomic_write import make_folder, write_atomically
 
 # The rows of a benchmark: one per case and metric, with our figure, the peer's and the verdict on the goal.
 #
-# Rules: our measurements and the peer's alternate, so that load on the machine affects both; ratios are medians over
-# pairs of neighbours. In every metric the smaller figure is better. A row without a goal has no verdict.
+# Rules: our measurements and the peer's alternate, so load on the machine affects both; ratios are medians over pairs
+# of neighbors. In every metric smaller is better. A row without a goal has no verdict.
 
 PIPELINE_GOAL_OF_IDEAL = 1.02
 SIDES = ("ours", "peer")  # of the pipeline benchmark
@@ -212,11 +212,8 @@ def overhead_rows(
     `floor` and `goal` are the overheads, as shares of the time without redundancy.
     """
     beside_none = paired_row(case, "step s, beside none", ours, none)
-    most = None if goal is None else 1 + goal
-    return [
-        beside_none,
-        row(case, "time / none, beside the floor", beside_none.ratio, 1 + floor, len(ours), most),
-    ]
+    limit = None if goal is None else 1 + goal
+    return [beside_none, row(case, "time / none, beside the floor", beside_none.ratio, 1 + floor, len(ours), limit)]
 
 
 def _ratios(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
@@ -225,22 +222,14 @@ def _ratios(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
 
 # Benchmarks on disk: one CSV per measurement, ``<results>/bench/<name>-<time>.csv``, one line per row.
 def bench_folder(results: Path) -> Path:
-    """Returns the folder of benchmarks; makes it if it does not exist.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Returns the folder of benchmarks; creates it if necessary. Raises StorageError if it cannot."""
     folder = results.absolute() / "bench"
     make_folder(folder, results.absolute(), "try --results")
     return folder
 
 
 def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[BenchRow]) -> Path:
-    """Writes the rows of one benchmark and returns the path; a value of None is empty.
-
-    Raises:
-        StorageError: the file could not be written.
-    """
+    """Writes the rows of one benchmark and returns the path; None is an empty value. Raises StorageError."""
     text = StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -250,7 +239,7 @@ def write_bench(folder: Path, name: str, now: datetime, rows: Sequence[BenchRow]
     return path
 
 
-# Finds in the events of a run the work that a death leaves to redo; its time is the floor of the pause.
+# The work that a death leaves to redo, from the events of a run; its time is the floor of the pause.
 #
 # There is one pipeline, and one slot per worker. The victim's work in the open step is lost, with two exceptions: the
 # microbatches whose accumulators it had streamed, and the forwards that an eager shadow had also run before the last
@@ -275,15 +264,12 @@ def redo_of(records: Iterable[ActionRecord], step: int, stage: int, fenced_ns: i
             if action.stage == stage:
                 (lost if record.worker == stage else shadowed).add(action)
     streamed = sum(action.op is Op.STREAM for action in lost) * log_every
-    first = [Action(stage, op, each) for op in (Op.B, Op.F) for each in range(streamed, _after(lost))]
+    end = max((action.microbatch + 1 for action in lost), default=0)
+    first = [Action(stage, op, microbatch) for op in (Op.B, Op.F) for microbatch in range(streamed, end)]
     again = replayed(first, lost)
-    backwards, forwards = ([each for each in again if each.op is op] for op in (Op.B, Op.F))
+    backwards, forwards = ([action for action in again if action.op is op] for op in (Op.B, Op.F))
     left = _microbatches(forwards) - _microbatches(replayed(forwards, shadowed))
     return Redo(_microbatches(backwards), _microbatches(forwards), left)
-
-
-def _after(actions: Iterable[Action]) -> int:
-    return max((action.microbatch + 1 for action in actions), default=0)
 
 
 def _microbatches(actions: Iterable[Action]) -> frozenset[int]:
@@ -292,9 +278,9 @@ def _microbatches(actions: Iterable[Action]) -> frozenset[int]:
 
 # The times of a loss in a run on several hosts, from the records of all hosts on one clock.
 #
-# Rules: a host knows of a loss when each of its workers that is left was told; the clocks of the hosts are the same. A
-# commit counts once, when the first host has recorded it. A gap is the time from the last commit before a loss to the
-# first one after it, less the usual time of a step before.
+# Rules: a host knows of a loss once each of its remaining workers was notified; the hosts have the same clock. A commit
+# counts once, when the first host records it. A gap is the time from the last commit before a loss to the first one
+# after it, less the usual time of a step.
 
 Hosts = Mapping[str, Sequence[Record]]  # name -> the records of the host
 
@@ -302,42 +288,42 @@ Hosts = Mapping[str, Sequence[Record]]  # name -> the records of the host
 def known_s(hosts: Hosts, lost: Iterable[int], at_ns: int, gone: Iterable[str] = ()) -> float:
     """Returns the time from a loss at `at_ns` until all workers of each host knew of it; `gone` hosts are lost too.
 
-    Of several `lost` workers, which are lost together, the first one counts of which a worker was told.
+    If several workers are lost together, the first one that a worker learns of counts.
     """
-    victims, told_ns = frozenset(lost), 0
+    victims, last_ns = frozenset(lost), 0
     for name, records in hosts.items():
         if name in {*gone}:
             continue
         first_ns: dict[int, int] = {}
-        for each in records:
-            if isinstance(each, KnownRecord) and each.of in victims and each.at_ns >= at_ns:
-                first_ns.setdefault(each.worker, each.at_ns)
+        for record in records:
+            if isinstance(record, KnownRecord) and record.of in victims and record.at_ns >= at_ns:
+                first_ns.setdefault(record.worker, record.at_ns)
         ensure(bool(first_ns), f"no worker of host {name} was told of the loss")
-        told_ns = max(told_ns, *first_ns.values())
-    return (told_ns - at_ns) / 1e9
+        last_ns = max(last_ns, *first_ns.values())
+    return (last_ns - at_ns) / 1e9
 
 
 def commits_ns(hosts: Hosts) -> list[int]:
     """Returns the times of the commits of a run, each step once, in order."""
-    found: dict[int, int] = {}
+    times_ns: dict[int, int] = {}
     for records in hosts.values():
-        for each in records:
-            if isinstance(each, CommitRecord):
-                found[each.step] = min(each.at_ns, found.get(each.step, each.at_ns))
-    return [found[step] for step in sorted(found)]
+        for record in records:
+            if isinstance(record, CommitRecord):
+                times_ns[record.step] = min(record.at_ns, times_ns.get(record.step, record.at_ns))
+    return [times_ns[step] for step in sorted(times_ns)]
 
 
-def gap_s(found_ns: Sequence[int], at_ns: int) -> float:
-    """Returns the gap of a loss at `at_ns`, of a run with these commits."""
-    before = [each for each in found_ns if each <= at_ns]
-    after = [each for each in found_ns if each > at_ns]
+def gap_s(commits: Sequence[int], at_ns: int) -> float:
+    """Returns the gap of a loss at `at_ns`, in a run with these commits."""
+    before = [commit for commit in commits if commit <= at_ns]
+    after = [commit for commit in commits if commit > at_ns]
     ensure(len(before) > 1 and bool(after), "there are commits before a loss and after it")
     return (after[0] - before[-1] - usual_ns(before)) / 1e9
 
 
-def usual_ns(found_ns: Sequence[int]) -> float:
+def usual_ns(commits: Sequence[int]) -> float:
     """Returns the median time from one commit to the next."""
-    return median(later - earlier for earlier, later in pairwise(found_ns))
+    return median(later - earlier for earlier, later in pairwise(commits))
 
 
 def clock_widths_ms(hosts: Hosts, ahead_ns: Mapping[str, int]) -> tuple[list[float], int]:
@@ -347,11 +333,11 @@ def clock_widths_ms(hosts: Hosts, ahead_ns: Mapping[str, int]) -> tuple[list[flo
     """
     widths, outside = [], 0
     for name, records in hosts.items():
-        for each in records:
-            if isinstance(each, ClockRecord):
-                offset_ns = ahead_ns[each.of] - ahead_ns[name]
-                widths.append((each.most_ns - each.least_ns) / 1e6)
-                outside += not each.least_ns <= offset_ns <= each.most_ns
+        for record in records:
+            if isinstance(record, ClockRecord):
+                offset_ns = ahead_ns[record.of] - ahead_ns[name]
+                widths.append((record.most_ns - record.least_ns) / 1e6)
+                outside += not record.least_ns <= offset_ns <= record.most_ns
     return widths, outside
 
 

@@ -1,4 +1,4 @@
-"""The hand-over benchmark: the stall that a notice causes, and the time of a step with one worker less.
+"""The hand-over benchmarks: the stall caused by a notice, steps with one worker less, the least useful notice.
 
 Rules: every notice, and every kill, has its own run on stages that sleep. The commits of a run give the times of its
 steps: before the change of ownership, during it, and after it. The stall is the sum, over the steps during the change,
@@ -13,9 +13,8 @@ gets half of its blocks.
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +25,13 @@ from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, at_most, paired_row, row
 from engine.bench.redundancy import overhead_jobs, timed_flags
-from engine.bench.runs import run_bamboo, run_scenario
-from engine.core.action import COMPUTE_OPS, parse_action
+from engine.bench.runs import run_bamboo, run_with_fault
+from engine.core.action import COMPUTE_OPS, FORWARD_OPS, parse_action
 from engine.core.errors import WorkerFailedError
 from engine.core.history.run_history import RunHistory
-from engine.core.history.run_records import ActionRecord, CommitRecord, EpochRecord
+from engine.core.history.run_records import ActionRecord, CommitRecord, EpochRecord, GoRecord
 from engine.core.job.job import Job
-from engine.files.atomic_write import write_atomically
+from engine.core.program.remaining_tasks import work_of
 
 CASE = "timed P=4 M=8"
 BLOCKS_CASE = "timed P=3 M=8, 4 blocks each"
@@ -145,28 +144,9 @@ def _an_action(chosen: random.Random, stage: int, job: Job, ops: Sequence[str]) 
 
 
 def _noticed(job: Job, at: Mapping[str, Any], folder: Path) -> RunHistory:
-    fields = (
-        "model",
-        "model_args",
-        "data_args",
-        "stages",
-        "blocks",
-        "elastic",
-        "microbatches",
-        "steps",
-        "warmup_steps",
-    )
-    scenario = {
-        "version": 1,
-        "name": "notice",
-        "about": "one worker is warned",
-        "job": {name: getattr(job, name) for name in fields} | {"audit": 0, "validate_every": 0},
-        "faults": [{"id": "notice", "at": at, "do": "terminate", "grace": "60s"}],
-    }
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        file = Path(name) / "notice.yaml"
-        write_atomically(file, json.dumps(scenario))
-        return run_scenario(folder, file)
+    names = "model model_args data_args stages blocks elastic microbatches steps warmup_steps".split()
+    fields = {name: getattr(job, name) for name in names} | {"audit": 0, "validate_every": 0}
+    return run_with_fault(folder, fields, {"id": "notice", "at": at, "do": "terminate", "grace": "60s"})
 
 
 def _calm_ms(job: Job, folder: Path) -> float:
@@ -216,10 +196,10 @@ def _change(history: RunHistory) -> StepChange:
 def _stall_rows(case: str, notices: Sequence[StepChange], calm_ms: Sequence[float]) -> list[BenchRow]:
     limit_ms = median(max(_STALL_PART * each.before_ms, _STALL_MS) for each in notices)
     stalls_ms = [each.stall_ms for each in notices]
-    found = {"median": median(stalls_ms), "9 of 10 within": at_most(stalls_ms, 0.9), "most": max(stalls_ms)}
+    figures = {"median": median(stalls_ms), "9 of 10 within": at_most(stalls_ms, 0.9), "most": max(stalls_ms)}
     rows = [
         row(f"{case}, SIGTERM", f"stall ms, {name}; peer: limit", stall_ms, limit_ms, len(stalls_ms), limit_ms)
-        for name, stall_ms in found.items()
+        for name, stall_ms in figures.items()
     ]
     metric = "the same sum ms, median; peer: limit"
     return [*rows, row(f"{case}, nothing happens", metric, median(calm_ms), limit_ms, len(calm_ms))]
@@ -231,3 +211,91 @@ def _steady_rows(case: str, metric: str, changes: Sequence[StepChange], factor: 
         return []
     ideals_ms = [each.before_ms * factor for each in changes]
     return [paired_row(case, metric, [each.after_ms for each in changes], ideals_ms, goal)]
+
+
+# The work and the pause that a notice of some length saves, beside the same leave as a kill.
+#
+# Rules: the stages sleep, and a usual step stands for one of 30 s, so graces of 0 to 120 s take four steps at most.
+# Every grace has its own run, and strikes after the same backward; a grace of 0 is the kill. A pause is the time in
+# which the workers agree on an epoch; a prepared epoch has none. The least useful notice is the shortest one that was
+# tried and after which no backward ran twice.
+
+_NOTICE_CASE = "timed P=3 M=8, a step as 30 s"
+_STANDS_FOR_S = 30.0
+_FORWARD_MS, _BACKWARD_MS = 30, 60
+_NOTICE_STAGES, _NOTICE_MICROBATCHES = 3, 8
+_STEP_S = (_NOTICE_MICROBATCHES + _NOTICE_STAGES - 1) * (_FORWARD_MS + _BACKWARD_MS) / 1e3
+_GRACES_S = (3.75, 7.5, 15.0, 30.0, 60.0, 120.0)
+_HALF_S = _STANDS_FOR_S / 2
+_NOTICE_STEPS = 4
+_NOTICE_AT = {"step": 2, "stage": 1, "action": "B", "microbatch": 2, "when": "after"}
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveCost:
+    """The cost of one leave: the backwards and forwards that ran twice, and the pause in milliseconds."""
+
+    backwards: int
+    forwards: int
+    pause_ms: float
+
+
+def notice_cases(quick: bool) -> Cases:
+    """Returns the only case of `bamboo bench notice`."""
+    return {_NOTICE_CASE: partial(bench_notice, (_HALF_S,) if quick else _GRACES_S)}
+
+
+def bench_notice(graces_s: tuple[float, ...], folder: Path) -> list[BenchRow]:
+    """Returns the rows of each grace, and those of the least useful notice.
+
+    Raises:
+        WorkerFailedError: a run failed.
+    """
+    kill = _leave_cost(_leave({"do": "kill"}, folder))
+    rows, useful = [], []
+    for grace_s in graces_s:
+        grace_ms = round(grace_s / _STANDS_FOR_S * _STEP_S * 1e3)
+        cost = _leave_cost(_leave({"do": "terminate", "grace": f"{grace_ms}ms"}, folder))
+        useful += [grace_s] if not cost.backwards else []
+        case = f"{_NOTICE_CASE}, grace {grace_s:g} s"
+        goal = 0.0 if grace_s >= _HALF_S else None
+        rows += [
+            row(case, "backwards redone; peer: kill", cost.backwards, kill.backwards, 1, goal),
+            row(case, "forwards redone; peer: kill", cost.forwards, kill.forwards, 1),
+            row(case, "pause ms; peer: kill", cost.pause_ms, kill.pause_ms, 1),
+        ]
+    if useful:
+        metric = "least useful notice s; peer: a whole step, the longest way to a boundary"
+        rows.append(row(_NOTICE_CASE, metric, min(useful), _STANDS_FOR_S, len(graces_s)))
+    return rows
+
+
+def _leave(fault: dict[str, Any], folder: Path) -> RunHistory:
+    job = {
+        "model": "timed",
+        "model_args": {"layers": _NOTICE_STAGES, "forward_ms": _FORWARD_MS, "backward_ms": _BACKWARD_MS},
+        "stages": _NOTICE_STAGES,
+        "microbatches": _NOTICE_MICROBATCHES,
+        "steps": _NOTICE_STEPS,
+        "warmup_steps": 0,
+        "audit": 0,
+        "validate_every": 0,
+    }
+    return run_with_fault(folder, job, {"id": "leave", "at": _NOTICE_AT, **fault})
+
+
+def _leave_cost(history: RunHistory) -> LeaveCost:
+    runs: Counter[tuple[int, str]] = Counter()
+    forwards = backwards = 0
+    for done in history.of(ActionRecord):
+        action = parse_action(done.action)
+        if action.op in COMPUTE_OPS:
+            work = (done.step, str(work_of(action)))
+            again = int(runs[work] > 0)
+            runs[work] += 1
+            forwards += again * (action.op in FORWARD_OPS)
+            backwards += again * (action.op not in FORWARD_OPS)
+    begun_ns = {each.epoch: each.at_ns for each in history.of(EpochRecord) if each.epoch > 1 and not each.planned}
+    gone_ns = {each.epoch: each.at_ns for each in history.of(GoRecord)}
+    pause_ns = sum(gone_ns[epoch] - at_ns for epoch, at_ns in begun_ns.items() if epoch in gone_ns)
+    return LeaveCost(backwards, forwards, pause_ns / 1e6)

@@ -32,12 +32,12 @@ _WARM_UP = 10
 
 @dataclass
 class _Hop:
-    """One way between both workers; `tensor` is what is sent, with the time in its first 8 bytes."""
+    """One way between both workers; `tensor` is the message, with the time in its first 8 bytes."""
 
     worker: int
     size: int
     plane: DirectTransport
-    taken: list[int] = field(default_factory=list)
+    times_ns: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tensor = torch.zeros(self.size // 8, dtype=torch.int64)
@@ -45,36 +45,26 @@ class _Hop:
         self._number = 0
 
     def run(self) -> None:
-        """Sends one message, or receives one and keeps its time."""
+        """Sends a message and waits for an answer over links, or receives one, keeps its time and answers."""
+        answer = self._key(1)
         if self.worker == 0:
             time.sleep(_PAUSE_S)
             self._times[0] = now_ns()
             self.send()
-            self.answered()
+            self.plane.in_order.post(1, answer, (TensorSpec((1,), torch.float32, False),))
+            self.plane.in_order.take(1, answer)
             return
         received = self.receive()
-        self.taken.append(now_ns() - int(received[0]))
-        self.answer()
+        self.times_ns.append(now_ns() - int(received[0]))
+        self.plane.in_order.send(0, answer, (torch.zeros(1),))
 
     def _key(self, stage: int) -> ProgramKey:
         return ProgramKey(ProgramPurpose.ACTIVATION, 0, stage, 0, self.size + stage)
 
-    def answer(self) -> None:
-        """Tells worker 0 that the hop is over, over links in every way."""
-        self.plane.in_order.send(0, self._key(1), (torch.zeros(1),))
-
-    def answered(self) -> None:
-        """Waits for the answer."""
-        key = self._key(1)
-        self.plane.in_order.post(1, key, (TensorSpec((1,), torch.float32, False),))
-        self.plane.in_order.take(1, key)
-
     def send(self) -> None:
-        """Sends the tensor."""
         self.plane.in_order.send(1, self._key(0), (self.tensor,))
 
     def receive(self) -> Tensor:
-        """Waits for the tensor."""
         key = self._key(0)
         self.plane.in_order.post(0, key, (TensorSpec(tuple(self.tensor.shape), torch.int64, False),))
         return self.plane.in_order.take(0, key)[0]
@@ -107,15 +97,15 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     sleep_exactly()
     torch.set_num_threads(1)
     control = Control(Link.from_fd(control_fd))
-    told = control.take(Hops)
-    join_default_group(AgentStore(control, 0, "torch"), told.worker, 2, HOST)
+    order = control.take(Hops)
+    join_default_group(AgentStore(control, 0, "torch"), order.worker, 2, HOST)
     plane = DirectBackend(LinkCuts(control), Links(control)).joining(0, (0, 1)).join()
-    for size in told.sizes:
+    for size in order.sizes:
         ways = {LINKS: _Hop, GLOO: _OverGloo, TORCH: _OverTorch}
-        made = {name: way(told.worker, size, plane) for name, way in ways.items()}
-        in_turns({name: each.run for name, each in made.items()}, _WARM_UP + told.hops)
-        if told.worker == 1:
-            for name, each in made.items():
-                control.send(HopTimes(name, size, tuple(each.taken[_WARM_UP:])))
+        hops = {name: way(order.worker, size, plane) for name, way in ways.items()}
+        in_turns({name: hop.run for name, hop in hops.items()}, _WARM_UP + order.hops)
+        if order.worker == 1:
+            for name, hop in hops.items():
+                control.send(HopTimes(name, size, tuple(hop.times_ns[_WARM_UP:])))
     control.take(ByeMessage)
     return os.EX_OK

@@ -1,4 +1,4 @@
-"""The benchmark of several hosts: losses of workers and hosts on hosts of namespaces, and quiet runs."""
+"""The benchmark of several hosts: losses of workers and hosts, and runs without faults, on hosts of namespaces."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from engine.bench.figures import (
     BenchRow,
@@ -31,6 +33,7 @@ from engine.bench.figures import (
     row,
     usual_ns,
 )
+from engine.bench.runs import job_fields
 from engine.core.checks.recoveries import recoveries
 from engine.core.errors import EnvironmentLacksError, WorkerFailedError, ensure, required
 from engine.core.history.run_records import (
@@ -50,30 +53,28 @@ from engine.files.run_folder import run_names
 from engine.harness.testbed import NETWORK, BedEtcd, BedHost, HostBed
 from engine.runtime.process import subprocesses
 
-# A run on the hosts of a bed, or on one of them, as a benchmark sees it: its records grow, its processes are killed.
+# A run on the hosts of a bed, or on one of them, whose records grow and whose processes are killed.
 #
-# Rules: the processes are those of this machine, so a kill is one call, at a time of a clock that all hosts share. Each
-# host has a results folder of its own. Nothing of the caller's job files or of the variables ``BAMBOO_*`` is read.
+# Rules: the processes are local, so a kill is one call, at a time on a clock that all hosts share. Each host has its
+# own results folder. Neither the caller's job files nor the variables ``BAMBOO_*`` are read.
 
-
-_ROOT = Path(__file__).parents[2]
 _LONGEST_S = 120.0  # for a condition
 _LOOK_S = 0.004
 _END_S = 5.0
 _NAME = "bamboo-"  # of a worker's process, before its number
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 class BedRun:
     """The agents of one run, one on each host; without etcd the run of one host. A context: its end kills all."""
 
     def __init__(self, hosts: Sequence[BedHost], etcd: BedEtcd | None, folder: Path, job: Job):
-        self._hosts = {each.name: each for each in hosts}
+        self._hosts = {host.name: host for host in hosts}
         self._folder, self._etcd = folder, etcd
         self._followed: dict[str, GrowingEvents] = {}
         self._records: dict[str, list[Record]] = {name: [] for name in self._hosts}
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
-        fields = {key: value for key, value in asdict(job).items() if key not in ("results", "name")}
-        write_atomically(folder / "job.yaml", json.dumps(fields))
+        write_atomically(folder / "job.yaml", json.dumps(job_fields(job)))
 
     def __enter__(self) -> BedRun:
         for host in self._hosts.values():
@@ -82,11 +83,11 @@ class BedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, each in self._agents.items():
-            for process in self._processes(name):
-                killed(process[1])
+        for name, agent in self._agents.items():
+            for _comm, pid in self._processes(name):
+                kill(pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                each.wait(_END_S)
+                agent.wait(_END_S)
 
     @property
     def _variables(self) -> Mapping[str, str]:
@@ -106,7 +107,7 @@ class BedRun:
         return [*line, "agent", str(self._folder / "job.yaml"), *several, *results]
 
     def look(self) -> None:
-        """Reads the records that are new."""
+        """Reads the new records."""
         for name in self._hosts:
             results = self._folder / name
             if name not in self._followed and (names := run_names(results)):
@@ -115,52 +116,49 @@ class BedRun:
                 self._records[name] += self._followed[name].news()
 
     def until(self, is_so: Callable[[], bool], *lost: str) -> None:
-        """Waits for a condition on the records; raises WorkerFailedError if an agent ends before that is not `lost`."""
+        """Waits for a condition on the records; raises WorkerFailedError if another agent than of `lost` hosts ends."""
         until_s = time.monotonic() + _LONGEST_S
         while True:
             self.look()
             if is_so():
                 return
-            for name, each in self._agents.items():
-                if name not in lost and each.poll() is not None:
-                    raise WorkerFailedError(
-                        f"the agent of host {name} has ended with {each.poll()}: {self._said(name)}"
-                    )
+            for name, agent in self._agents.items():
+                if name not in lost and (code := agent.poll()) is not None:
+                    raise WorkerFailedError(f"the agent of host {name} has ended with {code}: {self._log_of(name)}")
             if time.monotonic() > until_s:
-                said = "; ".join(f"{name}: {self._said(name)}" for name in self._hosts)
-                raise WorkerFailedError(f"the run stands still: {said}")
+                logs = "; ".join(f"{name}: {self._log_of(name)}" for name in self._hosts)
+                raise WorkerFailedError(f"the run stands still: {logs}")
             time.sleep(_LOOK_S)
 
     def ended(self) -> dict[str, int]:
         """Waits for the ends of all agents; returns their exit codes."""
-        codes = {name: each.wait(_LONGEST_S) for name, each in self._agents.items()}
+        codes = {name: agent.wait(_LONGEST_S) for name, agent in self._agents.items()}
         self.look()
         return codes
 
-    def _said(self, name: str) -> str:
+    def _log_of(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace").strip()[-1000:]
 
+    def _of_hosts(self, kind: type[AnyRecord]) -> Iterator[tuple[str, AnyRecord]]:
+        for name, records in self._records.items():
+            yield from ((name, record) for record in records if isinstance(record, kind))
+
     def num_commits(self) -> int:
-        """Returns how many commits there are."""
-        return len(
-            {each.step for name in self._hosts for each in self._records[name] if isinstance(each, CommitRecord)}
-        )
+        """Returns the number of commits so far."""
+        return len({record.step for _, record in self._of_hosts(CommitRecord)})
 
     def until_commits(self, more: int, *lost: str) -> None:
-        """Waits for so many more commits."""
+        """Waits for that many more commits."""
         self.look()
-        wanted = self.num_commits() + more
-        self.until(lambda: self.num_commits() >= wanted, *lost)
+        target = self.num_commits() + more
+        self.until(lambda: self.num_commits() >= target, *lost)
 
     def coordinator(self) -> str:
         """Returns the host that made the last epoch."""
-        made = [
-            (each.epoch, name) for name in self._hosts for each in self._records[name] if isinstance(each, EpochRecord)
-        ]
-        return max(made)[1]
+        return max((record.epoch, name) for name, record in self._of_hosts(EpochRecord))[1]
 
     def workers_on(self, name: str) -> dict[int, int]:
-        """Returns the workers of a host that live, each with its pid."""
+        """Returns the live workers of a host, each with its pid."""
         named = ((comm.removeprefix(_NAME), pid) for comm, pid in self._processes(name))
         return {int(number): pid for number, pid in named if number.isdecimal()}
 
@@ -171,15 +169,21 @@ class BedRun:
     def pid_of(self, worker: int) -> int:
         """Returns the pid of a worker, once training has begun."""
         self.until_commits(1)
-        return next(found[worker] for each in self._hosts if worker in (found := self.workers_on(each)))
+        return {worker: pid for name in self._hosts for worker, pid in self.workers_on(name).items()}[worker]
 
     def _processes(self, name: str) -> Iterator[tuple[str, int]]:
-        """Yields the live processes of the run on a host, with their names; the first one is the agent."""
-        by_parent, to_do = _by_parent(), [self._agents[name].pid]
-        while to_do:
-            for comm, pid in by_parent.get(to_do.pop(), ()):
+        """Yields the names and pids of the run's live processes on a host, first that of the agent."""
+        by_parent: dict[int, list[tuple[str, int]]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    begin, _, rest = (entry / "stat").read_text().rpartition(")")
+                    by_parent.setdefault(int(rest.split()[1]), []).append((begin.partition("(")[2], int(entry.name)))
+        parents = [self._agents[name].pid]
+        while parents:
+            for comm, pid in by_parent.get(parents.pop(), ()):
                 yield comm, pid
-                to_do.append(pid)
+                parents.append(pid)
 
     def records(self) -> Mapping[str, Sequence[Record]]:
         """Returns the records of each host so far, without actions."""
@@ -187,24 +191,22 @@ class BedRun:
         return self._records
 
     def all_records(self, more: Sequence[StampedRecord] = ()) -> Iterator[Record]:
-        """Yields the records of all hosts with actions, and some `more`, in the order of the clock that they share."""
-        found: list[StampedRecord | ActionRecord] = [*more]
+        """Yields the records of all hosts with actions, and some `more`, in the order of the shared clock."""
+        timed: list[tuple[int, Record]] = [(record.at_ns, record) for record in more]
         first: JobRecord | None = None
-        for each in self._followed.values():
-            found += read_history(each.path, every_action=True).of(ActionRecord)
-            for record in recorded(each.path):
-                first = first or (record if isinstance(record, JobRecord) else None)
-                if isinstance(record, StampedRecord) and not isinstance(record, JobRecord):
-                    found.append(record)
+        for events in self._followed.values():
+            actions = read_history(events.path, every_action=True).of(ActionRecord)
+            timed += [(action.end_ns, action) for action in actions]
+            for record in recorded(events.path):
+                if isinstance(record, JobRecord):
+                    first = first or record
+                elif isinstance(record, StampedRecord):
+                    timed.append((record.at_ns, record))
         yield required(first, "a run has a job")
-        yield from sorted(found, key=_time_of)
+        yield from (record for _, record in sorted(timed, key=itemgetter(0)))
 
 
-def _time_of(record: StampedRecord | ActionRecord) -> int:
-    return record.end_ns if isinstance(record, ActionRecord) else record.at_ns
-
-
-def killed(pid: int) -> int:
+def kill(pid: int) -> int:
     """Kills a process with SIGKILL; returns the time."""
     at_ns = time.monotonic_ns()
     with contextlib.suppress(ProcessLookupError):
@@ -212,15 +214,15 @@ def killed(pid: int) -> int:
     return at_ns
 
 
-def _by_parent() -> dict[int, list[tuple[str, int]]]:
-    """Returns the processes of this machine by their parents."""
-    found: dict[int, list[tuple[str, int]]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                begin, _, rest = (entry / "stat").read_text().rpartition(")")
-                found.setdefault(int(rest.split()[1]), []).append((begin.partition("(")[2], int(entry.name)))
-    return found
+@contextlib.contextmanager
+def _bed(folder: Path, apart_s: int = 0) -> Iterator[tuple[HostBed, BedEtcd, Path]]:
+    """Yields three hosts, their etcd, and a folder for the block."""
+    with (
+        HostBed(3, apart_s) as bed,
+        tempfile.TemporaryDirectory(dir=folder) as own,
+        BedEtcd(bed.hosts, Path(own)) as etcd,
+    ):
+        yield bed, etcd, Path(own)
 
 
 # Deaths of workers in runs on three hosts, beside the same deaths in runs on one of them.
@@ -249,15 +251,15 @@ _CASE = "3 hosts, 6 workers, one is killed"
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The times of a death: until all workers of all hosts were told, and until the work was redone."""
+    """The times of a death: until all workers of all hosts knew of it, and until the work was redone."""
 
     known_s: float
     pause_ms: float
 
 
 def bench_deaths(num_deaths: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of so many deaths, or a few more, on each side; raises WorkerFailedError if a run failed."""
-    with HostBed(3) as bed, tempfile.TemporaryDirectory(dir=folder) as own, BedEtcd(bed.hosts, Path(own)) as etcd:
+    """Returns the rows of that many deaths, or a few more, on each side; raises WorkerFailedError if a run failed."""
+    with _bed(folder) as (bed, etcd, own):
         chosen = random.Random(0)  # noqa: S311 - every benchmark chooses the same moments
         orders = [chosen.sample(VICTIMS, min(num_deaths, 3)) for _ in range(-(-num_deaths // 3))]
         to_do = {side: iter(orders) for side in ("several", "one")}
@@ -270,7 +272,7 @@ def bench_deaths(num_deaths: int, folder: Path) -> list[BenchRow]:
                     return _deaths(begun, next(to_do[side]), chosen)
 
         taken = in_turns({side: partial(run, side) for side in to_do}, len(orders))
-    several, one = ([each for found in taken[side] for each in found] for side in to_do)
+    several, one = ([death for deaths in taken[side] for death in deaths] for side in to_do)
     return _rows(several, one)
 
 
@@ -280,45 +282,40 @@ def _deaths(run: BedRun, victims: Sequence[int], chosen: random.Random) -> list[
         pid = run.pid_of(victim)
         run.until_commits(BETWEEN)
         time.sleep(chosen.random() * STEP_S)
-        killed_ns[victim] = killed(pid)
+        killed_ns[victim] = kill(pid)
     run.until_commits(BETWEEN)
-    told = {victim: known_s(run.records(), [victim], at_ns) for victim, at_ns in killed_ns.items()}
+    times_s = {victim: known_s(run.records(), [victim], at_ns) for victim, at_ns in killed_ns.items()}
     faults = [
         FaultRecord(fault=str(victim), do="kill", step=0, of=victim, slot=None, at_ns=at_ns)
         for victim, at_ns in killed_ns.items()
     ]
-    found = recoveries(run.all_records(faults))
-    ensure(len(found) == len(victims), f"{len(victims)} deaths are as many recoveries, not {len(found)}")
+    pauses_ns = [recovery.pause_ns for recovery in recoveries(run.all_records(faults))]
+    ensure(len(pauses_ns) == len(victims), f"{len(victims)} deaths are as many recoveries, not {len(pauses_ns)}")
     return [
-        Death(told[victim], required(each.pause_ns, "training went on") / 1e6)
-        for victim, each in zip(victims, found, strict=True)
+        Death(times_s[victim], required(pause_ns, "training went on") / 1e6)
+        for victim, pause_ns in zip(victims, pauses_ns, strict=True)
     ]
 
 
 def _rows(several: Sequence[Death], one: Sequence[Death]) -> list[BenchRow]:
+    metric, times_s = "SIGKILL to known on all hosts", [death.known_s for death in several]
+    usual_s = median(death.known_s for death in one)
     rows = [
-        limit_row(
-            _CASE,
-            f"SIGKILL to known on all hosts, p{100 * part:g} s",
-            [each.known_s for each in several],
-            part,
-            _KNOWN_S,
-        )
-        for part in (0.5, 0.99)
+        row(_CASE, f"{metric}, p50 s", at_most(times_s, 0.5), usual_s, len(several)),
+        limit_row(_CASE, f"{metric}, p99 s", times_s, 0.99, _KNOWN_S),
     ]
-    rows[0] = row(_CASE, rows[0].metric, rows[0].ours, median(each.known_s for each in one), len(several))
     for name, part, goal in (("median", 0.5, _PAUSE_MS), ("9 of 10 within", 0.9, None)):
-        ours, peer = (at_most([each.pause_ms for each in side], part) for side in (several, one))
+        ours, peer = (at_most([death.pause_ms for death in side], part) for side in (several, one))
         limit = None if goal is None else peer + goal
         rows.append(row(_CASE, f"pause ms, {name}; peer: one host", ours, peer, len(several), limit))
     return rows
 
 
-# Losses of agents and of hosts whose power goes, also of the one that coordinates, and with etcd's leader on it.
+# Losses of agents and of power, also on the coordinating host, and with etcd's leader on it.
 #
-# Rules: a run loses one host, at a random moment of a step. Runs whose agents are killed share a bed; a host whose
-# power is gone is gone with its bed. etcd's leader is moved to the host, or away from it, before the run begins. A gap
-# is the time from the last commit before the loss to the next one, less that of a usual step.
+# Rules: a run loses one host, at a random moment of a step. Runs whose agents are killed share a bed; a loss of power
+# uses it up. etcd's leader is moved to the host, or away from it, before the run begins. A gap is the time from the
+# last commit before the loss to the next one, less that of a usual step.
 
 _AGENT_KNOWN_S, _AGENT_GAP_S = 0.6, 1.0
 _POWER_KNOWN_S, _POWER_GAP_S, _LEADER_S = USUAL_S + 1.0, USUAL_S + 2.0, 2 * USUAL_S + 3.0
@@ -326,13 +323,13 @@ _PARTS = (("median", 0.5), ("p99", 0.99))
 
 
 def bench_agents(num_losses: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of so many agents killed that do not coordinate, and of as many that do."""
+    """Returns the rows of that many agents killed that do not coordinate, and of as many that do."""
     chosen = random.Random(1)  # noqa: S311 - every benchmark chooses the same moments
     taken: dict[bool, list[float]] = {False: [], True: []}
-    with HostBed(3) as bed, tempfile.TemporaryDirectory(dir=folder) as own, BedEtcd(bed.hosts, Path(own)) as etcd:
+    with _bed(folder) as (bed, etcd, own):
         for number in range(2 * num_losses):
             coordinates = bool(number % 2)
-            taken[coordinates].append(_loss(bed, etcd, Path(own), chosen, coordinates=coordinates))
+            taken[coordinates].append(_loss(bed, etcd, own, chosen, coordinates=coordinates))
     known_case, gap_case = "3 hosts, an agent is killed", "3 hosts, the agent that coordinates is killed"
     return [
         *_rows_of_losses(known_case, "SIGKILL to known on all hosts s", taken[False], _AGENT_KNOWN_S),
@@ -341,19 +338,15 @@ def bench_agents(num_losses: int, folder: Path) -> list[BenchRow]:
 
 
 def bench_power(num_losses: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of so many losses of power of each kind."""
+    """Returns the rows of that many losses of power of each kind."""
     chosen = random.Random(2)  # noqa: S311 - every benchmark chooses the same moments
     kinds = [(coordinates, leads) for coordinates in (False, True) for leads in (False, True)]
     taken: dict[tuple[bool, bool], list[float]] = {kind: [] for kind in kinds}
     for _ in range(num_losses):
         for coordinates, leads in kinds:
-            with (
-                HostBed(3) as bed,
-                tempfile.TemporaryDirectory(dir=folder) as own,
-                BedEtcd(bed.hosts, Path(own)) as etcd,
-            ):
-                found = _loss(bed, etcd, Path(own), chosen, coordinates=coordinates, leads=leads)
-            taken[coordinates, leads].append(found)
+            with _bed(folder) as (bed, etcd, own):
+                loss_s = _loss(bed, etcd, own, chosen, coordinates=coordinates, leads=leads)
+            taken[coordinates, leads].append(loss_s)
     rows = []
     for coordinates, leads in kinds:
         who = "that coordinates " if coordinates else ""
@@ -368,20 +361,20 @@ def bench_power(num_losses: int, folder: Path) -> list[BenchRow]:
 def _loss(
     bed: HostBed, etcd: BedEtcd, own: Path, chosen: random.Random, *, coordinates: bool, leads: bool | None = None
 ) -> float:
-    """Returns the time of one loss: of power if etcd's leader has a place, else of an agent."""
+    """Returns the time of one loss: of an agent, or of power if `leads` says whether etcd's leader goes with it."""
     with tempfile.TemporaryDirectory(dir=own) as name, BedRun(bed.hosts, etcd, Path(name), JOB) as run:
         run.until_commits(BETWEEN)
-        lost = next(each for each in bed.hosts if (each.name == run.coordinator()) is coordinates)
+        lost = next(host for host in bed.hosts if (host.name == run.coordinator()) is coordinates)
         workers, agent = run.workers_on(lost.name), run.agent_on(lost.name)
         if leads is not None:
-            other = next(each for each in bed.hosts if each is not lost)
+            other = next(host for host in bed.hosts if host is not lost)
             etcd.lead(lost if leads else other)
             if (etcd.leader() is lost) is not leads:
                 raise EnvironmentLacksError("etcd's leader does not stay where it was moved to")
         run.until_commits(BETWEEN)
         time.sleep(chosen.random() * STEP_S)
         if leads is None:
-            at_ns = killed(agent)
+            at_ns = kill(agent)
         else:
             at_ns = time.monotonic_ns()
             lost.power_off()
@@ -392,18 +385,17 @@ def _loss(
 
 
 def _rows_of_losses(case: str, metric: str, taken: Sequence[float], goal_s: float) -> list[BenchRow]:
-    """Returns the rows of the median, and of nearly all; both have to meet the goal."""
     return [
         row(case, f"{metric}, {name}; peer: limit", at_most(taken, part), goal_s, len(taken), goal_s)
         for name, part in _PARTS
     ]
 
 
-# Runs on three hosts without a fault: the time of a step, beside that on one host; and what is known of the clocks.
+# Runs on three hosts without faults: the time of a step, beside that on one host; and the bounds of the clocks.
 #
-# Rules: both kinds of runs take turns, in the same bed. A step takes 100 ms, of which its stages sleep nearly all.
-# There is one worker per host, as all hosts share the cores of this machine. For the clocks each bed has other offsets,
-# which are drawn; the records of all hosts count.
+# Rules: both kinds of runs take turns, in the same bed. A step takes 100 ms, during most of which its stages sleep.
+# There is one worker per host, as all hosts share the cores of this machine. For the clocks each bed has other, random
+# offsets; the records of all hosts count.
 
 _STEP_GOAL, _WIDTH_GOAL_MS = 1.03, 1.0
 _WARM, _STEPS = 10, 60
@@ -417,7 +409,7 @@ _STEP_JOB = replace(
 
 def bench_steps(num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns the row of the time of a step; raises WorkerFailedError if a run failed."""
-    with HostBed(3) as bed, tempfile.TemporaryDirectory(dir=folder) as own, BedEtcd(bed.hosts, Path(own)) as etcd:
+    with _bed(folder) as (bed, etcd, own):
 
         def step_ms(*, is_one: bool) -> float:
             hosts, store = (bed.hosts[:1], None) if is_one else (bed.hosts, etcd)
@@ -439,29 +431,21 @@ def bench_clocks(num_beds: int, folder: Path) -> list[BenchRow]:
     num_outside = 0
     for _ in range(num_beds):
         apart_s = drawn.randint(1, _MOST_APART_S)
-        with HostBed(3, apart_s) as bed, tempfile.TemporaryDirectory(dir=folder) as own:
-            ahead_ns = {each.name: number * apart_s * 1_000_000_000 for number, each in enumerate(bed.hosts)}
-            with BedEtcd(bed.hosts, Path(own)) as etcd, BedRun(bed.hosts, etcd, Path(own), JOB) as run:
-                run.until_commits(_CLOCK_STEPS)
-                widths, outside = clock_widths_ms(run.records(), ahead_ns)
+        with _bed(folder, apart_s) as (bed, etcd, own), BedRun(bed.hosts, etcd, own, JOB) as run:
+            ahead_ns = {host.name: number * apart_s * 1_000_000_000 for number, host in enumerate(bed.hosts)}
+            run.until_commits(_CLOCK_STEPS)
+            widths, outside = clock_widths_ms(run.records(), ahead_ns)
         widths_ms += widths
         num_outside += outside
     case, number = f"{2 * num_beds} drawn offsets of clocks", len(widths_ms)
+    metric = "width of the bounds ms, median; peer: limit"
     return [
-        row(
-            case,
-            "width of the bounds ms, median; peer: limit",
-            median(widths_ms),
-            _WIDTH_GOAL_MS,
-            number,
-            _WIDTH_GOAL_MS,
-        ),
+        row(case, metric, median(widths_ms), _WIDTH_GOAL_MS, number, _WIDTH_GOAL_MS),
         row(case, "bounds that lack the offset; peer: all", num_outside, number, number, 0.0),
     ]
 
 
-# The cases of `bamboo bench hosts`: losses on three hosts of namespaces, with an etcd of three members over TLS.
-USUAL = 20  # deaths of each kind; what takes longer is measured a quarter as often
+USUAL = 20  # deaths of each kind; longer measurements are made a quarter as often
 _QUARTER = 4
 
 

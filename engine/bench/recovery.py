@@ -1,29 +1,32 @@
-"""The recovery benchmark: the pause after a SIGKILL at four points of an iteration, its phases, and its floor.
+"""The recovery benchmarks: the pause after a SIGKILL, its phases and its floor; peers; the pause with blocks.
 
 Rules: every kill has its own run; the code that reads the events of users' runs reads its events. The floor of a pause
 is the usual time of the actions that must be recomputed: the victim's backwards of the step, and with lazy redundancy
 its forwards, both from the last streamed microbatch on. With eager redundancy the shadow may not have run all of these
 forwards before it stopped; a second floor adds them. The goal adds the time in which the slowest survivor finished its
-action after the others had been told.
+action after the others had been notified.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, at_most, in_turns, paired_row, redo_of, row
-from engine.bench.runs import run_bamboo
+from engine.bench.redundancy import timed_flags
+from engine.bench.runs import job_fields, run_bamboo, run_python, seconds_between_commits
 from engine.core.action import Op, parse_action
 from engine.core.checks.recoveries import PHASES, Recovery, recoveries
-from engine.core.errors import WorkerFailedError, required
+from engine.core.errors import WorkerFailedError, ensure, required
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
 from engine.core.job.job import Job
@@ -100,42 +103,37 @@ def _kill(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) -
     num_back = round(point * case.job.microbatches)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         file = Path(name) / "job.yaml"
-        write_atomically(file, json.dumps(_fields(case.job) | dict(mode)))
+        write_atomically(file, json.dumps(job_fields(case.job) | dict(mode)))
         kill = f"{STEP}:{case.stage}:B:{num_back - 1}:after"
         history = run_bamboo(folder, str(file), "--kill", kill, "--no-twin").history
-    found = only(recoveries(history.records))
+    recovery = only(recoveries(history.records))
     times_ms = {op: _usual_ms(history, case.stage, op) for op in (Op.F, Op.B)}
-    redo = redo_of(history.of(ActionRecord), STEP, case.stage, found.points_ns["fence"], mode.get("log_every", 0))
+    redo = redo_of(history.of(ActionRecord), STEP, case.stage, recovery.points_ns["fence"], mode.get("log_every", 0))
     back_ms = len(redo.backwards) * times_ms[Op.B]
     redone_ms = back_ms + len(redo.left) * times_ms[Op.F]
     floor_ms = back_ms + len(redo.forwards) * times_ms[Op.F] if mode["redundancy"] == "lazy" else back_ms
-    pause_ns = required(found.pause_ns, "training went on")
-    running_ms = (found.points_ns["fence"] - found.points_ns["agree"]) / 1e6
-    known_ms = (found.points_ns["agree"] - found.begin_ns) / 1e6
-    phases_ms = {phase: taken / 1e6 for phase, taken in found.phases_ns.items()}
+    pause_ns = required(recovery.pause_ns, "training went on")
+    running_ms = (recovery.points_ns["fence"] - recovery.points_ns["agree"]) / 1e6
+    known_ms = (recovery.points_ns["agree"] - recovery.begin_ns) / 1e6
+    phases_ms = {phase: taken / 1e6 for phase, taken in recovery.phases_ns.items()}
     commits_ns = [each.at_ns for each in history.of(CommitRecord) if each.step < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
     return KillFigures(pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
 
 
-def _fields(job: Job) -> dict[str, Any]:
-    """Returns the fields of a job file, without the results folder and the name."""
-    return {name: value for name, value in asdict(job).items() if name not in ("results", "name")}
-
-
-def only(found: Sequence[Recovery]) -> Recovery:
+def only(runs: Sequence[Recovery]) -> Recovery:
     """Returns the only recovery of a run; raises WorkerFailedError if it is not the only one, or did not end."""
-    if len(found) != 1 or found[0].resume_ns is None:
-        raise WorkerFailedError(f"expected one recovery, found {'; '.join(map(str, found)) or 'none'}")
-    return found[0]
+    if len(runs) != 1 or runs[0].resume_ns is None:
+        raise WorkerFailedError(f"expected one recovery, found {'; '.join(map(str, runs)) or 'none'}")
+    return runs[0]
 
 
 def _usual_ms(history: RunHistory, stage: int, op: Op) -> float:
     """Returns the median time of an action of a stage before the step of the fault."""
     return median(
-        (each.end_ns - each.start_ns) / 1e6
-        for each in history.of(ActionRecord)
-        if each.worker == stage and each.step < STEP and parse_action(each.action)[:2] == (stage, op)
+        (action.end_ns - action.start_ns) / 1e6
+        for action in history.of(ActionRecord)
+        if action.worker == stage and action.step < STEP and parse_action(action.action)[:2] == (stage, op)
     )
 
 
@@ -165,3 +163,169 @@ def _phase_rows(case: str, taken: Sequence[KillFigures]) -> list[BenchRow]:
     known_ms = at_most([each.known_ms for each in taken], 0.99)
     metric = "SIGKILL to every survivor told ms, p99; peer: limit"
     return [*rows, row(case, metric, known_ms, _KNOWN_GOAL_MS, len(taken), _KNOWN_GOAL_MS)]
+
+
+# Peers: torchrun's restart from a checkpoint, and torchft if it is installed.
+#
+# The sides take turns. The stall of a training is the time of the step of the kill, less a usual step. torchrun's
+# workers run the same training with the same partition, and save a checkpoint at every step. torchft trains three whole
+# replicas of the model. It discards the step of the kill, whereas bamboo redoes one stage of it, and continues with
+# fewer samples per step. Its usual step is one after the kill, because such a step has as many replicas.
+
+_STALL_GOAL = 1 / 15
+_METRIC = "training stalled s; peer: "
+
+
+def recovery_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench recovery`; torchft is one of them if it is installed."""
+    peers = {"torchrun": bench_restart} | ({"torchft": bench_torchft} if find_spec("torchft") else {})
+    sizes = (2, 1) if quick else (Job().stages, 5)
+    return {**pause_cases(quick), **{name: partial(peer, *sizes) for name, peer in peers.items()}}
+
+
+def bench_restart(stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
+    """Returns the rows of the time that training stalled after a kill, beside torchrun's restart.
+
+    Raises:
+        WorkerFailedError: a run of either side did not recover.
+    """
+    job = Job(stages=stages, steps=STEP + 3, validate_every=0)
+    sides: dict[str, Callable[[], tuple[float, float]]] = {
+        "ours": lambda: (_killed_bamboo(job, folder), 1.0),
+        "peer": partial(_restart_torchrun, job, folder),
+    }
+    ours, peer = in_turns(sides, num_pairs).values()
+    (ours_s, _), (peer_s, attempts) = zip(*ours, strict=True), zip(*peer, strict=True)
+    case = f"gpt, {job.stages} workers, one killed"
+    return [
+        paired_row(case, f"{_METRIC}torchrun", ours_s, peer_s, _STALL_GOAL),
+        row(case, "attempts to go on; peer: torchrun's restarts", 1.0, median(attempts), num_pairs),
+    ]
+
+
+def bench_torchft(stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
+    """Returns the row of the time that training stalled, beside the kill of a replica of torchft.
+
+    Raises:
+        WorkerFailedError: a run of either side did not recover.
+    """
+    job = Job(stages=stages, steps=STEP + 5, validate_every=0)
+    sides = {"ours": lambda: _killed_bamboo(job, folder), "peer": lambda: _killed_torchft(job, folder)}
+    ours, peer = in_turns(sides, num_pairs).values()
+    return [paired_row(f"gpt, {job.stages} workers, one killed", f"{_METRIC}torchft", ours, peer)]
+
+
+def _killed_bamboo(job: Job, folder: Path) -> float:
+    """Returns the seconds that training stalled because of the kill."""
+    flags = ["--stages", str(job.stages), "--steps", str(job.steps), "--validate-every", "0"]
+    kill = ("--kill", f"{STEP}:{job.stages // 2}", "--no-twin")
+    recovery = only(recoveries(run_bamboo(folder, *flags, *kill).history.records))
+    return required(recovery.stall, "training stood").least_ns / 1e9
+
+
+def _restart_torchrun(job: Job, folder: Path) -> tuple[float, float]:
+    """Returns the seconds that torchrun's workers stalled because of the kill, and the number of their restarts."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}", "--max-restarts=9"]
+        command += ["-m", "engine.bench.torchrun_peer", json.dumps(asdict(job)), str(STEP), temporary]
+        # Without the variable, restarted workers read old keys of the store and fail.
+        run = run_python(folder, command, TMPDIR=temporary, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    ends_ns = _ends_ns(run.stdout)
+    restarts = max(int(each) for each in re.findall(r"restart=(\d+)", run.stdout))
+    ensure(sorted(ends_ns) == list(range(job.steps)), f"torchrun lacks steps: {run.stdout}")
+    ensure(restarts >= 1, f"torchrun did not restart: {run.stdout}")
+    return _beyond_usual_s(ends_ns, lambda step: step < STEP), restarts
+
+
+def _killed_torchft(job: Job, folder: Path) -> float:
+    run = run_python(folder, ["-m", "engine.bench.torchft_peer", json.dumps(asdict(job)), str(STEP)])
+    return _beyond_usual_s(_ends_ns(run.stdout), lambda step: step > STEP)
+
+
+def _ends_ns(stdout: str) -> dict[int, int]:
+    """Returns for each step the time at which its last worker ended it."""
+    ends_ns: dict[int, int] = {}
+    for step, at_ns in re.findall(r"step=(\d+) ended_ns=(\d+)", stdout):
+        ends_ns[int(step)] = max(ends_ns.get(int(step), 0), int(at_ns))
+    return ends_ns
+
+
+def _beyond_usual_s(ends_ns: Mapping[int, int], is_usual: Callable[[int], bool]) -> float:
+    took_ns = {later: ends_ns[later] - ends_ns[earlier] for earlier, later in pairwise(sorted(ends_ns))}
+    return (took_ns[STEP] - median(took for step, took in took_ns.items() if is_usual(step))) / 1e9
+
+
+# The time of a step and the pause after a SIGKILL with four blocks per worker, beside one.
+#
+# Rules: the model and the work of each worker are the same on both sides, on stages that sleep. Only the partition
+# differs, so the difference is the cost of blocks. The sides take turns. The victim dies after the backward of its
+# whole share on the same microbatch.
+
+_BLOCKS_WORKERS, _BLOCKS, _BLOCKS_MICROBATCHES = 4, 4, 8
+_BLOCKS_VICTIM = 2
+_BLOCKS_STEP_GOAL = 1.02
+_BLOCKS_PAUSE_GOAL_MS = 25.0  # beyond the pause with one block
+_BLOCKS_PHASES = ("inventory", "plan", "replay")  # whose time depends on the number of slots
+_BLOCKS_SHAPE = f"{_BLOCKS_WORKERS} workers, {_BLOCKS} blocks each, M={_BLOCKS_MICROBATCHES}"
+_BLOCKS_JOB = Job(
+    model="timed",
+    model_args={
+        "layers": _BLOCKS_WORKERS * _BLOCKS,
+        "forward_ms": 10 / _BLOCKS,
+        "backward_ms": 20 / _BLOCKS,
+        "width": _WIDTH,
+    },
+    data_args={"features": _WIDTH},
+    stages=_BLOCKS_WORKERS,
+    microbatches=_BLOCKS_MICROBATCHES,
+)
+
+
+def blocks_cases(quick: bool) -> Cases:
+    """Returns the cases of `bamboo bench blocks`."""
+    return {
+        f"step, {_BLOCKS_SHAPE}": partial(bench_blocks_step, *((1, 4) if quick else (9, 20))),
+        f"pause, {_BLOCKS_SHAPE}": partial(bench_blocks_pause, 1 if quick else 9),
+    }
+
+
+def bench_blocks_step(num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
+    """Returns the row of the time of a step with blocks, beside one block per worker.
+
+    Raises:
+        WorkerFailedError: a run failed.
+    """
+
+    def measured(blocks: int) -> float:
+        return seconds_between_commits(run_bamboo(folder, *_blocks_flags(blocks, num_steps)))
+
+    taken = in_turns({blocks: partial(measured, blocks) for blocks in (_BLOCKS, 1)}, num_rounds)
+    return [paired_row(_BLOCKS_SHAPE, "step s; peer: one block", taken[_BLOCKS], taken[1], _BLOCKS_STEP_GOAL)]
+
+
+def bench_blocks_pause(num_kills: int, folder: Path) -> list[BenchRow]:
+    """Returns the rows of the pause after a kill, and of some phases, with blocks beside one block per worker.
+
+    Raises:
+        WorkerFailedError: a run did not recover.
+    """
+    taken = in_turns({blocks: partial(_phases_ms, blocks, folder) for blocks in (_BLOCKS, 1)}, num_kills)
+    rows = []
+    for name in ("pause", *_BLOCKS_PHASES):
+        ours, peer = (median(each[name] for each in taken[blocks]) for blocks in (_BLOCKS, 1))
+        goal = peer + _BLOCKS_PAUSE_GOAL_MS if name == "pause" else None
+        rows.append(row(_BLOCKS_SHAPE, f"{name} ms, median; peer: one block", ours, peer, num_kills, goal))
+    return rows
+
+
+def _phases_ms(blocks: int, folder: Path) -> dict[str, float]:
+    """Returns the milliseconds of the pause after a kill, and of each of its phases."""
+    kill = f"{STEP}:{_BLOCKS_VICTIM * blocks}:B:{_BLOCKS_MICROBATCHES // 2 - 1}:after"
+    run = run_bamboo(folder, *_blocks_flags(blocks, STEP + 3), "--kill", kill, "--no-twin")
+    recovery = only(recoveries(run.history.records))
+    pause_ns = required(recovery.pause_ns, "training went on")
+    return {"pause": pause_ns / 1e6, **{phase: taken / 1e6 for phase, taken in recovery.phases_ns.items()}}
+
+
+def _blocks_flags(blocks: int, steps: int) -> list[str]:
+    return [*timed_flags(replace(_BLOCKS_JOB, steps=steps)), "--blocks", str(blocks)]

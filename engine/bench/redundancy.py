@@ -69,11 +69,10 @@ def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder:
     seconds = in_turns({mode: partial(measured, mode) for mode in _IN_TIME}, num_rounds)
     floor = overhead_floor(job.stages, job.microbatches, _FORWARD_MS, _BACKWARD_MS)
     goals = {"lazy": (0.0, _LAZY_GOAL), _STREAMED: (0.0, None), "eager": (floor, floor + _EAGER_GOAL_OVER_FLOOR)}
-    return [
-        each
-        for mode, goal in goals.items()
-        for each in overhead_rows(f"{mode} {case}", seconds[mode], seconds["none"], *goal)
-    ]
+    rows = []
+    for mode, goal in goals.items():
+        rows += overhead_rows(f"{mode} {case}", seconds[mode], seconds["none"], *goal)
+    return rows
 
 
 def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
@@ -91,11 +90,9 @@ def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
     for allocator, variables in (("", {}), (", freed blocks given back", _GIVING_BACK)):
         sides = {mode: partial(_measured_mib, job, mode, folder, variables) for mode in _MODES}
         taken = in_turns(sides, num_rounds)
+        metric = "peak memory of all MiB, beside none"
         rows += [
-            paired_row(
-                f"{mode} {MEMORY_CASE}{allocator}", "peak memory of all MiB, beside none", taken[mode], taken["none"]
-            )
-            for mode in _MODES[1:]
+            paired_row(f"{mode} {MEMORY_CASE}{allocator}", metric, taken[mode], taken["none"]) for mode in _MODES[1:]
         ]
     return rows
 

@@ -1,4 +1,4 @@
-"""A worker of the relay benchmark: joins the group of its round, waits, and reports when it was told of an exit.
+"""A worker of the relay benchmark: joins the group of its round, waits, and reports when it learned of an exit.
 
 The victim kills itself as soon as training begins.
 """
@@ -39,14 +39,14 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     """Runs one worker of one round."""
     sleep_exactly()
     control = _Stamped(Link.from_fd(control_fd))
-    told = control.take(Round)
-    control.recorder = recorder = Recorder(events_fd, told.worker)
-    plane = DirectBackend(LinkCuts(control), Links(control)).joining(0, told.ranks).join()
+    order = control.take(Round)
+    control.recorder = recorder = Recorder(events_fd, order.worker)
+    plane = DirectBackend(LinkCuts(control), Links(control)).joining(0, order.ranks).join()
     recorder.write(MarkRecord(phase="formed", epoch=0))
     try:
         control.send(ReadyMessage())
         control.hear()  # the epoch, which begins training: no worker has to answer
-        if told.worker == told.victim:
+        if order.worker == order.victim:
             time.sleep(_SETTLE_S)
             os.kill(os.getpid(), signal.SIGKILL)
         control.take(ByeMessage)

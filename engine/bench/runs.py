@@ -12,17 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, in_turns, paired_row
 from engine.core.errors import WorkerFailedError, ensure
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import ActionRecord, CommitRecord
 from engine.core.job.job import Job
+from engine.files.atomic_write import write_atomically
 from engine.files.events_file import read_history
 from engine.runtime.process import subprocesses
 
@@ -62,7 +65,7 @@ def _bench_audit(num_pairs: int, num_steps: int, folder: Path) -> list[BenchRow]
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """A child that has ended: the time of its start, its stdout, and its history, empty unless it ran bamboo."""
+    """A finished child: the time of its start, its stdout, and its history, empty unless it ran bamboo."""
 
     started_ns: int
     stdout: str
@@ -71,48 +74,54 @@ class BenchRun:
 
 def _launch_ours(job: Job, folder: Path) -> float:
     run = run_bamboo(folder, "--stages", str(job.stages), "--steps", "1")
-    ends_ns = [each.end_ns for each in run.history.of(ActionRecord) if each.action.endswith("STEP")]
+    ends_ns = [action.end_ns for action in run.history.of(ActionRecord) if action.action.endswith("STEP")]
     return (max(ends_ns) - run.started_ns) / 1e9
 
 
 def _launch_torchrun(job: Job, folder: Path) -> float:
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}"]
-    command += ["-m", "engine.bench.torchrun_peer", json.dumps(asdict(job))]
+    command += ["-m", "engine.bench.torchrun_peer", json.dumps(asdict(replace(job, steps=1)))]
     # torchrun leaves its temporary files behind.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         run = run_python(folder, command, TMPDIR=temporary)
-    ends_ns = [int(each) for each in re.findall(r"finished_ns=(\d+)", run.stdout)]
+    ends_ns = [int(at_ns) for at_ns in re.findall(r"ended_ns=(\d+)", run.stdout)]
     ensure(len(ends_ns) == job.stages, f"a worker of torchrun did not finish: {run.stdout}")
     return (max(ends_ns) - run.started_ns) / 1e9
 
 
 def seconds_between_commits(run: BenchRun) -> float:
     """Returns the median seconds of a step, from one commit to the next."""
-    commits_ns = [each.at_ns for each in run.history.of(CommitRecord)]
+    commits_ns = [commit.at_ns for commit in run.history.of(CommitRecord)]
     return median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e9
 
 
 def run_bamboo(folder: Path, *flags: str, **variables: str) -> BenchRun:
     """Runs `bamboo run` in `folder` with `flags` and environment `variables`; deletes its run folder afterwards.
 
-    Raises:
-        WorkerFailedError: the run failed.
+    Raises WorkerFailedError if the run failed.
     """
     with tempfile.TemporaryDirectory(dir=folder) as results:
         run = run_python(folder, ["-m", "bamboo_cli", "run", "--json", "--results", results, *flags], **variables)
         return BenchRun(run.started_ns, run.stdout, _history_of(json.loads(run.stdout)["run_dir"]))
 
 
-def run_scenario(folder: Path, file: Path) -> RunHistory:
-    """Returns the history of a run with the faults of a scenario file, which has no expectations.
+def run_with_fault(folder: Path, job: Mapping[str, Any], fault: Mapping[str, Any]) -> RunHistory:
+    """Returns the history of a run of these fields of a job with a fault.
 
-    Raises:
-        WorkerFailedError: the run failed, or a fault did not strike.
+    Raises WorkerFailedError if the run failed, or the fault did not strike.
     """
+    scenario = {"version": 1, "name": "bench", "about": "one worker leaves", "job": job, "faults": [fault]}
     with tempfile.TemporaryDirectory(dir=folder) as results:
+        file = Path(results) / "scenario.yaml"
+        write_atomically(file, json.dumps(scenario))
         arguments = ["-m", "bamboo_cli", "inject", "--scenario", str(file), "--json", "--results", results]
         (run,) = json.loads(run_python(folder, arguments).stdout)["runs"]
         return _history_of(run["run_dir"])
+
+
+def job_fields(job: Job) -> dict[str, Any]:
+    """Returns the fields of a job file, without the results folder and the name."""
+    return {name: value for name, value in asdict(job).items() if name not in ("results", "name")}
 
 
 def _history_of(run_dir: str) -> RunHistory:
@@ -122,8 +131,7 @@ def _history_of(run_dir: str) -> RunHistory:
 def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun:
     """Runs Python with `arguments` in `folder`, which has no job file; adds `variables` to the environment.
 
-    Raises:
-        WorkerFailedError: the process failed; its stderr is in the message.
+    Raises WorkerFailedError with its stderr if the process failed.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BAMBOO_")}
     environment |= {"PYTHONPATH": subprocesses.python_path(), "XDG_CONFIG_HOME": str(folder), **variables}
@@ -135,7 +143,7 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun
         try:
             stdout, stderr = child.communicate(timeout=_TIMEOUT_S)
         except BaseException:
-            # On SIGTERM it ends its own children too; after SIGKILL they would go on.
+            # On SIGTERM it ends its own children too; after SIGKILL they would continue.
             child.terminate()
             child.wait(_GRACE_S)
             raise

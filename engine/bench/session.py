@@ -1,4 +1,4 @@
-"""The launcher of the pipeline benchmark: starts the workers of a case and gathers their stamps."""
+"""The launcher of the pipeline benchmark, and the workers of benchmarks: starts and serves them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import selectors
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from engine.core.errors import WorkerFailedError
 from engine.core.history.record_lines import FOLDER
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
+from engine.core.message_codec import Message
 from engine.core.messages import (
     BorderMessage,
     ByeMessage,
@@ -36,6 +38,7 @@ from engine.core.messages import (
     PartitionMessage,
     WelcomeMessage,
 )
+from engine.core.ownership import Ownership
 from engine.core.program.schedules import SCHEDULES
 from engine.core.units import Args
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
@@ -51,7 +54,7 @@ _BLOCKS: Args = {"width": 256, "depth": 6}
 
 
 def pipeline_cases(quick: bool) -> Cases:
-    """Returns the cases of `bamboo bench pipeline`: each schedule on sleeping stages, the plain ones on a model too."""
+    """Returns the cases of `bamboo bench pipeline`: every schedule on sleeping stages, some on a model."""
     return {name: partial(bench_pipeline, name, job, 3 if quick else 20) for name, job in pipeline_jobs().items()}
 
 
@@ -72,10 +75,9 @@ def pipeline_jobs() -> dict[str, Job]:
 
 
 def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> list[BenchRow]:
-    """Returns the rows of one case; `folder` holds the temporary files of its workers.
+    """Returns the rows of one case; `folder` is for the temporary files of its workers.
 
-    Raises:
-        WorkerFailedError: a worker ended before it had finished.
+    Raises WorkerFailedError if a worker ends before it has finished.
     """
     with tempfile.TemporaryDirectory(dir=folder) as name:
         ours, peer = _measure(job, num_iterations, Path(name))
@@ -85,19 +87,9 @@ def bench_pipeline(case: str, job: Job, num_iterations: int, folder: Path) -> li
 
 
 def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Stamps, ...]]]:
-    """Returns for each side its iterations, each with the stamps of every worker."""
+    """Returns the iterations of each side, each with the stamps of every worker."""
     ownership = fresh_ownership(job)
-    num_workers = len(ownership.workers())
-    with contextlib.ExitStack() as stack:
-        events_fd = open_events(folder / "events.jsonl")
-        stack.callback(os.close, events_fd)
-        steps_fd = open_steps(folder / FOLDER)
-        stack.callback(os.close, steps_fd)
-        server = stack.enter_context(ForkServer())
-        board = ProgressBoard.create(num_workers)
-        stack.callback(board.close)
-        members = start_workers(server, ownership, (events_fd, steps_fd), board, folder, role="bench-pipeline")
-        stack.callback(close_workers, members)
+    with bench_workers(ownership, folder, "bench-pipeline") as members:
         for worker, member in members.items():
             member.link.send(Turns(num_iterations, str(folder)))
             welcome = WelcomeMessage(
@@ -106,37 +98,55 @@ def _measure(job: Job, num_iterations: int, folder: Path) -> list[list[tuple[Sta
                 owners=ownership.owners,
                 shadows=ownership.shadows,
                 ranks=ownership.workers(),
-                num_lines=num_workers,
+                num_lines=len(members),
                 faults=(),
             )
             member.link.send(welcome)
-        taken = _gather(members)
+        stamps: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
+        working, messages = set(members), served(members)
+        while working:
+            worker, message = next(messages)
+            if isinstance(message, CodecTimes):
+                stamps[message.side, worker].append(message.stamps)
+            elif isinstance(message, FinishedMessage):
+                working.remove(worker)
+    return [list(zip(*(stamps[side, worker] for worker in members), strict=True)) for side in SIDES]
+
+
+@contextlib.contextmanager
+def bench_workers(ownership: Ownership, folder: Path, role: str) -> Iterator[dict[int, WorkerHandle]]:
+    """Runs the workers of a benchmark during the block; `folder` is for their files."""
+    with contextlib.ExitStack() as stack:
+        fds = (open_events(folder / "events.jsonl"), open_steps(folder / FOLDER))
+        for fd in fds:
+            stack.callback(os.close, fd)
+        server = stack.enter_context(ForkServer())
+        board = ProgressBoard.create(len(ownership.workers()))
+        stack.callback(board.close)
+        members = start_workers(server, ownership, fds, board, folder, role=role)
+        stack.callback(close_workers, members)
+        yield members
         tell_all(members.values(), ByeMessage())
-    return [list(zip(*(taken[side, worker] for worker in members), strict=True)) for side in SIDES]
 
 
-def _gather(members: dict[int, WorkerHandle]) -> dict[tuple[str, int], list[Stamps]]:
-    """Serves the workers as the agent would, until all have sent their stamps; returns the stamps by (side, worker)."""
-    taken: dict[tuple[str, int], list[Stamps]] = {(side, worker): [] for side in SIDES for worker in members}
-    working, pairs = set(members), LinkPairs(members.get)
+def served(members: dict[int, WorkerHandle]) -> Iterator[tuple[int, Message]]:
+    """Serves workers as the agent would; yields all other messages, each with its worker."""
+    pairs = LinkPairs(members.get)
     with selectors.DefaultSelector() as selector:
         for member in members.values():
             selector.register(member.link, selectors.EVENT_READ, member)
-        while working:
+        while True:
             for key, _ in selector.select():
                 member = key.data
-                message = member.link.receive()
-                if message is None:
-                    raise WorkerFailedError(f"worker {member.worker} of the benchmark ended:\n{member.log.read_text()}")
-                match message:
-                    case CodecTimes():
-                        taken[message.side, member.worker].append(message.stamps)
-                    case FinishedMessage():
-                        working.remove(member.worker)
+                match message := member.link.receive():
+                    case None:
+                        log = member.log.read_text()
+                        raise WorkerFailedError(f"worker {member.worker} of the benchmark ended:\n{log}")
                     case CutMessage():
                         tell_all(members.values(), PartitionMessage(message.starts))
                     case LinkWantedMessage():
                         pairs.link(member, message)
                     case BorderMessage() | KeyMessage():
                         tell_all(members.values(), message)
-    return taken
+                    case _:
+                        yield member.worker, message
