@@ -95,7 +95,7 @@ def launch(
 
 
 def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bool, as_json: bool) -> None:
-    from engine.harness.host_run import launch_files, submit, write_files
+    from engine.harness.launch_files import launch_files, submit, write_files
 
     files = launch_files(place, plan)
     folder = output or (Path(f"launch-{plan.name}") if is_submitted else None)
@@ -116,7 +116,7 @@ def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
     """Returns the job; raises UserError with every mistake: in the options, in the job, and in it on so many hosts."""
     from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
     from engine.core.hosts.host_options import HostOptions, problems_of
-    from engine.harness.host_run import refused_variables
+    from engine.harness.launch_files import refused_variables
 
     problems = [*problems_of_plan(place, plan), *refused_variables(place)]
     endpoints: tuple[str, ...] = ()

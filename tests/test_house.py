@@ -342,6 +342,15 @@ def test_packages_of_the_distribution_are_those_of_the_tree() -> None:
     assert code == sorted(module.name for module in MODULES if module.is_package)
 
 
+def test_files_beside_the_code_are_shipped() -> None:
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("bamboo", "bamboo_cli", "engine"):
+        for path in (ROOT / package).rglob("*"):
+            room = path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+            if path.is_file() and path.suffix not in (".py", ".pyc"):
+                assert any(path.match(pattern) for pattern in shipped.get(room, ())), f"{path}: not shipped"
+
+
 def test_every_dependency_has_a_use() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["vision"]]

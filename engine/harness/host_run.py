@@ -10,40 +10,31 @@ hour, for an agent that has lost its stream or comes late.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import secrets
-import shutil
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import (
-    MASK,
     CoordinatorUnavailableError,
-    EnvironmentLacksError,
     NothingMatchedError,
-    Problem,
     UserError,
-    ensure,
     required,
 )
 from engine.core.history.process_records import HostRecord
 from engine.core.history.run_records import JobRecord
 from engine.core.hosts.ends import most_on_one
 from engine.core.hosts.host_options import HostOptions, RegisteredHost
-from engine.core.hosts.launch import TLS_FILES, LaunchPlan, kubernetes_manifests, ray_script, slurm_script, ssh_script
 from engine.core.job.bit_fields import compared_facts
 from engine.core.job.job import Job
 from engine.core.kv import KV
 from engine.core.protocol.coordinator_state import STATE
 from engine.files.accelerators import refuse_what_this_host_lacks
-from engine.files.atomic_write import open_to_append, storage_errors, write_atomically
 from engine.files.events_file import GrowingEvents
 from engine.files.host_facts import host_facts
 from engine.files.jobs.user_files import code_files, data_files
@@ -67,7 +58,7 @@ from engine.runtime.hosts.remote_workers import RemoteSpawner
 from engine.runtime.hosts.wire import WireServer
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import breakable, holding
-from engine.runtime.store.etcd_settings import PASSWORD, PASSWORD_FILE, USER, EtcdSettings
+from engine.runtime.store.etcd_settings import EtcdSettings
 
 # The outcome of a run that somebody else has started: of several hosts from their store, of any run from its folder.
 #
@@ -138,138 +129,6 @@ def _of_folder(folder: RunFolder, run_id: str) -> HostOutcome:
 def _unheard(why: str, run_id: str) -> CoordinatorUnavailableError:
     hint = f"; its store may know more: bamboo status --wait {run_id} --etcd HOST:PORT" if run_id else ""
     return CoordinatorUnavailableError(why + hint)
-
-
-# The files with which something else places a run on several hosts, and their submission by its own program.
-#
-# Rules: the job file goes with the manifests, since a pod has no other disk. Certificates and keys are in a file of
-# their own, which only this user can read and which is never printed. A program that is not there is named, with exit
-# code 4.
-
-
-# place -> the program that takes the file, and the words before the file
-_SENDERS: dict[str, tuple[str, ...]] = {
-    "slurm": ("sbatch",),
-    "k8s": ("kubectl", "apply", "--filename"),
-    "ray": ("ray", "job", "submit", "--no-wait", "--working-dir", ".", "--", "python"),
-    "ssh": ("bash",),
-}
-_NEEDS = {"ssh": "ssh"}  # beside the sender
-_FOR = {"slurm": "Slurm", "k8s": "Kubernetes", "ray": "Ray (pip install 'bamboo-train[ray]')", "ssh": "OpenSSH"}
-_LET_IN = (*TLS_FILES.values(), USER, PASSWORD_FILE)
-_MOST_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchFile:
-    """A file; `shown` is its text as it may be printed."""
-
-    name: str
-    text: str
-    shown: str
-
-
-def launch_files(place: str, plan: LaunchPlan) -> list[LaunchFile]:
-    """Returns the files; the last one is sent."""
-    if place == "k8s":
-        return _manifests(plan)
-    if place == "ssh":
-        run = f"{plan.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return [_plain(f"{plan.name}.sh", ssh_script(_elsewhere(plan), str(Path.cwd()), run))]
-    if place == "ray":
-        return [_plain(f"{plan.name}_ray.py", ray_script(_elsewhere(plan)))]
-    ensure(place == "slurm", f"no place is called {place!r}")
-    return [_plain(f"{plan.name}.sbatch", slurm_script(plan))]
-
-
-def _elsewhere(plan: LaunchPlan) -> LaunchPlan:
-    """Returns the plan for hosts that get no environment: the same program, and the variables that let it into etcd."""
-    program = shutil.which("bamboo") or "bamboo"
-    found = tuple((name, value) for name in _LET_IN if (value := os.environ.get(name, "")))
-    return replace(plan, program=program, variables=found)
-
-
-def refused_variables(place: str) -> list[Problem]:
-    """Returns the variables for etcd that do not reach the agents: a password stands in no file."""
-    lost = {"ssh": (PASSWORD,), "ray": (PASSWORD,), "k8s": (USER, PASSWORD, PASSWORD_FILE)}.get(place, ())
-    hint = "certificates let the pods in" if place == "k8s" else f"{PASSWORD_FILE} names a file, on every host"
-    return [Problem(name, f"none for {place}", "a value", hint) for name in lost if os.environ.get(name)]
-
-
-def _plain(name: str, text: str) -> LaunchFile:
-    return LaunchFile(name, text, text)
-
-
-def _manifests(plan: LaunchPlan) -> list[LaunchFile]:
-    tls = {}
-    for file, variable in TLS_FILES.items():
-        if path := os.environ.get(variable, ""):
-            with storage_errors("read", Path(path)):
-                tls[file] = base64.b64encode(Path(path).read_bytes()).decode()
-    job_path = Path(plan.job_file)
-    with storage_errors("read", job_path):
-        job_text = job_path.read_text(encoding="utf-8")
-    texts = [_yaml(kubernetes_manifests(plan, job_text, each)) for each in (tls, dict.fromkeys(tls, MASK))]
-    return [LaunchFile(f"{plan.name}.yaml", *texts)]
-
-
-def _yaml(manifests: Sequence[dict[str, Any]]) -> str:
-    import yaml
-
-    class Readable(yaml.SafeDumper):
-        """Writes a text of several lines as lines, and a value that stands there twice twice."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    def as_lines(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-    Readable.add_representer(str, as_lines)
-    return "---\n".join(yaml.dump(each, Dumper=Readable, sort_keys=False, width=120) for each in manifests)
-
-
-def write_files(files: Sequence[LaunchFile], folder: Path) -> None:
-    """Writes the files, which only this user can read; scripts can be run."""
-    with storage_errors("make", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    for each in files:
-        path = folder / each.name
-        write_atomically(path, each.text)
-        if each.text.startswith("#!"):
-            path.chmod(0o700)
-
-
-def submit(place: str, path: Path) -> str:
-    """Sends a file; returns the words of the program that took it.
-
-    Raises:
-        EnvironmentLacksError: the program is not there, or does not take the file.
-    """
-    words = [*_SENDERS[place], str(path)]
-    for program in (words[0], _NEEDS.get(place, words[0])):
-        if shutil.which(program) is None:
-            text = f"{program} is not on the PATH of this machine: {_FOR[place]} has it; {path} can be sent elsewhere"
-            raise EnvironmentLacksError(text)
-    if place == "ssh":  # which runs as long as the run
-        return _detached(words, path)
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_MOST_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise EnvironmentLacksError(f"{words[0]} did not answer within {_MOST_S:g} s") from None
-    if done.returncode:
-        told = done.stderr.strip() or done.stdout.strip()
-        raise EnvironmentLacksError(f"{words[0]} has ended with {done.returncode}: {told}")
-    return done.stdout.strip()
-
-
-def _detached(words: Sequence[str], path: Path) -> str:
-    log = path.with_suffix(".log")
-    with open(open_to_append(log), "ab") as output:
-        child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    return f"process {child.pid} holds the connections; their words are in {log}"
 
 
 _LEASE_CALL_S, _REVOKE_S = 0.7, 2.0  # deadlines of calls: each kind has a client of its own

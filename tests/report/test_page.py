@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from dataclasses import fields, replace
 from html.parser import HTMLParser
@@ -300,12 +299,12 @@ def test_no_text_of_a_run_becomes_markup() -> None:
             changed[field.name] = value.assign(**hostile)
     changed |= {name: with_planted(name, getattr(run, name)) for name in ("host", "not_kept", "error")}
     changed["raised"] = tuple(with_planted("raised", each) for each in run.raised)
-    changed["job"] = replace(run.job, model=planted("model"), data=planted("data"), redundancy=planted("redundancy"))
+    changed["job"] = replace(run.job, model=planted("model"), data=planted("data"))
     found = Elements(page(replace(run, **changed)))
     scripts = 4
     assert (found.names["script"], found.names["img"]) == (scripts, 0)
     shown = """
-    name model data redundancy metric gaps moves loads deadly not_kept host.cpu host.torch host.python
+    name model data metric gaps moves loads deadly not_kept host.cpu host.torch host.python
     raised.error raised.frames raised.traceback recovery.what recovery.reason recovery.outcome recovery.rung
     recovery.last_action checks.name checks.text checks.result evaluations.set history.what history.text workers.state
     workers.last_action
@@ -356,19 +355,6 @@ def test_a_browser_that_cannot_unpack_still_shows_the_tables(browser: Browser, r
         browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=number)
     opened(browser, run, tmp_path)
     assert "too old" not in browser.ask("document.body.innerText")
-
-
-def test_what_the_page_is_made_of_is_shipped() -> None:
-    root = Path(__file__).resolve().parents[2]
-    shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "engine.report.pages"
-    ]
-    found = [
-        each.name
-        for each in (root / "engine" / "report" / "pages").iterdir()
-        if each.is_file() and each.suffix != ".py"
-    ]
-    assert shipped == sorted(found)
 
 
 @pytest.mark.parametrize("number", [0, 1, 40])
