@@ -102,8 +102,8 @@ _RATE_OVER_S = 3.0
 _TOLD: set[str] = set()  # the recoveries that stay on the terminal of this process
 _TITLES = ("worker", "pid", "stages", "state", "step", "action", "microbatches/s")
 _NUMERIC = (True, True, False, False, True, False, True)
-_REMEDY = "A wider terminal shows them."
-_NARROW = 80  # columns, below which more lines wrap, and a line names the columns that are left out
+_NARROW = 80  # columns, below which more lines wrap, and some columns have no room
+_OF_WIDE = {1, 6}  # the places of these columns: the pid and the rate
 _OTHER_LINES = 5  # of a picture: progress (it may wrap), bar, titles, the note about workers that do not fit
 
 
@@ -253,8 +253,13 @@ class LivePicture:
         shown, others = fitting(view.workers, notable, self._console.height - _OTHER_LINES - 3 * is_narrow)
         is_recovering = self._recovering_at == view.run_state.committed + 1
         titles = [f"{self.job.slot_noun}s" if each == "stages" else each for each in _TITLES]
+        places = [place for place in range(len(titles)) if not (is_narrow and place in _OF_WIDE)]
+        rows = [self._row(each, is_recovering) for each in shown]
         table = fitted(
-            titles, _NUMERIC, [self._row(each, is_recovering) for each in shown], self._console.width, remedy=_REMEDY
+            [titles[place] for place in places],
+            [_NUMERIC[place] for place in places],
+            [[row[place] for place in places] for row in rows],
+            self._console.width,
         )
         bar = ProgressBar(total=self.job.steps, completed=view.run_state.committed + 1, width=40)
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.

@@ -1,22 +1,18 @@
-"""Draws every table of the program: the columns that fit the terminal, or one block a row; no number is ever cut.
+"""Draws every table of the program on the whole width of the terminal; no number is ever cut.
 
-Rules: a text wraps between words, a long path also after a slash. A column without enough room for its longest word or
-number is left out, in the order of `FIRST_TO_GO`, and a line below the table names it. A table is drawn in blocks if it
-has one row and not all of its columns fit, or if a column that is never left out does not fit. A pipe or a file gets
-every column, and one line a row.
+Rules: a text wraps between words, a title too. If the longest words and numbers of all columns do not fit beside each
+other, each row is a block with a line for each cell. A pipe or a file gets one line a row.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -91,37 +87,10 @@ def say(*parts: str | tuple[str, str], err: bool = False) -> None:
     console(err=err).print(Text.assemble(*parts))
 
 
-# Titles of columns that may be left out, the least important first. All others are keys and main figures.
-FIRST_TO_GO = (
-    *("rung", "redone actions", "plan ms", "inventory ms", "agree ms", "fence ms", "regroup ms", "heirs"),
-    *("replay ms", "pause ms", "detect ms"),
-    *("epoch", "commit ms", "grad norm", "validation loss", "validation metric", "samples/s"),
-    *("tensors MiB", "code", "peak stash", "actions", "pid", "end ms", "last action"),
-    *("reserved MiB", "device predicted MiB", "peak memory MiB", "device MiB", "busy ms", "slots"),
-    *("date", "job", "microbatches/s"),
-    *("stages before", "blocks before"),
-    *("kind", "pipeline", "op", "stage", "microbatch", "redundant", "replayed", "end ns", "start ns"),
-    *("A n", "B n", "A p95 ms", "B p95 ms", "n", "goal", "ratio"),
-    *("placement", "V", "sends", "stash", "over ideal"),
-    "arguments",
-)
 _GAP = 2
-_WORDS, _PATH_PARTS = re.compile(r"\S+"), re.compile(r"[^/]*/|[^/]+")
-_USUAL_LINES = 3  # of a text in a table
-_SHORT, _LONG = 20, 28  # columns: a shorter text is not wrapped; a longer text needs no wider column
+_LONG = 28  # columns: a longer word, such as a path, may be broken
 
 Cell = str | Text
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column of texts, with the fewest columns of the terminal that it can be drawn in, and the most it can use."""
-
-    title: str
-    is_number: bool
-    cells: tuple[Text, ...]
-    least: int
-    most: int
 
 
 def fitted(
@@ -131,25 +100,30 @@ def fitted(
     width: int | None,
     *,
     has_head: bool = True,
-    remedy: str = "A wider terminal shows them, and so does a pipe into less -S.",
-) -> RenderableType:
-    """Returns a table for a terminal of `width` columns, or for any width; numeric columns are right-aligned.
-
-    `remedy` says how to see the columns that are left out.
-    """
+) -> Table:
+    """Returns a table for a terminal of `width` columns, or for any width; numeric columns are right-aligned."""
     cells = [[_one_line(cell) for cell in row] for row in rows]
-    columns = [
-        _column(title, is_number, tuple(row[place] for row in cells))
-        for place, (title, is_number) in enumerate(zip(titles, numeric, strict=True))
-    ]
-    shown = columns if width is None else _shown(columns, width)
-    left_out = [each.title for each in columns if each not in shown]
-    if width is not None and (not _fits(shown, width) or (left_out and len(rows) == 1)):
-        return _blocks(columns, len(rows), width)
-    table = _drawn(shown, [each.most for each in shown] if width is None else _widths(shown, width))
-    table.show_header = has_head
-    note = Text(f"left out: {', '.join(left_out)}. {remedy}", style="dim")
-    return Group(table, note) if left_out else table
+    least, most = [], []
+    for place, (title, is_number) in enumerate(zip(titles, numeric, strict=True)):
+        column = [row[place] for row in cells]
+        longest = max((cell.cell_len for cell in column), default=0)
+        word = max((cell_len(word) for cell in column for word in cell.plain.split()), default=0)
+        least.append(max([longest if is_number else min(word, _LONG), *map(cell_len, title.split())]))
+        most.append(max(longest, cell_len(title)))
+    if width is not None:
+        room = width - _GAP * (len(titles) - 1)
+        if sum(least) > room:
+            return _blocks(titles, cells, width)
+        most = [min(wanted, room) for wanted in most]
+        while sum(most) > room:
+            widest = max((most[place], place) for place in range(len(most)) if most[place] > least[place])[1]
+            most[widest] -= 1
+    table = Table(box=None, pad_edge=False, header_style=STRONG, show_header=has_head)
+    for title, is_number, columns in zip(titles, numeric, most, strict=True):
+        table.add_column(title, justify="right" if is_number else "left", width=columns, overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 def print_table(
@@ -188,81 +162,16 @@ def _one_line(cell: Cell) -> Text:
     return Text(" ").join(text.split("\n")) if "\n" in text.plain else text
 
 
-def _column(title: str, is_number: bool, cells: tuple[Text, ...]) -> _Column:
-    longest = max((each.cell_len for each in cells), default=0)
-    word = max((cell_len(part) for each in cells for word in each.plain.split() for part in _parts(word)), default=0)
-    least = longest if is_number else max(word, min(longest, max(_SHORT, min(_LONG, -(-longest // _USUAL_LINES)))))
-    return _Column(
-        title,
-        is_number,
-        cells,
-        max([least, *map(cell_len, title.split())]),
-        max(longest, cell_len(title)),
-    )
-
-
-def _parts(word: str) -> list[str]:
-    """Returns the parts between which a word may be broken: those of a long path."""
-    return _PATH_PARTS.findall(word) if cell_len(word) > _LONG else [word]
-
-
-def _broken(text: Text, width: int) -> Text:
-    """Returns a text with line breaks in the paths that are longer than `width`."""
-    places = []
-    for word in _WORDS.finditer(text.plain):
-        length, place = 0, word.start()
-        for part in _parts(word.group()) if cell_len(word.group()) > width else ():
-            if length and length + cell_len(part) > width:
-                places.append(place)
-                length = 0
-            length, place = length + cell_len(part), place + len(part)
-    return Text("\n").join(text.divide(places)) if places else text
-
-
-def _fits(columns: Sequence[_Column], width: int) -> bool:
-    return sum(each.least + _GAP for each in columns) - _GAP <= width
-
-
-def _shown(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """Returns the columns without those that must go; they may still not fit, if none of them may be left out."""
-    shown = list(columns)
-    for title in FIRST_TO_GO:
-        if not _fits(shown, width):
-            shown = [each for each in shown if each.title != title]
-    return shown
-
-
-def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """Returns the width of each column; texts take the room that is left, then titles do."""
-    widths = [each.least for each in columns]
-    spare = width - sum(widths) - _GAP * (len(columns) - 1)
-    for place in sorted(range(len(columns)), key=lambda place: columns[place].is_number):
-        more = min(spare, columns[place].most - widths[place])
-        widths[place] += more
-        spare -= more
-    return widths
-
-
-def _drawn(columns: Sequence[_Column], widths: Sequence[int]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style=STRONG)
-    for column, width in zip(columns, widths, strict=True):
-        table.add_column(column.title, justify="right" if column.is_number else "left", width=width, overflow="fold")
-    for row in zip(*(each.cells for each in columns), strict=True):
-        table.add_row(*(_broken(cell, width) for cell, width in zip(row, widths, strict=True)))
-    return table
-
-
-def _blocks(columns: Sequence[_Column], num_rows: int, width: int) -> Table:
+def _blocks(titles: Sequence[str], cells: Sequence[Sequence[Text]], width: int) -> Table:
     """Returns a line for each filled cell, its title before it, with an empty line between two rows."""
     table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
-    label_width = max(cell_len(each.title) for each in columns)
+    label_width = max(map(cell_len, titles))
     table.add_column(width=label_width, style=STRONG)
-    room = max(1, width - label_width - _GAP)
-    table.add_column(width=room, overflow="fold")
-    for row in range(num_rows):
-        if row:
+    table.add_column(width=max(1, width - label_width - _GAP), overflow="fold")
+    for number, row in enumerate(cells):
+        if number:
             table.add_row()
-        for column in columns:
-            if column.cells[row].plain:
-                table.add_row(column.title, _broken(column.cells[row], room))
+        for title, cell in zip(titles, row, strict=True):
+            if cell.plain:
+                table.add_row(title, cell)
     return table

@@ -463,7 +463,7 @@ def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> HostCh
         return HostCheck("terminal", "ok", "not a terminal: plain lines, no live table")
     found = f"{num_columns} columns, {encoding}"
     if num_columns < MIN_COLUMNS:
-        return HostCheck("terminal", "warn", found, f"widen it to {MIN_COLUMNS} columns, or tables leave columns out")
+        return HostCheck("terminal", "warn", found, f"widen it to {MIN_COLUMNS} columns: tables become blocks")
     return HostCheck("terminal", "ok", found)
 
 
