@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.bench.figures import GLOO, LINKS, TORCH, BenchRow, Cases, Hops, HopTimes, at_most, limit_row, ratio_row
 from engine.bench.session import bench_workers, served
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.ownership import Grid, fresh
 
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "512 KiB": 512 << 10, "4 MiB": 4 << 20}
 _OF_GLOO = 0.5
@@ -69,7 +69,7 @@ def _measured(hops: int, folder: Path) -> _Times:
     times: _Times = {}
     with (
         tempfile.TemporaryDirectory(dir=folder) as own,
-        bench_workers(one_slot_each(Grid(2, 1)), Path(own), "bench-links") as members,
+        bench_workers(fresh(Grid(2, 1)), Path(own), "bench-links") as members,
     ):
         for worker, member in members.items():
             member.link.send(Hops(worker, hops, tuple(SIZES.values())))

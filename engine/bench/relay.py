@@ -22,7 +22,7 @@ from engine.core.history.process_records import ExitRecord, KnownRecord
 from engine.core.history.record_lines import FOLDER, decoded
 from engine.core.history.run_records import AGENT, MarkRecord, Record
 from engine.core.job.job import Job
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.ownership import Grid, fresh
 from engine.core.protocol.coordinator_state import first_state
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.coordinator import Node, join_store
@@ -93,7 +93,7 @@ def _etcd_start_s(folder: Path) -> float:
         events_fd = open_events(own / "events.jsonl")
         stack.callback(os.close, events_fd)
         since_ns = now_ns()
-        state = first_state(job, one_slot_each(Grid(job.stages, job.microbatches)), now_ns())
+        state = first_state(job, fresh(Grid(job.stages, job.microbatches)), now_ns())
         join_store(stack, None, "bench", own, state, Recorder(events_fd, AGENT))
         return (now_ns() - since_ns) / 1e9
 
@@ -131,7 +131,7 @@ def _round(
 ) -> Agent:
     """Starts workers, of which one kills itself; serves them until all have ended."""
     job = Job(model="mlp", stages=num_workers, redundancy="none")  # a verdict ends a run without redundancy at once
-    ownership = one_slot_each(Grid(job.stages, job.microbatches))
+    ownership = fresh(Grid(job.stages, job.microbatches))
     with contextlib.ExitStack() as stack:
         events_fd = open_events(folder / f"{number}.jsonl")
         stack.callback(os.close, events_fd)

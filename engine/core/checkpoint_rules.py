@@ -19,7 +19,7 @@ from engine.core.messages import CommitMessage, EpochMessage, GoMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.units import DURATION, EPOCHS, parse_duration, parse_epochs, whole_number
 
-Kept = TypeVar("Kept")
+C = TypeVar("C")  # a checkpoint
 KEEPING_FORM = "a number of steps such as 100, of epochs as 1epoch, a duration such as 10m, 'end', or 0 for none"
 KEEPING_PATTERN = rf"^\s*(?:end|[0-9]+|{EPOCHS}|(?![0.]+[a-z]){DURATION})\s*$"  # the same, for the schemas of files
 
@@ -120,35 +120,35 @@ def shares_of(ownership: Ownership, worker: int) -> tuple[StateShare, ...]:
     )
 
 
-def may_go(kept: Sequence[Kept], keep: int, good: Collection[Kept], in_use: Collection[Kept] = ()) -> tuple[Kept, ...]:
-    """Returns the checkpoints that are older than the `keep` newest good ones; none if there are not so many.
+def may_go(checkpoints: Sequence[C], keep: int, good: Collection[C], in_use: Collection[C] = ()) -> tuple[C, ...]:
+    """Returns the `checkpoints` that are older than the `keep` newest good ones; none if there are not so many.
 
-    `kept` are all checkpoints, from the oldest to the newest; `good` are those among them that are known to be whole.
+    They are in order, the oldest first; `good` are those among them that are known to be whole.
     """
-    stay = [each for each in kept if each in good][-max(1, keep) :]
+    stay = [each for each in checkpoints if each in good][-max(1, keep) :]
     if len(stay) < max(1, keep):
         return ()
-    return tuple(each for each in kept[: kept.index(stay[0])] if each not in in_use)
+    return tuple(each for each in checkpoints[: checkpoints.index(stay[0])] if each not in in_use)
 
 
 # The ladder: the source of a lost state, the nearest first, and the end of a run that has none.
 #
 #     shadow -> the same stage in another pipeline -> newest good checkpoint -> an older one -> stop
 #
-# The first two rungs are heirs, which the membership protocol names. Below them, the launcher goes on in the same run
-# from a checkpoint, but a few times in an hour only: a cause that comes again and again would never end.
+# The first two rungs are heirs, which the membership protocol names. Below them, the launcher resumes the same run from
+# a checkpoint, but only a few times an hour: a recurring cause would never end.
 
 _WITHIN_NS = 3600 * 1_000_000_000
 
 
 class Ladder(NamedTuple):
-    """The times at which a run went on from a checkpoint; it may do so `most` times in an hour."""
+    """The times at which a run resumed from a checkpoint; it may do so `most` times in an hour."""
 
     most: int
     at_ns: tuple[int, ...] = ()
 
     def used(self, now_ns: int) -> int:
-        """Returns how many times it went on in the last hour."""
+        """Returns how often it resumed in the last hour."""
         return sum(now_ns - each < _WITHIN_NS for each in self.at_ns)
 
 
@@ -165,11 +165,11 @@ def next_rung(ladder: Ladder, good: int | None, now_ns: int) -> tuple[Ladder, Ex
 
 
 # The control messages of a worker about the parts of a checkpoint that it writes, and those that order one.
-def keeps(told: ToWorker | None) -> bool:
+def keeps(command: ToWorker | None) -> bool:
     """Returns whether a message to the workers orders a checkpoint of the last committed step."""
-    if isinstance(told, EpochMessage):
-        return keeps(told.commit) or keeps(told.go)
-    return isinstance(told, CommitMessage | GoMessage) and told.keep
+    if isinstance(command, EpochMessage):
+        return keeps(command.commit) or keeps(command.go)
+    return isinstance(command, CommitMessage | GoMessage) and command.keep
 
 
 @message
@@ -197,8 +197,8 @@ class UnkeptMessage(TextsToAgent):
 # Gathers the parts of a checkpoint from the workers, and the hashes of its layers, until it is whole.
 #
 # Rules: a manifest is written only of a step whose replicas agree: its hashes are complete, and no two of them differ.
-# A checkpoint is given up when a part of it cannot come any more: a worker cannot write it, or the run ends. An epoch
-# may begin without a worker that had parts to write: a checkpoint from before it is given up when a later one is whole.
+# A checkpoint is abandoned when a part of it can no longer come: a worker cannot write it, or the run ends. An epoch
+# may begin without a worker that had parts to write: an older checkpoint is abandoned when a later one is whole.
 
 DISPUTED = "the hashes of its replicas are incomplete or differ"
 INCOMPLETE = "not all of its parts were written"
@@ -249,15 +249,15 @@ class Gathering(NamedTuple):
 Gathered = tuple[Gathering, tuple[CompleteCheckpoint | AbandonedCheckpoint, ...]]
 
 
-def order(gathering: Gathering, told: ToWorker, committed: int) -> Gathering:
+def order(gathering: Gathering, command: ToWorker, committed: int) -> Gathering:
     """Returns the gathering after a message to the workers, which may order the parts of the last committed step.
 
     In a new epoch the workers are ordered to write the parts that the dead have not written.
     """
     pending = gathering.pending
-    if isinstance(told, EpochMessage):
+    if isinstance(command, EpochMessage):
         pending = {step: each._replace(is_orphan=True) for step, each in pending.items()}
-    if not keeps(told):
+    if not keeps(command):
         return gathering._replace(pending=pending)
     if committed in pending:
         return Gathering({**pending, committed: pending[committed]._replace(is_orphan=False)}, gathering.begun)
@@ -284,7 +284,7 @@ def close(gathering: Gathering, step: int, hashes: tuple[LayerHash, ...]) -> Gat
 
 
 def give_up(gathering: Gathering, step: int, why: str) -> Gathered:
-    """Returns the gathering without the checkpoint of a step; nothing that still comes of it counts."""
+    """Returns the gathering without the checkpoint of a step; its later parts do not count."""
     if step not in gathering.pending:
         return gathering, ()
     pending = {each: kept for each, kept in gathering.pending.items() if each != step}
@@ -298,16 +298,15 @@ def give_up_all(gathering: Gathering) -> Gathered:
     )
 
 
-def _settled(gathering: Gathering, step: int, found: PartialCheckpoint) -> Gathered:
-    """Returns the gathering after news of a step; a whole checkpoint settles the older orphans."""
-    pending = {**gathering.pending, step: found}
-    if not found.is_whole:
+def _settled(gathering: Gathering, step: int, checkpoint: PartialCheckpoint) -> Gathered:
+    pending = {**gathering.pending, step: checkpoint}
+    if not checkpoint.is_whole:
         return gathering._replace(pending=pending), ()
     orphans = [each for each in sorted(pending) if each < step and pending[each].is_orphan]
     left = {each: kept for each, kept in pending.items() if each != step and each not in orphans}
-    parts = tuple(part for _, part in sorted(found.parts.items()))
+    parts = tuple(part for _, part in sorted(checkpoint.parts.items()))
     given_up = (AbandonedCheckpoint(each, INCOMPLETE) for each in orphans)
-    return gathering._replace(pending=left), (*given_up, CompleteCheckpoint(step, found.hashes, parts))
+    return gathering._replace(pending=left), (*given_up, CompleteCheckpoint(step, checkpoint.hashes, parts))
 
 
 # The checkpoint with which a run begins, or goes on after the loss of a state.
@@ -315,8 +314,8 @@ def _settled(gathering: Gathering, step: int, found: PartialCheckpoint) -> Gathe
 class Resumption:
     """A checkpoint to begin after: its step, its place (a folder or a URL), its manifest there, and its run.
 
-    `is_named`: the user named its step, and no other step stands in for it. `init` is the hash of the weights that the
-    run was once given, empty without them. `other_bits`: the job may have others than the run of the checkpoint.
+    `is_named`: the user named its step, and no other step replaces it. `init` is the hash of the weights that the run
+    was once given, empty without them. `other_bits`: the job may have other bits than the run of the checkpoint.
     """
 
     step: int

@@ -1,8 +1,8 @@
 """The tree of exceptions, the public exit codes of the program, and the form of a user's mistake.
 
-Rules: a user's mistake is a `UserError` that lists every `Problem` found, never only the first. A bug is an
+Rules: a user's mistake is a `UserError` that lists every `Problem`, never only the first. A bug is an
 `InvariantError`, never an `assert`, which ``python -O`` drops. The class of an exception decides the exit code of the
-program. The value of a secret argument stands in no message. Text is secret if a word of its name is one of `_SECRETS`,
+program. No message shows the value of a secret argument. Text is secret if a word of its name is one of `_SECRETS`,
 such as ``hf_token``; a number is secret only if the last word is one, because ``key_dim`` is a size.
 """
 
@@ -43,7 +43,7 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
-MOST_PROBLEMS = 100  # that are told; behind these a reader of files stops
+MOST_PROBLEMS = 100  # in one report; a reader of files stops after these
 _LONGEST_NAME, _MOST_NAMES = 100, 500  # that are compared for a hint: each pair takes microseconds
 _MOST_SHOWN = 500, 2000  # characters in a message: of a name or a value; of a text that may list all fields
 BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
@@ -72,7 +72,7 @@ def has_credentials(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake of a user: its place, the expected value, the value found, and a hint for the correction."""
+    """A user's mistake: its place, the expected value, the value found, and a hint for the correction."""
 
     field: str
     expected: str
@@ -83,7 +83,6 @@ class Problem:
     column: int = 0
 
     def __post_init__(self) -> None:
-        """Masks the value of a secret argument."""
         args, _, name = self.field.rpartition(".")
         if args.endswith("_args") and self.found not in ("", repr(name)) and is_secret(name):
             object.__setattr__(self, "found", MASK)
@@ -142,15 +141,15 @@ class UserError(BambooError):
 
 
 def problems_of(*checks: Callable[[], object]) -> list[Problem]:
-    """Returns the problems of all checks, each of which may raise a `UserError`: they are told at once."""
-    found: list[Problem] = []
+    """Returns the problems of all checks, each of which may raise a `UserError`, to report them together."""
+    problems: list[Problem] = []
     for check in checks:
-        noting(found, check)
-    return found
+        noting(problems, check)
+    return problems
 
 
 def noting(problems: list[Problem], check: Callable[[], Value]) -> Value | None:
-    """Returns the result of a check; None if it raises a `UserError`, whose problems are then in `problems`."""
+    """Returns the result of a check; None if it raises a `UserError`, whose problems are added to `problems`."""
     try:
         return check()
     except UserError as error:
@@ -286,9 +285,9 @@ class WorkerException:
 
     `error` is its type and text. `place` is the part of the job that raised it: ``layer 2 (fc2)``, ``the loss``, ``the
     data`` or ``the factory mine:small``. `file`, `line` and `function` name the innermost line of the user's own code.
-    `frames` has the frames of the user with their source, innermost first; it counts those of bamboo and torch.
-    `microbatch` names the microbatch of a forward or a backward in training, and its samples. `gpu` is the trouble of
-    the worker's GPU that the exception tells, in words that begin with `GPU_ERROR` or `GPU_MEMORY`; else empty.
+    `frames` has the user's frames with their source, innermost first, and counts those of bamboo and torch.
+    `microbatch` names the microbatch of a forward or a backward in training, and its samples. `gpu` describes the
+    failure of the worker's GPU behind the exception, beginning with `GPU_ERROR` or `GPU_MEMORY`; else it is empty.
     """
 
     error: str
@@ -303,12 +302,12 @@ class WorkerException:
 
     @property
     def kind(self) -> str:
-        """The text that two exceptions with one cause share; the size that does not fit into a GPU is none of it."""
+        """The text that two exceptions with one cause share; it leaves out the size that does not fit into a GPU."""
         return self.gpu.partition(":")[0] if self.gpu.startswith(GPU_MEMORY) else self.gpu or self.error
 
     @property
     def is_injected(self) -> bool:
-        """Whether it tells the trouble of a GPU that a fault has made."""
+        """Whether an injected fault made the GPU fail."""
         return INJECTED in self.gpu
 
     def in_step(self, step: int) -> str:

@@ -82,8 +82,8 @@ def verdict_of(event: Mapping[str, Any]) -> Verdict:
 
 
 def exclusion_of(entry: Sequence[Any]) -> Exclusion:
-    """Returns an entry of a verdict from its form in JSON; an entry without a cause, as of old, tells of a death."""
+    """Returns an entry of a verdict from its form in JSON; an old entry without a cause is a death."""
     worker, why, *more = entry
-    told: list[Any] = [*more, *[Cause.DEATH, None, None][len(more) :]]
-    cause, seen, alive_ns = told
+    rest: list[Any] = [*more, *[Cause.DEATH, None, None][len(more) :]]
+    cause, seen, alive_ns = rest
     return Exclusion(worker, why, Cause(cause), Position(*seen) if seen else None, alive_ns)

@@ -53,9 +53,9 @@ class Condition:
     key: str
     value: bytes | None
 
-    def holds(self, found: KeyValue | None) -> bool:
-        """Returns whether `found`, the content of the key (None: absent), meets this condition."""
-        return self.value == (None if found is None else found.value)
+    def holds(self, entry: KeyValue | None) -> bool:
+        """Returns whether `entry`, the content of the key (None: absent), meets this condition."""
+        return self.value == (None if entry is None else entry.value)
 
 
 def absent(key: str) -> Condition:
@@ -122,12 +122,12 @@ def settled(txn: Txn, outcome: TxnOutcome) -> TxnOutcome:
     An earlier attempt was applied if the conditions fail now and a key of a condition holds the value that `txn` puts.
     """
     puts = {change.key: change for change in txn.changes if isinstance(change, Put)}
-    for found in outcome.found:
-        put = None if found is None else puts.get(found.key)
-        if found is not None and put is not None:
+    for entry in outcome.found:
+        put = None if entry is None else puts.get(entry.key)
+        if entry is not None and put is not None:
             lease_id = put.lease.lease_id if put.lease else 0
-            if (found.value, found.lease_id) == (put.value, lease_id):
-                return TxnOutcome(True, found.revision)
+            if (entry.value, entry.lease_id) == (put.value, lease_id):
+                return TxnOutcome(True, entry.revision)
     return outcome
 
 

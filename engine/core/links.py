@@ -104,7 +104,7 @@ class FrameReader:
         return self._buffer[self._have :]
 
     def filled(self, count: int) -> Iterator[Frame]:
-        """Takes in the bytes that have come to `room`, and yields frames, all of which must be taken.
+        """Takes in the bytes that have come to `room`, and yields frames, all of which must be consumed.
 
         Raises InvariantError for a frame that no sender makes.
         """
@@ -148,8 +148,8 @@ class FrameReader:
 
 # The space of a ring of shared memory, as its writer sees it: the place of the next piece, and the free bytes.
 #
-# The reader frees pieces in the order in which they were placed, and tells how many bytes that were in all. An empty
-# ring begins again at its first byte, so that a link with little on its way touches little memory.
+# The reader frees pieces in the order in which they were placed, and reports the total bytes freed. An empty ring
+# starts over at its first byte, so that a link with little traffic touches little memory.
 
 
 class RingSpace:
@@ -161,7 +161,7 @@ class RingSpace:
         self._total = 0
 
     def place(self, length: int, freed: int) -> int | None:
-        """Returns the offset for a piece, after the reader has freed so many bytes in all; None if there is no room."""
+        """Returns the offset for a piece, now that the reader has freed so many bytes in all; None without room."""
         placed = self._placed
         while placed and placed[0][2] <= freed:
             placed.popleft()
@@ -188,11 +188,11 @@ class RingSpace:
 #     Mailbox     awaited messages, early ones, those of an older epoch
 #
 # Rules: a piece of an older epoch than the reader's is dropped, however much of its message has come. A message of a
-# newer epoch waits until the reader enters that epoch: its sender heard of it first. Messages and receives of one
+# newer epoch waits until the reader enters that epoch, of which its sender learned first. Messages and receives of one
 # source and key meet in order.
 
 Room = TypeVar("Room", bound=Sized)
-Wanted = TypeVar("Wanted")
+Receive = TypeVar("Receive")
 
 
 class Incoming(Generic[Room]):
@@ -231,32 +231,29 @@ class Incoming(Generic[Room]):
         return room
 
 
-class Arrival(NamedTuple, Generic[Wanted, Room]):
+class Arrival(NamedTuple, Generic[Receive, Room]):
     """A message that has met its receive."""
 
     source: int
     key: int
-    wanted: Wanted
+    receive: Receive
     room: Room
 
 
-class Mailbox(Generic[Wanted, Room]):
+class Mailbox(Generic[Receive, Room]):
     """The messages and receives of one worker; `epoch` is that of its present group."""
 
     def __init__(self) -> None:
         self.epoch = -1
-        self._posted: dict[tuple[int, int], deque[tuple[Wanted, Room]]] = {}
+        self._posted: dict[tuple[int, int], deque[tuple[Receive, Room]]] = {}
         self._early: dict[tuple[int, int], deque[tuple[int, Room]]] = {}
 
     def enter(self, epoch: int) -> None:
         """Begins the epoch of a new group: forgets all receives, and the messages of older epochs."""
         self.epoch = epoch
         self._posted = {}
-        for address, messages in list(self._early.items()):
-            kept = deque(each for each in messages if each[0] >= epoch)
-            self._early[address] = kept
-            if not kept:
-                del self._early[address]
+        early = {address: deque(each for each in line if each[0] >= epoch) for address, line in self._early.items()}
+        self._early = {address: line for address, line in early.items() if line}
 
     def take_early(self, source: int, key: int) -> Room | None:
         """Returns the message that came before its receive, which need not be posted then; None if none has."""
@@ -268,16 +265,16 @@ class Mailbox(Generic[Wanted, Room]):
             del self._early[source, key]
         return room
 
-    def post(self, source: int, key: int, wanted: Wanted, room: Room) -> None:
+    def post(self, source: int, key: int, receive: Receive, room: Room) -> None:
         """Posts a receive of which no message has come early, with memory for it."""
-        self._posted.setdefault((source, key), deque()).append((wanted, room))
+        self._posted.setdefault((source, key), deque()).append((receive, room))
 
     def room_for(self, source: int, frame: Frame) -> Room | None:
         """Returns the memory of the receive that the message of a frame will meet; None if it has another size."""
         posted = self._posted.get((source, frame.key)) if frame.epoch == self.epoch else None
         return posted[0][1] if posted and len(posted[0][1]) == frame.total else None
 
-    def put(self, source: int, key: int, epoch: int, room: Room) -> Arrival[Wanted, Room] | None:
+    def put(self, source: int, key: int, epoch: int, room: Room) -> Arrival[Receive, Room] | None:
         """Takes in a whole message; returns it if its receive is posted, keeps it if it may still be."""
         if epoch < self.epoch:
             return None
@@ -289,10 +286,10 @@ class Mailbox(Generic[Wanted, Room]):
 
     def awaits(self, source: int) -> bool:
         """Returns whether a receive from a worker is posted, and its message has not come."""
-        return any(wanted for (other, _), wanted in self._posted.items() if other == source)
+        return any(receives for (other, _), receives in self._posted.items() if other == source)
 
     def forget(self, source: int) -> None:
-        """Forgets early messages from a worker whose number another one has now."""
+        """Forgets early messages from a worker whose number another one now has."""
         self._early = {address: each for address, each in self._early.items() if address[0] != source}
 
 
@@ -318,7 +315,7 @@ class Disturbance:
 
 
 class FrameCount:
-    """Counts the frames of a stream; of one that has begun before it, part of its header or the rest is known."""
+    """Counts the frames of a stream; of a frame begun before it, part of the header or the rest is known."""
 
     def __init__(self, head: bytes = b"", left: int = 0):
         self.whole = 0

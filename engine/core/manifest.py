@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: the one file that says which parts belong to it, and which bits they must give.
 
-Rules: the name of a manifest holds the SHA-256 of its bytes, so a torn or changed one has not its own name. Its text is
-canonical JSON: another text with the same meaning is refused. The files that it names are single path components of a
-fixed form, in the folder of its step. Each layer has all its shards, each once.
+Rules: the name of a manifest holds the SHA-256 of its bytes, so a torn or changed one does not match its name. Its text
+is canonical JSON: another text with the same meaning is refused. The files that it names are single path components of
+a fixed form, in the folder of its step. Each layer has all its shards, each once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 from engine.core.errors import InvariantError, StorageError, ensure
@@ -107,14 +108,11 @@ class Manifest:
 
     def parts_of(self, layer: int) -> tuple[Part, ...]:
         """Returns the parts of a layer, in the order of its shards."""
-        first = bisect_left(self.parts, layer, key=_layer)
-        return self.parts[first : bisect_right(self.parts, layer, lo=first, key=_layer)]
+        first = bisect_left(self.parts, layer, key=_LAYER)
+        return self.parts[first : bisect_right(self.parts, layer, lo=first, key=_LAYER)]
 
 
-def _layer(part: Part) -> int:
-    return part.layer
-
-
+_LAYER = attrgetter("layer")
 _, _READ = reader_of(Manifest)
 
 
@@ -216,8 +214,8 @@ def manifest_of(name: str, data: bytes) -> Manifest:
     except (ValueError, RecursionError):
         refuse("expected one object of JSON")
     if type(plain) is not dict or plain.get("format") != FORMAT:
-        found = plain.get("format") if type(plain) is dict else plain
-        refuse(f"the field 'format': expected {FORMAT}, found {found!r:.80}; another bamboo wrote it")
+        version = plain.get("format") if type(plain) is dict else plain
+        refuse(f"the field 'format': expected {FORMAT}, found {version!r:.80}; another bamboo wrote it")
     try:
         manifest: Manifest = _READ(plain)
     except InvariantError as error:
@@ -279,7 +277,7 @@ def _problems_of_parts(manifest: Manifest) -> Iterator[str]:
             yield f"{part.file}: expected a size in bytes and a SHA-256 (hex)"
         if any(not 0 <= stride < _MOST for _, strides in part.strides for stride in strides):
             yield f"{part.file}: expected strides of at least 0 and less than 2**63"
-    groups = [(layer, list(parts)) for layer, parts in groupby(manifest.parts, lambda part: part.layer)]
+    groups = [(layer, list(parts)) for layer, parts in groupby(manifest.parts, _LAYER)]
     if [layer for layer, _ in groups] != [each.layer for each in manifest.layers]:
         yield "the field 'parts': expected the parts of each layer, in the order of layers"
     for layer, parts in groups:
@@ -290,12 +288,11 @@ def _problems_of_parts(manifest: Manifest) -> Iterator[str]:
 # The bytes of the parts of a checkpoint: the tensors of a layer, held against the hashes of the trajectory.
 #
 # A part has the form of safetensors: the length of a header, the header, the tensors. Its header names the tensors in
-# the order of the trajectory's hashes, so that who has no model can hash them too: weights, optimizer state, buffers.
+# the order of the trajectory's hashes, so that they can be hashed without the model: weights, optimizer state, buffers.
 #
-# Rules: the bytes of a part are hashed, and the same bytes are parsed. A header is the text that bamboo writes, in each
-# byte, and its tensors fill the part. The tensors of a layer have the hashes of the trajectory, or it is damaged: bytes
-# that were wrong before they were written have the right SHA-256. Nothing is trusted in between: every size is checked
-# before it is used.
+# Rules: the bytes of a part are hashed, and the same bytes are parsed. A header is byte for byte the text that bamboo
+# writes, and its tensors fill the part. The tensors of a layer have the hashes of the trajectory, or it is damaged:
+# bytes that were wrong before they were written have the right SHA-256. Every size is checked before it is used.
 
 
 # The name of a dtype in a header -> its name in torch, and the bytes of one element.
@@ -385,8 +382,8 @@ def parameter_of(name: str) -> str:
 def _check_bytes(part: Part, data: bytes) -> None:
     if len(data) != part.size:
         raise ValueError(f"expected {part.size} bytes, found {len(data)}")
-    if (found := hashlib.sha256(data).hexdigest()) != part.sha256:
-        raise ValueError(f"expected the SHA-256 {part.sha256[:16]}..., found {found[:16]}...")
+    if (digest := hashlib.sha256(data).hexdigest()) != part.sha256:
+        raise ValueError(f"expected the SHA-256 {part.sha256[:16]}..., found {digest[:16]}...")
 
 
 def _check_names(part: Part, tensors: Mapping[str, StoredTensor]) -> None:
@@ -409,11 +406,10 @@ def _tensors_in(data: bytes) -> dict[str, StoredTensor]:
         raise ValueError("this is no file of a layer: its header is no JSON") from error
     if type(entries) is not dict or header_bytes(entries) != data[:begin]:
         raise ValueError("this is no file of a layer: its header is not the text of its values")
-    content, found = memoryview(data)[begin:], dict[str, StoredTensor]()
-    spans = []
+    content, tensors, spans = memoryview(data)[begin:], dict[str, StoredTensor](), []
     for name, entry in entries.items():
         dtype, shape, span = _checked(name, entry)
-        found[name] = StoredTensor(dtype, shape, (content[slice(*span)],))
+        tensors[name] = StoredTensor(dtype, shape, (content[slice(*span)],))
         spans.append(span)
     end = 0
     for first, last in sorted(spans):
@@ -422,7 +418,7 @@ def _tensors_in(data: bytes) -> dict[str, StoredTensor]:
         end = last
     if end != len(content):
         raise ValueError(f"this is no file of a layer: its tensors have {end} of {len(content)} bytes")
-    return found
+    return tensors
 
 
 def _checked(name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
@@ -479,16 +475,12 @@ def _hashes(tensors: Mapping[str, StoredTensor], pipelines: int) -> tuple[str, s
 def _hash(named: Iterable[tuple[str, str]], tensors: Mapping[str, StoredTensor]) -> str:
     """Returns the SHA-256 of tensors under other names, as `hash_tensors` makes it of torch's."""
     digest = hashlib.sha256()
-    for piece in _hashed(named, tensors):
-        digest.update(piece)
+    for name, stored in named:
+        dtype, shape, pieces = tensors[stored]
+        digest.update(f"{name} torch.{dtype} {list(shape)}\n".encode())
+        for piece in pieces:
+            digest.update(piece)
     return digest.hexdigest()
-
-
-def _hashed(named: Iterable[tuple[str, str]], tensors: Mapping[str, StoredTensor]) -> Iterator[bytes | memoryview]:
-    for name, kept in named:
-        dtype, shape, pieces = tensors[kept]
-        yield f"{name} torch.{dtype} {list(shape)}\n".encode()
-        yield from pieces
 
 
 # The names of weights and buffers in a model's own state_dict, from the names in a checkpoint.
@@ -512,10 +504,10 @@ def plain_names(manifest: Manifest, layer: int, stored: Iterable[str]) -> dict[s
     """Returns for each plain name of a layer the name of its tensor in the parts, which have the `stored` names."""
     first = manifest.parts_of(layer)[0]
     prefix = prefixes(manifest.names)[layer]
-    found = {
+    names = {
         f"{prefix}{name.removeprefix(beginning)}": name
         for name in stored
         for beginning in _OF_MODEL
         if name.startswith(beginning) and name.removeprefix(beginning) not in first.transient
     }
-    return found | {f"{prefix}{alias}": name for alias, name in first.aliases}
+    return names | {f"{prefix}{alias}": name for alias, name in first.aliases}

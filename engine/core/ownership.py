@@ -143,11 +143,6 @@ def fresh(grid: Grid, stages_per_worker: int = 1, placement: Placement = "loop")
     return Ownership(grid, tuple(d * num_workers + each for d in range(grid.pipelines) for each in placed))
 
 
-def one_slot_each(grid: Grid) -> Ownership:
-    """Returns the ownership in which worker ``pipeline * P + stage`` owns that slot."""
-    return fresh(grid)
-
-
 def with_shadows(
     ownership: Ownership,
     redundancy: Redundancy,
@@ -160,12 +155,12 @@ def with_shadows(
     """Returns the ownership with new shadows up to the number that the policy wants; surplus ones are dropped.
 
     `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no other worker holds the stage in
-    another pipeline. `none` wants none. A new shadow is a member, is not the owner, and is not leaving. The `wanted`
-    owner of a slot becomes a shadow first, beside those that it has. A leaving worker stays a shadow until it has left.
+    another pipeline. `none` wants none. A new shadow is a member, not the owner, and not leaving. The `wanted` owner of
+    a slot becomes a shadow first, in addition to the present ones. A leaving worker stays a shadow until it has left.
     Where `host_of` names hosts, a worker on a host without a replica of the slot comes first; and a slot whose replicas
-    are all on one host gets one more, so that one of the others is surplus the next time. Of a run of several blocks,
-    the owner of the run before shadows the first half, and that of the run behind (cyclic), or another worker, the
-    second half. So two workers share the blocks of one that dies. Any other slot gets the least loaded worker; of
+    are all on one host gets one more, so that one of the others is surplus the next time. In a run of several blocks,
+    the owner of the preceding run shadows the first half, and that of the following run (cyclic), or another worker,
+    the second half: two workers share the blocks of one that dies. Any other slot gets the least loaded worker; of
     several, the owner of the nearest preceding stage (cyclic), then those of other pipelines.
     """
     if redundancy == "none" and not wanted and not any(ownership.shadows):
@@ -192,8 +187,8 @@ def with_shadows(
                 break
             add(slot, _best(able, ownership, loads, slot))
         if host_of and shadows[slot] and count(slot) and _on_one_host(ownership.owner(*slot), shadows[slot], host_of):
-            able = _elsewhere(ownership, shadows[slot], slot, members, leaving, host_of)
-            if able:
+            able, home = _able(ownership, shadows[slot], slot, members, leaving, host_of), ownership.owner(*slot)
+            if able := [each for each in able if host_of.get(each) != host_of.get(home)]:
                 add(slot, _best(able, ownership, loads, slot))
     for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
@@ -231,19 +226,6 @@ def healed(
     """
     host_of = {each: str(host) for each, host in zip(members, hosts, strict=True)} if hosts else None
     return with_shadows(ownership, redundancy, level, members, leaving, wanted, host_of)
-
-
-def _elsewhere(
-    ownership: Ownership,
-    present: tuple[int, ...],
-    slot: Slot,
-    members: Collection[int],
-    leaving: Collection[int],
-    host_of: Mapping[int, str],
-) -> list[int]:
-    """Returns the workers on other hosts than the owner of a slot that may become its next shadow, in order."""
-    able = _able(ownership, present, slot, members, leaving, host_of)
-    return [each for each in able if host_of.get(each) != host_of.get(ownership.owner(*slot))]
 
 
 def _kept(owner: int, staying: tuple[int, ...], most: int, host_of: Mapping[int, str]) -> tuple[int, ...]:
@@ -306,7 +288,7 @@ def _best(able: Collection[int], ownership: Ownership, loads: Counter[int], slot
 
 
 def _from(slot: Slot, step: int, able: Collection[int], ownership: Ownership) -> Iterator[int]:
-    """Yields `able` by the way from a slot to the next slot of each: in its pipeline, then in others, cyclic."""
+    """Yields `able` by the distance from a slot to the next slot of each: in its pipeline, then in others, cyclic."""
     grid, (pipeline, stage) = ownership.grid, slot
     left = set(able)
     for more in range(grid.pipelines):

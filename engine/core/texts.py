@@ -92,7 +92,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() else _DOUBTFUL.sub(_harmless, _SEQUENCES.sub("", text))
 
 
-def _harmless(found: re.Match[str]) -> str:
-    character = found.group()
+def _harmless(match: re.Match[str]) -> str:
+    character = match.group()
     is_space = character.isspace() and character >= _FIRST_SPACE and character not in _ENDS
     return character if is_space or character.isprintable() else "?"

@@ -35,11 +35,11 @@ def check_builtin_args(field: str, factory: Factory, args: Args) -> None:
 def argument_problems(field: str, module: str, name: str, args: Args, beside: Collection[str] = ()) -> list[Problem]:
     """Returns the problems with the arguments of the built-in factory `name` in `module`; names `beside` are others."""
     known = builtin_arguments(module, name) if args else {}
-    problems = [_unknown(field, each, {*known, *beside}) for each in args if each not in known]
-    for each, value in args.items():
-        if each in known and not _fits(each, known[each], value):
-            problems.append(Problem(f"{field}.{each}", _expected(each, known[each]), repr(value)))
-    return problems
+    return [_unknown(field, each, {*known, *beside}) for each in args if each not in known] + [
+        Problem(f"{field}.{argument}", _expected(argument, known[argument]), repr(value))
+        for argument, value in args.items()
+        if argument in known and not _fits(argument, known[argument], value)
+    ]
 
 
 @functools.cache
@@ -50,12 +50,12 @@ def builtin_arguments(module: str, name: str) -> Mapping[str, Scalar]:
         raise InvariantError(f"no source of {module}")
     # Read as a file, because not every loader returns sources (pytest's loader of plugins does not).
     with _parsing:
-        found = _definition(ast.parse(Path(spec.origin).read_bytes()).body, name)
-    if isinstance(found, ast.ClassDef):
-        found = _definition(found.body, "__init__")
-    if not isinstance(found, ast.FunctionDef):
+        definition = _definition(ast.parse(Path(spec.origin).read_bytes()).body, name)
+    if isinstance(definition, ast.ClassDef):
+        definition = _definition(definition.body, "__init__")
+    if not isinstance(definition, ast.FunctionDef):
         raise InvariantError(f"{module} has no {name}")
-    pairs = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
+    pairs = zip(definition.args.kwonlyargs, definition.args.kw_defaults, strict=True)
     return {each.arg: ast.literal_eval(default) for each, default in pairs if default is not None}
 
 
@@ -74,8 +74,8 @@ def check_user_args(field: str, factory: Factory, args: Args) -> None:
     problems = [_unknown(field, name, known) for name in args if name not in known and not takes_any]
     problems += [
         Problem(f"{field}.{name}", "a value, since the factory has no default for it")
-        for name, each in known.items()
-        if each.default is each.empty and name not in args
+        for name, parameter in known.items()
+        if parameter.default is parameter.empty and name not in args
     ]
     if problems:
         raise UserError(problems)

@@ -63,7 +63,7 @@ class DataFacts:
             raise ValueError(f"DataFacts: expected one of {', '.join(get_args(Task))} as task, found {self.task!r}")
 
 
-class Taken(NamedTuple):
+class InputSelection(NamedTuple):
     """The inputs that a function takes, as numbers: by position, and by name."""
 
     positions: tuple[int, ...]
@@ -80,7 +80,7 @@ class Columns(NamedTuple):
     names: tuple[str, ...]
     target: str
 
-    def taken_by(self, function: Callable[..., object], targets: Container[str] = ()) -> Taken:
+    def taken_by(self, function: Callable[..., object], targets: Container[str] = ()) -> InputSelection:
         """Returns the inputs that a function takes; `targets` are parameters that get the targets.
 
         It takes those that it has a parameter for, the target too; with ``**`` all others by name. A function that
@@ -92,15 +92,15 @@ class Columns(NamedTuple):
         kinds = {each.kind for each in parameters}
         named = {each.name: at[each.name] for each in parameters if each.name in at}
         if inspect.Parameter.VAR_KEYWORD in kinds:
-            return Taken((), {name: at[name] for name in others} | named)
+            return InputSelection((), {name: at[name] for name in others} | named)
         if not named and (len(others) == 1 or inspect.Parameter.VAR_POSITIONAL in kinds):
-            return Taken(tuple(at[name] for name in others), {})
+            return InputSelection(tuple(at[name] for name in others), {})
         is_lacking = any(each.default is each.empty and each.name not in named for each in parameters)
         if is_lacking or not named:
             wanted = ", ".join(each.name for each in parameters)
             expected = f"columns that the first layer takes ({wanted})"
             raise UserError([Problem("data", expected, ", ".join(self.names), "a collate function can name them")])
-        return Taken((), named)
+        return InputSelection((), named)
 
 
 @runtime_checkable
@@ -135,8 +135,8 @@ def training_generator(seed: int, step: int, pipeline: int, microbatch: int) -> 
 #     def mine(seed):
 #         return indexed(training, {"validation": held_out, "test": other}, seed=seed)
 #
-# Every sample is trained once in every pass over the training set, in an order that the seed and the pass decide
-# (`engine.core.job.samples`). No order is kept in memory, so that a run can go on at any step.
+# Every sample is trained once in every pass over the training set, in an order that depends on the seed and the pass
+# (`engine.core.job.samples`). No order is kept in memory, so a run can continue at any step.
 
 
 class MapStyle(Protocol):
@@ -154,8 +154,8 @@ ONLY = "validation"  # the name of the evaluation set of a source that has one
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
-    """The result of `indexed`, before the job is known; a field that is None comes from the job or from a sample."""
+class DataSets:
+    """The data sets of `indexed`, before the job is known; a field that is None comes from the job or from a sample."""
 
     training: MapStyle
     evaluations: Mapping[str, MapStyle]
@@ -173,7 +173,7 @@ def indexed(
     seed: int | None = None,
     collate: Collate | None = None,
     draws: bool = False,
-) -> Indexed:
+) -> DataSets:
     """Makes a source of microbatches from a data set to train on, and sets by name that training never sees.
 
     A sample is a pair of inputs and targets, each a tensor, a number or a sequence of them; or a mapping of columns.
@@ -183,17 +183,17 @@ def indexed(
     pass has a key. Raises UserError if a data set is empty.
     """
     named = {} if validation is None else validation if isinstance(validation, Mapping) else {ONLY: validation}
-    for name, each in {"training": training, **named}.items():
-        if not len(each):
+    for name, samples in {"training": training, **named}.items():
+        if not len(samples):
             raise UserError([Problem("data", f"at least one sample in the {name} set", "an empty one")])
-    return Indexed(training, dict(named), facts, seed, collate, draws)
+    return DataSets(training, dict(named), facts, seed, collate, draws)
 
 
 # Splits a tree of arguments into equal microbatches.
 #
-# A spec gives the treatment of each leaf. It is a mark, which holds for all leaves below it; or a tree with the same
-# keys as the value and a spec for each part; or None, the default: tensors are split along dimension 0, other leaves
-# are replicated. Rule: parts have equal sizes, because the loss of a step is the mean over its microbatches.
+# A spec says how to treat each leaf. It is a mark, which applies to all leaves below it; or a tree with the same keys
+# as the value and a spec for each part; or None, the default: tensors are split along dimension 0, other leaves are
+# replicated. Rule: parts have equal sizes, because the loss of a step is the mean over its microbatches.
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +240,13 @@ def _split(value: Any, spec: Spec, count: int, length: int | None, where: str) -
 
 
 def _specs(parts: dict[Any, Any], spec: Spec, where: str) -> dict[Any, Spec]:
-    """Returns the spec of each part of a tree."""
     if spec is None or isinstance(spec, (Chunk, Mark)):
         return dict.fromkeys(parts, spec)
-    found = parts_of(spec)
-    if found is None or found.keys() != parts.keys():
+    specs = parts_of(spec)
+    if specs is None or specs.keys() != parts.keys():
         expected = ", ".join(map(str, parts)) or "nothing"
         raise ValueError(f"{where}: expected a spec for {expected}, found {spec!r}")
-    return found
+    return specs
 
 
 def _mark(leaf: Any, spec: Spec, where: str) -> Chunk | Mark:
@@ -309,7 +308,8 @@ class SplitBatches:
         self._step = 0
         self._parts: dict[int, list[WholeBatch]] = {}  # of the step, by pipeline
         self._lock = threading.Lock()  # several threads may load ahead
-        self._form, _ = _form(self._part(0, 0, 0, job.microbatch_size))
+        part = self._part(0, 0, 0, job.microbatch_size)
+        self._form, _ = flatten((part.args, part.kwargs))
         self.facts = replace(source.facts, form=self._form)
 
     def microbatch(self, step: int, pipeline: int, microbatch: int, size: int) -> Batch:
@@ -322,7 +322,7 @@ class SplitBatches:
 
     def _batch(self, step: int, pipeline: int, index: int, size: int) -> Batch:
         part = map_leaves(_own, self._part(step, pipeline, index, size))
-        form, inputs = _form(part)
+        form, inputs = flatten((part.args, part.kwargs))
         if form != self._form:
             raise ValueError(f"batch: expected arguments of the same form in every microbatch, found {form}")
         return Batch(inputs, flatten(part.targets)[1])
@@ -336,7 +336,6 @@ class SplitBatches:
             return self._parts[pipeline][index]
 
     def _split(self, step: int, pipeline: int, size: int) -> list[WholeBatch]:
-        """Returns the parts of a whole batch; an error names the call of the source."""
         source, name = self._source, type(self._source).__name__
         if step == _VALIDATION:
             count = self._job.validation_microbatches or Job().validation_microbatches
@@ -352,10 +351,6 @@ class SplitBatches:
             return split(whole, source.spec, count, count * size)
         except ValueError as error:
             raise ValueError(f"{call}: {error}") from error
-
-
-def _form(part: WholeBatch) -> tuple[object, tuple[Tensor, ...]]:
-    return flatten((part.args, part.kwargs))
 
 
 def _own(leaf: Any) -> Any:
@@ -378,7 +373,7 @@ def _build(layer: LayerSpec, form: object) -> nn.Module:
         form = form.taken_by(module.function if isinstance(module, FunctionLayer) else forward)
 
     def call(*inputs: Tensor) -> object:
-        args, kwargs = form.chosen(inputs) if isinstance(form, Taken) else unflatten(form, inputs)
+        args, kwargs = form.chosen(inputs) if isinstance(form, InputSelection) else unflatten(form, inputs)
         return forward(*args, **kwargs)
 
     module.forward = call

@@ -20,7 +20,7 @@ from engine.core.job.job import Job
 from engine.core.job.samples import EvaluationPart, EvaluationSets, first_position, sample_at, shares
 from engine.core.random_key import random_key
 from engine.core.texts import counted
-from engine.models.data import ONLY, Columns, Data, DataFacts, Indexed, SplitBatches, WholeBatches, indexed
+from engine.models.data import ONLY, Columns, Data, DataFacts, DataSets, SplitBatches, WholeBatches, indexed
 from engine.models.layers import Batch, Tensors
 from engine.models.losses import shapes_of
 from engine.models.model_registry import data_factory, data_problems, is_own, name_problems
@@ -47,8 +47,8 @@ def batch_of(columns: Mapping[str, Any]) -> tuple[Columns, Batch]:
     target = next((name for name in TARGETS if name in tensors), None)
     if target is None or len(tensors) < 2:
         expected = f"a column of targets ({', '.join(TARGETS)}) and one of inputs"
-        found = ", ".join(tensors) or "no column of numbers"
-        raise TypeError(f"the data: expected {expected}, found {found}; a collate function can name them")
+        names = ", ".join(tensors) or "no column of numbers"
+        raise TypeError(f"the data: expected {expected}, found {names}; a collate function can name them")
     return Columns(tuple(tensors), target), Batch(tuple(tensors.values()), (tensors[target],))
 
 
@@ -80,12 +80,12 @@ def _stacked(name: str, rows: Sequence[Tensor]) -> Tensor:
 
 def evaluation_sets(data: Data) -> EvaluationSets:
     """Returns the number of samples of each evaluation set by its name; 0 for a set without limit."""
-    found: EvaluationSets = getattr(data, "evaluation_sets", {ONLY: 0})
-    return found
+    sets: EvaluationSets = getattr(data, "evaluation_sets", {ONLY: 0})
+    return sets
 
 
 def evaluation(data: Data, name: str, index: int, size: int) -> Batch:
-    """Returns microbatch `index` of an evaluation set; one at the end of the set goes on at its begin."""
+    """Returns microbatch `index` of an evaluation set; one at the end of the set continues at its beginning."""
     load = getattr(data, "evaluation", None)
     batch: Batch = data.validation(index, size) if load is None else load(name, index, size)
     return batch
@@ -100,7 +100,7 @@ def evaluation(data: Data, name: str, index: int, size: int) -> Batch:
 _TRAINING = ("train", "training")
 
 
-def given_sets(made: Any) -> Indexed | None:
+def given_sets(made: Any) -> DataSets | None:
     """Returns the source of the data sets that a factory returned; None for any other object."""
     if isinstance(made, Mapping):
         training = next((name for name in _TRAINING if name in made), None)
@@ -127,22 +127,22 @@ def why_not(made: Any) -> str:
     return ""
 
 
-def _is_map_style(each: Any) -> bool:
-    is_other = isinstance(each, str | bytes | Mapping | tuple | IterableDataset | Tensor)
-    return not is_other and hasattr(each, "__len__") and hasattr(each, "__getitem__")
+def _is_map_style(samples: Any) -> bool:
+    is_other = isinstance(samples, str | bytes | Mapping | tuple | IterableDataset | Tensor)
+    return not is_other and hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
 
 
-def _formatted(each: Any) -> Any:
+def _formatted(samples: Any) -> Any:
     """Returns a set whose columns are tensors, if it can do that itself, as those of the package datasets."""
-    form = getattr(each, "format", None)
+    form = getattr(samples, "format", None)
     has_none = not isinstance(form, Mapping) or form.get("type") is None
-    return each.with_format("torch") if hasattr(each, "with_format") and has_none else each
+    return samples.with_format("torch") if hasattr(samples, "with_format") and has_none else samples
 
 
 # The rows of a microbatch that count: the last one of an evaluation set may have fewer samples than rows.
 #
-# Its other rows are filled with samples from the begin of the set, which the first microbatch has too. So the rows of
-# these samples tell whether dimension 0 is the sample: outputs may have as many rows for another reason, such as time.
+# Its other rows are filled with samples from the beginning of the set, which the first microbatch has too. So the rows
+# of these samples show whether dimension 0 is the sample: outputs may have as many rows for another reason, as time.
 
 _NEAR, _NEAR_NARROW = 1e-2, 5e-2  # of the largest; a kernel may round the rows of a matrix in other ways
 _EXPECTED = "outputs and targets with one row per sample"
@@ -161,9 +161,9 @@ class EvaluatedBatch(NamedTuple):
         """
         for name, ours, theirs in zip(self._fields, self, begin, strict=True):
             near = _NEAR_NARROW if is_narrow else _NEAR
-            for number, (each, of_begin) in enumerate(zip(ours, theirs, strict=True)):
-                if why := _why_no_samples(each, of_begin, size, part.rows, near if name == "outputs" else 0.0):
-                    raise _refusal(part, f"{name}[{number}] {shapes_of((each,))}, {why}")
+            for number, (tensor, of_begin) in enumerate(zip(ours, theirs, strict=True)):
+                if why := _why_no_samples(tensor, of_begin, size, part.rows, near if name == "outputs" else 0.0):
+                    raise _refusal(part, f"{name}[{number}] {shapes_of((tensor,))}, {why}")
         return EvaluatedBatch(*(tuple(each[: part.rows] for each in tensors) for tensors in self))
 
 
@@ -184,17 +184,15 @@ def _are_near(one: Tensor, other: Tensor, near: float) -> bool:
     return torch.allclose(one, other, near, near * float(finite.max() if finite.numel() else 0.0), equal_nan=True)
 
 
-def _refusal(part: EvaluationPart, found: str) -> UserError:
-    hint = (
-        f"--validation-microbatches {part.number} measures whole microbatches only"
-        if part.number
-        else "a smaller microbatch_size"
-    )
+def _refusal(part: EvaluationPart, tensor: str) -> UserError:
+    hint = "a smaller microbatch_size"
+    if part.number:
+        hint = f"--validation-microbatches {part.number} measures whole microbatches only"
     where = f"in the last microbatch of the evaluation set {part.name}, of {part.rows} samples"
-    return UserError([Problem("validation_microbatches", _EXPECTED, f"{found}, {where}", hint)])
+    return UserError([Problem("validation_microbatches", _EXPECTED, f"{tensor}, {where}", hint)])
 
 
-# The facts of a data set, as far as its first microbatch tells them; a size that it does not tell is 0.
+# The facts of a data set, as far as its first microbatch shows them; a size that it does not show is 0.
 def seen_facts(batch: Batch, form: Columns | None, training: Any) -> DataFacts:
     """Returns the facts of a microbatch of a training set.
 
@@ -203,9 +201,8 @@ def seen_facts(batch: Batch, form: Columns | None, training: Any) -> DataFacts:
     """
     inputs = batch.inputs[0]
     if form is not None:
-        inputs = next(
-            (each for name, each in zip(form.names, batch.inputs, strict=True) if name != form.target), inputs
-        )
+        columns = zip(form.names, batch.inputs, strict=True)
+        inputs = next((tensor for name, tensor in columns if name != form.target), inputs)
     target = batch.targets[0]
     features = inputs.shape[1] if inputs.dim() == 2 else 0
     if target.is_floating_point():
@@ -239,7 +236,7 @@ def _num_classes(training: Any, form: Columns | None) -> int:
 class IndexedData:
     """The microbatches of a finite data set for one job; `num_samples` are in its training set."""
 
-    def __init__(self, source: Indexed, job: Job):
+    def __init__(self, source: DataSets, job: Job):
         self.num_samples = len(source.training)
         self.evaluation_sets = {name: len(each) for name, each in source.evaluations.items()}
         self._source, self._job = source, job
@@ -310,9 +307,9 @@ class IndexedData:
         return None, Batch(_tensors(inputs, "inputs"), _tensors(targets, "targets"))
 
 
-def bound(made: Data | Indexed, job: Job) -> Data:
+def bound(made: Data | DataSets, job: Job) -> Data:
     """Returns a source of data for a job; raises UserError for a collate function that it cannot use."""
-    if isinstance(made, Indexed):
+    if isinstance(made, DataSets):
         return IndexedData(made, job)
     if job.collate:
         raise UserError([Problem("collate", "a data set of samples", repr(job.data), "this source makes microbatches")])
@@ -332,9 +329,9 @@ def samples_of(data: Data, step: int, pipeline: int, microbatch: int) -> list[in
 
 def _tensors(part: Any, name: str) -> Tensors:
     tensors = tuple(part) if isinstance(part, list | tuple) else (part,)
-    for each in tensors:
-        if not isinstance(each, Tensor):
-            raise TypeError(f"collate: expected tensors in the {name}, found {type(each).__name__}")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"collate: expected tensors in the {name}, found {type(tensor).__name__}")
     return tensors
 
 
@@ -354,7 +351,7 @@ def user_data(job: Job) -> Data:
     with torch.random.fork_rng(devices=[]):
         returned = made_by("data", job.data, {"seed": job.seed, **job.data_args}, random_key(job.seed, "data"))
     with running("the data"):
-        is_whole = isinstance(returned, Data | WholeBatches | Indexed)
+        is_whole = isinstance(returned, Data | WholeBatches | DataSets)
         made = bound(returned if is_whole else given_sets(returned) or returned, job)
     if isinstance(made, Data) and isinstance(made.facts, DataFacts):
         return OwnData(made)
@@ -372,10 +369,10 @@ def user_data(job: Job) -> Data:
 def _lacks(made: object) -> str:
     """Returns the parts that an object lacks to be a data source, in words that follow its type."""
     if not isinstance(getattr(made, "facts", None), DataFacts):
-        found = f", whose facts are a {type(made.facts).__name__}" if hasattr(made, "facts") else " without facts"
-        return f"{found}: facts = DataFacts(task=...)"
-    wanted = ("spec", "batch", "validation_batch") if hasattr(made, "batch") else ("microbatch", "validation")
-    missing = [name if name == "spec" else f"{name}()" for name in wanted if not hasattr(made, name)]
+        facts = f", whose facts are a {type(made.facts).__name__}" if hasattr(made, "facts") else " without facts"
+        return f"{facts}: facts = DataFacts(task=...)"
+    parts = ("spec", "batch", "validation_batch") if hasattr(made, "batch") else ("microbatch", "validation")
+    missing = [name if name == "spec" else f"{name}()" for name in parts if not hasattr(made, name)]
     return f" without {' and '.join(missing)}" if missing else ""
 
 
@@ -417,11 +414,11 @@ class OwnData:
             if rows != size:
                 raise ValueError(f"{name} returned {counted(rows, 'row')} in {part}[0], {size} were asked for")
         for part, tensors in _parts(batch):
-            found = shapes_of(tensors)
+            shapes = shapes_of(tensors)
             # The inputs of a validation are those of training, its targets may be others.
             key = part if part == "inputs" else f"{part} of {call.partition('(')[0]}"
-            if (first := self._kinds.setdefault((key, size), found)) != found:
-                raise ValueError(f"{name} returned {found} as {part}, the first were {first}")
+            if (first := self._kinds.setdefault((key, size), shapes)) != shapes:
+                raise ValueError(f"{name} returned {shapes} as {part}, the first were {first}")
         return batch
 
 
@@ -442,7 +439,7 @@ def open_data(job: Job) -> Data:
     return bound(factory(job.seed, **job.data_args), job)
 
 
-# ``python -m engine.models.data_sources FD`` opens the data of a job, and tells how many samples it has.
+# ``python -m engine.models.data_sources FD`` opens the data of a job, and reports how many samples it has.
 def answer_about(job: Job) -> dict[str, Any]:
     """Returns the number of samples in the training set as `samples`, or an error under another key."""
     try:

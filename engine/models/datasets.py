@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.core.errors import EnvironmentLacksError, Problem, UserError
-from engine.models.data import DataFacts, Indexed, Task, indexed, keyed_generator, training_generator
+from engine.models.data import DataFacts, DataSets, Task, indexed, keyed_generator, training_generator
 from engine.models.layers import Batch
 from engine.models.losses import IGNORED
 
@@ -93,9 +93,8 @@ def digits(seed: int, *, size: int = 8) -> ImageData:
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise EnvironmentLacksError(
-            "the digits are part of scikit-learn, which is not installed: pip install scikit-learn"
-        )
+        text = "the digits are part of scikit-learn, which is not installed: pip install scikit-learn"
+        raise EnvironmentLacksError(text)
     table = gzip.decompress((Path(package.origin).parent / "datasets/data/digits.csv.gz").read_bytes())
     rows = torch.tensor([[int(value) for value in line.split(b",")] for line in table.split()], dtype=torch.uint8)
     images, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].long()
@@ -118,7 +117,8 @@ def image_folder(path: str, seed: int) -> ImageData:
     folder = Path(path)
     cifar_training = sorted(folder.glob("data_batch_*.bin"))
     if cifar_training:
-        training = _join([_read_cifar(file) for file in cifar_training])
+        images, labels = zip(*map(_read_cifar, cifar_training), strict=True)
+        training = torch.cat(images), torch.cat(labels)
         validation = _read_cifar(_only(folder, "test_batch.bin"))
     elif any(folder.glob("data_batch_*")):
         expected = "the binary version of CIFAR-10 (data_batch_1.bin ...)"
@@ -137,10 +137,10 @@ def _wrong(path: Path, expected: str, hint: str = "") -> UserError:
 
 
 def _only(folder: Path, *patterns: str) -> Path:
-    found = sorted(file for pattern in patterns for file in folder.glob(pattern))
-    if not found:
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    if not files:
         raise _wrong(folder, f"a folder with a file {patterns[0]}")
-    return found[0]
+    return files[0]
 
 
 def _read(file: Path) -> bytes:
@@ -157,10 +157,6 @@ def _read_cifar(file: Path) -> tuple[Tensor, Tensor]:
         raise _wrong(file, f"records of {CIFAR_RECORD_BYTES} bytes", f"it has {len(content)} bytes")
     records = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, CIFAR_RECORD_BYTES)
     return _checked(file, records[:, 1:].reshape(-1, *CIFAR_SHAPE), records[:, 0])
-
-
-def _join(sets: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.cat([images for images, _ in sets]), torch.cat([labels for _, labels in sets])
 
 
 def _read_mnist(folder: Path, part: str) -> tuple[Tensor, Tensor]:
@@ -337,7 +333,7 @@ class TokenWindows:
         return window[:-1], window[1:]
 
 
-def tokens(path: str, seed: int, *, vocabulary: int = 50257, sequence: int = 32, token_bytes: int = 2) -> Indexed:
+def tokens(path: str, seed: int, *, vocabulary: int = 50257, sequence: int = 32, token_bytes: int = 2) -> DataSets:
     """Maps the file of tokens at `path`; raises UserError if it cannot be mapped, or is too short."""
     if token_bytes not in _TYPES:
         raise UserError([Problem("data_args.token_bytes", "2 or 4", repr(token_bytes))])

@@ -35,8 +35,8 @@ class ModuleCopy:
             return copy.deepcopy(self.module)
         except Exception as error:
             hint = "such as torch.nn.utils.parametrizations.weight_norm in place of torch.nn.utils.weight_norm"
-            found = f"{self.name!r}: {type(error).__name__}: {error}"
-            raise UserError([Problem("model", "layers that copy.deepcopy can copy", found, hint)]) from error
+            failure = f"{self.name!r}: {type(error).__name__}: {error}"
+            raise UserError([Problem("model", "layers that copy.deepcopy can copy", failure, hint)]) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,6 @@ def _specs(layers: object) -> Iterator[LayerSpec]:
 
 
 def _names(layer_name: str, layer: nn.Module, attribute: str) -> tuple[str, ...]:
-    """Returns the names of the skip connections that a layer hands or takes."""
     names = getattr(layer, attribute, ())
     if not (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):
         raise TypeError(f"expected a tuple of names as {attribute} of layer {layer_name}, found {names!r}")
@@ -291,31 +290,30 @@ def _mismatches(layers: Sequence[LayerSpec]) -> Iterator[Problem]:
     taking = _by_name(layers, [layer.takes for layer in layers])
     for name, givers in handing.items():
         if len(givers) > 1:
-            yield Problem("model", f"one layer that hands {name!r}", _told(layers, givers))
+            yield Problem("model", f"one layer that hands {name!r}", _layer_names(layers, givers))
         if name not in taking:
-            hint = nearest(name, taking.keys() - handing.keys())
-            yield Problem(
-                "model", f"a later layer that takes {name!r}", f"none; {_told(layers, givers)} hands it", hint
+            given, hint = (
+                f"none; {_layer_names(layers, givers)} hands it",
+                nearest(name, taking.keys() - handing.keys()),
             )
+            yield Problem("model", f"a later layer that takes {name!r}", given, hint)
     for name, takers in taking.items():
         if name not in handing:
-            hint = nearest(name, handing)
-            yield Problem(
-                "model", f"an earlier layer that hands {name!r}", f"none; {_told(layers, takers)} takes it", hint
-            )
+            none = f"none; {_layer_names(layers, takers)} takes it"
+            yield Problem("model", f"an earlier layer that hands {name!r}", none, nearest(name, handing))
         elif takers[0] <= handing[name][0]:
-            found = f"{_told(layers, handing[name][:1])} hands it and {_told(layers, takers[:1])} takes it"
-            yield Problem("model", f"{name!r} to be taken by a later layer than hands it", found)
+            giver, taker = _layer_names(layers, handing[name][:1]), _layer_names(layers, takers[:1])
+            expected = f"{name!r} to be taken by a later layer than hands it"
+            yield Problem("model", expected, f"{giver} hands it and {taker} takes it")
 
 
 def _by_name(layers: Sequence[LayerSpec], names: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
-    """Returns for each name the layers that list it; a layer that lists it twice appears twice."""
-    found: dict[str, list[int]] = {}
+    indexes: dict[str, list[int]] = {}
     for index, listed in enumerate(names):
         for name in listed:
-            found.setdefault(name, []).append(index)
-    return found
+            indexes.setdefault(name, []).append(index)
+    return indexes
 
 
-def _told(layers: Sequence[LayerSpec], indexes: Sequence[int]) -> str:
+def _layer_names(layers: Sequence[LayerSpec], indexes: Sequence[int]) -> str:
     return " and ".join(f"layer {index} ({layers[index].name})" for index in indexes)

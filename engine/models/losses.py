@@ -64,16 +64,16 @@ def _name_of(metric: Loss) -> str:
 def _called(place: str, function: Loss, outputs: Tensors, targets: Tensors) -> Tensor:
     outputs = tuple(each.float() if each.dtype in _NARROW else each for each in outputs)
     try:
-        found = function(outputs, targets)
-        if isinstance(found, float | int) and place != _LOSS:
-            found = torch.tensor(float(found), device=outputs[0].device)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            told = shapes_of((found,)) if isinstance(found, Tensor) else type(found).__name__
-            raise TypeError(f"expected a tensor with one number, the mean over the microbatch, found {told}")
+        value = function(outputs, targets)
+        if isinstance(value, float | int) and place != _LOSS:
+            value = torch.tensor(float(value), device=outputs[0].device)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            kind = shapes_of((value,)) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"expected a tensor with one number, the mean over the microbatch, found {kind}")
     except RAISED as error:
         blame(error, place, function, _hint(error, outputs, targets, function is default_loss))
         raise
-    return found
+    return value
 
 
 def _hint(error: BaseException, outputs: Tensors, targets: Tensors, is_default: bool) -> str:
@@ -86,8 +86,8 @@ def _hint(error: BaseException, outputs: Tensors, targets: Tensors, is_default: 
         if wrong:
             expected = f"targets from 0 to {output.shape[-1] - 1}, or a last layer with one output for each class"
             return f"{output.shape[-1]} classes, target {wrong[0]}; expected {expected}"
-    told = f"outputs {shapes_of(outputs)}, targets {shapes_of(targets)}"
-    return f"{told}; both are tuples: take outputs[0] and targets[0]" if isinstance(error, TypeError) else told
+    shapes = f"outputs {shapes_of(outputs)}, targets {shapes_of(targets)}"
+    return f"{shapes}; both are tuples: take outputs[0] and targets[0]" if isinstance(error, TypeError) else shapes
 
 
 def shapes_of(tensors: Tensors) -> str:

@@ -2,7 +2,7 @@
 
 A buffer may not share memory with a parameter: setting the buffer from the log would undo the optimizer step of the
 parameter. A buffer of several layers becomes a copy in each of them, like a tied parameter. But no exchange keeps these
-copies equal, so that no forward may change them.
+copies equal, so no forward may change them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Uses = tuple[tuple[int, str], ...]  # the uses of one buffer: (layer index, buff
 def refuse_what_cannot_be_kept(layers: Mapping[int, nn.Module]) -> None:
     """Raises UserError with every layer whose state is not in plain tensors, which can be copied, sent and summed.
 
-    If there is none, raises UserError with every buffer that shares memory with a parameter.
+    Else raises UserError with every buffer that shares memory with a parameter.
     """
     foreign = [
         Problem("model", "layers of plain tensors", f"{what} in layer {index}", hint)
@@ -75,11 +75,10 @@ def shared_buffers(layers: Mapping[int, nn.Module]) -> tuple[Uses, ...]:
         for name, buffer in layer.named_buffers():
             for address in _addresses(buffer):
                 uses.setdefault(address, []).append((index, name))
-    return tuple(tuple(found) for found in uses.values() if len({index for index, _ in found}) > 1)
+    return tuple(tuple(places) for places in uses.values() if len({index for index, _ in places}) > 1)
 
 
 def _addresses(tensor: Tensor) -> list[int]:
-    """Returns the address of a tensor's memory, or nothing if it has none."""
     if not tensor.numel() or tensor.is_meta:
         return []
     return [tensor.untyped_storage().data_ptr()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -30,7 +29,8 @@ def build_model(job: Job, facts: DataFacts, data: Data | None = None) -> Model:
 
     An ordinary module is called with its example inputs, else with the first microbatch of `data`.
     """
-    _refuse(model_problems(job))
+    if problems := model_problems(job):
+        raise UserError(problems)
     form = facts.form
 
     def ordinary(module: nn.Module, given: object) -> Model:
@@ -60,8 +60,3 @@ def _builtin_model(job: Job, facts: DataFacts) -> Model:
         raise UserError([Problem("data", f"data whose facts have {', '.join(unknown)}", repr(job.data), hint)])
     model: Model = entry.factory(facts, **job.model_args)
     return model
-
-
-def _refuse(problems: Iterable[Problem]) -> None:
-    if found := tuple(problems):
-        raise UserError(found)

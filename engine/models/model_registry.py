@@ -173,7 +173,6 @@ def argument_names(job: Job) -> list[str]:
 
 
 def _division_problems(part: str, whole: str, args: Args, given: Args) -> list[Problem]:
-    """Returns a problem if argument `part` does not divide `whole`; it names the one that the user gave."""
     if int(args[whole]) % int(args[part]) == 0:
         return []
     if part not in given:

@@ -1,11 +1,11 @@
 """Exceptions of the user's code: the place in the job that raised one, and the user's own line.
 
-Rules: the innermost place counts. A line is the user's own if it is not of bamboo, of torch or of Python; the innermost
-one outside of installed packages comes first. An exception of bamboo about a result, such as a wrong shape, has no such
-line: then the function that returned the result stands for it.
+Rules: the innermost place counts. A line is the user's own if it is not part of bamboo, torch or Python; the innermost
+one outside installed packages comes first. An exception of bamboo about a result, such as a wrong shape, has no such
+line: then the function that returned the result is named instead.
 
-An exception is the user's code as well: its text may raise, take long or fill megabytes, and 100,000 others may hang on
-it. Its description never raises, waits `_PATIENCE_S` for each text at most, and says where a text was cut.
+An exception is the user's code as well: its text may raise, take long or fill megabytes, and 100,000 others may be
+linked to it. Its description never raises, waits at most `_PATIENCE_S` for each text, and says where a text was cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _MICROBATCH = "_bamboo_microbatch"
 _RAISES = re.compile(r"\b(raise|assert)\b")
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
-_FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", Path(torch.__file__).parent)
+_TORCH = Path(torch.__file__).parent
+_FOLDED = (Path(__file__).parents[1], Path(__file__).parents[2] / "bamboo_cli", _TORCH)
 
 # Code of the user may raise anything, `SystemExit` too: it ends one worker.
 RAISED = BaseException
@@ -138,7 +139,6 @@ def _marks(error: BaseException) -> dict[str, Any]:
 
 
 def _text(error: BaseException, words: object) -> str:
-    """Returns the type of an exception and its words."""
     if isinstance(error, CodeEnded):
         return str(error)
     problems: list[str] = []
@@ -164,11 +164,11 @@ def _num_linked(error: BaseException) -> int:
     seen: set[int] = set()
     left = [error]
     while left and len(seen) <= _MOST_LINKED + 1:
-        each = left.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            left += [other for other in (each.__cause__, each.__context__) if other is not None]
-            left += BaseExceptionGroup.exceptions.__get__(each) if isinstance(each, BaseExceptionGroup) else ()
+        linked = left.pop()
+        if id(linked) not in seen:
+            seen.add(id(linked))
+            left += [other for other in (linked.__cause__, linked.__context__) if other is not None]
+            left += BaseExceptionGroup.exceptions.__get__(linked) if isinstance(linked, BaseExceptionGroup) else ()
     return len(seen) - 1
 
 
@@ -220,11 +220,7 @@ def _own_line(frames: Sequence[FrameSummary], called: Callable[..., object] | No
 def _has_raise_statement(frames: Sequence[FrameSummary]) -> bool:
     """Returns whether Python code raised the exception on purpose, outside of torch: its words say enough."""
     last = frames[-1] if frames else None
-    return last is not None and bool(_RAISES.search(last.line or "")) and not _is_of_torch(last.filename)
-
-
-def _is_of_torch(filename: str) -> bool:
-    return Path(filename).is_relative_to(Path(torch.__file__).parent)
+    return last is not None and bool(_RAISES.search(last.line or "")) and not Path(last.filename).is_relative_to(_TORCH)
 
 
 @functools.cache
@@ -251,9 +247,9 @@ def shown(filename: str) -> str:
 def _folded(frames: Sequence[FrameSummary]) -> Iterator[str]:
     """Yields the lines of the user's frames with their source, innermost first, and the number of the other frames."""
     own = [each for each in reversed(frames) if is_own(each.filename)]
-    for each in own:
-        yield f"{shown(each.filename)}:{each.lineno}, in {each.name}"
-        if each.line:
-            yield f"    {each.line}"
+    for frame in own:
+        yield f"{shown(frame.filename)}:{frame.lineno}, in {frame.name}"
+        if frame.line:
+            yield f"    {frame.line}"
     if folded := len(frames) - len(own):
         yield f"... {counted(folded, 'frame')} of bamboo and torch"

@@ -48,8 +48,8 @@ def user_model(job: Job, ordinary: Callable[[nn.Module, object], Model] | None =
         hint = "its layers are known: return it alone"
         raise wrong_factory("model", job.model, expected, f"it returned {type(made).__name__} with inputs; {hint}")
     if job.split:
-        found = f"{job.split!r} for {job.model}, which is a list of layers already"
-        raise UserError([Problem("split", "no value", found, "each layer of a list stays whole")])
+        split = f"{job.split!r} for {job.model}, which is a list of layers already"
+        raise UserError([Problem("split", "no value", split, "each layer of a list stays whole")])
     model = made if isinstance(made, Model) else _model_of(job.model, made)
     if not model.layers:
         raise wrong_factory("model", job.model, "a factory that returns at least one layer")
@@ -66,7 +66,6 @@ def _parted(made: object) -> tuple[object, object]:
 
 
 def _model_of(factory_name: str, made: object) -> Model:
-    """Returns the model of a Sequential or a list of layers."""
     try:
         named = named_layers(made)
     except TypeError:
@@ -99,25 +98,25 @@ def made_by(field: str, name: str, args: Args, key: int) -> Any:
 
     Raises UserError for arguments that the factory does not take, and for arguments of an object.
     """
-    found = _import(field, name)
-    if isinstance(found, (nn.Module, Model)) or not callable(found):
+    target = _import(field, name)
+    if isinstance(target, (nn.Module, Model)) or not callable(target):
         if given := args.keys() - {"seed"}:
-            hint = f"{name} is a {type(found).__name__}, no factory"
+            hint = f"{name} is a {type(target).__name__}, no factory"
             raise UserError([Problem(f"{field}_args", "no arguments", ", ".join(sorted(given)), hint)])
-        return found
-    if field == "data" and not takes(found, "seed"):
+        return target
+    if field == "data" and not takes(target, "seed"):
         args = {name: value for name, value in args.items() if name != "seed"}
-    check_user_args(f"{field}_args", found, args)
+    check_user_args(f"{field}_args", target, args)
     torch.manual_seed(key)
-    return called(name, found, args)
+    return called(name, target, args)
 
 
 def import_factory(field: str, name: str) -> Factory:
     """Returns the function `package.module:attribute` that a job's field names; raises UserError if there is none."""
-    found = _import(field, name)
-    if not callable(found):
-        raise wrong_factory(field, name, "a factory that can be called", f"it is a {type(found).__name__}")
-    return found
+    target = _import(field, name)
+    if not callable(target):
+        raise wrong_factory(field, name, "a factory that can be called", f"it is a {type(target).__name__}")
+    return target
 
 
 def _import(field: str, name: str) -> Any:
@@ -131,15 +130,14 @@ def _import(field: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module was found, and one that it imports was not
-        raise wrong_factory(
-            field, name, "a factory that can be imported", f"{type(error).__name__}: {error}"
-        ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
+        hint = f"{type(error).__name__}: {error}"
+        raise wrong_factory(field, name, "a factory that can be imported", hint) from error
+    target = getattr(module, attribute, None)
+    if target is None:
         raise wrong_factory(field, name, f"a factory in {module_name}", nearest(attribute, dir(module)))
-    if isinstance(found, (ModuleType, int, float, str, bytes)):
-        raise wrong_factory(field, name, "a factory that can be called", f"it is a {type(found).__name__}")
-    return found
+    if isinstance(target, (ModuleType, int, float, str, bytes)):
+        raise wrong_factory(field, name, "a factory that can be called", f"it is a {type(target).__name__}")
+    return target
 
 
 def _look_in_this_folder() -> None:

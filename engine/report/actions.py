@@ -1,8 +1,8 @@
 """The table of actions: one row for each action that a worker finished, with its epoch and purpose.
 
 Rules: an action belongs to the epoch in which it began. It is *redundant* if another worker owns its slot. It is
-*replayed* if an owner of the slot had already finished the same action of the same step. Of a long run the table has
-whole ranges of steps, with those near a recovery first; sums, bars and the rows about recoveries are of all actions.
+*replayed* if an owner of the slot had already finished the same action of the same step. For a long run the table has
+only some ranges of steps, those near a recovery first; sums, bars and the rows about recoveries cover all actions.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Sums:
         totals.busy_ns += int(entries["length_ns"][_IS_BUSY[entries["op"]]].sum())
         last = int(end_ns.argmax())
         if end_ns[last] > totals.end_ns:
-            found = entries[last]
-            totals.end_ns, totals.last_step = int(end_ns[last]), int(found["step"])
-            totals.last_action = _text_of(found)
+            entry = entries[last]
+            totals.end_ns, totals.last_step = int(end_ns[last]), int(entry["step"])
+            totals.last_action = _text_of(entry)
 
     @property
     def num_actions(self) -> int:
@@ -139,8 +139,8 @@ def columns_of(parts: list[tuple[int, np.ndarray]], pids: dict[int, int]) -> tup
     return columns, [_text_of(entries[at]) for at in places]
 
 
-def _text_of(found: Any) -> str:
-    return str(action_of(*(int(found[each]) for each in ("stage", "pipeline", "microbatch", "op"))))
+def _text_of(entry: Any) -> str:
+    return str(action_of(*(int(entry[name]) for name in ("stage", "pipeline", "microbatch", "op"))))
 
 
 MOST_ACTIONS = 500_000  # rows, which take about 50 MB, and three times as much while they are made
@@ -193,7 +193,6 @@ def _joined(tables: Sequence[pd.DataFrame], none: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chosen(ranges: dict[int, int], marked: Collection[int], span: int, most: int | None) -> set[int]:
-    """Returns the first steps of the ranges whose actions are rows of the table."""
     if most is None:
         return {*ranges}
     left = most * ENTRY_BYTES

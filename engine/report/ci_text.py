@@ -59,11 +59,12 @@ def step_summary(matrix: str, results: Sequence[CellResult], max_bytes: int = MA
     """Returns the summary as Markdown, of at most `max_bytes` bytes in UTF-8."""
     head = f"### bamboo matrix {_cell(matrix)}: {counts_text(results)}\n\n"
     head += "| cell | result | why | seconds | run |\n|---|---|---|---:|---|\n"
-    rows = sorted(results, key=lambda each: _ORDER[each.result])
+    rows = sorted(results, key=lambda result: _ORDER[result.result])
     text, size = [head], len(head.encode())
-    for number, each in enumerate(rows):
-        row = f"| {_cell(each.cell)} | {_cell(each.verdict)} | {_cell(_why(each))} | {each.seconds:.2f} "
-        row += f"| {_cell(each.run)} |\n"
+    for number, result in enumerate(rows):
+        why = "" if result.result == "passed" else result.text[:500]
+        row = f"| {_cell(result.cell)} | {_cell(result.verdict)} | {_cell(why)} | {result.seconds:.2f} "
+        row += f"| {_cell(result.run)} |\n"
         rest = f"\ntruncated: {len(rows) - number} more cells are not shown\n"
         if size + len(row.encode()) + len(rest.encode()) > max_bytes:
             return "".join([*text, rest])
@@ -74,14 +75,10 @@ def step_summary(matrix: str, results: Sequence[CellResult], max_bytes: int = MA
 
 def error_commands(file: str, results: Sequence[CellResult]) -> Iterator[str]:
     """Yields a command for every cell that did not pass; it annotates the line of its case."""
-    for each in results:
-        if each.result != "passed":
-            title = _property(f"{each.cell} {each.verdict}")
-            yield f"::error file={_property(file)},line={max(1, each.line)},title={title}::{_data(each.text)}"
-
-
-def _why(result: CellResult) -> str:
-    return "" if result.result == "passed" else result.text[:500]
+    for result in results:
+        if result.result != "passed":
+            title = _property(f"{result.cell} {result.verdict}")
+            yield f"::error file={_property(file)},line={max(1, result.line)},title={title}::{_data(result.text)}"
 
 
 def _cell(text: str) -> str:

@@ -40,22 +40,20 @@ def different_fields(a: Job, b: Job) -> dict[str, tuple[Any, Any]]:
 
 
 def _flat(job: Job) -> dict[str, Any]:
-    """Returns the fields of a job, with each argument as a field such as ``model_args.width``."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in asdict(job).items():
-        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        flat |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _figures(run: RunTables) -> dict[str, np.ndarray]:
-    found = {"step": run.steps["duration_ms"].iloc[1:]}  # without the first step, which warms up
+    columns = {"step": run.steps["duration_ms"].iloc[1:]}  # without the first step, which warms up
     for column in ("stall_ms", *PHASE_COLUMNS, "pause_ms"):
-        found[f"recovery: {column.removesuffix('_ms')}"] = run.recovery[column]
+        columns[f"recovery: {column.removesuffix('_ms')}"] = run.recovery[column]
     lengths_ms = (run.actions["end_ns"] - run.actions["start_ns"]) / 1e6
-    for op, each in lengths_ms.groupby(run.actions["op"]):
-        found[f"action {op}"] = each
-    values = {name: series.dropna().to_numpy(dtype="float64") for name, series in found.items()}
-    return {name: each for name, each in values.items() if len(each)}
+    columns |= {f"action {op}": lengths for op, lengths in lengths_ms.groupby(run.actions["op"])}
+    figures = {name: series.dropna().to_numpy(dtype="float64") for name, series in columns.items()}
+    return {name: values for name, values in figures.items() if len(values)}
 
 
 def _row(name: str, a: np.ndarray, b: np.ndarray) -> tuple[str | int | float, ...]:
@@ -86,9 +84,9 @@ def _median_interval(values: np.ndarray) -> tuple[float, float]:
 # Conditions on tables, such as ``recovery.stall_ms.p95 > 500``; a condition that is met fails the check of a run.
 #
 # Rules: a condition is a table, a column, a figure, a comparison and a number. Missing values are ignored, except that
-# a time of an unfinished recovery fails the check; so does a time of which only bounds are known, if it may meet the
-# condition. A column without values is no pass: there is nothing to measure. The figure ``count`` is 0 there. A run
-# that failed, or was interrupted, fails the check by itself.
+# a time of an unfinished recovery fails the check; so does a time known only within bounds, if it may meet the
+# condition. A column without values does not pass: there is nothing to measure. The figure ``count`` is 0 there. A run
+# that failed, or was interrupted, fails the check anyway.
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -131,10 +129,10 @@ class FailCondition:
             return ExitCode.EXPECTATION_FAILED, f"{self.text}: a recovery did not reach the end of this time"
         if tables[self.table][self.column].isna().all() and self.figure != "count":
             return ExitCode.NOTHING_MATCHED, f"{self.text}: nothing to measure"
-        found = self._found(tables[self.table][self.column])
-        most = found if self.figure == "count" else self._found(tables[self.table][self._most])
-        is_met = [self._holds(each) for each in (found, most)]
-        shown = self._shown(found) if found == most else f"at least {self._shown(found)}, at most {self._shown(most)}"
+        least = self._value(tables[self.table][self.column])
+        most = least if self.figure == "count" else self._value(tables[self.table][self._most])
+        is_met = [self._holds(value) for value in (least, most)]
+        shown = self._text(least) if least == most else f"at least {self._text(least)}, at most {self._text(most)}"
         relation = f"{'not' if not any(is_met) else '' if all(is_met) else 'perhaps'} {self.comparison} {self.number:g}"
         text = f"{self.table}.{self.column}.{self.figure} is {shown}, {relation.strip()}"
         return ExitCode.EXPECTATION_FAILED if any(is_met) else ExitCode.OK, text
@@ -144,18 +142,18 @@ class FailCondition:
         """The column of the upper bounds of the values."""
         return _AT_MOST.get(self.column, self.column)
 
-    def _found(self, column: pd.Series) -> float:
+    def _value(self, column: pd.Series) -> float:
         values = column.dropna().astype("float64")
         quantile = _QUANTILE.fullmatch(self.figure)
         return float(values.quantile(int(quantile[1]) / 100) if quantile else _FIGURES[self.figure](values))
 
-    def _holds(self, found: float) -> bool:
-        return _COMPARISONS[self.comparison](found, self.number)
+    def _holds(self, value: float) -> bool:
+        return _COMPARISONS[self.comparison](value, self.number)
 
-    def _shown(self, found: float) -> str:
+    def _text(self, value: float) -> str:
         """Returns a figure in the unit of its column, with the digits that the comparison needs."""
-        short = f"{found:.0f}" if abs(found) >= 100 else f"{found:.3g}"
-        text = short if self._holds(float(short)) == self._holds(found) else f"{found:.9g}"
+        short = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        text = short if self._holds(float(short)) == self._holds(value) else f"{value:.9g}"
         return f"{text} ms" if self.column.endswith("_ms") and self.figure != "count" else text
 
     def _never_over(self, table: pd.DataFrame) -> bool:

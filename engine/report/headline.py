@@ -27,9 +27,8 @@ def headline(run: RunTables, *, with_weights: bool = True) -> tuple[Mood, str]:
     mood: Mood = "bad" if judged.is_red else "open" if is_open else "good"
     sentences = [judged.damage()] if judged.proof.flaws else []
     sentences += [_finding(judged.findings)] if judged.findings and mood == "bad" else []
-    sentences.append(
-        f"As expected: {_training(run)}" if mood == "good" and judged.training == "failed" else _training(run)
-    )
+    expected = "As expected: " if mood == "good" and judged.training == "failed" else ""
+    sentences.append(f"{expected}{_training(run)}")
     if run.not_kept:
         sentences.append(sentence(run.not_kept))
     difference = judged.comparison and judged.comparison.difference  # it is the finding of a check
@@ -39,7 +38,6 @@ def headline(run: RunTables, *, with_weights: bool = True) -> tuple[Mood, str]:
 
 
 def _finding(failing: Sequence[CheckRecord]) -> str:
-    """Returns the first failing check in a sentence."""
     first = failing[0]
     text = first.text if first.result == "failed" else f"nothing was proved: {first.text}"
     others = "one more check" if len(failing) == 2 else f"{len(failing) - 1} more checks"
@@ -49,7 +47,6 @@ def _finding(failing: Sequence[CheckRecord]) -> str:
 
 
 def _training(run: RunTables) -> str:
-    """Returns a sentence about the outcome of training."""
     num_steps = run.job.steps
     committed = int(run.steps["step"].max()) + 1 if len(run.steps) else 0
     outcome = run.judgement.training
@@ -74,7 +71,6 @@ def _training(run: RunTables) -> str:
 
 
 def _without_end(run: RunTables, steps: str) -> str:
-    """Returns a sentence about a run without a record of the end of its training."""
     if run.judgement.outcome:  # as a host has heard it that did not coordinate
         return f"This run has ended as {run.judgement.outcome!r}: {steps}."
     here = f" on host {run.host.node}" if run.host and run.host.node else ""
@@ -100,7 +96,6 @@ def _cause(run: RunTables) -> str:
 
 
 def _deaths(recovery: pd.DataFrame) -> str:
-    """Returns a sentence about the lost workers, the heirs and the time that training stalled."""
     late = ", ".join(recovery[recovery["outcome"] == AFTER_END]["who"])
     early = ", ".join(recovery[recovery["outcome"] == RESTARTED]["who"])
     recovery = recovery[~recovery["outcome"].isin(NO_WORKER_LOST)]
@@ -110,21 +105,21 @@ def _deaths(recovery: pd.DataFrame) -> str:
         return f"{_lost(late)} after the last commit, when no step was left to recover."
     out = recovery[recovery["who"] != ""]
     stalls = stalls_of(recovery if out.empty else out)
-    told = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
+    stall = f"training stalled for {quantile(stalls, 0.5) if stalls else 'an unknown time'}"
     if out.empty:
-        return "No worker was lost." if recovery.empty else f"No worker was lost; one link was mended; {told}."
+        return "No worker was lost." if recovery.empty else f"No worker was lost; one link was mended; {stall}."
     longest = f" in the median, the longest time for {quantile(stalls, 1.0)}" if stalls and len(out) > 1 else ""
     again = out[out["rung"] == FROM_CHECKPOINT]
     if len(again) == len(out):
-        return f"The state was lost; {_from_checkpoints(again)}; {told}{longest}."
+        return f"The state was lost; {_from_checkpoints(again)}; {stall}{longest}."
     if len(out) == 1:
         row = out.iloc[0]
         heirs = row["heirs"].split(", ")
         goes_on = f"{numbered('worker', heirs)} took over" if row["heirs"] else "the others went on"
-        return f"{_lost(row['who'])} in step {row['step']}; {goes_on}; {told}."
+        return f"{_lost(row['who'])} in step {row['step']}; {goes_on}; {stall}."
     num_lost = sum(len(who.split(", ")) for who in out["who"])
     others = "others took over" + ("" if again.empty else f"; {_from_checkpoints(again)}")
-    return f"{num_lost} workers were lost; {others}; {told}{longest}."
+    return f"{num_lost} workers were lost; {others}; {stall}{longest}."
 
 
 def _from_checkpoints(again: pd.DataFrame) -> str:
@@ -157,17 +152,16 @@ def command(run: RunTables) -> str:
         words += trust_words(run.scenario.needs_trust)
         return f"{shlex.join(words)}\n\n# {name}{'' if name.endswith('.yaml') else '.yaml'}\n{text}"
     words = ["bamboo", "run"]
-    for each in fields(Job):
-        value = getattr(run.job, each.name)
-        default = {} if each.name in ARGS_FIELDS else each.default
-        if each.name not in _PLACES and value != default:
-            words += _flags(each.name, value)
+    for field in fields(Job):
+        value = getattr(run.job, field.name)
+        default = {} if field.name in ARGS_FIELDS else field.default
+        if field.name not in _PLACES and value != default:
+            words += _flags(field.name, value)
     kills = [fault for fault in run.faults if ":" in fault]  # no other id has one
     words += flags("--kill", kills)
     others = [fault for fault in run.faults if fault not in kills]
-    return shlex.join(words) + (
-        f"\n# without the faults of `bamboo inject --run`: {', '.join(others)}" if others else ""
-    )
+    note = f"\n# without the faults of `bamboo inject --run`: {', '.join(others)}" if others else ""
+    return shlex.join(words) + note
 
 
 _PLACES = {"results", "name"}

@@ -1,7 +1,7 @@
 """The judgement of a run, from its records: the ends of training and command, the comparison with the twin, the checks.
 
 Rules: a run is red if its command failed, if a request of `bamboo inject --run` was not passed, or if its evidence
-contradicts itself. What is said of the weights is the proof, which was computed of the evidence, and no record of it.
+contradicts itself. What is said about the weights comes from the proof, computed from the evidence, not from a record.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Judgement:
 
     @property
     def is_unverified(self) -> bool:
-        """Whether the weights were compared, and the evidence of it is not there."""
+        """Whether the weights were compared, but the evidence is missing."""
         return self.not_compared is None and bool(self.proof.missing)
 
     @property
@@ -109,14 +109,14 @@ def checks_table(judgement: Judgement) -> pd.DataFrame:
 
 def outcome_table(judgement: Judgement) -> pd.DataFrame:
     """Returns one row: the outcome and exit code of the command, and the comparison with the twin."""
-    found = judgement.comparison
-    difference = found.difference if found else None
+    comparison = judgement.comparison
+    difference = comparison.difference if comparison else None
     row: dict[str, Any] = {
         "outcome": judgement.outcome,
         "exit_code": judgement.exit_code,
         "training": judgement.training,
         "weights": judgement.weights(),
-        "steps_compared": found.compared if found else 0,
+        "steps_compared": comparison.compared if comparison else 0,
         "first_difference": str(difference or ""),
         "difference_step": difference.step if difference else None,
         "difference_layer": difference.layer if difference else None,

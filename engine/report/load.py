@@ -9,7 +9,7 @@ The public entry for programs that use the tables:
     run.recovery, run.steps, run.workers, run.actions   # pandas data frames
 
 Rule: tables come from events.jsonl and the folder steps alone. The weights are verified with a proof, which takes all
-the evidence of a run folder; without one they are told as not verified.
+the evidence of a run folder; without one they are shown as not verified.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from engine.report.tables import (
 
 def exceptions_in_words(raised: Sequence[RaisedRecord]) -> list[tuple[str, RaisedRecord]]:
     """Returns a sentence and the first record of each exception; workers that raised the same in a step share it."""
-    alike: dict[str, list[RaisedRecord]] = {}
+    by_text: dict[str, list[RaisedRecord]] = {}
     for each in raised:
-        alike.setdefault(each.exception.in_step(each.step), []).append(each)
-    return [(f"{numbered('worker', [each.of for each in same])} {text}", same[0]) for text, same in alike.items()]
+        by_text.setdefault(each.exception.in_step(each.step), []).append(each)
+    return [(f"{numbered('worker', [each.of for each in same])} {text}", same[0]) for text, same in by_text.items()]
 
 
 # The observations and decisions of a run in the order of time: faults, exits, suspicions, verdicts, the end.
@@ -70,11 +70,11 @@ COLUMNS = ["at_ms", "what", "epoch", "worker", "text"]
 def history_table(history: RunHistory) -> pd.DataFrame:
     """Returns one row per observation or decision; times in milliseconds since training began."""
     rows: list[tuple[Any, ...]] = []
-    for epoch, record in history.in_epochs(*(RECORDS[kind] for kind in _TELLING)):
+    for epoch, record in history.in_epochs(*(RECORDS[kind] for kind in _TEXTS)):
         if isinstance(record, StampedRecord):
             at_ns = record.seen_ns if isinstance(record, ExitRecord) else record.at_ns
             kind, worker = kind_of(type(record)), getattr(record, "of", None)
-            rows.append(((at_ns - history.begin_ns) / 1e6, kind, epoch, worker, _TELLING[kind](record)))
+            rows.append(((at_ns - history.begin_ns) / 1e6, kind, epoch, worker, _TEXTS[kind](record)))
     return pd.DataFrame(rows, columns=COLUMNS).astype({"worker": "Int64"}).sort_values("at_ms", kind="stable")
 
 
@@ -84,7 +84,7 @@ def verdict_text(epoch: EpochRecord) -> str:
     return f"{out} ({epoch.reason})" if out and epoch.reason not in in_words(epoch.verdict) else out or epoch.reason
 
 
-_TELLING: dict[str, Callable[[Any], str]] = {
+_TEXTS: dict[str, Callable[[Any], str]] = {
     "fault": lambda record: f"injected {record.fault}",
     "notice": lambda record: f"gave notice, {record.grace_s:g} s",
     "pace": lambda record: f"after step {record.step}: {record.why}",
@@ -233,7 +233,6 @@ def _unread(num_actions: int) -> list[str]:
 
 
 def _missing(history: RunHistory) -> list[str]:
-    """Returns in words the committed steps whose files of actions are gone, though the run did not leave them out."""
     span, there = span_of(history.job), history.files.ranges().keys()
     out = left_out_steps(history)
     begun = history.commits.steps[0] if history.commits else 0

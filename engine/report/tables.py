@@ -70,11 +70,10 @@ def steps_table(history: RunHistory) -> pd.DataFrame:
 
 def evaluations_table(history: RunHistory) -> pd.DataFrame:
     """Returns one row per evaluation set of a validation pass: its samples, its loss, and a column for each metric."""
-    rows = {
-        (each.step, each.name): {"step": each.step, "set": each.name, "samples": each.samples, "loss": each.loss}
-        | dict(each.metrics)
-        for each in history.of(ValidationRecord)
-    }  # a step that was redone has its last result
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for record in history.of(ValidationRecord):  # a step that was redone has its last result
+        row = {"step": record.step, "set": record.name, "samples": record.samples, "loss": record.loss}
+        rows[record.step, record.name] = row | dict(record.metrics)
     kinds = {"step": "int64", "set": object, "samples": "int64", "loss": "float64"}
     return pd.DataFrame([*rows.values()], columns=None if rows else list(kinds)).astype(kinds)
 
@@ -82,7 +81,7 @@ def evaluations_table(history: RunHistory) -> pd.DataFrame:
 def samples_table(job: Job, steps: Iterable[int], num_samples: int) -> pd.DataFrame:
     """Returns one row per microbatch and pass over the training set; none for data without limit.
 
-    `first` is the place of the first sample in the order of the pass, which `engine.core.job.samples` tells.
+    `first` is the place of the first sample in the order of the pass (`engine.core.job.samples`).
     """
     rows = [
         (step, pipeline, microbatch, *share)
@@ -109,9 +108,9 @@ def workers_table(history: RunHistory, sums: Sums, origin_ns: int) -> pd.DataFra
     prediction for the owners of that time.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for each in last_starts(history).values():
-        slots = " ".join(f"{pipeline}.{stage}" for pipeline, stage in each.slots)
-        rows[each.of] = {"worker": each.of, "pid": each.child, "slots": slots, "state": "running"}
+    for start in last_starts(history).values():
+        slots = " ".join(f"{pipeline}.{stage}" for pipeline, stage in start.slots)
+        rows[start.of] = {"worker": start.of, "pid": start.child, "slots": slots, "state": "running"}
     for worker, predicted in _predicted(history).items():
         if worker in rows:
             rows[worker]["tensors_mib"] = sum(predicted) / _MIB
@@ -150,8 +149,8 @@ def _predicted(history: RunHistory) -> dict[int, WorkerBytes]:
 def memory_table(history: RunHistory) -> pd.DataFrame:
     """Returns the most memory of a worker's GPU in a step, and in those after it up to the next row of the worker."""
     rows = [
-        (each.worker, each.step, each.allocated / _MIB, each.reserved / _MIB, each.predicted / _MIB or math.nan)
-        for each in history.of(MemoryRecord)
+        (peak.worker, peak.step, peak.allocated / _MIB, peak.reserved / _MIB, peak.predicted / _MIB or math.nan)
+        for peak in history.of(MemoryRecord)
     ]
     kinds = {"worker": "int64", "step": "int64", **dict.fromkeys(_OF_GPU, "float64")}
     return pd.DataFrame(rows, columns=list(kinds)).astype(kinds)
@@ -161,13 +160,13 @@ def _peaks(memory: pd.DataFrame) -> dict[int, dict[str, float]]:
     """Returns the peak of each worker's GPU, and what was predicted for that step."""
     rows = memory.loc[memory.groupby("worker")["allocated_mib"].idxmax()]
     return {
-        each.worker: {"device_mib": each.allocated_mib, "device_predicted_mib": each.predicted_mib}
-        for each in rows.itertuples()
+        row.worker: {"device_mib": row.allocated_mib, "device_predicted_mib": row.predicted_mib}
+        for row in rows.itertuples()
     }
 
 
 def loads_in_words(history: RunHistory) -> Iterator[str]:
-    """Yields the load of each GPU over the run, where its host told it."""
+    """Yields the load of each GPU over the run, where its host recorded it."""
     loads: dict[int, list[LoadRecord]] = {}
     for each in history.of(LoadRecord):
         loads.setdefault(each.gpu, []).append(each)
@@ -202,14 +201,14 @@ def how_it_ended(end: ExitRecord) -> str:
 
 # The table of recoveries: a row per recovery, per death without a recovery, and per fault without either.
 #
-# Rules: `stall_ms` is how long training stood; it is at most `stall_most_ms`, which differs only where `stall_bound`
+# Rules: `stall_ms` is how long training stalled; it is at most `stall_most_ms`, which differs only where `stall_bound`
 # says "at least". A fault has a stall without a recovery only if it stopped a worker that then went on. The phases,
-# whose sum is the pause, come from `recoveries`. The phase *heal* lasts from the first commit after the pause to
-# the commit with which every slot has its shadows again. The clocks of several hosts are known within bounds:
-# `uncertain_ms` is how wrong a phase that spans hosts can be, and a phase that is shorter than its uncertainty is
-# missing. Bytes are counted by their senders: `plan_bytes` in the plan's program, `heal_bytes` to the new shadows.
-# Throughput before and after is the median of up to ten steps. Times are milliseconds; the points in time, such as
-# `begin_ms`, count from the beginning of training.
+# whose sum is the pause, come from `recoveries`. The phase *heal* lasts from the first commit after the pause to the
+# commit with which every slot has its shadows again. The clocks of several hosts are known within bounds:
+# `uncertain_ms` is the largest error of a phase that spans hosts, and a phase shorter than its uncertainty is missing.
+# Bytes are counted by their senders: `plan_bytes` in the plan's program, `heal_bytes` to the new shadows. Throughput
+# before and after is the median of up to ten steps. Times are milliseconds; points in time such as `begin_ms` count
+# from the beginning of training.
 #
 # The exposure window is the time in which only its owner had a live replica of some slot. With shadows or several
 # pipelines, a job is exposed from the first sign of a failure until the new shadows are complete, or until its end. One
@@ -239,22 +238,15 @@ _FLOATS = [*_TIMES, *_THROUGHPUT, *_PLACES]
 def recovery_table(history: RunHistory, actions: Actions, steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the recoveries of a run in the order of time; a point that was not reached is missing."""
     ended, origin_ns = history.training_ended is not None, history.begin_ns
-    found = recoveries(history.records_of_recoveries)
+    of_run = recoveries(history.records_of_recoveries)
     rows = []
-    for recovery, following in zip(found, [*found[1:], None], strict=False):
+    for recovery, following in zip(of_run, [*of_run[1:], None], strict=False):
         until_ns = following.begin_ns if following else None
         row = _row(recovery, history.job, actions.of_recoveries, steps, origin_ns, until_ns)
-        rows.append(row | _outcome(recovery, ended))
-        rows[-1] |= _moved(recovery, history)
-    recovered = {each.worker for recovery in found for each in recovery.verdict}
-    rows += [
-        row
-        for end, row in _without_recovery(history, recovered, actions.sums)
-        if not any(_ended_by_restart(end, each) for each in found)
-    ]
+        rows.append(row | _outcome(recovery, ended) | _moved(recovery, history))
+    rows += _without_recovery(history, of_run, actions.sums)
     if ended:
-        told = {name for recovery in found for name in recovery.faults}
-        rows += _without_death(history, told, steps)
+        rows += _without_death(history, {name for recovery in of_run for name in recovery.faults}, steps)
     table = pd.DataFrame(rows, columns=COLUMNS).sort_values("begin_ms", kind="stable", ignore_index=True)
     return table.astype(dict.fromkeys(_FLOATS, "float64") | dict.fromkeys([*_COSTS, "step", "epoch"], "Int64"))
 
@@ -321,7 +313,6 @@ def _row(
 
 
 def _since(at_ns: int | None, from_ns: int | None) -> float | None:
-    """Returns the milliseconds between two times; None if one is missing."""
     return None if at_ns is None or from_ns is None else (at_ns - from_ns) / 1e6
 
 
@@ -372,42 +363,43 @@ def _throughput(steps: pd.DataFrame, begin_ms: float | None, resume_ms: float | 
     }
 
 
-def _without_recovery(history: RunHistory, recovered: set[int], sums: Sums) -> list[tuple[ExitRecord, dict[str, Any]]]:
-    """Returns the exit and a row of each worker that ended unexpectedly and that no recovery excluded."""
-    rows, restarts = [], history.of(RestartRecord)
+def _without_recovery(history: RunHistory, of_run: list[Recovery], sums: Sums) -> Iterator[dict[str, Any]]:
+    """Yields a row of each worker that ended unexpectedly and outside all recoveries."""
+    recovered = {out.worker for recovery in of_run for out in recovery.verdict}
+    restarts = history.of(RestartRecord)
     for end in history.of(ExitRecord):
-        if not end.expected and end.of not in recovered:
-            last = sums.workers.get(end.of)
-            row = {
-                **_NO_TEXTS,
-                "outcome": RESTARTED if any(each.at_ns >= end.seen_ns for each in restarts) else "not recovered",
-                "what": f"worker {end.of} was ended by {how_it_ended(end)}",
-                "who": str(end.of),
-                "step": None if last is None else last.last_step,
-                "last_action": "" if last is None else last.last_action,
-                "rung": "none",
-                "reason": history.error,
-                "begin_ms": _since(end.seen_ns, history.begin_ns),
-            }
-            rows.append((end, row))
-    return rows
+        if end.expected or end.of in recovered or any(_ended_by_restart(end, recovery) for recovery in of_run):
+            continue
+        last = sums.workers.get(end.of)
+        yield {
+            **_NO_TEXTS,
+            "outcome": RESTARTED if any(each.at_ns >= end.seen_ns for each in restarts) else "not recovered",
+            "what": f"worker {end.of} was ended by {how_it_ended(end)}",
+            "who": str(end.of),
+            "step": None if last is None else last.last_step,
+            "last_action": "" if last is None else last.last_action,
+            "rung": "none",
+            "reason": history.error,
+            "begin_ms": _since(end.seen_ns, history.begin_ns),
+        }
 
 
 def _ended_by_restart(end: ExitRecord, recovery: Recovery) -> bool:
-    """Returns whether a worker ended in a recovery that began again from a checkpoint, which needs no worker."""
+    """Returns whether a worker ended in a recovery that resumed from a checkpoint, which needs no worker."""
     until_ns = recovery.resume_ns
     return recovery.is_from_checkpoint and until_ns is not None and recovery.begin_ns <= end.seen_ns <= until_ns
 
 
-def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> list[dict[str, Any]]:
+def _without_death(history: RunHistory, recovered: set[str], steps: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a row for each fault of an ended run that is part of no recovery and killed no worker."""
     dead = {each.of for each in history.of(ExitRecord) if not each.expected}
     warned = {each.of for each in history.of(NoticeRecord)}
     struck: dict[str, list[FaultRecord]] = {}
-    for each in history.of(FaultRecord):
-        if each.fault not in told and each.of not in dead:
-            struck.setdefault(each.fault, []).append(each)
-    rows = [_unconfirmed(each, history) for each in history.of(UnconfirmedRecord) if each.fault not in {*told, *struck}]
+    for strike in history.of(FaultRecord):
+        if strike.fault not in recovered and strike.of not in dead:
+            struck.setdefault(strike.fault, []).append(strike)
+    others = (each for each in history.of(UnconfirmedRecord) if each.fault not in {*recovered, *struck})
+    rows = [_unconfirmed(record, history) for record in others]
     for fault, victims in struck.items():
         first, who = victims[0], ", ".join(str(each.of) for each in victims)
         begin_ms = (first.at_ns - history.begin_ns) / 1e6
@@ -430,7 +422,7 @@ def _without_death(history: RunHistory, told: set[str], steps: pd.DataFrame) -> 
 
 
 def _unconfirmed(record: UnconfirmedRecord, history: RunHistory) -> dict[str, Any]:
-    """Returns the row of a fault that has struck no worker, or of which nothing was seen."""
+    """Returns the row of a fault that struck no worker, or whose effect was not seen."""
     begin_ms = _since(record.at_ns, history.begin_ns)
     what = {"what": str(record), "who": "", "step": None, "reason": record.how, "begin_ms": begin_ms}
     return {**_NO_TEXTS, "outcome": UNCONFIRMED, **what}

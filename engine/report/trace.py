@@ -18,13 +18,13 @@ _COORDINATOR = 1_000_000  # a process number that no worker has
 
 def trace(run: RunTables) -> dict[str, Any]:
     """Returns the trace as values for JSON."""
-    found = [_named(row.worker, f"worker {row.worker} ({row.slots})") for row in run.workers.itertuples()]
-    found.append(_named(_COORDINATOR, "coordinator"))
-    found += [_slice(row, run.origin_ns) for row in run.actions.itertuples()]
-    found += _arrows(run.actions, run.origin_ns)
-    found += [_moment(row) for row in run.history.itertuples()]
-    found += [phase for row in run.recovery.to_dict("records") for phase in _phases(row)]
-    return {"displayTimeUnit": "ms", "traceEvents": found, "otherData": {"run": run.name}}
+    events = [_named(row.worker, f"worker {row.worker} ({row.slots})") for row in run.workers.itertuples()]
+    events.append(_named(_COORDINATOR, "coordinator"))
+    events += [_slice(row, run.origin_ns) for row in run.actions.itertuples()]
+    events += _arrows(run.actions, run.origin_ns)
+    events += [_moment(row) for row in run.history.itertuples()]
+    events += [phase for row in run.recovery.to_dict("records") for phase in _phases(row)]
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"run": run.name}}
 
 
 def _named(number: int, name: str) -> dict[str, Any]:
@@ -59,13 +59,13 @@ def _arrows(actions: pd.DataFrame, origin_ns: int) -> list[dict[str, Any]]:
         rows = rows.assign(target=rows["stage"] + ahead, direction=direction)
         sides[side] = rows.drop_duplicates(key)[[*key, "worker", "start_ns", "end_ns"]]
     pairs = sides["SEND"].merge(sides["RECV"], on=key, suffixes=("", "_there"))
-    found = []
+    events = []
     for number, row in enumerate(pairs.itertuples()):
         arrow = {"cat": "transfer", "name": "transfer", "id": number, "tid": 0}
-        found.append({**arrow, "ph": "s", "pid": row.worker, "ts": (row.start_ns - origin_ns) / 1e3})
+        events.append({**arrow, "ph": "s", "pid": row.worker, "ts": (row.start_ns - origin_ns) / 1e3})
         end_us = (row.end_ns_there - origin_ns) / 1e3
-        found.append({**arrow, "ph": "f", "bp": "e", "pid": row.worker_there, "ts": end_us})
-    return found
+        events.append({**arrow, "ph": "f", "bp": "e", "pid": row.worker_there, "ts": end_us})
+    return events
 
 
 def _moment(row: Any) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def _moment(row: Any) -> dict[str, Any]:
 
 
 def _phases(row: dict[Any, Any]) -> list[dict[str, Any]]:
-    at_ms, found = row["begin_ms"], []
+    at_ms, events = row["begin_ms"], []
     for phase in ALL_PHASES:
         taken_ms = row[f"{phase}_ms"]
         if not pd.isna(taken_ms):
             place = {"pid": _COORDINATOR, "tid": 0, "ts": at_ms * 1e3, "dur": taken_ms * 1e3}
-            found.append({"ph": "X", "name": phase, "cat": "recovery", **place, "args": {"what": row["what"]}})
+            events.append({"ph": "X", "name": phase, "cat": "recovery", **place, "args": {"what": row["what"]}})
             at_ms += taken_ms
-    return found
+    return events

@@ -107,5 +107,5 @@ class End:
 
     def _note(self, arrived: Any) -> None:
         if arrived is not None:
-            assert arrived.wanted == arrived.key
+            assert arrived.receive == arrived.key
             self._taken.append((arrived.key, arrived.room))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.ballot import Ballot, Commit, SlotVote, VoteMessage, clip_factor, open_ballot
 
 # Sums of these depend on the order in which they are added.
@@ -28,7 +28,7 @@ def grid(num_pipelines: int, num_stages: int = 2) -> Grid:
 
 def ballot_of(num_pipelines: int, num_stages: int = 2, clip_norm: float = 0.0, step: int = 0) -> Ballot:
     """Returns a ballot in which each slot has an owner of its own and no shadow."""
-    return open_ballot(EPOCH, step, one_slot_each(grid(num_pipelines, num_stages)), clip_norm)
+    return open_ballot(EPOCH, step, fresh(grid(num_pipelines, num_stages)), clip_norm)
 
 
 Cast = tuple[int, VoteMessage]  # by a worker

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.core.action import Op, parse_action
 from engine.core.errors import InvariantError, ScheduleError
-from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program, build_validation, from_csv, on_owners, to_csv
 from engine.core.program.passes import with_transfers
 from engine.core.program.schedules import SCHEDULES
@@ -19,7 +19,7 @@ from tests.core.random_programs import random_healing, random_ownership
 
 
 def test_program_of_two_stages() -> None:
-    program = build_program("1f1b", one_slot_each(Grid(2, 2)))
+    program = build_program("1f1b", fresh(Grid(2, 2)))
     assert drawn_program(program) == plain(
         """
         0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0LOG 0COMMIT 0STEP
@@ -29,7 +29,7 @@ def test_program_of_two_stages() -> None:
 
 
 def test_stage_in_the_middle_receives_and_sends_both_ways() -> None:
-    program = build_program("gpipe", one_slot_each(Grid(3, 1)))
+    program = build_program("gpipe", fresh(Grid(3, 1)))
     assert drawn_program(program) == plain(
         """
         0: 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD 0LOG 0COMMIT 0STEP
@@ -137,7 +137,7 @@ def test_neighbours_on_one_worker_need_no_transfer() -> None:
 
 
 def test_transfers_are_added_to_compute_only() -> None:
-    ownership = one_slot_each(Grid(2, 1))
+    ownership = fresh(Grid(2, 1))
     program = build_program("1f1b", ownership)
     rest = {worker: tuple(action for action in actions if action.microbatch < 0) for worker, actions in program.items()}
     assert with_transfers(rest, ownership) == rest
@@ -190,19 +190,19 @@ def test_a_schedule_gives_one_slot_to_each_worker() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(4, 8), Grid(3, 2, pipelines=3)])
 def test_csv_round_trip(schedule: str, grid: Grid) -> None:
-    ownership = with_shadows(one_slot_each(grid), "eager", 1, range(12))
+    ownership = with_shadows(fresh(grid), "eager", 1, range(12))
     workers = range(max(ownership.workers()) + 1)
     program = {worker: build_program(schedule, ownership, "eager").get(worker, ()) for worker in workers}
     assert from_csv(to_csv(program)) == program
 
 
 def test_csv_is_one_worker_a_row_one_action_a_cell() -> None:
-    program = on_owners(SCHEDULES["1f1b"](2, 2), one_slot_each(Grid(2, 2)))
+    program = on_owners(SCHEDULES["1f1b"](2, 2), fresh(Grid(2, 2)))
     assert to_csv(program) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 def test_a_worker_that_rests_is_an_empty_row() -> None:
-    program = build_validation(one_slot_each(Grid(1, 1, pipelines=3)))
+    program = build_validation(fresh(Grid(1, 1, pipelines=3)))
     assert to_csv(program) == "0F0\n\n\n"
     assert from_csv(to_csv(program)) == program
 

@@ -8,10 +8,10 @@ from engine.core.action import parse_action
 from engine.core.faults.expansion import catch_up_points
 from engine.core.faults.fault import At
 from engine.core.job.job import Job
-from engine.core.ownership import Grid, one_slot_each, with_shadows
+from engine.core.ownership import Grid, fresh, with_shadows
 
 JOB = Job(stages=3, microbatches=4, pipelines=2, redundancy="none")
-BEFORE = one_slot_each(Grid(3, 4, 2))
+BEFORE = fresh(Grid(3, 4, 2))
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import STAGE_OPS, Op, parse_action
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.dependencies import makes, needs, rendezvous
 from engine.core.value import WIRE, Held, Kind, Value
 
-THREE = one_slot_each(Grid(3, 4))
+THREE = fresh(Grid(3, 4))
 TWO_PIPELINES = Ownership(Grid(2, 4, pipelines=2), (5, 4, 7, 6))
 MERGED = Ownership(Grid(3, 4), (0, 1, 1))
 BOTH_PIPELINES = Ownership(Grid(2, 4, pipelines=3), (0, 1, 2, 1, 4, 5))
-TIED = one_slot_each(Grid(4, 2, pipelines=2, ties=((0, 3), (0, 2))))
+TIED = fresh(Grid(4, 2, pipelines=2, ties=((0, 3), (0, 2))))
 TIED_AT_ONE = Ownership(Grid(3, 2, ties=((0, 2),)), (0, 1, 0))
 SHADOWED = Ownership(Grid(2, 4), (0, 1), ((1,), (0, 2)))
 
@@ -86,7 +86,7 @@ def test_needs_and_makes(ownership: Ownership, worker: int, action: str, needed:
 
 
 def test_the_reduction_meets_its_stage_in_the_other_pipelines() -> None:
-    ownership = one_slot_each(Grid(2, 1, pipelines=3))
+    ownership = fresh(Grid(2, 1, pipelines=3))
     meets = ((1, parse_action("1REDUCE_GRAD")), (5, parse_action("1REDUCE_GRAD@2")))
     assert rendezvous(parse_action("1REDUCE_GRAD@1"), 3, ownership) == meets
     assert rendezvous(parse_action("1REDUCE_GRAD"), 1, THREE) == ()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.action import Action, Op, Program
 from engine.core.errors import DeadlockError, ScheduleError
-from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import DryRun, Span, dry_run, peak_stash, unit_costs
 from engine.core.program.schedules import SCHEDULES
@@ -34,7 +34,7 @@ def span_of(run: DryRun, action: str) -> tuple[float, float]:
 def test_length_bubble_and_stash_of_the_literature(schedule: str) -> None:
     forward, backward = unit_costs(Action(0, Op.F, 0)), unit_costs(Action(0, Op.B, 0))
     for num_stages, num_microbatches in SHAPES:
-        ownership = one_slot_each(Grid(num_stages, num_microbatches))
+        ownership = fresh(Grid(num_stages, num_microbatches))
         run = dry_run(build_program(schedule, ownership), ownership)
         units = num_microbatches + num_stages - 1
         assert run.makespan == units * (forward + backward)
@@ -47,7 +47,7 @@ def test_length_bubble_and_stash_of_the_literature(schedule: str) -> None:
 
 
 def test_slow_stage_sets_the_pace() -> None:
-    ownership = one_slot_each(Grid(2, 3))
+    ownership = fresh(Grid(2, 3))
 
     def cost(action: Action) -> float:
         return 0.0 if action.op not in (Op.F, Op.B) else 5.0 if action.stage == 1 else 1.0
@@ -58,7 +58,7 @@ def test_slow_stage_sets_the_pace() -> None:
 
 
 def test_a_transfer_holds_its_receiver_and_its_sender_as_long_as_it_costs() -> None:
-    ownership = one_slot_each(Grid(2, 1))
+    ownership = fresh(Grid(2, 1))
     costs = {Op.F: 1.0, Op.B: 2.0, Op.SEND_F: 3.0, Op.RECV_F: 5.0}
     run = dry_run(build_program("1f1b", ownership), ownership, lambda action: costs.get(action.op, 0.0))
     assert span_of(run, "0SEND_F0") == (1, 4)
@@ -69,7 +69,7 @@ def test_a_transfer_holds_its_receiver_and_its_sender_as_long_as_it_costs() -> N
 
 
 def test_what_is_sent_arrives_a_latency_later_and_holds_nobody_but_who_waits_for_it() -> None:
-    ownership = one_slot_each(Grid(2, 2))
+    ownership = fresh(Grid(2, 2))
     costs = {Op.F: 1.0, Op.B: 2.0, Op.SEND_F: 3.0, Op.RECV_F: 5.0}
     run = dry_run(build_program("gpipe", ownership), ownership, lambda action: costs.get(action.op, 0.0), latency=7.0)
     assert span_of(run, "0SEND_F0") == (1, 4)
@@ -84,7 +84,7 @@ def test_what_is_sent_arrives_a_latency_later_and_holds_nobody_but_who_waits_for
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_eager_1f1b_hides_every_transfer_but_those_of_the_fill_and_the_drain(stages: int, microbatches: int) -> None:
     """As long as a transfer takes at most half of a forward and a backward; 1F1B hides none of them."""
-    ownership = one_slot_each(Grid(stages, microbatches))
+    ownership = fresh(Grid(stages, microbatches))
     for latency in (0.0, 0.25, 1.0, 1.5):
         ends = (microbatches + stages - 1) * 3 + 2 * (stages - 1) * latency
         eager = dry_run(build_program("eager-1f1b", ownership), ownership, latency=latency)
@@ -99,7 +99,7 @@ def test_eager_1f1b_hides_every_transfer_but_those_of_the_fill_and_the_drain(sta
 
 
 def test_reductions_begin_together() -> None:
-    ownership = one_slot_each(Grid(2, 2, pipelines=3))
+    ownership = fresh(Grid(2, 2, pipelines=3))
 
     def cost(action: Action) -> float:
         if action.op is Op.REDUCE_GRAD:
@@ -115,7 +115,7 @@ def test_reductions_begin_together() -> None:
 
 
 def test_what_is_logged_waits_for_the_gradient_of_a_tied_stage() -> None:
-    ownership = one_slot_each(Grid(2, 1, ties=((0, 1),)))
+    ownership = fresh(Grid(2, 1, ties=((0, 1),)))
     run = dry_run(build_program("1f1b", ownership), ownership)
     assert span_of(run, "1REDUCE_GRAD") == (4, 4)
     assert span_of(run, "1LOG") == span_of(run, "0LOG") == (6, 6)
@@ -169,7 +169,7 @@ def test_peak_stash_counts_forwards_whose_backward_has_not_come(actions: str, st
 
 
 def test_an_empty_program_takes_no_time() -> None:
-    ownership = one_slot_each(Grid(1, 1))
+    ownership = fresh(Grid(1, 1))
     assert dry_run({0: ()}, ownership) == DryRun((), 0.0, 0.0, {0: 0}, {0: 0.0})
 
 
@@ -177,7 +177,7 @@ def test_an_empty_program_takes_no_time() -> None:
     ("ownership", "drawing", "cycle"),
     [
         (
-            one_slot_each(Grid(2, 1)),
+            fresh(Grid(2, 1)),
             """
             0: 0F0 0RECV_B0 0B0 0SEND_F0
             1: 1RECV_F0 1F0 1B0 1SEND_B0
@@ -186,7 +186,7 @@ def test_an_empty_program_takes_no_time() -> None:
         ),
         (
             # Worker 0 waits on the cycle without being part of it.
-            one_slot_each(Grid(3, 1)),
+            fresh(Grid(3, 1)),
             """
             0: 0F0 0SEND_F0 0RECV_B0 0B0
             1: 1RECV_F0 1F0 1RECV_B0 1B0 1SEND_B0 1SEND_F0
@@ -194,8 +194,8 @@ def test_an_empty_program_takes_no_time() -> None:
             """,
             ((1, "1RECV_B0"), (2, "2RECV_F0"), (1, "1RECV_B0")),
         ),
-        (one_slot_each(Grid(1, 2)), "0: 0F0 0F1 0B1 0B0", ((0, "0B1"), (0, "0B1"))),
-        (one_slot_each(Grid(1, 2)), "0: 0F1 0F0 0B0 0B1", ((0, "0F1"), (0, "0F1"))),
+        (fresh(Grid(1, 2)), "0: 0F0 0F1 0B1 0B0", ((0, "0B1"), (0, "0B1"))),
+        (fresh(Grid(1, 2)), "0: 0F1 0F0 0B0 0B1", ((0, "0F1"), (0, "0F1"))),
         (
             # A shadow that logs before it reduces what the owner waits for.
             Ownership(Grid(2, 1, ties=((0, 1),)), (0, 1), ((1,), ())),
@@ -249,13 +249,13 @@ def test_deadlock_is_the_cycle_of_those_that_wait(
 )
 def test_what_nobody_does_is_named(drawing: str, message: str) -> None:
     with pytest.raises(ScheduleError) as refused:
-        dry_run(program_of(drawing), one_slot_each(Grid(2, 2)))
+        dry_run(program_of(drawing), fresh(Grid(2, 2)))
     assert not isinstance(refused.value, DeadlockError)
     assert str(refused.value) == message
 
 
 def test_a_pipeline_that_does_not_reduce_is_named() -> None:
-    ownership = one_slot_each(Grid(1, 1, pipelines=2))
+    ownership = fresh(Grid(1, 1, pipelines=2))
     with pytest.raises(ScheduleError) as refused:
         dry_run(program_of("0: 0F0 0B0 0REDUCE_GRAD\n1: 0F0@1 0B0@1"), ownership)
     assert str(refused.value) == (
@@ -350,7 +350,7 @@ def test_a_program_finishes_exactly_if_its_dry_run_does(case: tuple[Program, Own
 
 
 def test_a_large_job_is_planned_and_tried_at_once() -> None:
-    ownership = with_shadows(one_slot_each(Grid(64, 128)), "lazy", 1, range(64))
+    ownership = with_shadows(fresh(Grid(64, 128)), "lazy", 1, range(64))
     before = time.process_time()
     run = dry_run(build_program("1f1b", ownership), ownership)
     assert time.process_time() - before < 5  # 0.4 s on a quiet machine; a rule that is quadratic takes a minute

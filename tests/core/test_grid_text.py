@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.action import Action, Op
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import DryRun, Span, dry_run, grid_lines, marked_lines
 from tests.core.drawing import program_of
@@ -39,11 +39,11 @@ def lines_of(schedule: str, ownership: Ownership, width: int = 0) -> list[str]:
 
 @pytest.mark.parametrize(("schedule", "grid"), DRAWINGS)
 def test_grid(schedule: str, grid: Grid) -> None:
-    assert "\n".join(lines_of(schedule, one_slot_each(grid))) == DRAWINGS[schedule, grid].strip("\n")
+    assert "\n".join(lines_of(schedule, fresh(grid))) == DRAWINGS[schedule, grid].strip("\n")
 
 
 def test_a_narrow_terminal_gets_blocks() -> None:
-    lines = lines_of("gpipe", one_slot_each(Grid(2, 2)), width=30)
+    lines = lines_of("gpipe", fresh(Grid(2, 2)), width=30)
     assert "\n".join(lines) == (
         "worker 0  0F0 0F1\nworker 1      1F0 1F1 1B0 -\n\nworker 0  0B0 -   0B1 -\nworker 1  1B1 -"
     )
@@ -51,7 +51,7 @@ def test_a_narrow_terminal_gets_blocks() -> None:
 
 @pytest.mark.parametrize("width", [1, 20, 40, 79])
 def test_no_line_is_wider_than_asked_where_a_cell_fits(width: int) -> None:
-    lines = lines_of("1f1b", one_slot_each(Grid(4, 8)), width)
+    lines = lines_of("1f1b", fresh(Grid(4, 8)), width)
     assert max(map(len, lines)) <= max(width, len("worker 0  0F0"))
     cells = [cell for line in lines for cell in line.split()[2:] if cell != "-"]
     assert sorted(cells) == sorted(f"{s}{op}{m}" for s in range(4) for op in "FB" for m in range(8))

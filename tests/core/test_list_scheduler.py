@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.action import Action, Op
 from engine.core.errors import InvariantError
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program import remaining_tasks
 from engine.core.program.dry_run import dry_run
 from engine.core.program.passes import with_transfers
@@ -35,8 +35,8 @@ def test_two_stages_on_one_worker() -> None:
 
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("microbatches", [1, 4, 8, 16])
-def test_one_slot_each_is_one_forward_one_backward(stages: int, microbatches: int) -> None:
-    program = merged_compute(one_slot_each(Grid(stages, microbatches)))
+def test_fresh_is_one_forward_one_backward(stages: int, microbatches: int) -> None:
+    program = merged_compute(fresh(Grid(stages, microbatches)))
     assert tuple(program.values()) == SCHEDULES["1f1b"](stages, microbatches)
 
 

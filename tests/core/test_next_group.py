@@ -295,6 +295,6 @@ def test_a_worker_that_gives_notice_while_it_waits_leaves_with_the_code_of_a_not
 
 
 def test_a_plan_is_made_by_its_members_only() -> None:
-    order = PrepareMessage(7, prepared().prepared[0].told)
+    order = PrepareMessage(7, prepared().prepared[0].document)
     assert len(worker_step(running(3), ProtocolMessage(order))[1]) == 1
     assert worker_step(waiting(), ProtocolMessage(order))[1] == ()

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from tests.core.machine import drawn_by
 
 Shadows = tuple[tuple[int, ...], ...]
 
 
-def fresh(num_stages: int, num_pipelines: int = 1) -> Ownership:
+def fresh_of(num_stages: int, num_pipelines: int = 1) -> Ownership:
     """Returns the ownership of a fresh job."""
-    return one_slot_each(Grid(num_stages, 4, num_pipelines))
+    return fresh(Grid(num_stages, 4, num_pipelines))
 
 
 def shadows_of(
@@ -42,18 +42,18 @@ def test_who_has_what() -> None:
     assert ownership.owners_of(0) == (3, 2)
     assert ownership.workers() == (0, 2, 3)
     assert ownership.grid.tied_to(1) == (0,)
-    assert fresh(2).replicas(0, 1) == (1,)
+    assert fresh_of(2).replicas(0, 1) == (1,)
 
 
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_on_a_fresh_grid_the_owner_of_a_stage_shadows_the_next_one(num_stages: int) -> None:
     ring = tuple(((stage - 1) % num_stages,) for stage in range(num_stages))
-    assert shadows_of(fresh(num_stages)) == ring
-    assert shadows_of(fresh(num_stages), "eager") == ring
+    assert shadows_of(fresh_of(num_stages)) == ring
+    assert shadows_of(fresh_of(num_stages), "eager") == ring
 
 
 def test_pipelines_keep_to_themselves_on_a_fresh_grid() -> None:
-    assert shadows_of(fresh(3, 2)) == ((2,), (0,), (1,), (5,), (3,), (4,))
+    assert shadows_of(fresh_of(3, 2)) == ((2,), (0,), (1,), (5,), (3,), (4,))
 
 
 def test_workers_are_numbered_as_they_please() -> None:
@@ -61,18 +61,18 @@ def test_workers_are_numbered_as_they_please() -> None:
 
 
 def test_the_only_stage_is_shadowed_by_another_pipeline() -> None:
-    assert shadows_of(fresh(1, 2)) == ((1,), (0,))
-    assert shadows_of(fresh(1, 3)) == ((1,), (2,), (0,))
+    assert shadows_of(fresh_of(1, 2)) == ((1,), (0,))
+    assert shadows_of(fresh_of(1, 3)) == ((1,), (2,), (0,))
 
 
 def test_the_only_worker_has_no_shadow_until_another_one_comes() -> None:
-    assert shadows_of(fresh(1)) == ((),)
-    assert with_shadows(fresh(1), "lazy", 1, (0, 6)).shadows == ((6,),)
+    assert shadows_of(fresh_of(1)) == ((),)
+    assert with_shadows(fresh_of(1), "lazy", 1, (0, 6)).shadows == ((6,),)
 
 
 def test_level_two_keeps_the_two_that_precede() -> None:
-    assert shadows_of(fresh(4), level=2) == ((3, 2), (0, 3), (1, 0), (2, 1))
-    assert shadows_of(fresh(2), level=2) == ((1,), (0,))  # there is nobody else
+    assert shadows_of(fresh_of(4), level=2) == ((3, 2), (0, 3), (1, 0), (2, 1))
+    assert shadows_of(fresh_of(2), level=2) == ((1,), (0,))  # there is nobody else
 
 
 def test_after_a_merge_another_worker_shadows_and_the_least_loaded_one() -> None:
@@ -140,7 +140,7 @@ def test_no_slot_has_all_its_replicas_on_one_host_while_there_are_others(
 
 def test_where_all_workers_are_on_one_host_hosts_do_not_count() -> None:
     one = dict.fromkeys(range(4), "host")
-    assert with_shadows(fresh(4), "lazy", 1, range(4), host_of=one) == with_shadows(fresh(4), "lazy", 1, range(4))
+    assert with_shadows(fresh_of(4), "lazy", 1, range(4), host_of=one) == with_shadows(fresh_of(4), "lazy", 1, range(4))
 
 
 def test_two_that_own_everything_shadow_each_other() -> None:
@@ -168,13 +168,13 @@ def test_a_wanted_owner_is_a_shadow_first_and_the_surplus_goes_when_its_slot_has
 
 def test_who_is_leaving_gets_no_new_shadow_role() -> None:
     for leaver in range(4):
-        placed = shadows_of(fresh(4), leaving=(leaver,))
+        placed = shadows_of(fresh_of(4), leaving=(leaver,))
         assert all(len(line) == 1 and leaver not in line for line in placed)
         assert all(owner not in line for owner, line in enumerate(placed))
 
 
 def test_who_is_leaving_keeps_what_it_shadows_and_another_one_comes_first() -> None:
-    ring = with_shadows(fresh(3), "lazy", 1, range(3))
+    ring = with_shadows(fresh_of(3), "lazy", 1, range(3))
     healing = with_shadows(ring, "lazy", 1, range(3), leaving=(1,))
     assert ring.shadows == ((2,), (0,), (1,))
     assert healing.shadows == ((2,), (0,), (0, 1))
@@ -182,17 +182,17 @@ def test_who_is_leaving_keeps_what_it_shadows_and_another_one_comes_first() -> N
 
 
 def test_members_alone_are_taken() -> None:
-    assert with_shadows(fresh(3), "lazy", 1, (0, 1)).shadows == ((1,), (0,), (1,))
+    assert with_shadows(fresh_of(3), "lazy", 1, (0, 1)).shadows == ((1,), (0,), (1,))
 
 
 def test_none_places_nobody() -> None:
-    assert with_shadows(fresh(4), "none", 1, range(4)) == fresh(4)
-    assert with_shadows(fresh(2, 2), "none", 3, range(4)).shadows == ()
+    assert with_shadows(fresh_of(4), "none", 1, range(4)) == fresh_of(4)
+    assert with_shadows(fresh_of(2, 2), "none", 3, range(4)).shadows == ()
 
 
 def test_reroute_places_nobody_while_another_pipeline_holds_the_stage() -> None:
-    assert shadows_of(fresh(3, 2), "reroute") == ((),) * 6
-    assert shadows_of(fresh(1, 3), "reroute") == ((),) * 3
+    assert shadows_of(fresh_of(3, 2), "reroute") == ((),) * 6
+    assert shadows_of(fresh_of(1, 3), "reroute") == ((),) * 3
 
 
 def test_reroute_heals_a_stage_that_only_one_worker_has_left() -> None:
@@ -206,7 +206,7 @@ def test_reroute_heals_a_stage_that_only_one_worker_has_left() -> None:
 
 
 def test_reroute_does_not_count_on_who_is_leaving() -> None:
-    placed = shadows_of(fresh(2, 2), "reroute", leaving=(3,))
+    placed = shadows_of(fresh_of(2, 2), "reroute", leaving=(3,))
     assert placed == ((), (0,), (), ())
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from engine.core.action import COMPUTE_OPS, RECEIVE_OPS, SEND_OPS, Op, Program
 from engine.core.errors import InvariantError, ScheduleError
-from engine.core.ownership import Grid, Ownership, Redundancy, one_slot_each
+from engine.core.ownership import Grid, Ownership, Redundancy, fresh
 from engine.core.program import planner as recovery
 from engine.core.program.dry_run import dry_run
 from engine.core.program.inventory import Inventory
@@ -116,7 +116,7 @@ def test_logs_of_tied_stages_count_only_together() -> None:
         Inventory(each, 5, ((0, each),), {(0, each): 1}, {(0, each): 1}, logged=((0, each),) if each < 2 else ())
         for each in range(3)
     ]
-    program = make_plan(PlanInput(2, 4, one_slot_each(grid), tuple(everything))).program
+    program = make_plan(PlanInput(2, 4, fresh(grid), tuple(everything))).program
     assert [action.stage for line in program.values() for action in line if action.op is Op.REDUCE_GRAD] == [0, 2]
 
 
@@ -125,7 +125,7 @@ def test_who_has_not_stepped_yet_catches_up_first_and_its_values_are_of_the_step
         0, 5, ((0, 0),), {(0, 0): 1}, values=_values(Kind.RESIDUAL, 0, 0) + _values(Kind.ACTIVATION, 0, 0)
     )
     behind = Inventory(1, 4, ((0, 1),), {(0, 1): 2}, {(0, 1): 2}, ((0, 1),), _values(Kind.RESIDUAL, 1, 0, 1))
-    plan = make_plan(PlanInput(2, 4, one_slot_each(Grid(2, 2)), (ahead, behind)))
+    plan = make_plan(PlanInput(2, 4, fresh(Grid(2, 2)), (ahead, behind)))
     assert _compute(plan.program) == "0: 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1"
 
 

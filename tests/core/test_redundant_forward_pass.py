@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, Action, Op, Program
-from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, fresh, with_shadows
 from engine.core.program.build import build_program, on_owners
 from engine.core.program.dry_run import Cost, dry_run, unit_costs
 from engine.core.program.passes import (
@@ -27,7 +27,7 @@ F, B = unit_costs(Action(0, Op.F, 0)), unit_costs(Action(0, Op.B, 0))
 
 def shadowed(grid: Grid, owners: tuple[int, ...] = ()) -> Ownership:
     """The ownership of a fresh job, or one with these owners, with one shadow for each slot."""
-    ownership = Ownership(grid, owners) if owners else one_slot_each(grid)
+    ownership = Ownership(grid, owners) if owners else fresh(grid)
     return with_shadows(ownership, "eager", 1, ownership.workers())
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.action import Program
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import Routes, routes_of
 from engine.core.value import Kind, Value
@@ -16,7 +16,7 @@ from tests.core.random_programs import random_healing, random_ownership
 
 
 def test_neighbours_send_to_each_other() -> None:
-    ownership = one_slot_each(Grid(3, 1))
+    ownership = fresh(Grid(3, 1))
     program = build_program("1f1b", ownership)
     assert routes_of(1, program, ownership) == Routes(
         {
@@ -50,7 +50,7 @@ def test_reduced_gradients_go_to_the_tied_stages_of_other_workers() -> None:
 
 
 def test_anybody_sends_what_a_program_says() -> None:
-    ownership = one_slot_each(Grid(4, 2))
+    ownership = fresh(Grid(4, 2))
     program = program_of("0: 0SEND_F1\n1: 2SEND_B0\n2: 1RECV_B0\n3: 1RECV_F1 1RECV_B0")
     activation, gradient = Value(Kind.ACTIVATION, 0, 0, 1), Value(Kind.GRADIENT, 0, 2, 0)
     assert routes_of(0, program, ownership) == Routes({activation: (3,)}, {})
@@ -60,7 +60,7 @@ def test_anybody_sends_what_a_program_says() -> None:
 
 
 def test_in_a_validation_pass_activations_alone_are_sent() -> None:
-    ownership = one_slot_each(Grid(2, 2, pipelines=2))
+    ownership = fresh(Grid(2, 2, pipelines=2))
     routes = [routes_of(worker, build_validation(ownership), ownership) for worker in range(4)]
     sent = [Value(Kind.ACTIVATION, 0, 0, each) for each in range(2)]
     assert routes == [Routes(dict.fromkeys(sent, (1,))), Routes({}, dict.fromkeys(sent, 0)), Routes(), Routes()]

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from engine.core.action import Op
-from engine.core.ownership import Grid, Ownership, Redundancy, Slot, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.passes import with_end_of_step
 from engine.core.program.verify import verify
@@ -46,7 +46,7 @@ def test_two_first_stages_that_heal_each_other_do_not_wait_for_each_other(microb
     found = 0
     for dead in combinations(range(6), 2):
         grid = Grid(3, microbatches, pipelines=2)
-        case = healed(with_shadows(one_slot_each(grid), "eager", 1, range(6)), dead, "eager", 1)
+        case = healed(with_shadows(fresh(grid), "eager", 1, range(6)), dead, "eager", 1)
         if case is not None:
             ownership, healing = case
             program = build_program("1f1b", ownership, "eager", healing)
@@ -82,7 +82,7 @@ def _history(order: random.Random) -> list[tuple[str, tuple[Ownership, Healing],
     grid = Grid(order.randint(2, 4), order.choice((1, 2, 3, 4)), order.choice((1, 2, 2, 3)))
     redundancy: Redundancy = order.choice(("lazy", "eager", "eager"))
     level, log_every, schedule = order.choice((1, 1, 2, 3)), order.choice((0, 1, 2)), order.choice(("1f1b", "gpipe"))
-    ownership = with_shadows(one_slot_each(grid), redundancy, level, range(grid.stages * grid.pipelines))
+    ownership = with_shadows(fresh(grid), redundancy, level, range(grid.stages * grid.pipelines))
     steps = []
     for _ in range(3):
         workers = ownership.workers()

@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from engine.core.action import COMPUTE_OPS, Action, Op, Program
-from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
 from engine.core.program.passes import is_streamed
@@ -39,7 +39,7 @@ def test_streams_stand_behind_a_backward_and_what_it_hands_on() -> None:
 
 def test_a_shadow_runs_no_forward_that_has_come_with_a_stream() -> None:
     grid = Grid(4, 6)
-    ownership = with_shadows(one_slot_each(grid), "eager", 1, range(4))
+    ownership = with_shadows(fresh(grid), "eager", 1, range(4))
     for shadow, line in build_program("1f1b", ownership, "eager", log_every=2).items():
         for slot in ownership.shadowed_by(shadow):
             mine = [a for a in line if (a.pipeline, a.stage) == slot and a.op in (Op.F, Op.STREAM)]
@@ -51,7 +51,7 @@ def test_a_shadow_runs_no_forward_that_has_come_with_a_stream() -> None:
 
 
 def test_without_shadows_nothing_is_streamed() -> None:
-    ownership = one_slot_each(Grid(2, 3))
+    ownership = fresh(Grid(2, 3))
     assert build_program("1f1b", ownership, "lazy", log_every=1) == build_program("1f1b", ownership, "lazy")
 
 
@@ -111,7 +111,7 @@ def behind(program: Program, ownership: Ownership, slot: Slot) -> int:
 def test_what_a_shadow_lacks_is_bounded(schedule: str, log_every: int) -> None:
     for stages, microbatches, pipelines, redundancy in product((2, 4), (4, 9), (1, 2), BOTH):
         grid = Grid(stages, microbatches, pipelines)
-        ownership = with_shadows(one_slot_each(grid), redundancy, 1, range(stages * pipelines))
+        ownership = with_shadows(fresh(grid), redundancy, 1, range(stages * pipelines))
         program = build_program(schedule, ownership, redundancy, log_every=log_every)
         for slot in grid.slots():
             assert behind(program, ownership, slot) <= log_every + 1

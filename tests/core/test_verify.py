@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.action import RECEIVE_OPS, WHOLE_STAGE, Action, Op, Program
-from engine.core.ownership import Grid, Ownership, one_slot_each, with_shadows
+from engine.core.ownership import Grid, Ownership, fresh, with_shadows
 from engine.core.program.build import build_program
 from engine.core.program.dependencies import carried, makes, needs
 from engine.core.program.schedules import SCHEDULES
@@ -17,7 +17,7 @@ from tests.core.machine import Machine, Replica, drawn_by
 from tests.core.random_programs import random_healing, random_ownership, random_program
 
 NUM_GENERATED = 600
-TWO = one_slot_each(Grid(2, 2))
+TWO = fresh(Grid(2, 2))
 SHADOWED = Ownership(Grid(2, 2), (0, 1), ((1,), (0,)))
 
 
@@ -36,7 +36,7 @@ def test_hundreds_of_generated_programs_are_accepted() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(4, 8), Grid(5, 2, pipelines=2), Grid(3, 3, ties=((0, 2),))])
 def test_schedules_are_accepted(schedule: str, grid: Grid) -> None:
-    ownership = one_slot_each(grid)
+    ownership = fresh(grid)
     assert verify(build_program(schedule, ownership), ownership) == ()
 
 
@@ -258,7 +258,7 @@ def test_a_deadlock_is_named_by_its_cycle() -> None:
         2: 2RECV_F0 2F0 2B0 2SEND_B0 2REDUCE_GRAD 2LOG 2COMMIT 2STEP
         """
     )
-    (violation,) = verify(program, one_slot_each(Grid(3, 1)))
+    (violation,) = verify(program, fresh(Grid(3, 1)))
     assert violation == Violation(
         1,
         2,
@@ -354,13 +354,13 @@ def test_a_state_that_a_new_shadow_does_not_get_is_missing() -> None:
 
 def test_forwards_of_a_slot_come_in_the_order_of_microbatches() -> None:
     program = program_of("0: 0F1 0F0 0B0 0B1 0REDUCE_GRAD 0LOG 0COMMIT 0STEP")
-    assert [str(each) for each in verify(program, one_slot_each(Grid(1, 2)))] == [
+    assert [str(each) for each in verify(program, fresh(Grid(1, 2)))] == [
         "worker 0, position 0: 0F1: stands before 0F0, which it requires"
     ]
 
 
 def test_a_worker_that_owns_nothing_has_nothing_to_do() -> None:
-    ownership = one_slot_each(Grid(1, 1))
+    ownership = fresh(Grid(1, 1))
     program = program_of("0: 0F0 0B0 0REDUCE_GRAD 0LOG 0COMMIT 0STEP\n5:")
     assert verify(program, ownership) == ()
     stolen = program_of("0: 0F0 0B0 0REDUCE_GRAD 0LOG 0COMMIT\n5: 0STEP")
@@ -371,7 +371,7 @@ def test_a_worker_that_owns_nothing_has_nothing_to_do() -> None:
 
 def test_all_violations_are_listed_not_only_the_first() -> None:
     program = program_of("0: 0F0 0B0 0REDUCE_GRAD\n1: 1RECV_F0 1B0 1F0 1SEND_B0 1REDUCE_GRAD 1LOG 1COMMIT 1STEP")
-    assert [str(each) for each in verify(program, one_slot_each(Grid(2, 1)))] == [
+    assert [str(each) for each in verify(program, fresh(Grid(2, 1)))] == [
         "worker 0: 0SEND_F0: is missing",
         "worker 0: 0RECV_B0: is missing",
         "worker 0: 0LOG: is missing",

@@ -608,9 +608,9 @@ def test_a_plan_is_prepared_and_answered_in_any_mode() -> None:
 def test_of_the_prepared_plans_the_latest_of_two_epochs_are_kept() -> None:
     older, newer = plan(2, 3), plan(2, 4)
     state = fed(running(3), PlanPrepared(1, older), PlanPrepared(2, newer), PlanPrepared(3, plan(3, 5)))
-    assert [each.told.epoch for each in state.prepared] == [2, 3]
+    assert [each.document.epoch for each in state.prepared] == [2, 3]
     assert state.prepared[0] == newer
-    assert [each.told.epoch for each in fed(state, PlanPrepared(4, plan(5, 9))).prepared] == [5]
+    assert [each.document.epoch for each in fed(state, PlanPrepared(4, plan(5, 9))).prepared] == [5]
 
 
 def test_a_prepared_epoch_begins_with_one_message() -> None:

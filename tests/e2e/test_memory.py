@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.core.job.job import Job
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.ownership import Grid, fresh
 from engine.core.program.build import build_program
 from engine.core.program.dry_run import dry_run
 from engine.runtime.agent.run_state import Ending
@@ -25,7 +25,7 @@ def measured(train: Callable[..., Ending], schedule: str) -> dict[int, int]:
 
 
 def predicted(schedule: str) -> dict[int, int]:
-    ownership = one_slot_each(Grid(P, M))
+    ownership = fresh(Grid(P, M))
     return dry_run(build_program(schedule, ownership), ownership).peak_stash
 
 

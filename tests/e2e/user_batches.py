@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.random_key import random_key
-from engine.models.data import Chunk, DataFacts, Indexed, Mark, WholeBatch, indexed
+from engine.models.data import Chunk, DataFacts, DataSets, Mark, WholeBatch, indexed
 from engine.models.layers import Batch
 
 FEATURES = 8
@@ -125,7 +125,7 @@ class Points:
 NUM_POINTS = 37
 
 
-def points(seed: int) -> Indexed:
+def points(seed: int) -> DataSets:
     """Returns a finite source."""
     facts = DataFacts(task="regress", features=FEATURES, outputs=1)
     return indexed(Points(NUM_POINTS, 1), Points(5, 2), facts, seed=seed)

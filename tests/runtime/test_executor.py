@@ -13,7 +13,7 @@ from engine.core.action import Action, Op, parse_action
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.faults.fault import At, Fault, When, Worker
 from engine.core.messages import AuditMessage
-from engine.core.ownership import Grid, Ownership, Slot, one_slot_each
+from engine.core.ownership import Grid, Ownership, Slot, fresh
 from engine.core.value import Kind, Value
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
@@ -221,7 +221,7 @@ def test_what_stays_at_its_worker_is_dropped_after_its_use() -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_was_made_is_held_until_the_commit_if_anybody_could_need_it(keeps: bool) -> None:
     value_store = ValueStore(keeps)
-    value_store.enter(one_slot_each(Grid(2, 3)))
+    value_store.enter(fresh(Grid(2, 3)))
     made, got = (Value(Kind.ACTIVATION, 0, 0, microbatch) for microbatch in (1, 2))
     parameter = torch.ones(2, requires_grad=True)
     value_store.make(made, (parameter * 2, torch.arange(2)))

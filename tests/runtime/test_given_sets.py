@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from engine.core.errors import UserError
 from engine.core.job.job import Job
-from engine.models.data import Columns, DataFacts, Taken, indexed
+from engine.models.data import Columns, DataFacts, InputSelection, indexed
 from engine.models.data_sources import (
     batch_of,
     bound,
@@ -124,11 +124,11 @@ def both(input_ids: Tensor, labels: Tensor) -> None:
 @pytest.mark.parametrize(
     ("function", "names", "expected"),
     [
-        (both, ("input_ids", "mask", "labels"), Taken((), {"input_ids": 0, "labels": 2})),
-        (lambda x: None, ("input_ids", "labels"), Taken((0,), {})),
-        (lambda *inputs: None, ("input_ids", "mask", "labels"), Taken((0, 1), {})),
-        (lambda **named: None, ("input_ids", "mask", "labels"), Taken((), {"input_ids": 0, "mask": 1})),
-        (lambda mask=None: None, ("input_ids", "mask", "labels"), Taken((), {"mask": 1})),
+        (both, ("input_ids", "mask", "labels"), InputSelection((), {"input_ids": 0, "labels": 2})),
+        (lambda x: None, ("input_ids", "labels"), InputSelection((0,), {})),
+        (lambda *inputs: None, ("input_ids", "mask", "labels"), InputSelection((0, 1), {})),
+        (lambda **named: None, ("input_ids", "mask", "labels"), InputSelection((), {"input_ids": 0, "mask": 1})),
+        (lambda mask=None: None, ("input_ids", "mask", "labels"), InputSelection((), {"mask": 1})),
         (lambda x: None, ("input_ids", "mask", "labels"), "columns that the first layer takes (x)"),
         (lambda input_ids, place: None, ("input_ids", "mask", "labels"), "columns that the first layer takes"),
     ],
@@ -136,7 +136,7 @@ def both(input_ids: Tensor, labels: Tensor) -> None:
 def test_the_first_layer_takes_columns_by_the_names_of_its_parameters(
     function: Any, names: tuple[str, ...], expected: Any
 ) -> None:
-    if isinstance(expected, Taken):
+    if isinstance(expected, InputSelection):
         assert Columns(names, "labels").taken_by(function) == expected
         return
     with pytest.raises(UserError) as caught:

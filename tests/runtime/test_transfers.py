@@ -11,7 +11,7 @@ import torch
 
 from engine.core.action import SEND_OPS, Program
 from engine.core.errors import InvariantError
-from engine.core.ownership import Grid, Ownership, one_slot_each
+from engine.core.ownership import Grid, Ownership, fresh
 from engine.core.program.build import build_program, build_validation
 from engine.core.program.dependencies import carried, routes_of
 from engine.core.program.schedules import SCHEDULES
@@ -80,7 +80,7 @@ def receives(program: Program, worker: int, ownership: Ownership) -> list[Receiv
 
 
 def test_forward_carries_the_border_and_backward_the_gradients_that_it_needs() -> None:
-    ownership = one_slot_each(Grid(2, 1))
+    ownership = fresh(Grid(2, 1))
     program = build_program("1f1b", ownership)
     (forward,) = receives(program, 1, ownership)
     (backward,) = receives(program, 0, ownership)
@@ -91,7 +91,7 @@ def test_forward_carries_the_border_and_backward_the_gradients_that_it_needs() -
 
 
 def test_validation_has_keys_of_its_own() -> None:
-    ownership = one_slot_each(Grid(2, 3))
+    ownership = fresh(Grid(2, 3))
     program = build_validation(ownership)
     key_of = partial(validation_key, ownership.grid)
     validation: list[Receive[AsideKey]] = receives_of(program[1], routes_of(1, program, ownership), BORDERS, key_of)

@@ -16,7 +16,7 @@ from engine.core.errors import UserError
 from engine.core.job.job import Job
 from engine.core.job.samples import EvaluationPart
 from engine.core.messages import Evaluation
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.ownership import Grid, fresh
 from engine.models.data_sources import EvaluatedBatch, evaluation, open_data
 from engine.models.layers import Model, Tensors, as_tensors
 from engine.models.model_loader import build_model
@@ -111,7 +111,7 @@ def measured(job: Job) -> tuple[Evaluation, ...]:
     control = SimpleNamespace(at=(0, 0, False), check=lambda: None, busy=nullcontext)
     context: Any = SimpleNamespace(job=job, worker=0, replicas=replicas, data=data, borders=(), control=control)
     plane: Any = SimpleNamespace(aside=None)
-    return Validation(context, plane, one_slot_each(Grid(1, job.microbatches))).run().sets or ()
+    return Validation(context, plane, fresh(Grid(1, job.microbatches))).run().sets or ()
 
 
 def test_a_pass_counts_the_samples_that_it_measures() -> None:

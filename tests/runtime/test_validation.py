@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.ownership import Grid, fresh
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
 from engine.runtime.ipc.control import Control
@@ -38,6 +38,6 @@ def test_each_forward_is_a_move(monkeypatch: pytest.MonkeyPatch, pair: tuple[Con
 
     monkeypatch.setattr(Stage, "evaluate", watched)
     plane: Any = SimpleNamespace(aside=None)
-    assert Validation(context, plane, one_slot_each(Grid(1, job.microbatches))).run() is not None
+    assert Validation(context, plane, fresh(Grid(1, job.microbatches))).run() is not None
     assert seen == [(5, 8 + number, True) for number in range(job.validation_microbatches)]
     assert control.at == (5, 7 + job.validation_microbatches, False)

@@ -67,10 +67,10 @@ from engine.core.kv import MAX_VALUE_BYTES, Put
 Put("key", bytes(MAX_VALUE_BYTES + 1))
 """,
     "a vote of a stranger": """
-from engine.core.ownership import Grid, one_slot_each
+from engine.core.ownership import Grid, fresh
 from engine.core.program.ballot import open_ballot
 from engine.core.program.ballot import SlotVote, VoteMessage
-open_ballot(0, 0, one_slot_each(Grid(2, 2, 1)), 1.0).add(9, VoteMessage(0, 0, (SlotVote(0, 0),)))
+open_ballot(0, 0, fresh(Grid(2, 2, 1)), 1.0).add(9, VoteMessage(0, 0, (SlotVote(0, 0),)))
 """,
 }
 

@@ -76,7 +76,7 @@ class Worker(Joining):
 
     def has_planned(self, epoch: int) -> bool:
         """Whether it has made the plan of an epoch."""
-        return self.state.plan is not None and self.state.plan.told.epoch == epoch
+        return self.state.plan is not None and self.state.plan.document.epoch == epoch
 
     # Messages
 
@@ -217,7 +217,7 @@ class Worker(Joining):
 
     def form_next(self, output: outputs.FormNextGroup) -> Answer:
         """Forms the group of a coming epoch in a thread."""
-        told = output.told
+        told = output.order
         group = _number_of(told.epoch, told.number)
         self.attempts[group] = inputs.GroupKey(told.epoch, told.number)
         self.world.links.join(self, group, told.members)
@@ -292,7 +292,7 @@ class Worker(Joining):
         self.come_to("plan")
         if self.alive:
             self.work = output
-            self.later(self.world.planning(), self.plan_made, output.told)
+            self.later(self.world.planning(), self.plan_made, output.document)
         return None
 
     def plan_made(self, told: PlanMessage) -> None:
@@ -301,7 +301,7 @@ class Worker(Joining):
 
     def prepare_plan(self, output: outputs.PreparePlan) -> Answer:
         """Makes a plan in the planner thread."""
-        self.world.push(self.planned_at() - self.world.now, self.prepared, output.told)
+        self.world.push(self.planned_at() - self.world.now, self.prepared, output.order)
         return None
 
     def planned_at(self) -> int:
@@ -318,7 +318,7 @@ class Worker(Joining):
 
     def load_plan(self, output: outputs.LoadPlan) -> Answer:
         """Makes its share of the plan ready."""
-        self.ready = planned(self.ownership.grid, output.plan.told).shares.get(self.number, Compiled((), ()))
+        self.ready = planned(self.ownership.grid, output.plan.document).shares.get(self.number, Compiled((), ()))
         return None
 
     def plan_next_step(self, output: outputs.PlanNextStep) -> Answer:

@@ -1,6 +1,6 @@
 """The fields of a job that decide the bits of training, and those that do not.
 
-Rule: a field decides bits unless it stands in `NEUTRAL`, and so does a new field. The cut of the model, the worker that
+Rule: a field decides bits unless it is in `NEUTRAL`, and so does a new field. The cut of the model, the worker that
 computes a slot, and the ways in which state is kept or moved change no bit.
 
 The math libraries choose their kernels by the processor, unless variables of the environment name an instruction set.
@@ -11,35 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.job.job import CODE_FIELDS, Job, code_in
 from engine.core.job.update_rules import depends_on_steps
 
-
-class _OfRun:
-    """Stands for the value that the run has."""
-
-
-_AS_RUN: Final = _OfRun()
-# The neutral fields, each with its cheapest value: that of the fault-free twin.
-NEUTRAL: Mapping[str, Any] = {
-    "stages": _AS_RUN,
-    "blocks": _AS_RUN,
+# The neutral fields that a fault-free twin has as its run does, and those for which it has the cheapest value.
+_AS_RUN = {
+    *("stages", "blocks", "stages_per_worker", "workers", "placement", "schedule", "partition", "share_gpu"),
+    *("activation_checkpoint", "audit", "load_ahead", "validation_microbatches"),
+}
+_CHEAPEST: Mapping[str, Any] = {
     "elastic": False,
     "standby": 0,
-    "stages_per_worker": _AS_RUN,
-    "workers": _AS_RUN,
-    "placement": _AS_RUN,
-    "schedule": _AS_RUN,
-    "partition": _AS_RUN,
-    "activation_checkpoint": _AS_RUN,
-    "audit": _AS_RUN,
-    "share_gpu": _AS_RUN,
     "retain": "device",
     "epochs": 0,  # the steps decide
-    "load_ahead": _AS_RUN,
-    "validation_microbatches": _AS_RUN,
     "metrics": "",
     "redundancy": "none",
     "redundancy_level": 1,
@@ -58,10 +44,11 @@ NEUTRAL: Mapping[str, Any] = {
     "results": "",
     "logger": "",
 }
-# The fields that a checkpoint's tensors fit: with others it cannot be loaded. Each pipeline has buffers of its own.
+NEUTRAL = _AS_RUN | _CHEAPEST.keys()
+# The fields that shape a checkpoint's tensors: it cannot be loaded with others. Each pipeline has its own buffers.
 OF_TENSORS = frozenset({"model", "model_args", "pipelines", "split"})
-# The values that older versions had for fields that they did not know.
-# On a GPU they were deterministic, and on the CPU that changes no bits but those that were others each time.
+# What older versions did where they lacked a field. They were deterministic on a GPU; on the CPU the setting changes
+# only bits that were random anyway.
 _BEFORE: Mapping[str, object] = {"device": "cpu", "deterministic": True}
 # The facts of a host that select the compute kernels, and so the bits.
 BIT_FACTS = ("python", "torch", "machine", "cpu", "isa", "kernel_variables")
@@ -88,9 +75,9 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
 
 def fixed_set(kernel_variables: object) -> str:
     """Returns the set that some ``NAME=VALUE`` fix; empty if they fix none."""
-    told = set(kernel_variables) if isinstance(kernel_variables, Iterable) else set()
-    for name, each in INSTRUCTION_SETS.items():
-        if {f"{variable}={value}" for variable, value in each.variables.items()} <= told:
+    settings = set(kernel_variables) if isinstance(kernel_variables, Iterable) else set()
+    for name, instructions in INSTRUCTION_SETS.items():
+        if {f"{variable}={value}" for variable, value in instructions.variables.items()} <= settings:
             return name
     return ""
 
@@ -110,14 +97,14 @@ def own_code(job: Job) -> list[str]:
 
 def twin_of(job: Job) -> Job:
     """Returns the job of the twin: the fields that do not change bits have their cheapest values."""
-    return replace(job, **{name: value for name, value in NEUTRAL.items() if not isinstance(value, _OfRun)})
+    return replace(job, **_CHEAPEST)
 
 
 def bit_facts(facts: Mapping[str, object]) -> dict[str, object]:
-    """Returns the facts of a host that decide bits; a fixed instruction set stands for the processor and its own."""
-    found = {name: facts.get(name) for name in (*BIT_FACTS, *OF_GPUS)}
+    """Returns the facts of a host that decide bits; a fixed instruction set replaces the processor and its own set."""
+    chosen = {name: facts.get(name) for name in (*BIT_FACTS, *OF_GPUS)}
     fixed = fixed_set(facts.get("kernel_variables"))
-    return found | {"cpu": None, "isa": [fixed]} if fixed else found
+    return chosen | {"cpu": None, "isa": [fixed]} if fixed else chosen
 
 
 def compared_facts(facts: Mapping[str, object], job: Job) -> dict[str, object]:
@@ -129,8 +116,8 @@ def compared_facts(facts: Mapping[str, object], job: Job) -> dict[str, object]:
 def different_facts(before: Mapping[str, object], now: Mapping[str, object]) -> list[BitDifference]:
     """Returns the facts that differ; values count as equal if JSON would make them so."""
     names = sorted(before.keys() | now.keys())
-    found = [BitDifference(name, _plain(before.get(name)), _plain(now.get(name))) for name in names]
-    return [each for each in found if each.before != each.now]
+    pairs = [BitDifference(name, _plain(before.get(name)), _plain(now.get(name))) for name in names]
+    return [each for each in pairs if each.before != each.now]
 
 
 def bit_differences(
@@ -148,10 +135,10 @@ def bit_differences(
 
 
 def is_same_job(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Returns whether two kept jobs decide the same bits; no job is that of a record that cannot be read."""
+    """Returns whether two kept jobs decide the same bits; an empty one stands for an unreadable record."""
     names = [name for name in asdict(Job()) if name not in NEUTRAL]
-    kept = [[each.get(name, _BEFORE.get(name)) for name in names] for each in (one, other)]
-    return bool(one and other) and kept[0] == kept[1]
+    values = [[each.get(name, _BEFORE.get(name)) for name in names] for each in (one, other)]
+    return bool(one and other) and values[0] == values[1]
 
 
 def _plain(value: object) -> object:

@@ -1,4 +1,4 @@
-"""The rules between the fields of a job; each broken rule becomes a `Problem`."""
+"""The rules about the fields of a job; each broken rule becomes a `Problem`."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ from engine.core.units import DURATION_FORM, MOST_FLOAT, Scalar, parse_duration,
 class JobParts:
     """The models, data and arguments that a job can name.
 
-    `problems` returns the problems with those that a job names, `arguments` returns the arguments that its parts take,
-    such as ``model_args.width``. `acts_on` has the fields of `ACTING` that the command acts on: it imports the code
-    that they name, or writes to the folder. Unless it acts on the schedule, a generator is not called: `Job.schedule`
-    keeps its name, and no rule about the program is checked. A value of these fields from a file that the command line
-    does not name as a job is refused, unless the user `trusts_files`. `samples_of`
-    counts the training samples of a job with epochs: 0 for data without an end, None if they are not counted.
-    `smallest_stage` returns the layers of the smallest stage, None if only the cut of the model tells. `defaults`
-    returns the fields and arguments that have other defaults with the model of a job.
+    `problems` returns the problems with those that a job names, `arguments` the arguments that its parts take, such as
+    ``model_args.width``. `acts_on` has the fields of `ACTING` that the command acts on: it imports the code that they
+    name, or writes to the folder. If `schedule` is not in `acts_on`, the user's generator is not called and program
+    rules are skipped. A value of these fields from a file that the command line does not name as a job is refused,
+    unless the user `trusts_files`. `samples_of` counts the training samples of a job with epochs: 0 for endless data,
+    None if they are not counted. `smallest_stage` returns the layers of the smallest stage, None if that depends on the
+    cut of the model. `defaults` returns the fields and arguments that have other defaults with the model of a job.
     """
 
     problems: Callable[[Job], Iterable[Problem]]
@@ -142,23 +141,23 @@ def _check_text(
     ownership = fresh(grid, stages_per_worker, placement)
     program = build_program(text, ownership)
     broken = verify(program, ownership)[:_MOST_SHOWN]
-    told = [str(_in_text(each, text, program)) for each in broken]
-    lost = () if broken else _lost_pairs(text, program)
-    return [*(Problem("schedule", "a program that runs to its end", each) for each in told), *lost]
+    if not broken:
+        return list(_lost_pairs(text, program))
+    places = (str(_in_text(violation, text, program)) for violation in broken)
+    return [Problem("schedule", "a program that runs to its end", place) for place in places]
 
 
 def _lost_pairs(text: str, program: Program) -> Iterator[Problem]:
     """Yields the overlap pairs that are named in `text`, and whose actions do not run as a pair in its program."""
-    formed = {
-        worker: {actions[place : place + 2]: kind for place, kind in pairs_of(actions)}
-        for worker, actions in program.items()
+    pairs = {
+        worker: {actions[place : place + 2] for place, _ in pairs_of(actions)} for worker, actions in program.items()
     }
     for worker, position, first, second in named_pairs(text):
-        if (first, second) not in formed[worker]:
-            beside = [each for each in formed[worker] if {first, second} & {*each}]
-            why = f"{beside[0][0]} and {beside[0][1]} are a pair" if beside else "a transfer stands between the two"
-            found = f"worker {worker}, position {position}: ({first};{second}){overlap_of(first, second)}"
-            yield Problem("schedule", "overlap pairs that can run as they are written", found, why)
+        if (first, second) not in pairs[worker]:
+            beside = next((pair for pair in pairs[worker] if {first, second} & {*pair}), None)
+            why = f"{beside[0]} and {beside[1]} are a pair" if beside else "a transfer stands between the two"
+            place = f"worker {worker}, position {position}: ({first};{second}){overlap_of(first, second)}"
+            yield Problem("schedule", "overlap pairs that can run as they are written", place, why)
 
 
 def _in_text(broken: Violation, text: str, program: Program) -> Violation:
@@ -189,7 +188,7 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     if not 0 <= job.clip_norm <= MOST_FLOAT:
         problems.append(Problem("clip_norm", "a finite float32 number >= 0", repr(job.clip_norm)))
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
-    problems += [*_check_blocks(job), *_check_elastic(job), *_check_standby(job), *_check_device(job, nccl_on_cpu)]
+    problems += [*_check_single_slots(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
     problems += [*_check_partition(job), *_check_code(job)]
     if job.split.isdecimal() and not whole_number(job.split):
@@ -209,47 +208,37 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     return problems
 
 
-def _check_blocks(job: Job) -> list[Problem]:
-    if job.blocks <= 1:
-        return []
-    problems = [Problem("blocks", f"1 with {each}", repr(job.blocks), hint) for each, hint in no_blocks(job)]
+def _check_single_slots(job: Job) -> list[Problem]:
+    """Blocks, standbys and the elastic policy take over slots one by one."""
+    problems = []
     if job.slots > AT_MOST["stages"] >= max(job.stages, job.blocks):
-        problems.insert(0, Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks)))
+        problems.append(Problem("blocks", "a number with which stages x blocks <= 4096", repr(job.blocks)))
+    fields = {"blocks": ("1", job.blocks > 1), "elastic": ("false", job.elastic), "standby": ("0", job.standby > 0)}
+    for field, (default, is_set) in fields.items():
+        for obstacle, hint in no_blocks(job) if is_set else ():
+            value = str(getattr(job, field)).lower()
+            problems.append(Problem(field, f"{default} with {obstacle}", value, hint))
     return problems
 
 
 def no_blocks(job: Job) -> list[tuple[str, str]]:
-    """Returns all that keeps slots from being taken over one by one, each with the reason.
+    """Returns what prevents slots from being taken over one by one, each with the reason.
 
-    Such a slot needs a replica of its own, and an order of actions that takes runs of blocks.
+    That needs a replica of each slot, and an order of actions in which a stage may be a run of blocks.
     """
     order = "its order of actions is made for one slot per stage"
-    known = SCHEDULES.get(job.schedule)
-    found = []
+    schedule = SCHEDULES.get(job.schedule)
+    obstacles = []
     if job.fsdp:
-        found.append(("fsdp", "shards lie over whole stages, which keep their owners until one dies"))
+        obstacles.append(("fsdp", "shards lie over whole stages, which keep their owners until one dies"))
     if job.stages_per_worker > 1:
-        found.append((f"stages_per_worker {job.stages_per_worker}", order))
+        obstacles.append((f"stages_per_worker {job.stages_per_worker}", order))
     if is_text(job.schedule) or FACTORY.fullmatch(job.schedule):
-        found.append(("a schedule of one's own", order))
-    elif known is not None and not known.takes_blocks:
+        obstacles.append(("a schedule of one's own", order))
+    elif schedule is not None and not schedule.takes_blocks:
         fitting = ", ".join(name for name, each in SCHEDULES.items() if each.takes_blocks)
-        found.append((f"schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
-    return found
-
-
-def _check_standby(job: Job) -> list[Problem]:
-    """A joiner takes over blocks, or stages that are as small."""
-    if job.standby < 1:
-        return []
-    return [Problem("standby", f"0 with {each}", repr(job.standby), hint) for each, hint in no_blocks(job)]
-
-
-def _check_elastic(job: Job) -> list[Problem]:
-    """The policy gives each worker one run of neighbouring slots: it would take two stages of a worker apart."""
-    if not job.elastic:
-        return []
-    return [Problem("elastic", f"false with {each}", "true", hint) for each, hint in no_blocks(job)]
+        obstacles.append((f"schedule {job.schedule}", f"{order}; these take blocks: {fitting}"))
+    return obstacles
 
 
 def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:

@@ -1,10 +1,10 @@
 """The memory model: the bytes of tensors that a worker holds at most, from the sizes of its stages.
 
 - A replica, owned or shadowed, has weights, optimizer state and buffers. With fsdp it has a shard of the first two, and
-  in a step its owner has the whole weights too.
-- An owner has accumulators of the gradients, and with several pipelines their mean. A shadow receives it by the log.
+  during a step its owner has the whole weights too.
+- An owner has accumulators of the gradients, and with several pipelines their mean, which a shadow gets by the log.
 - Where another worker can take over, a replica also has the buffers of each pipeline at the last boundary. An owner
-  keeps the values that go to other owners until the commit, of each microbatch.
+  keeps the values for other owners, of each microbatch, until the commit.
 - The share of a checkpoint is copied; two copies may wait for the disk.
 
 The model leaves out the residuals inside of layers, sums over tied uses, and memory outside of tensors.
@@ -161,7 +161,6 @@ class _Walk:
         self._in_parts: set[tuple[int, int, int]] = set()
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Takes the actions of a step."""
         if self.job.log_every:  # a stream comes long before its shadow takes it
             self._add(sum(min(_CHUNK, self.sizes[stage].trained) for _, stage in self._shadowed))
         self._in_parts = {(each.pipeline, each.stage, each.microbatch) for each in actions if each.op is Op.W}
@@ -196,26 +195,14 @@ class _Walk:
         self._meanwhile(tried.backward)  # as if the first one found its gradients: it makes them while it frees
         if action.op is not Op.I or (*slot, action.microbatch) not in self._in_parts:
             self._add(-tried.residual)
-        if action.op is not Op.W:
-            self._add(self._kept(slot))
+        if action.op is not Op.W and self.job.retains and self.job.retain != "cpu":
+            self._add(sum(_crossing(self.ownership, [slot], self.sizes)))  # until the commit, for other workers
         self._make_gradients(slot)
 
     def _make_gradients(self, slot: Slot) -> None:
         if slot not in self._with_gradients:
             self._with_gradients.add(slot)
             self._add(self.sizes[slot[1]].trained)
-
-    def _kept(self, slot: Slot) -> int:
-        """Returns the bytes of a microbatch that stay behind its backward, until the commit, for other workers."""
-        if not self.job.retains or self.job.retain == "cpu":
-            return 0
-        pipeline, stage = slot
-        kept = 0
-        if stage < self.ownership.grid.stages - 1 and crosses(Value(Kind.ACTIVATION, pipeline, stage), self.ownership):
-            kept += self.sizes[stage].output
-        if stage > 0 and crosses(Value(Kind.GRADIENT, pipeline, stage), self.ownership):
-            kept += self.sizes[stage - 1].output
-        return kept
 
     def _add(self, num_bytes: int) -> None:
         self.now += num_bytes

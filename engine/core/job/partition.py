@@ -30,7 +30,7 @@ def partition(
 
     `kinds` are the class names of the layers. `weights` are the loads to balance: number of parameters for
     ``parameters``, measured nanoseconds for ``profile``, else unused. A stage is cut into blocks by the rule by which
-    the model is cut into stages; where their first layers are written down, uniformly. Raises UserError if `form` does
+    the model is cut into stages; where their first layers are given, uniformly. Raises UserError if `form` does
     not fit, or a stage has fewer layers than blocks.
     """
     num_layers = len(kinds)
@@ -68,9 +68,8 @@ def cutting_problems(form: str, num_stages: int, num_layers: int, blocks: int = 
     if starts:
         return _small_stages(starts, num_layers, blocks)
     if num_stages * blocks > num_layers:
-        return [
-            _too_many(blocks, num_layers // num_stages, f"the model has {num_layers} layers for {num_stages} stages")
-        ]
+        why = f"the model has {num_layers} layers for {num_stages} stages"
+        return [_too_many(blocks, num_layers // num_stages, why)]
     return []
 
 
@@ -85,7 +84,6 @@ def smallest_stage(form: str, num_stages: int, num_layers: int) -> int | None:
 
 
 def _small_stages(starts: Sequence[int], num_layers: int, blocks: int) -> list[Problem]:
-    """Returns the problem of the stages that have fewer layers than blocks."""
     sizes = [end - first for first, end in pairwise((*starts, num_layers))]
     if blocks <= min(sizes):
         return []
@@ -139,8 +137,8 @@ def _fill(weights: Sequence[int], num_stages: int, bound: int) -> tuple[int, ...
 def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:
     weights = [int(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
     if not any(weights):
-        known = ", ".join(sorted(set(kinds)))
-        raise UserError([Problem("partition", f"a pattern that matches a layer's class ({known})", repr(pattern))])
+        classes = ", ".join(sorted(set(kinds)))
+        raise UserError([Problem("partition", f"a pattern that matches a layer's class ({classes})", repr(pattern))])
     return weights
 
 
@@ -178,7 +176,7 @@ def known_ownership(job: Job) -> Ownership | None:
 def shadowed(
     job: Job, ownership: Ownership, members: Collection[int], host_of: Mapping[int, str] | None = None
 ) -> Ownership:
-    """Returns the ownership with the shadows that the policy of the job asks for; on several hosts all are new."""
+    """Returns the ownership with the shadows that the job's policy wants; on several hosts all are placed anew."""
     if host_of and len(set(host_of.values())) > 1:
         bare = replace(ownership, shadows=())
         return with_shadows(bare, job.redundancy, job.redundancy_level, members, host_of=host_of)

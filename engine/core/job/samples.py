@@ -12,8 +12,8 @@ from engine.core.random_key import random_key
 # A permutation of 0 .. size - 1 by key, which needs no list: one number at a time.
 #
 # A balanced Feistel network permutes the numbers of an even count of bits. A result beyond `size` is permuted again
-# until it is below ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, section 3);
-# less than four times on average, because the network has less than four times `size` numbers.
+# until it is below ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, section 3):
+# fewer than four times on average, because the network has fewer than four times `size` numbers.
 
 _ROUNDS = 6  # of four rounds, a small network shows its structure
 
@@ -38,9 +38,9 @@ def _network(number: int, half: int, key: int) -> int:
 
 # The ledger of a finite data set: which samples a microbatch has, by arithmetic.
 #
-# The samples of a run stand in one row, pass after pass, each pass in an order of its own. Microbatches take from this
-# row by step, then by pipeline, then by number, and leave nothing out: every sample is trained once in every pass. A
-# microbatch at the end of a pass goes on in the next one.
+# The samples of a run form one row, pass after pass, each pass in its own order. Microbatches take from this row by
+# step, then by pipeline, then by number, and skip nothing: every sample is trained once in every pass. A microbatch at
+# the end of a pass continues in the next one.
 
 
 class Share(NamedTuple):
@@ -87,9 +87,9 @@ def sample_at(data_epoch: int, place: int, num_samples: int, seed: int) -> int:
 
 # The microbatches of a validation pass: set after set, each in its order, a finite set at most once.
 #
-# The last microbatch of a finite set may have fewer samples of it than rows: the others are filled with samples from
-# its begin, so that shapes stay, and do not count. A loss that is known for whole microbatches only leaves that one
-# out.
+# The last microbatch of a finite set may have fewer samples than rows: the other rows are filled with samples from its
+# beginning, so that shapes stay, and do not count. A loss that is known for whole microbatches only leaves that
+# microbatch out.
 
 EvaluationSets = Mapping[str, int]  # the samples of each set by its name; 0 for a set without limit
 _OF_ENDLESS = Job().validation_microbatches  # of a set that has no end, where the whole set was asked for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.action import COMPUTE_OPS, SEND_OPS, Action
+from engine.core.action import COMPUTE_OPS, SEND_OPS
 from engine.core.job.job_rules import check_schedule
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.build import build_program
@@ -83,10 +83,11 @@ def over_none(run: DryRun, schedule: str, ownership: Ownership, cost: Cost = uni
 def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: Cost, latency: float) -> ComparisonRow:
     program = build_program(name, ownership, redundancy)
     run = dry_run(program, ownership, cost, latency=latency)
-    work = [
-        sum(cost(each) for each in actions if each.op in COMPUTE_OPS and _owns(ownership, worker, each))
+    own = [
+        [action for action in actions if ownership.owner(action.pipeline, action.stage) == worker]
         for worker, actions in program.items()
     ]
+    work = [sum(cost(action) for action in actions if action.op in COMPUTE_OPS) for actions in own]
     return ComparisonRow(
         schedule=name,
         stages_per_worker=v,
@@ -98,10 +99,6 @@ def _row(name: str, v: int, ownership: Ownership, redundancy: Redundancy, cost: 
         transfers=sum(action.op in SEND_OPS for actions in program.values() for action in actions),
         over_none=over_none(run, name, ownership, cost, latency) if redundancy == "eager" else 0.0,
     )
-
-
-def _owns(ownership: Ownership, worker: int, action: Action) -> bool:
-    return ownership.owner(action.pipeline, action.stage) == worker
 
 
 def _scaled(cost: Cost, times: int) -> Cost:

@@ -189,9 +189,9 @@ def argument_problems(field: str, known: Mapping[str, Argument], args: Args, *, 
     ]
     if all_of:
         problems += [
-            Problem(f"{field}.{name}", f"{_expected(each)}, since it has no default")
-            for name, each in known.items()
-            if each.default is None and name not in args
+            Problem(f"{field}.{name}", f"{_expected(argument)}, since it has no default")
+            for name, argument in known.items()
+            if argument.default is None and name not in args
         ]
     return problems
 
@@ -232,11 +232,10 @@ def _fits(argument: Argument, value: Scalar) -> bool:
     if form == "text":
         return isinstance(value, str)
     if form in ("numbers", "wholes"):
-        found = listed(value) if _NUMBERS.fullmatch(str(value)) else ()
-        wanted = len(found) if argument.default is None else len(listed(argument.default))
-        return len(found) == wanted > 0 and all(
-            _is_number(each) and (form == "numbers" or type(each) is int) for each in found
-        )
+        numbers = listed(value) if _NUMBERS.fullmatch(str(value)) else ()
+        count = len(numbers) if argument.default is None else len(listed(argument.default))
+        fit = (_is_number(number) and (form == "numbers" or type(number) is int) for number in numbers)
+        return len(numbers) == count > 0 and all(fit)
     return _is_number(value) and (form == "number" or type(value) is int)
 
 
@@ -332,13 +331,13 @@ def scaling_problems(job: Job) -> Iterator[Problem]:
         yield from problems
         return
     rule = LossScaling(**job.scaler_args)  # type: ignore[arg-type]
-    wanted = {
+    limits = {
         "init_scale": (rule.init_scale >= LEAST_SCALE, "a number >= 2 ** -24"),
         "growth_factor": (rule.growth_factor > 1, "a number > 1"),
         "backoff_factor": (0 < rule.backoff_factor < 1, "a number > 0 and < 1"),
         "growth_interval": (rule.growth_interval >= 1, "a whole number >= 1"),
     }
-    for name, (holds, expected) in wanted.items():
+    for name, (holds, expected) in limits.items():
         if not holds:
             yield Problem(f"scaler_args.{name}", expected, repr(job.scaler_args[name]))
 

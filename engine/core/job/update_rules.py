@@ -14,7 +14,6 @@ from engine.core.job.torch_parts import (
     NO_SCHEDULES,
     OPTIMIZERS,
     SCHEDULES,
-    TorchPart,
     argument_problems,
 )
 from engine.core.texts import pattern_error
@@ -64,10 +63,10 @@ def _group(part: str) -> ParamGroup:
     if wrong := pattern_error(pattern):
         raise ValueError(f"{pattern!r} is no regular expression: {wrong}")
     args: Args = {}
-    for each in _NEXT.split(rest):
-        match = _NAMED.fullmatch(each)
+    for setting in _NEXT.split(rest):
+        match = _NAMED.fullmatch(setting)
         if match is None or not match[2]:
-            raise ValueError(f"{each.strip()!r} is not NAME=VALUE")
+            raise ValueError(f"{setting.strip()!r} is not NAME=VALUE")
         if match[1] in args:
             raise ValueError(f"{match[1]!r} stands twice for {pattern!r}")
         args[match[1]] = _value(match[2])
@@ -91,9 +90,9 @@ def _value(text: str) -> Scalar:
 def as_text(groups: Sequence[Mapping[str, Any]]) -> str:
     """Returns the text of groups that a file has as mappings, each with the key `match`; raises ValueError."""
     parts = []
-    for each in groups:
-        args = {name: value for name, value in each.items() if name != MATCH}
-        pattern = each.get(MATCH)
+    for group in groups:
+        args = {name: value for name, value in group.items() if name != MATCH}
+        pattern = group.get(MATCH)
         if not isinstance(pattern, str) or not args:
             raise ValueError(f"each group has {MATCH!r}, a text, and arguments")
         if ";" in pattern:
@@ -122,13 +121,13 @@ def idle_groups(groups: Sequence[ParamGroup], names: Iterable[str]) -> list[Prob
     known = tuple(names)
     used = {id(group_of(groups, name)) for name in known}
     problems = []
-    for each in groups:
-        if id(each) not in used:
-            matched = next((name for name in known if re.search(each.pattern, name)), "")
+    for group in groups:
+        if id(group) not in used:
+            matched = next((name for name in known if re.search(group.pattern, name)), "")
             hint = f"the names are {', '.join(known[:_MOST_NAMES])}{', ...' if len(known) > _MOST_NAMES else ''}"
             if matched:
                 hint = f"an earlier group has each of its parameters, such as {matched}"
-            problems.append(Problem("param_groups", "patterns that match a parameter", repr(each.pattern), hint))
+            problems.append(Problem("param_groups", "patterns that match a parameter", repr(group.pattern), hint))
     return problems
 
 
@@ -178,11 +177,6 @@ def _named(field: str, name: str, known: Mapping[str, object], never: Mapping[st
     if (reason := never.get(name.lower().replace("_", ""))) is not None:
         yield Problem(field, expected, repr(name), reason)
         return
-    yield Problem(field, expected, repr(name), nearest(name, known) or _by_class(name))
-
-
-def _by_class(name: str) -> str:
-    """Returns a hint for the name of a class of torch."""
-    tables: tuple[Mapping[str, TorchPart], ...] = (OPTIMIZERS, SCHEDULES)
-    found = next((each for table in tables for each, part in table.items() if part.cls.lower() == name.lower()), "")
-    return f"did you mean {found!r}?" if found else ""
+    by_class = {part.cls.lower(): key for table in (SCHEDULES, OPTIMIZERS) for key, part in table.items()}
+    word = by_class.get(name.lower(), "")
+    yield Problem(field, expected, repr(name), nearest(name, known) or (f"did you mean {word!r}?" if word else ""))

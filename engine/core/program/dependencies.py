@@ -23,7 +23,7 @@ _Flat = tuple[Kind, bool, int, int]  # kind, whether it is here, stages further,
 
 
 class _Terms(NamedTuple):
-    """The terms of one op, by the role of the worker; `uneven` if a term stands for other values than its own one."""
+    """The terms of one op, by the role of the worker; `uneven` if a term stands for more or other values than one."""
 
     of_owner: tuple[_Flat, ...]
     of_shadow: tuple[_Flat, ...]
@@ -74,18 +74,18 @@ def _values(of: _Terms, action: Action, worker: int, ownership: Ownership) -> tu
     stage, _, microbatch, pipeline = action
     if of_shadow is not terms and ownership.owner(pipeline, stage) != worker:
         terms = of_shadow
-    found: list[Held] = []
+    values: list[Held] = []
     for kind, is_here, further, later in terms:
         if (not later or microbatch) and (not further or 0 <= stage + further < ownership.grid.stages):
             value = _new(Value, (kind, pipeline, stage + further, microbatch + later))
-            found.append((worker if is_here else WIRE, value))
-    return tuple(found)
+            values.append((worker if is_here else WIRE, value))
+    return tuple(values)
 
 
 def _uneven(terms: tuple[Term, ...], action: Action, worker: int, ownership: Ownership) -> Iterator[Held]:
-    stage, op, _, pipeline = action
-    other_role = By.SHADOW if ownership.owner(pipeline, stage) == worker else By.OWNER
-    for each in ownership.pipelines_of(worker, stage) if OP_TABLE[op].per_pipeline else (pipeline,):
+    stage, op, _, first = action
+    other_role = By.SHADOW if ownership.owner(first, stage) == worker else By.OWNER
+    for pipeline in ownership.pipelines_of(worker, stage) if OP_TABLE[op].per_pipeline else (first,):
         for kind, at, _, later, by in terms:
             if by is other_role:
                 continue
@@ -95,15 +95,14 @@ def _uneven(terms: tuple[Term, ...], action: Action, worker: int, ownership: Own
                 yield from _all_votes(ownership)
             else:
                 index = worker if kind is Kind.VOTED else ownership.grid.microbatches - 1 if later == ALL else -1
-                yield worker if at is Where.HERE else WIRE, Value(kind, each, stage, index)
+                yield worker if at is Where.HERE else WIRE, Value(kind, pipeline, stage, index)
 
 
 def _tied(kind: Kind, action: Action, worker: int, ownership: Ownership) -> list[Held]:
-    stage, _, _, pipeline = action
-    others = ownership.grid.tied_to(stage)
+    pipeline = action.pipeline
     return [
         (worker if ownership.owner(pipeline, other) == worker else WIRE, Value(kind, pipeline, other))
-        for other in others
+        for other in ownership.grid.tied_to(action.stage)
     ]
 
 
@@ -180,7 +179,6 @@ class DependencyIndex:
         return self._row(place, op, pipeline, stage) + index
 
     def _row(self, place: int, kind: Kind | Op, pipeline: int, stage: int) -> int:
-        """Returns the number of the thing with index 0."""
         return self._rows.setdefault((place, kind, pipeline, stage), len(self._rows)) * self._width + 1
 
     def thing(self, number: int) -> Thing:
@@ -218,12 +216,10 @@ _SENT = {term.kind for row in OP_TABLE.values() for term in row.makes if term.at
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """One worker's share of the transfers of a program."""
+    """One worker's share of a program's transfers: targets of the values that it sends, sources of those it takes."""
 
-    targets: dict[Value, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # of the values that this worker sends, in order
-    sources: dict[Value, int] = field(default_factory=dict)  # of the values that it takes from the wire
+    targets: dict[Value, tuple[int, ...]] = field(default_factory=dict)
+    sources: dict[Value, int] = field(default_factory=dict)
 
 
 def crosses(value: Value, ownership: Ownership) -> bool:
@@ -237,9 +233,14 @@ def routes_of(worker: int, program: Program, ownership: Ownership) -> Routes:
     """Returns the targets of the sends of `worker` and the sources of its receives; every value has one sender."""
     senders: dict[Value, int] = {}
     receivers: dict[Value, list[int]] = {}
-    for each, actions in program.items():
+    for peer, actions in program.items():
         for action in actions:
-            _note(each, action, ownership, senders, receivers)
+            for place, value in makes(action, peer, ownership):
+                if place == WIRE and value.kind in _SENT:
+                    senders[value] = peer
+            for place, value in needs(action, peer, ownership):
+                if place == WIRE and value.kind in _SENT:
+                    receivers.setdefault(value, []).append(peer)
     targets = {
         value: tuple(dict.fromkeys(target for target in receivers.get(value, ()) if target != worker))
         for value, sender in senders.items()
@@ -247,14 +248,3 @@ def routes_of(worker: int, program: Program, ownership: Ownership) -> Routes:
     }
     sources = {value: senders[value] for value, takers in receivers.items() if worker in takers and value in senders}
     return Routes(targets, sources)
-
-
-def _note(
-    worker: int, action: Action, ownership: Ownership, senders: dict[Value, int], receivers: dict[Value, list[int]]
-) -> None:
-    for place, value in makes(action, worker, ownership):
-        if place == WIRE and value.kind in _SENT:
-            senders[value] = worker
-    for place, value in needs(action, worker, ownership):
-        if place == WIRE and value.kind in _SENT:
-            receivers.setdefault(value, []).append(worker)

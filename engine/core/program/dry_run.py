@@ -143,7 +143,6 @@ class _Walk:
         self.there += [_NEVER] * (len(self.numbers) - len(self.there))
 
     def run(self, costs: Mapping[int, Iterable[float]]) -> None:
-        """Runs every worker as far as it comes; raises if a worker does not come to its end."""
         lines = {worker: self._goes(worker, costs[worker]) for worker in self.program}
         while self.ready:
             worker = self.ready.popleft()
@@ -154,7 +153,7 @@ class _Walk:
             self._refuse({worker: number for number, workers in self.waiting.items() for worker in workers})
 
     def _goes(self, worker: int, costs: Iterable[float]) -> Iterator[int]:
-        """Runs one worker to its end; yields the number of a missing value, and goes on when asked."""
+        """Runs one worker to its end; yields the number of each missing value, and continues when resumed."""
         there, starts, waiting = self.there, self.starts[worker], self.waiting
         lines: dict[tuple[int, Op, bool, int], IndexedActions] = {}
         free_at, latency = 0.0, self.latency

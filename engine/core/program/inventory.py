@@ -78,7 +78,7 @@ def from_json(text: str) -> Inventory:
 
 def _runs(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yields the first and the last of each run of successive numbers."""
-    for _, run in groupby(enumerate(indices), key=lambda each: each[1] - each[0]):
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]
         yield numbers[0], numbers[-1]
 
@@ -91,7 +91,6 @@ def _values_of(kind: str, pipeline: int, stage: int, *runs: list[int]) -> Iterat
 
 
 def _numbers(inventory: Inventory) -> Iterator[int]:
-    """Yields every number in an inventory."""
     yield from (inventory.worker, inventory.step)
     for slot in (*inventory.whole, *inventory.logged, *inventory.counted, *inventory.added):
         yield from slot
@@ -113,7 +112,7 @@ class PlanMessage(ToWorker):
     epoch: int
     committed: int
     members: tuple[int, ...]
-    leaving: tuple[int, ...]  # members that had given notice when the epoch was made; they become no shadows
+    leaving: tuple[int, ...]  # members that had given notice when the epoch was made; they do not become shadows
     owners: tuple[int, ...]
     shadows: tuple[tuple[int, ...], ...]
     inventories: tuple[tuple[int, str], ...]  # worker and text
@@ -131,7 +130,7 @@ class PrepareMessage(ToWorker):
 
 @message
 class InventoryMessage(ToAgent):
-    """All that a frozen worker holds, as text; `whole` are the places of the slots of which it has a whole replica."""
+    """All that a frozen worker holds, as text; `whole` are the places of the slots whose replica it has whole."""
 
     epoch: int
     holds: str
@@ -140,7 +139,7 @@ class InventoryMessage(ToAgent):
 
 @message
 class PlannedMessage(ToAgent):
-    """The worker has made the plan: its digest, and the stages that it cannot bring back."""
+    """The worker has made the plan: its digest, and the stages that cannot be recovered."""
 
     epoch: int
     digest: str

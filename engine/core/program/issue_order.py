@@ -87,7 +87,6 @@ class _Walk:
         self.there = wanted - made
 
     def run(self) -> None:
-        """Runs every worker to its end."""
         lines = {worker: self._columns(worker) for worker in self.program}
         before = -1
         while before < (before := sum(self.at.values())):

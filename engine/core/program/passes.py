@@ -205,7 +205,7 @@ def _sooner(
 
     They are the first ones in `order` behind the first backward.
     """
-    found = [list(each) for each in before]
+    later = [list(each) for each in before]
     lines: dict[int, list[int]] = {}
     for number in order:
         lines.setdefault(tasks[number][0], []).append(number)
@@ -217,21 +217,21 @@ def _sooner(
         for number, following in pairwise(own):
             turns = number in backwards and following not in backwards
             if turns and left and all(each <= number or each >= num_own for each in before[left[0]]):
-                found[following].append(left.popleft())
-    return found
+                later[following].append(left.popleft())
+    return later
 
 
 def redundant_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> dict[Slot, int]:
     """Returns the slots whose forwards are run twice, each with the shadow that runs them again."""
-    found: dict[Slot, int] = {}
+    twice: dict[Slot, int] = {}
     for pipeline, stage in ownership.grid.slots():
         first = ownership.shadows_of(pipeline, stage)[:1]
         for shadow in first:
             before = (pipeline, stage - 1)
-            at_hand = stage == 0 or ownership.owner(*before) == shadow or found.get(before) == shadow
+            at_hand = stage == 0 or ownership.owner(*before) == shadow or twice.get(before) == shadow
             if at_hand and (shadow, (pipeline, stage)) not in healing:
-                found[pipeline, stage] = shadow
-    return found
+                twice[pipeline, stage] = shadow
+    return twice
 
 
 def lazy_slots(ownership: Ownership, healing: Collection[tuple[int, Slot]] = ()) -> tuple[Slot, ...]:
@@ -269,17 +269,17 @@ def _predecessors(tasks: Sequence[_Task], num_own: int, ownership: Ownership) ->
     }
     again: dict[Held, int] = {}
     last: dict[int | Slot, int] = {}
-    found: list[list[int]] = []
+    before: list[list[int]] = []
     for number, (worker, action) in enumerate(tasks):
         needed = needs(action, worker, ownership)
-        found.append([again.get((place, value), maker[value]) for place, value in needed if value in maker])
+        before.append([again.get((place, value), maker[value]) for place, value in needed if value in maker])
         if number >= num_own:
             again.update(dict.fromkeys(makes(action, worker, ownership), number))
         line = worker if number < num_own else (action.pipeline, action.stage)
         if line in last:
-            found[number].append(last[line])
+            before[number].append(last[line])
         last[line] = number
-    return found
+    return before
 
 
 # The pass that streams accumulators: every c microbatches the owner of a slot sends its accumulator to the shadows.
@@ -400,13 +400,13 @@ def _with_unshards(actions: Sequence[Action], max_active: int) -> Iterator[Actio
 
 def _next_slots(actions: Sequence[Action], most: int) -> list[list[Slot]]:
     """Returns for each action the next `most` slots, its own first, in the order of their next use."""
-    found: list[list[Slot]] = []
+    wanted: list[list[Slot]] = []
     order: list[Slot] = []
     for action in reversed(actions):
         slot = (action.pipeline, action.stage)
         order = [slot, *(each for each in order if each != slot)]
-        found.append(order[:most])
-    return found[::-1]
+        wanted.append(order[:most])
+    return wanted[::-1]
 
 
 def _on(op: Op, slot: Slot) -> Action:

@@ -29,16 +29,15 @@ from engine.core.program.passes import with_end_of_step, with_transfers, with_wh
 from engine.core.program.remaining_tasks import list_schedule, replayed, shown_by, tasks_left
 from engine.core.value import WIRE, Held, Kind, Value
 
-# Handing: the accumulators that a plan sends to the owners of slots, so that no backward is run again.
+# Handoff: the accumulators that a plan sends to the owners of slots, so that no backward is rerun.
 #
 #     leaver   1F0 1F1 1B0 | fence | 1HAND0  1SEND_B0 ...      gives what it has added, then what others lack
 #     owner                | fence | 1HAND0  1F1 1B1 ...       goes on from there: only 1F1 is run again
 #
-# Rules: the owner of a slot takes the accumulator of the member that has added most of it, if that is more than its
-# own. This is a worker that leaves in the open step, or a shadow that has taken a later stream. An accumulator comes
-# with the losses and with the buffers before each of its forwards, so the owner can go on as if it had run them. A
-# forward that was counted and not added is run again. What a member without slots of its own sends is received first:
-# it is about to leave.
+# Rules: the owner of a slot takes the accumulator of the member that has added the most, if that is more than its own:
+# a worker that leaves in the open step, or a shadow that has taken a later stream. An accumulator comes with the losses
+# and with the buffers before each of its forwards, so the owner can continue as if it had run them. A forward that was
+# counted but not added is rerun. What a member without slots of its own sends is received first: it is about to leave.
 
 
 class Hand(NamedTuple):
@@ -58,7 +57,7 @@ class Hand(NamedTuple):
 def hands_in(
     ownership: Ownership, step: int, inventories: Iterable[Inventory], done: Collection[Slot]
 ) -> tuple[Hand, ...]:
-    """Returns the accumulators to hand over in `step`, by slot; none for slots that are `done`."""
+    """Returns the accumulators to hand off in `step`, by slot; none for slots that are `done`."""
     held = {each.worker: each for each in inventories if each.step == step}
     hands = []
     for slot in ownership.grid.slots():
@@ -71,14 +70,14 @@ def hands_in(
 
 
 def held_after(held: Sequence[Held], hands: Iterable[Hand]) -> tuple[Held, ...]:
-    """Returns what workers hold when the accumulators have come; of a counter the first entry of a worker counts."""
+    """Returns what workers hold after the handoffs; of a worker's counter the first entry counts."""
     counted = {(worker, value[1:3]): value.index for worker, value in held if value.kind is Kind.COUNTED}
-    found: list[Held] = []
+    values: list[Held] = []
     for _, taker, slot, added in hands:
-        found.append((taker, Value(Kind.ADDED, *slot, added - 1)))
+        values.append((taker, Value(Kind.ADDED, *slot, added - 1)))
         if counted.get((taker, slot), -1) < added - 1:
-            found.append((taker, Value(Kind.COUNTED, *slot, added - 1)))
-    return (*found, *held)
+            values.append((taker, Value(Kind.COUNTED, *slot, added - 1)))
+    return (*values, *held)
 
 
 def with_hands(
@@ -87,13 +86,13 @@ def with_hands(
     """Returns the program with the accumulators in front, and behind them the receipts from members without slots."""
     guests = [worker for worker in program if not ownership.slots_of(worker)]
     early = {carried(action) for worker in guests for action in program[worker] if action.op in SEND_OPS}
-    found = {}
+    lists = {}
     for worker, actions in program.items():
         mine = [each.action for each in hands if worker in (each.giver, each.taker)]
         first = [action for action in actions if action.op in RECEIVE_OPS and carried(action) in early]
         rest = [action for action in actions if action.op not in RECEIVE_OPS or carried(action) not in early]
-        found[worker] = (*mine, *first, *rest)
-    return found
+        lists[worker] = (*mine, *first, *rest)
+    return lists
 
 
 # The plan of a recovery, and the plan of an epoch with the document that it follows from.
@@ -111,7 +110,7 @@ class Plan:
 class EpochPlan(NamedTuple):
     """The document of an epoch, with the ownership and the plan that follow from it."""
 
-    told: PlanMessage
+    document: PlanMessage
     ownership: Ownership
     plan: Plan
 
@@ -126,57 +125,53 @@ class PlanInput:
     inventories: tuple[Inventory, ...]  # of every member, by worker
 
 
-def make_plan(given: PlanInput) -> Plan:
+def make_plan(source: PlanInput) -> Plan:
     """Returns the plan; its program has passed a dry run. Raises InvariantError if the input is impossible."""
-    _refuse_nonsense(given)
-    ownership, step = given.ownership, given.committed + 1
-    whole = {inventory.worker: frozenset(inventory.whole) for inventory in given.inventories}
+    _refuse_impossible(source)
+    ownership, step = source.ownership, source.committed + 1
+    whole = {inventory.worker: frozenset(inventory.whole) for inventory in source.inventories}
     adopted = tuple(slot for slot in ownership.grid.slots() if slot not in whole[ownership.owner(*slot)])
-    is_lost = [ownership.grid.fsdp or not _stands_for(slot, whole[ownership.owner(*slot)]) for slot in adopted]
-    lost = tuple(sorted({slot[1] for slot, gone in zip(adopted, is_lost, strict=True) if gone}))
+    replacements = {slot: {stage for _, stage in whole[ownership.owner(*slot)]} for slot in adopted}
+    lost = {slot[1] for slot, stages in replacements.items() if ownership.grid.fsdp or slot[1] not in stages}
     if lost:
-        return _digested(Plan(step, {}, (), lost, ""))
-    done, hands, held = _done(given), _hands(given), held_at_start(given)
+        return _digested(Plan(step, {}, (), tuple(sorted(lost)), ""))
+    done, hands, held = _done(source), _hands(source), held_at_start(source)
     there = held_after(held, hands)
     tasks = tasks_left(ownership, there, done)
     compute = list_schedule(tasks, ownership, first=frozenset(replayed(tasks, shown_by(there))))
     members = {worker: compute.get(worker, ()) for worker in whole}
     members = with_whole_stages(members, ownership) if ownership.grid.fsdp else members
     sent = with_hands(with_transfers(members, ownership, held), hands, ownership)
-    program = with_end_of_step(sent, ownership, held, healing_in(given))
+    program = with_end_of_step(sent, ownership, held, healing_in(source))
     refuse_stuck(program, ownership, held)
     return _digested(Plan(step, program, adopted, (), ""))
 
 
-def _refuse_nonsense(given: PlanInput) -> None:
-    grid, members = given.ownership.grid, [inventory.worker for inventory in given.inventories]
+def _refuse_impossible(source: PlanInput) -> None:
+    grid, members = source.ownership.grid, [inventory.worker for inventory in source.inventories]
     if members != sorted(set(members)):
         raise InvariantError(f"expected one inventory of each member, in order, found {members}")
-    absent = [worker for worker in given.ownership.workers() if worker not in members]
+    absent = [worker for worker in source.ownership.workers() if worker not in members]
     if absent:
         raise InvariantError(f"workers {absent} own or shadow a slot, and there is no inventory of them")
-    for inventory in given.inventories:
-        if inventory.step - given.committed not in (0, 1):
+    for inventory in source.inventories:
+        if inventory.step - source.committed not in (0, 1):
             raise InvariantError(
-                f"worker {inventory.worker} is at step {inventory.step} while {given.committed} is the last committed"
+                f"worker {inventory.worker} is at step {inventory.step} while {source.committed} is the last committed"
             )
         counts = (*inventory.counted.values(), *inventory.added.values())
         if not all(0 <= count <= grid.microbatches for count in counts):
             raise InvariantError(f"worker {inventory.worker} has taken in more than {grid.microbatches} microbatches")
 
 
-def _hands(given: PlanInput) -> tuple[Hand, ...]:
-    return hands_in(given.ownership, given.committed + 1, given.inventories, _done(given))
+def _hands(source: PlanInput) -> tuple[Hand, ...]:
+    return hands_in(source.ownership, source.committed + 1, source.inventories, _done(source))
 
 
-def _stands_for(slot: Slot, whole: Collection[Slot]) -> bool:
-    return any(stage == slot[1] for _, stage in whole)
-
-
-def _done(given: PlanInput) -> frozenset[Slot]:
+def _done(source: PlanInput) -> frozenset[Slot]:
     """Returns the slots whose owner holds the inputs of the optimizer step; of tied stages all slots or none."""
-    ownership, grid = given.ownership, given.ownership.grid
-    logged = {each.worker: frozenset(each.logged) for each in given.inventories if each.step == given.committed + 1}
+    ownership, grid = source.ownership, source.ownership.grid
+    logged = {each.worker: frozenset(each.logged) for each in source.inventories if each.step == source.committed + 1}
     whole_stages = {
         stage
         for stage in range(grid.stages)
@@ -188,27 +183,27 @@ def _done(given: PlanInput) -> frozenset[Slot]:
 def _group(stage: int, grid: Grid) -> list[int]:
     """Returns `stage` and the stages that share a parameter with it, directly or over other stages."""
     group = [stage]
-    for each in group:  # it grows while it is walked
-        group += [other for other in grid.tied_to(each) if other not in group]
+    for member in group:  # it grows while it is walked
+        group += [other for other in grid.tied_to(member) if other not in group]
     return group
 
 
-def healing_in(given: PlanInput) -> frozenset[tuple[int, Slot]]:
+def healing_in(source: PlanInput) -> frozenset[tuple[int, Slot]]:
     """Returns the shadows, as (worker, slot), that get the state of their slot during the plan."""
-    whole = {inventory.worker: inventory.whole for inventory in given.inventories}
-    shadows = [(worker, slot) for slot in given.ownership.grid.slots() for worker in given.ownership.shadows_of(*slot)]
+    ownership, whole = source.ownership, {inventory.worker: inventory.whole for inventory in source.inventories}
+    shadows = [(worker, slot) for slot in ownership.grid.slots() for worker in ownership.shadows_of(*slot)]
     return frozenset((worker, slot) for worker, slot in shadows if slot not in whole[worker])
 
 
-def held_at_start(given: PlanInput) -> tuple[Held, ...]:
+def held_at_start(source: PlanInput) -> tuple[Held, ...]:
     """Returns the values that workers hold when the plan begins; of a counter the last index only."""
-    return tuple(_held(given, _done(given)))
+    return tuple(_held(source, _done(source)))
 
 
-def _held(given: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
-    ownership = given.ownership
-    for inventory in given.inventories:
-        if inventory.step == given.committed:
+def _held(source: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
+    ownership = source.ownership
+    for inventory in source.inventories:
+        if inventory.step == source.committed:
             continue  # it first takes the committed optimizer step, which drops all its values
         worker = inventory.worker
         yield from ((worker, value) for value in inventory.values)
@@ -223,7 +218,7 @@ def _held(given: PlanInput, done: Collection[Slot]) -> Iterator[Held]:
         for slot in ownership.shadowed_by(worker):
             if slot in done and slot in inventory.logged:
                 yield worker, Value(Kind.LOGGED, *slot)
-    for hand in _hands(given):
+    for hand in _hands(source):
         yield hand.giver, Value(Kind.ADDED, *hand.slot, hand.added - 1)
 
 

@@ -44,9 +44,9 @@ def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collecti
     lines: dict[tuple[int, Op, bool, int], list[tuple[_Makers, int]]] = {}  # the first microbatch may need fewer values
     tasks: Tasks = {}
     counters = (makers[kind, *slot] for slot in ownership.grid.slots() if slot not in done for kind in _COUNTERS)
-    wanted = [makes[-1] for makes in counters if makes[-1] is not None]
-    while wanted:
-        action = wanted.pop()
+    missing = [makes[-1] for makes in counters if makes[-1] is not None]
+    while missing:
+        action = missing.pop()
         if action in tasks:
             continue
         stage, op, microbatch, pipeline = action
@@ -55,8 +55,9 @@ def tasks_left(ownership: Ownership, held: Collection[Held] = (), done: Collecti
             values = [value for _, value in needs(action, ownership.owner(pipeline, stage), ownership)]
             line = [(makers[value[:3]], value.index - microbatch) for value in values]
             lines[stage, op, microbatch > 0, pipeline] = line
-        tasks[action] = before = [each for makes, more in line if (each := makes[microbatch + more]) is not None]
-        wanted += before
+        makers_of_needs = (makes[microbatch + more] for makes, more in line)
+        tasks[action] = before = [maker for maker in makers_of_needs if maker is not None]
+        missing += before
     return tasks
 
 
@@ -89,8 +90,8 @@ class _MakersOfValues(dict[tuple[Kind, int, int], _Makers]):
         _, pipeline, stage = key
         there = self._there.get(key, ())
         actions = map(make_action, repeat(stage), self._ops(*key), self._all, repeat(pipeline))
-        self[key] = found = [None if action.microbatch in there else action for action in actions]
-        return found
+        self[key] = makers = [None if action.microbatch in there else action for action in actions]
+        return makers
 
     def _ops(self, kind: Kind, pipeline: int, stage: int) -> list[Op]:
         if kind in (Kind.ACTIVATION, Kind.RESIDUAL, Kind.COUNTED):
@@ -167,7 +168,7 @@ def _priority(action: Action) -> tuple[bool, int, int, int, Op]:
 
 def in_flight(ownership: Ownership) -> dict[Slot, int]:
     """Returns for each slot how many microbatches may be between their forward and their backward on it."""
-    stages, found = ownership.grid.stages, {}
+    stages, windows = ownership.grid.stages, {}
     for pipeline in range(ownership.grid.pipelines):
         owners = ownership.owners[pipeline * stages : (pipeline + 1) * stages]
         lengths = [len(tuple(run)) for _, run in groupby(owners)]
@@ -175,32 +176,32 @@ def in_flight(ownership: Ownership) -> dict[Slot, int]:
         more = max(lengths) >= 2 * shortest
         for number, length in enumerate(lengths):
             for stage in range(first, first + length):
-                found[pipeline, stage] = min(len(lengths) - number + more, -(-(stages - stage) // shortest))
+                windows[pipeline, stage] = min(len(lengths) - number + more, -(-(stages - stage) // shortest))
             first += length
-    return found
+    return windows
 
 
 def _predecessors(order: Sequence[Action], tasks: Tasks, ownership: Ownership) -> list[list[int]]:
     """Returns for each task the numbers of the tasks that must end before it starts."""
     number_of = {action: number for number, action in enumerate(order)}
-    found = [[number_of[each] for each in tasks[action]] for action in order]
+    before = [[number_of[each] for each in tasks[action]] for action in order]
     forwards: dict[Slot, list[int]] = {}
     backwards: dict[Slot, list[int]] = {}
     for number in sorted(range(len(order)), key=[action.microbatch for action in order].__getitem__):
         stage, op, _, pipeline = order[number]
         ahead = (forwards if op in FORWARD_OPS else backwards).setdefault((pipeline, stage), [])
         if ahead:
-            found[number].append(ahead[-1])
+            before[number].append(ahead[-1])
         ahead.append(number)
     windows = in_flight(ownership)
     for slot, numbers in forwards.items():
         following = backwards.get(slot, [])
         microbatches = [order[number].microbatch for number in following]
         for number in numbers:
-            before = bisect_right(microbatches, order[number].microbatch - windows[slot])
-            if before:
-                found[number].append(following[before - 1])
-    return found
+            num_ended = bisect_right(microbatches, order[number].microbatch - windows[slot])
+            if num_ended:
+                before[number].append(following[num_ended - 1])
+    return before
 
 
 def starts(
@@ -211,9 +212,9 @@ def starts(
     A free worker takes its ready task with the lowest number.
     """
     successors: list[list[int]] = [[] for _ in workers]
-    missing = [len(each) for each in predecessors]
-    for number, each in enumerate(predecessors):
-        for before in each:
+    missing = list(map(len, predecessors))
+    for number, numbers in enumerate(predecessors):
+        for before in numbers:
             successors[before].append(number)
     ready: dict[int, list[int]] = {worker: [] for worker in sorted(set(workers))}
     for number, count in enumerate(missing):
@@ -246,7 +247,7 @@ def starts(
     return started, now
 
 
-# Replay: the part of a recovery that does work again which was done before the failure.
+# Replay: the part of a recovery that redoes work done before the failure.
 #
 # before the failure   2F0 2F1 2B0 ...            work that is lost with the worker of stage 2
 # recovery             2f0 2F1 2B0 | 2F2 2B1 ...  replay is over at the bar: this is the catch-up point
@@ -261,13 +262,13 @@ def work_of(action: Action) -> Action:
 
 
 def replayed(actions: Iterable[Action], done: Iterable[Action]) -> list[Action]:
-    """Returns those of `actions`, in order, that do the work of `done` again; replay is over when the last one ends."""
+    """Returns those of `actions`, in order, that redo the work of `done`; replay is over when the last one ends."""
     work = frozenset(map(work_of, done))
     return [action for action in actions if work_of(action) in work] if work else []
 
 
 def shown_by(held: Iterable[Held]) -> Iterator[Action]:
-    """Yields the actions that a worker must have run before, because of the values that workers hold.
+    """Yields the actions that some worker must have run, by the values that workers hold.
 
     An activation shows its forward, and so does the counter of the next stage. A gradient shows its backward, and so
     does the counter of the stage before. A backward shows its forward. The gradient of stage 0 is never used; there the

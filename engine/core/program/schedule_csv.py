@@ -69,8 +69,8 @@ def lists_from_csv(text: str) -> ComputeLists:
         for position, action in row:
             if action.op not in _TAKEN or action.pipeline:
                 expected = "F, B, I and W of one pipeline: transfers and the end of a step are added to a schedule"
-                found = f"found {action}; bamboo schedule export --compute-only leaves them out"
-                raise ScheduleError(f"worker {worker}, position {position}: expected {expected}, {found}")
+                text = f"expected {expected}, found {action}; bamboo schedule export --compute-only leaves them out"
+                raise ScheduleError(f"worker {worker}, position {position}: {text}")
     return tuple(_in_order(tuple(action for _, action in row if action.op is not Op.REDUCE_GRAD)) for row in rows)
 
 
@@ -80,8 +80,8 @@ def cell_of(text: str, worker: int, action: Action, nth: int) -> int:
     Returns -1 for an action that has no cell, such as a transfer that a pass has added.
     """
     cells = [cell for cell, each in _placed_rows(text)[worker] if each.op is not Op.REDUCE_GRAD]
-    found = [cell for cell, each in zip(cells, lists_from_csv(text)[worker], strict=True) if each == action]
-    return found[nth] if nth < len(found) else -1
+    places = [cell for cell, each in zip(cells, lists_from_csv(text)[worker], strict=True) if each == action]
+    return places[nth] if nth < len(places) else -1
 
 
 def named_pairs(text: str) -> Iterator[tuple[int, int, Action, Action]]:
@@ -95,12 +95,12 @@ def named_pairs(text: str) -> Iterator[tuple[int, int, Action, Action]]:
 
 def stages_on(lists: ComputeLists) -> dict[int, int]:
     """Returns the worker of each stage, as stage -> worker; raises ScheduleError if a stage is on two workers."""
-    found: dict[int, int] = {}
+    workers: dict[int, int] = {}
     for worker, row in enumerate(lists):
         for stage in sorted({action.stage for action in row}):
-            if found.setdefault(stage, worker) != worker:
-                raise ScheduleError(f"worker {worker}: stage {stage} is on worker {found[stage]} too")
-    return found
+            if workers.setdefault(stage, worker) != worker:
+                raise ScheduleError(f"worker {worker}: stage {stage} is on worker {workers[stage]} too")
+    return workers
 
 
 def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -123,13 +123,14 @@ def _in_order(row: tuple[Action, ...]) -> tuple[Action, ...]:
         ordered.append(action._replace(microbatch=microbatch))
     weights = {stage: iter(microbatches) for stage, microbatches in in_parts.items()}
     return tuple(
-        each._replace(microbatch=next(weights.get(each.stage, iter(())), each.microbatch)) if each.op is Op.W else each
-        for each in ordered
+        action._replace(microbatch=next(weights.get(action.stage, iter(())), action.microbatch))
+        if action.op is Op.W
+        else action
+        for action in ordered
     )
 
 
 def _parse_row(worker: int, row: Sequence[str]) -> Iterator[tuple[int, Action]]:
-    """Yields the actions of a row, each with the position of its cell."""
     for position, cell in enumerate(row):
         try:
             yield from ((position, action) for action in _actions_in(cell.strip()))

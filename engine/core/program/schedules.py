@@ -34,8 +34,8 @@ def in_blocks(lists: ComputeLists, blocks: int) -> ComputeLists:
 
 def _of_blocks(action: Action, blocks: int) -> tuple[Action, ...]:
     first = action.stage * blocks
-    found = tuple(action._replace(stage=stage) for stage in range(first, first + blocks))
-    return found if action.op in FORWARD_OPS else found[::-1]
+    actions = tuple(action._replace(stage=stage) for stage in range(first, first + blocks))
+    return actions if action.op in FORWARD_OPS else actions[::-1]
 
 
 class WorkerList:
@@ -141,8 +141,8 @@ def interleaved(num_workers: int, stages_per_worker: int, num_microbatches: int)
 def interleaved_flexible(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:
     """Returns interleaved 1F1B in M // P rounds of nearly equal size; torch's rounds where their number divides M."""
     num_rounds = max(1, num_microbatches // num_workers)
-    each, rest = divmod(num_microbatches, num_rounds)
-    return _interleaved(num_workers, stages_per_worker, [each + 1] * rest + [each] * (num_rounds - rest))
+    size, rest = divmod(num_microbatches, num_rounds)
+    return _interleaved(num_workers, stages_per_worker, [size + 1] * rest + [size] * (num_rounds - rest))
 
 
 def looped_bfs(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:

@@ -84,9 +84,8 @@ def expected_actions(
         for each in (worker, ownership.owner(pipeline, stage)):
             whole[each].update({(stage, op, pipeline): {WHOLE_STAGE: False} for op in _HEALS})
     for worker, actions in program.items():
-        found = [action for action in actions if action.op in _PARTS]
-        if found:
-            _split(whole.get(worker, {}), found, frozenset(actions), frozenset(v for w, v in there if w == worker))
+        if parts := [action for action in actions if action.op in _PARTS]:
+            _split(whole.get(worker, {}), parts, frozenset(actions), frozenset(v for w, v in there if w == worker))
         for action in actions:
             if action.op in _STREAMS and _is_inside(action, ownership.grid):
                 _stream(whole, worker, action, ownership, healing)
@@ -116,21 +115,18 @@ def _progress(program: Program, ownership: Ownership, there: Collection[Held]) -
 
 
 def _is_done(slot: Slot, ownership: Ownership, there: Collection[Held]) -> bool:
-    """Says whether the owner of a slot has reduced its gradient."""
     return (ownership.owner(*slot), Value(Kind.REDUCED, *slot)) in there
 
 
 def _transfers(slot: Slot, ownership: Ownership) -> Iterator[Op]:
     pipeline, stage = slot
+    owner = ownership.owner(*slot)
     for op, peer in _TRANSFERS:
-        if 0 <= stage + peer < ownership.grid.stages and ownership.owner(pipeline, stage + peer) != ownership.owner(
-            *slot
-        ):
+        if 0 <= stage + peer < ownership.grid.stages and ownership.owner(pipeline, stage + peer) != owner:
             yield op
 
 
 def _once_each(slot: Slot, ownership: Ownership) -> Iterator[tuple[Op, int]]:
-    """Yields the ops on a whole slot and the workers that run them."""
     pipeline, stage = slot
     owner = ownership.owner(*slot)
     if ownership.pipelines_of(owner, stage)[0] == pipeline:
@@ -139,9 +135,9 @@ def _once_each(slot: Slot, ownership: Ownership) -> Iterator[tuple[Op, int]]:
         yield from ((op, replica) for op in _OF_REPLICAS)
 
 
-def _split(mine: Mine, found: Collection[Action], present: Collection[Action], held: Collection[Value]) -> None:
+def _split(mine: Mine, parts: Collection[Action], present: Collection[Action], held: Collection[Value]) -> None:
     """Expects both parts of a backward in place of the whole where a part stands; the first may be held."""
-    for stage, _, microbatch, pipeline in found:
+    for stage, _, microbatch, pipeline in parts:
         back = mine.get((stage, Op.B, pipeline), {})
         if microbatch in back and Action(stage, Op.B, microbatch, pipeline) not in present:
             del back[microbatch]
@@ -168,7 +164,6 @@ def _hand(whole: dict[int, Mine], worker: int, action: Action, ownership: Owners
 
 
 def _is_inside(action: Action, grid: Grid) -> bool:
-    """Says whether a grid has the stage, the pipeline and the microbatch of an action."""
     return action.stage < grid.stages and action.pipeline < grid.pipelines and action.microbatch < grid.microbatches
 
 
@@ -279,14 +274,9 @@ def verify(
     if stuck and not violations:
         if not isinstance(stuck, DeadlockError):  # every gap is a violation
             raise InvariantError(str(stuck))
-        violations = [_of_deadlock(program, stuck)]
+        worker, action = stuck.cycle[0]
+        violations = [Violation(worker, list(map(str, program[worker])).index(action), action, str(stuck))]
     return tuple(violations)
-
-
-def _of_deadlock(program: Program, error: DeadlockError) -> Violation:
-    worker, action = error.cycle[0]
-    position = [str(each) for each in program[worker]].index(action)
-    return Violation(worker, position, action, str(error))
 
 
 def _wrong_actions(program: Program, ownership: Ownership, whole: ExpectedActions, duties: Duties) -> list[Violation]:

@@ -45,9 +45,8 @@ class NoticeReceived(Input):
 class StagesBuilt(Input):
     """The worker has joined: its stages are built, and the first group is formed.
 
-    `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with.
-    `waits`: it owns nothing, and has joined no group; an epoch makes it a member, with `joins`
-    without a failure, too.
+    `validate_every` and `audit_every` are in steps; 0 is never. `step` is the one to begin with. `waits`: it owns
+    nothing and has joined no group; an epoch makes it a member. With `joins` that needs no failure.
     """
 
     worker: int
@@ -135,8 +134,8 @@ class TransferFailed(Input):
 
 # The inbox of a worker: messages wait in it until the main thread can take them.
 #
-# Rules: agent and worker share one channel that keeps the order, so all messages behind an epoch belong to it. An epoch
-# therefore drops the messages in front of it: a commit among them comes with the epoch. It interrupts, as the end does.
+# Rules: agent and worker share one channel that keeps the order, so all messages after an epoch belong to it. An epoch
+# therefore drops the messages before it: a commit among them comes with the epoch. It interrupts, as the end does.
 
 
 class Inbox(NamedTuple):
@@ -174,9 +173,9 @@ def without(inbox: Inbox, message: ToWorker) -> Inbox:
     return inbox._replace(waiting=tuple(each for each in inbox.waiting if each is not message))
 
 
-# Makes the plan of an epoch from its document; all members make the same.
-def plan_epoch(grid: Grid, told: PlanMessage) -> EpochPlan:
-    """Returns the plan that follows from a document; raises InvariantError if the document is impossible."""
-    ownership = Ownership(grid, told.owners, told.shadows)
-    inventories = tuple(from_json(text) for _, text in told.inventories)
-    return EpochPlan(told, ownership, make_plan(PlanInput(told.epoch, told.committed, ownership, inventories)))
+def plan_epoch(grid: Grid, document: PlanMessage) -> EpochPlan:
+    """Returns the plan that follows from a document, the same on all members; raises InvariantError if impossible."""
+    ownership = Ownership(grid, document.owners, document.shadows)
+    inventories = tuple(from_json(text) for _, text in document.inventories)
+    source = PlanInput(document.epoch, document.committed, ownership, inventories)
+    return EpochPlan(document, ownership, make_plan(source))

@@ -173,9 +173,9 @@ def has_passed(state: WorkerState, ended: inputs.PassEnded) -> Stepped:
     return state, (SendMessage(messages.ValidationMessage(state.step - 1, ended.sets)),)
 
 
-def is_validated(state: WorkerState, told: messages.ValidatedMessage) -> Stepped:
+def is_validated(state: WorkerState, result: messages.ValidatedMessage) -> Stepped:
     """Goes on after the validation of the last step."""
-    return go_on(state, ()) if told.step == state.step - 1 else (state, ())
+    return go_on(state, ()) if result.step == state.step - 1 else (state, ())
 
 
 def keeps(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
@@ -198,22 +198,22 @@ def audit(state: WorkerState, commit: messages.CommitMessage, slots: tuple[Slot,
 
 def suspects(state: WorkerState, failure: inputs.TransferFailed) -> Stepped:
     """Reports a failed transfer, and waits for the verdict."""
-    said = messages.SuspicionMessage(state.epoch, failure.text, failure.peer)
-    return state._replace(mode=Mode.SUSPECTING), (SendMessage(said),)
+    report = messages.SuspicionMessage(state.epoch, failure.text, failure.peer)
+    return state._replace(mode=Mode.SUSPECTING), (SendMessage(report),)
 
 
-def leaves(state: WorkerState, told: Message) -> Stepped:
-    """Ends at the word that every worker has finished: no transfer is open."""
+def leaves(state: WorkerState, bye: Message) -> Stepped:
+    """Ends when told that every worker has finished: no transfer is open."""
     return state._replace(mode=Mode.OUT), (CloseGroup(), End(ExitCode.OK))
 
 
-def is_let_go(state: WorkerState, told: Message) -> Stepped:
+def is_let_go(state: WorkerState, bye: Message) -> Stepped:
     """Ends the wait of a worker that is no member: all have finished, or it has given notice."""
     code = ExitCode.LEFT_WITH_NOTICE if state.has_given_notice else ExitCode.OK
     return state._replace(mode=Mode.OUT), (End(code),)
 
 
-def stops(state: WorkerState, told: Message) -> Stepped:
+def stops(state: WorkerState, stop: Message) -> Stepped:
     """Ends at once."""
     return state._replace(mode=Mode.OUT), (End(ExitCode.OK),)
 
@@ -227,34 +227,34 @@ def stops(state: WorkerState, told: Message) -> Stepped:
 # Rule: a group belongs to one epoch and one attempt, and is entered with the epoch that names both, or never.
 
 
-def forms(state: WorkerState, told: NextGroupMessage) -> Stepped:
+def forms(state: WorkerState, order: NextGroupMessage) -> Stepped:
     """Begins to form a group, and gives up the attempts before it for the same epoch; a late order changes nothing.
 
     The main thread may still have to enter the group of an epoch before.
     """
-    key = GroupKey(told.epoch, told.number)
-    if told.epoch <= state.epoch or any(each.epoch > key.epoch for each in state.next_groups):
+    key = GroupKey(order.epoch, order.number)
+    if order.epoch <= state.epoch or any(each.epoch > key.epoch for each in state.next_groups):
         return state, ()
     gone = tuple(each for each in state.next_groups if each.epoch == key.epoch)
-    if key in gone and state.worker in told.members:
-        return state, ()  # said twice
+    if key in gone and state.worker in order.members:
+        return state, ()  # a repeated order
     kept = {each: is_formed for each, is_formed in state.next_groups.items() if each not in gone}
     outputs: tuple[Output, ...] = (LeaveNextGroups(gone),) if gone else ()
-    if state.worker not in told.members:
+    if state.worker not in order.members:
         return state._replace(next_groups=kept), outputs
-    return state._replace(next_groups={**kept, key: False}), (*outputs, FormNextGroup(told))
+    return state._replace(next_groups={**kept, key: False}), (*outputs, FormNextGroup(order))
 
 
 def is_next_formed(state: WorkerState, formed: NextGroupFormed) -> Stepped:
-    """Tells the coordinator of the group or of the failure; an attempt that was given up changes nothing."""
+    """Reports the group, or why it failed, to the coordinator; an attempt that was given up changes nothing."""
     key = formed.key
     if key not in state.next_groups:
         return state, ()
-    said = SendMessage(NextGroupFormedMessage(key.epoch, key.number, formed.failure))
+    report = SendMessage(NextGroupFormedMessage(key.epoch, key.number, formed.failure))
     if not formed.failure:
-        return state._replace(next_groups={**state.next_groups, key: True}), (said,)
+        return state._replace(next_groups={**state.next_groups, key: True}), (report,)
     kept = {each: is_formed for each, is_formed in state.next_groups.items() if each != key}
-    return state._replace(next_groups=kept), (LeaveNextGroups((key,)), said)
+    return state._replace(next_groups=kept), (LeaveNextGroups((key,)), report)
 
 
 def changes_group(state: WorkerState, epoch: EpochMessage) -> Stepped:
@@ -294,7 +294,7 @@ def enters(state: WorkerState, epoch: messages.EpochMessage) -> Stepped:
     if state.worker not in epoch.members:
         code = ExitCode.LEFT_WITH_NOTICE if state.has_given_notice else ExitCode.FENCED
         return state._replace(mode=Mode.OUT, epoch=epoch.epoch), (End(code),)
-    new = state._replace(mode=Mode.FROZEN, epoch=epoch.epoch, told=epoch, plan=None, go=None)
+    new = state._replace(mode=Mode.FROZEN, epoch=epoch.epoch, message=epoch, plan=None, go=None)
     new, changed = changes_group(new, epoch)
     fenced: tuple[Output, ...] = (MarkPhase("fence"), *changed)
     missed = epoch.commit is not None and epoch.commit.step >= state.step
@@ -322,44 +322,44 @@ def gives_up_joining(state: WorkerState, epoch: messages.EpochMessage) -> Steppe
 
 
 def _takes_prepared(state: WorkerState, epoch: messages.EpochMessage, before: tuple[Output, ...]) -> Stepped:
-    plan = next((each for each in state.prepared if each.told.epoch == epoch.epoch), None)
+    plan = next((each for each in state.prepared if each.document.epoch == epoch.epoch), None)
     digest = None if plan is None else plan.plan.digest
     if plan is None or digest != epoch.digest:
-        found = f"worker {state.worker} has prepared {digest}"
-        raise InvariantError(f"epoch {epoch.epoch} has plan {epoch.digest}, {found}")
+        here = f"worker {state.worker} has prepared {digest}"
+        raise InvariantError(f"epoch {epoch.epoch} has plan {epoch.digest}, {here}")
     return _follows(state._replace(plan=plan), epoch.commit, before)
 
 
 def is_counted(state: WorkerState, counted: inputs.InventoryCounted) -> Stepped:
     """Sends the inventory; in a prepared epoch compares it with the one that the plan was made from."""
-    told = required(state.told, "a frozen worker is in an epoch")
-    if told.gather:
-        said = (SendMessage(InventoryMessage(state.epoch, counted.holds, counted.whole)), MarkPhase("inventory"))
-        if not told.regroup:
-            return state, said
-        return state._replace(forming=state.epoch, failure=None), (*said, LeaveGroup(), FormGroup(told))
+    message = required(state.message, "a frozen worker is in an epoch")
+    if message.gather:
+        reports = (SendMessage(InventoryMessage(state.epoch, counted.holds, counted.whole)), MarkPhase("inventory"))
+        if not message.regroup:
+            return state, reports
+        return state._replace(forming=state.epoch, failure=None), (*reports, LeaveGroup(), FormGroup(message))
     plan = required(state.plan, "a prepared epoch has a plan")
-    if (state.worker, counted.holds) not in plan.told.inventories:
-        found = f"worker {state.worker} holds {counted.holds}"
-        raise InvariantError(f"{found}, another inventory than in epoch {state.epoch}")
+    if (state.worker, counted.holds) not in plan.document.inventories:
+        here = f"worker {state.worker} holds {counted.holds}"
+        raise InvariantError(f"{here}, another inventory than in epoch {state.epoch}")
     new, outputs = _takes_over(state, ())
-    if told.go is None:
+    if message.go is None:
         return new, outputs
-    begun, more = goes(new, told.go)
+    begun, more = goes(new, message.go)
     return begun, (*outputs, *more)
 
 
-def plans(state: WorkerState, told: PlanMessage) -> Stepped:
+def plans(state: WorkerState, document: PlanMessage) -> Stepped:
     """Makes the plan of this epoch; that of another one, or a second one, changes nothing."""
-    if told.epoch != state.epoch or state.plan is not None:
+    if document.epoch != state.epoch or state.plan is not None:
         return state, ()
-    return state, (MakePlan(told),)
+    return state, (MakePlan(document),)
 
 
 def is_planned(state: WorkerState, made: inputs.PlanMade) -> Stepped:
     """Follows the plan that was made, as soon as this worker has caught up."""
-    told = required(state.told, "a frozen worker is in an epoch")
-    return _follows(state._replace(plan=made.plan), told.commit, ())
+    message = required(state.message, "a frozen worker is in an epoch")
+    return _follows(state._replace(plan=made.plan), message.commit, ())
 
 
 def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: tuple[Output, ...]) -> Stepped:
@@ -367,14 +367,14 @@ def _follows(state: WorkerState, commit: messages.CommitMessage | None, before: 
 
     Raises InvariantError if it has missed an earlier one.
     """
-    told, ownership, _ = required(state.plan, "this worker has made the plan")
+    document, ownership, _ = required(state.plan, "this worker has made the plan")
     new = state._replace(
         ownership=ownership,
         held=ownership.held_by(state.worker),
-        members=told.members,
-        leaving=told.leaving,
-        wanted=told.wanted,
-        hosts=told.hosts,
+        members=document.members,
+        leaving=document.leaving,
+        wanted=document.wanted,
+        hosts=document.hosts,
     )
     if commit is not None and commit.step >= state.step:
         here = f"worker {state.worker} is at {state.step}"
@@ -391,7 +391,7 @@ def catches_up(state: WorkerState, taken: inputs.StepTaken) -> Stepped:
 
 def _caught_up(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
     """Answers the plan; in a prepared epoch, which has its answer, counts the inventory."""
-    epoch, made = required(state.told, "an epoch is entered"), required(state.plan, "a plan is made")
+    epoch, made = required(state.message, "an epoch is entered"), required(state.plan, "a plan is made")
     if not epoch.gather:
         return state, (*before, CountHeld())
     answer = PlannedMessage(state.epoch, made.plan.digest, made.plan.lost_stages)
@@ -399,8 +399,7 @@ def _caught_up(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def _takes_over(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
-    """Takes over slots as the plan says, unless a stage is lost."""
-    epoch, made = required(state.told, "an epoch is entered"), required(state.plan, "a plan is made")
+    epoch, made = required(state.message, "an epoch is entered"), required(state.plan, "a plan is made")
     new = state._replace(mode=Mode.PLANNED)
     mark = MarkPhase("plan", made.plan.adopted)
     if made.plan.lost_stages:
@@ -441,7 +440,7 @@ def _goes_now(state: WorkerState) -> Stepped:
     if (
         new.ownership.grid.fsdp
         and new.plan is not None
-        and (commit := required(new.told, "an epoch is entered").commit)
+        and (commit := required(new.message, "an epoch is entered").commit)
     ):
         outputs = (*outputs, *audit(new, commit, new.held))
     if state.go.validate:
@@ -449,15 +448,16 @@ def _goes_now(state: WorkerState) -> Stepped:
     return go_on(new, outputs)
 
 
-def prepares(state: WorkerState, told: PrepareMessage) -> Stepped:
+def prepares(state: WorkerState, order: PrepareMessage) -> Stepped:
     """Makes the plan of a coming epoch, if this worker is a member of it."""
-    return state, (PreparePlan(told),) if state.worker in told.plan.members else ()
+    return state, (PreparePlan(order),) if state.worker in order.plan.members else ()
 
 
 def is_prepared(state: WorkerState, prepared: inputs.PlanPrepared) -> Stepped:
     """Keeps and answers the plan of a coming epoch; for each epoch the latest one counts."""
-    epoch = prepared.plan.told.epoch
-    kept = tuple(each for each in state.prepared if each.told.epoch == epoch - 1)  # the main thread may still need it
+    epoch = prepared.plan.document.epoch
+    # The main thread may still need the one before.
+    kept = tuple(each for each in state.prepared if each.document.epoch == epoch - 1)
     answer = PreparedMessage(epoch, prepared.number, prepared.plan.plan.digest)
     return state._replace(prepared=(*kept, prepared.plan)), (SendMessage(answer),)
 

@@ -39,7 +39,7 @@ class SendMessage(Output):
 
 @dataclass(frozen=True, slots=True)
 class MarkPhase(Output):
-    """Records that this worker has come to a phase of a recovery, and tells the agent if a fault waits for it."""
+    """Records that this worker has reached a phase of a recovery, and tells the agent if a fault waits for it."""
 
     phase: OwnPhase
     adopted: tuple[Slot, ...] | None = None
@@ -47,7 +47,7 @@ class MarkPhase(Output):
 
 @dataclass(frozen=True, slots=True)
 class BeginAt(Output):
-    """Goes on to an open step: this worker held no replica, so that steps were committed without it."""
+    """Moves on to an open step: this worker held no replica, so that steps were committed without it."""
 
     step: int
 
@@ -59,7 +59,7 @@ class CountHeld(Output):
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup(Output):
-    """Breaks off all transfers in the group of an epoch before, or the attempt to form it."""
+    """Aborts all transfers in the group of an earlier epoch, or the attempt to form it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class FormGroup(Output):
 class FormNextGroup(Output):
     """Begins to form the group of a coming epoch, in a thread, while training goes on: `NextGroupFormed`."""
 
-    told: NextGroupMessage
+    order: NextGroupMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,14 @@ class EnterNextGroup(Output):
 class MakePlan(Output):
     """Makes the plan of this epoch: `PlanMade`."""
 
-    told: PlanMessage
+    document: PlanMessage
 
 
 @dataclass(frozen=True, slots=True)
 class PreparePlan(Output):
     """Makes the plan of a coming epoch in the planner thread: `PlanPrepared`."""
 
-    told: PrepareMessage
+    order: PrepareMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class WorkerState(NamedTuple):
     leaving: tuple[int, ...] = ()  # members that had given notice when the epoch was made
     wanted: tuple[int, ...] = ()  # the owners of all slots that were wanted then; empty if none moves
     hosts: tuple[int, ...] = ()  # a number for the host of each member; empty if all are on one
-    told: EpochMessage | None = None  # the message of the epoch
+    message: EpochMessage | None = None  # of the epoch
     plan: EpochPlan | None = None  # of the epoch
     go: GoMessage | None = None  # of the epoch
     forming: int = 0  # the epoch whose group is being formed; 0 if none is
@@ -270,8 +270,8 @@ class WorkerState(NamedTuple):
 
     @property
     def awaits_group(self) -> bool:
-        """Whether training goes on in the epoch, and its group is not formed: only what interrupts is taken.
+        """Whether training goes on in the epoch and its group is not formed: only what interrupts is taken.
 
-        The others do not wait for a worker without a part in the step, so that commits may have come already.
+        The others do not wait for a worker without a part in the step, so commits may have come already.
         """
         return self.mode is Mode.PLANNED and self.go is not None and self.forming > 0

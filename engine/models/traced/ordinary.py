@@ -63,7 +63,8 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     """
     refuse_what_cannot_be_kept({0: module})
     autocast = None if job.dtype == "float32" else getattr(torch, job.dtype)
-    batch, has_metrics = data.microbatch(0, 0, 0, job.microbatch_size), _has_metrics(job)
+    batch = data.microbatch(0, 0, 0, job.microbatch_size)
+    has_metrics = any(path != PERPLEXITY for path in named_metrics(job).values())  # which is made of the loss
     example = Example(batch, data.facts.form, autocast, has_metrics)
     if given is not None:
         example = with_given(module, example, given)
@@ -101,14 +102,9 @@ def ordinary_model(job: Job, data: Data, module: nn.Module, given: object = None
     if not has_metrics or (by_sample and not traces[1].measured):  # there the loss reads the output alone
         return Model(tuple(layers), loss, is_cut_by_sample=by_sample)
     if not splitters[1].measures():
-        found = "one that depends on the targets" if traces[1].measured else "the loss alone"
-        raise UserError([Problem("metrics", _OUTPUT_TOO, found, _HOW_OUTPUT)])
+        output = "one that depends on the targets" if traces[1].measured else "the loss alone"
+        raise UserError([Problem("metrics", _OUTPUT_TOO, output, _HOW_OUTPUT)])
     return Model(tuple(layers), loss, is_cut_by_sample=by_sample, num_loss_outputs=splitters[1].num_outputs)
-
-
-def _has_metrics(job: Job) -> bool:
-    """Returns whether a metric reads outputs; the perplexity is made of the loss."""
-    return any(each != PERPLEXITY for each in named_metrics(job).values())
 
 
 def _planned(cuts: Sequence[Cut], trace: Trace, splitter: Splitter) -> list[PlannedPiece]:
@@ -122,14 +118,14 @@ def _planned(cuts: Sequence[Cut], trace: Trace, splitter: Splitter) -> list[Plan
 def _refuse_other_borders(cuts: Sequence[Cut], traces: list[Trace], planned: list[list[PlannedPiece]]) -> None:
     problems = []
     for number, cut in enumerate(cuts):
-        told = []
+        texts = []
         for trace, pieces in zip(traces, planned, strict=True):
             shapes = (trace.shapes[each] for each in pieces[number + 1].entering if not isinstance(each, NamedState))
-            told.append(", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in shapes))
-        if told[0] != told[1]:
-            found = f"{told[0]} in training, {told[1]} in evaluation, at the {'end' if cut.is_end else 'begin'} of"
+            texts.append(", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in shapes))
+        if texts[0] != texts[1]:
+            place = f"{texts[0]} in training, {texts[1]} in evaluation, at the {'end' if cut.is_end else 'begin'} of"
             hint = f"{_OTHER_SPLIT}; metrics also need the output beside the loss there" * bool(traces[1].measured)
-            problems.append(Problem("model", _SAME_BORDERS, f"{found} {cut.path}", hint or _OTHER_SPLIT))
+            problems.append(Problem("model", _SAME_BORDERS, f"{place} {cut.path}", hint or _OTHER_SPLIT))
     if problems:
         raise UserError(problems)
 
@@ -141,8 +137,8 @@ def _refuse_buffers_of_two_layers(trace: Trace, pieces: list[PlannedPiece]) -> N
         lines = [_line_with(NamedState(name, is_buffer=True), trace, piece) for piece in pieces]
         using = [f"{told(line)}in layer {number}" for number, line in enumerate(lines) if line is not None]
         if len(using) > 1:
-            found = f"the buffer {name!r}, which the forward changes, {' and '.join(using)}"
-            problems.append(Problem("model", _OWN_BUFFERS, found, _ONE_LAYER))
+            buffer = f"the buffer {name!r}, which the forward changes, {' and '.join(using)}"
+            problems.append(Problem("model", _OWN_BUFFERS, buffer, _ONE_LAYER))
     if problems:
         raise UserError(problems)
 
@@ -151,9 +147,9 @@ def _line_with(buffer: NamedState, trace: Trace, piece: PlannedPiece) -> CodeLin
     """Returns a line of a piece that changes a buffer, else one that reads it; None if there is none."""
     memory = trace.memory[buffer]
     lines = {
-        memory in each.written: each.line
-        for each in reversed(piece.operations)
-        if any(isinstance(source, NamedState) and trace.memory.get(source) == memory for source in each.sources())
+        memory in call.written: call.line
+        for call in reversed(piece.operations)
+        if any(isinstance(source, NamedState) and trace.memory.get(source) == memory for source in call.sources())
     }
     return lines.get(True, lines.get(False))
 
@@ -173,7 +169,7 @@ def _pieces(module: nn.Module, traces: list[Trace], planned: list[list[PlannedPi
     used = [dict.fromkeys(place for piece in pair for place in piece.places()) for pair in both]
     _add_unused(module, used)
     return [
-        Piece(module, places, paths, *(Writer(*each, kind).program() for each in zip(pair, bases, strict=True)))
+        Piece(module, places, paths, *(Writer(*planned, kind).program() for planned in zip(pair, bases, strict=True)))
         for pair, places, paths in zip(both, used, leaves, strict=True)
     ]
 

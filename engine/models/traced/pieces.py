@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import nn
@@ -48,8 +49,8 @@ class PlannedPiece:
 
     def places(self) -> dict[NamedState, None]:
         """Returns the parameters and buffers that it uses, in order."""
-        found = (source for each in self.operations for source in each.sources())
-        return dict.fromkeys(each for each in (*found, *self.leaving) if isinstance(each, NamedState))
+        sources = (source for call in self.operations for source in call.sources())
+        return dict.fromkeys(each for each in (*sources, *self.leaving) if isinstance(each, NamedState))
 
 
 class Splitter:
@@ -66,8 +67,8 @@ class Splitter:
 
     def crossing(self, cut: int) -> tuple[TracedValue, ...]:
         """Returns the values that later pieces read and earlier ones make, in the order in which they were made."""
-        found = (value for value, last in self._last_use.items() if last >= cut and self._made_at(value) < cut)
-        return tuple(sorted(found, key=lambda each: each.number))
+        values = (value for value, last in self._last_use.items() if last >= cut and self._made_at(value) < cut)
+        return tuple(sorted(values, key=attrgetter("number")))
 
     def can_cut(self, cut: int) -> bool:
         """Returns whether a cut keeps the meaning: no later operation overwrites a memory that two tensors share."""
@@ -82,8 +83,8 @@ class Splitter:
         """Returns whether operations `first` to `last` (exclusive) use a parameter."""
         return any(
             isinstance(source, NamedState) and not source.is_buffer
-            for each in self.trace.operations[first:last]
-            for source in each.sources()
+            for call in self.trace.operations[first:last]
+            for source in call.sources()
         )
 
     def pieces(self, cuts: Sequence[int]) -> list[PlannedPiece]:
@@ -111,9 +112,8 @@ class Splitter:
         operations = self.trace.operations
         numbers = sorted({*own, *self._again(own, leaving)})
         written = {memory for number in own for memory in operations[number].written}
-        copied = frozenset(
-            each for each in entering if isinstance(each, TracedValue) and self.trace.memory[each] in written
-        )
+        values = (each for each in entering if isinstance(each, TracedValue))
+        copied = frozenset(value for value in values if self.trace.memory[value] in written)
         given = tuple(each for each in entering if isinstance(each, (TracedValue, NamedState)))
         return PlannedPiece(tuple(operations[number] for number in numbers), given, leaving, copied)
 
@@ -177,26 +177,26 @@ class Splitter:
 
     def _refuse_weights_in_loss(self) -> None:
         for number in sorted(self._of_loss):
-            each = self.trace.operations[number]
-            sources = [source for source in each.sources() if isinstance(source, NamedState)]
+            call = self.trace.operations[number]
+            sources = [source for source in call.sources() if isinstance(source, NamedState)]
             places = [place.name for place in sources if not _is_steady(place, self.trace)]
-            if places or isinstance(each.function, LeafCall):
-                words = f"{places[0] if places else each.function!r} meets a value that depends on the targets"
-                raise UnrecordableError(words, _INPUTS_HINT, each.line, "")
-            if each.draws:
-                raise UnrecordableError("the loss draws random numbers", "draw them before the loss", each.line, "")
+            if places or isinstance(call.function, LeafCall):
+                words = f"{places[0] if places else call.function!r} meets a value that depends on the targets"
+                raise UnrecordableError(words, _INPUTS_HINT, call.line, "")
+            if call.draws:
+                raise UnrecordableError("the loss draws random numbers", "draw them before the loss", call.line, "")
 
 
 def _depending(trace: Trace, roots: Iterable[TracedValue]) -> frozenset[int]:
     """Returns the operations that depend on these values, over memory that they overwrite too."""
-    values, memories, found = set(roots), set[int](), set[int]()
-    for number, each in enumerate(trace.operations):
-        read = [source for source in each.sources() if isinstance(source, TracedValue)]
+    values, memories, numbers = set(roots), set[int](), set[int]()
+    for number, call in enumerate(trace.operations):
+        read = [source for source in call.sources() if isinstance(source, TracedValue)]
         if any(source in values or trace.memory[source] in memories for source in read):
-            found.add(number)
-            values |= set(each.values())
-            memories |= each.written
-    return frozenset(found)
+            numbers.add(number)
+            values |= set(call.values())
+            memories |= call.written
+    return frozenset(numbers)
 
 
 def _constants(trace: Trace) -> frozenset[int]:
@@ -204,10 +204,10 @@ def _constants(trace: Trace) -> frozenset[int]:
     operations = trace.operations
     constant = {
         number
-        for number, each in enumerate(operations)
-        if not each.draws
-        and not isinstance(each.function, (BufferWrite, LeafCall))
-        and all(_is_steady(source, trace) for source in each.sources())
+        for number, call in enumerate(operations)
+        if not call.draws
+        and not isinstance(call.function, (BufferWrite, LeafCall))
+        and all(_is_steady(source, trace) for source in call.sources())
     }
     while True:
         others = [each for number, each in enumerate(operations) if number not in constant]
@@ -260,21 +260,21 @@ def choose_cuts(split: str, module: nn.Module, trace: Trace, splitter: Splitter)
 
 def place_of(cut: Cut, trace: Trace) -> int | None:
     """Returns the number of the operation before which a cut lies in a trace; None if it has no such call."""
-    found = (call for call in trace.calls if (call.path, call.count) == (cut.path, cut.call))
-    return next((call.last if cut.is_end else call.first for call in found), None)
+    calls = (call for call in trace.calls if (call.path, call.count) == (cut.path, cut.call))
+    return next((call.last if cut.is_end else call.first for call in calls), None)
 
 
 def names_of(cuts: Sequence[Cut], trace: Trace) -> list[tuple[str, str]]:
     """Returns the name and the kind of each piece: those of the first submodule that is called in it."""
     edges = [0, *(place_of(cut, trace) or 0 for cut in cuts), len(trace.operations)]
-    found: list[tuple[str, str]] = []
+    names: list[tuple[str, str]] = []
     for number, (first, last) in enumerate(pairwise(edges)):
         begins = cuts[number - 1] if number else None
         call = next((each for each in trace.calls if _begins_with(each, first, last, begins)), None)
         name = call.path if call else f"the end of {begins.path}" if begins else "its inputs"
         again = f" ({call.count + 1})" if call and call.count else ""
-        found.append((f"{PIECE}{name}{again}", (call or trace.calls[0]).kind))
-    return found
+        names.append((f"{PIECE}{name}{again}", (call or trace.calls[0]).kind))
+    return names
 
 
 def _begins_with(call: ModuleCall, first: int, last: int, begins: Cut | None) -> bool:
@@ -296,19 +296,15 @@ def _units(module: nn.Module, path: str) -> Iterator[str]:
 
 def _has_blocks(module: nn.Module) -> bool:
     """Returns whether a submodule holds a row of blocks: two or more of one class, with submodules of their own."""
-    for each in module.modules():
-        if isinstance(each, _CONTAINERS):
-            kinds = [type(child) for child in each.children() if any(True for _ in child.children())]
-            if len(kinds) > len(set(kinds)):
-                return True
-    return False
+    containers = (each for each in module.modules() if isinstance(each, _CONTAINERS))
+    rows = ([type(child) for child in row.children() if any(True for _ in child.children())] for row in containers)
+    return any(len(kinds) > len(set(kinds)) for kinds in rows)
 
 
 def _around(trace: Trace, is_chosen: Callable[[str], bool]) -> list[Cut]:
     """Returns the begin and the end of each chosen call, in order."""
-    cuts = [
-        Cut(call.path, call.count, is_end) for call in trace.calls if is_chosen(call.path) for is_end in (False, True)
-    ]
+    calls = [call for call in trace.calls if is_chosen(call.path)]
+    cuts = [Cut(call.path, call.count, is_end) for call in calls for is_end in (False, True)]
     return sorted(cuts, key=lambda cut: place_of(cut, trace) or 0)
 
 
@@ -336,19 +332,20 @@ def _fits(place: int, splitter: Splitter) -> bool:
 def _named(split: str, module: nn.Module, trace: Trace, splitter: Splitter) -> list[Cut]:
     patterns = [each.strip() for each in split.split(",") if each.strip()]
     paths = list(dict.fromkeys(call.path for call in trace.calls if call.path))
+    matches = {
+        pattern: [path for path in paths if fnmatchcase(path, pattern) and pattern.count(".") == path.count(".")]
+        for pattern in patterns
+    }
+    expected = "names of submodules that the forward calls, such as"
     problems = [
-        Problem(
-            "split", f"names of submodules that the forward calls, such as {_near(each, module, paths)}", repr(each)
-        )
-        for each in patterns
-        if not any(fnmatchcase(path, each) and each.count(".") == path.count(".") for path in paths)
+        Problem("split", f"{expected} {_near(pattern, module, paths)}", repr(pattern))
+        for pattern in patterns
+        if not matches[pattern]
     ]
     if problems:
         raise UserError(problems)
-    chosen = {
-        path for path in paths for each in patterns if fnmatchcase(path, each) and each.count(".") == path.count(".")
-    }
-    cuts = _around(trace, lambda path: path in chosen)
+    chosen = {path for matched in matches.values() for path in matched}
+    cuts = _around(trace, chosen.__contains__)
     for cut in cuts:
         if not _fits(place_of(cut, trace) or 0, splitter):
             crossing = len(splitter.crossing(place_of(cut, trace) or 0))
@@ -363,8 +360,8 @@ def _named(split: str, module: nn.Module, trace: Trace, splitter: Splitter) -> l
 def _near(pattern: str, module: nn.Module, paths: Iterable[str]) -> str:
     """Returns names that could be meant, the nearest first: those of the blocks, and others as deep as a pattern."""
     units = set(_units(module, ""))
-    found = (each for each in paths if each in units or each.count(".") == pattern.count("."))
-    names = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in each.split(".")) for each in found)
+    near = (each for each in paths if each in units or each.count(".") == pattern.count("."))
+    names = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in near)
     return ", ".join(get_close_matches(pattern, names, _MOST_NAMES, cutoff=0.0))
 
 
@@ -392,7 +389,7 @@ def _equal(count: int, trace: Trace, splitter: Splitter) -> list[Cut]:
     return [by_place[each] for each in chosen]
 
 
-# Tells whether a recorded loss can be cut by samples: its shapes are constants, and its rows may be mixed.
+# Whether a recorded loss can be cut by samples: its shapes are constants, and its rows may be mixed.
 #
 # It can if it is one known function of one output and the targets, which pairs the rows of both.
 

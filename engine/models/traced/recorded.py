@@ -76,7 +76,7 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
     positions = _positions()
     with _as_in_a_stage(example, is_training):
         recorder = CallRecorder(copied, call.inputs, call.targets, leaves)
-        with running("the forward of the model", copied, _told(example)):
+        with running("the forward of the model", copied, _columns_text(example)):
             result = recorder.run(lambda made: made(*call.args, **call.kwargs))
         for name, position in _positions().items():
             if positions[name] != position:
@@ -95,13 +95,13 @@ def recorded(module: nn.Module, example: Example, leaves: frozenset[str], is_tra
         if place.is_buffer and (now[place.name] is not before[place.name] or not torch.equal(now[place.name], tensor))
     )
     called = {each.function.path for each in trace.operations if isinstance(each.function, LeafCall)}
-    found = attributes_of(copied)
-    if changed := difference(attributes, found, called):
+    afterwards = attributes_of(copied)
+    if changed := difference(attributes, afterwards, called):
         _restore_buffers(module, copied, before)
         again = bound(copied, example)
         with _as_in_a_stage(example, is_training), running("the second forward of the model", copied):
             outputs = _chosen(copied(*again.args, **again.kwargs), trace.is_loss)
-        changing = difference(found, attributes_of(copied), called)
+        changing = difference(afterwards, attributes_of(copied), called)
         if changing or text_of(outputs) != text_of(chosen):
             raise carried(copied, (changing or changed)[0])
     return trace
@@ -131,8 +131,7 @@ def bound(module: nn.Module, example: Example) -> ForwardCall:
     return ForwardCall(tuple(args), {**kwargs, **dict(zip(names, targets, strict=False))}, inputs, targets)
 
 
-def _told(example: Example) -> str:
-    """Returns the columns of a microbatch with their dtypes and shapes, in words."""
+def _columns_text(example: Example) -> str:
     form, (inputs, targets) = example.form, (example.batch.inputs, example.batch.targets)
     parts: list[tuple[str, Tensors]] = [("inputs", inputs)]
     if isinstance(form, Columns):
@@ -158,13 +157,13 @@ def _as_in_a_stage(example: Example, is_training: bool) -> Iterator[None]:
 
 def _line_of_draw(module: nn.Module, call: ForwardCall) -> CodeLine:
     """Returns the user's line after which a generator stands elsewhere; an empty one if another forward has none."""
-    before, lines, found = _positions(), [CodeLine()], list[CodeLine]()
+    before, lines, draws = _positions(), [CodeLine()], list[CodeLine]()
 
     def watch(frame: FrameType, event: str, result: Any) -> Any:
         if not is_own(frame.f_code.co_filename):
             return None
-        if not found and _positions() != before:
-            found.append(lines[-1])
+        if not draws and _positions() != before:
+            draws.append(lines[-1])
         lines.append(CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         return watch
 
@@ -175,15 +174,15 @@ def _line_of_draw(module: nn.Module, call: ForwardCall) -> CodeLine:
             module(*call.args, **call.kwargs)
     finally:
         sys.settrace(tracing)
-    return found[0] if found else CodeLine()
+    return draws[0] if draws else CodeLine()
 
 
 def _positions() -> dict[str, object]:
-    found: dict[str, object] = {"Python's random": random.getstate()}
+    positions: dict[str, object] = {"Python's random": random.getstate()}
     if "numpy" in sys.modules:  # numpy itself imports its generator with the first draw
         name, keys, *others = importlib.import_module("numpy.random").get_state()
-        found["numpy's generator"] = (name, keys.tobytes(), *others)
-    return found
+        positions["numpy's generator"] = (name, keys.tobytes(), *others)
+    return positions
 
 
 def _chosen(result: Any, is_loss: bool) -> Tensors:
@@ -191,18 +190,18 @@ def _chosen(result: Any, is_loss: bool) -> Tensors:
 
 
 def _loss_in(result: Any) -> Tensors:
-    found = result
+    loss = result
     if isinstance(result, Mapping):
-        found = result.get("loss")
+        loss = result.get("loss")
     elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
-        found = result[0] if result else None
+        loss = result[0] if result else None
     elif not isinstance(result, Tensor):
-        found = getattr(result, "loss", None)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return (found,)
-    told = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        loss = getattr(result, "loss", None)
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return (loss,)
+    kind = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     expected = "a forward that takes targets and returns the loss"
-    raise UserError([Problem("model", expected, f"{told} as the loss of {type(result).__name__}", _WITHOUT_LOSS)])
+    raise UserError([Problem("model", expected, f"{kind} as the loss of {type(result).__name__}", _WITHOUT_LOSS)])
 
 
 def _beside_loss(result: Any) -> Tensors:
@@ -222,8 +221,9 @@ def _outputs_in(result: Any) -> Tensors:
     logits = (parts or {}).get("logits", getattr(result, "logits", None) if parts is None else None)
     outputs = (logits,) if isinstance(logits, Tensor) else flatten(result)[1]
     if not outputs:
-        found = f"a {type(result).__name__} without tensors"
-        raise UserError([Problem("model", "a forward that returns tensors", found)])
+        raise UserError(
+            [Problem("model", "a forward that returns tensors", f"a {type(result).__name__} without tensors")]
+        )
     return outputs
 
 
@@ -240,15 +240,17 @@ def with_given(module: nn.Module, example: Example, given: Any) -> Example:
     """Returns the example with the given inputs in the place of those of the data; raises UserError if they differ."""
     call = bound(module, example)
     theirs = _named(module, call.args, call.kwargs)
-    args, kwargs = _as_call(given)
-    ours = _named(module, args, kwargs)
+    if isinstance(given, Mapping):
+        ours = _named(module, (), dict(given))
+    else:
+        ours = _named(module, (given,) if isinstance(given, Tensor) else tuple(given), {})
     of_targets = {id(each) for each in call.targets} - {id(each) for each in call.inputs}
     needed = {name for name, tensors in theirs.items() if not all(id(each) in of_targets for each in tensors)}
     known = needed <= ours.keys() <= theirs.keys()
     names = dict.fromkeys([*theirs, *ours]) if not known else ours
-    wanted, found = _told_inputs(theirs, names), _told_inputs(ours, names)
-    if wanted != found:
-        raise UserError([Problem("model", f"example inputs as the data: {wanted}", found, _HINT)])
+    expected, given = _inputs_text(theirs, names), _inputs_text(ours, names)
+    if expected != given:
+        raise UserError([Problem("model", f"example inputs as the data: {expected}", given, _HINT)])
     pairs = [zip(theirs[name], ours[name], strict=True) for name in ours]
     instead = {id(one): other.detach() for each in pairs for one, other in each}
 
@@ -261,31 +263,19 @@ def with_given(module: nn.Module, example: Example, given: Any) -> Example:
     return example._replace(batch=Batch(replaced(batch.inputs, call.inputs), targets))
 
 
-def _as_call(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    return (given,) if isinstance(given, Tensor) else tuple(given), {}
-
-
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByParameter:
     """Returns the tensors of a call of the forward by its parameters; raises UserError if it cannot be called so."""
     try:
-        found = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        call = inspect.signature(module.forward).bind_partial(*args, **kwargs)
     except TypeError as error:
         expected = "example inputs that the forward takes"
         raise UserError([Problem("model", expected, f"{type(error).__name__}: {error}")]) from None
-    return {name: flatten(value)[1] for name, value in _spread(module, found) if value is not None}
+    arguments: dict[str, Any] = {}
+    for name, value in call.arguments.items():
+        is_spread = call.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        arguments |= value if is_spread else {name: value}
+    return {name: flatten(value)[1] for name, value in arguments.items() if value is not None}
 
 
-def _spread(module: nn.Module, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the arguments by name; each of those in ``**`` by its own."""
-    parameters = inspect.signature(module.forward).parameters
-    for name, value in found.items():
-        if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            yield from value.items()
-        else:
-            yield name, value
-
-
-def _told_inputs(named: ByParameter, names: Mapping[str, object]) -> str:
+def _inputs_text(named: ByParameter, names: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {shapes_of(named[name])}" for name in names if name in named) or "nothing"

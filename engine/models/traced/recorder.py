@@ -4,7 +4,7 @@ Every function of torch that the module calls is recorded with its arguments, an
 and the same gradients. What a forward does beside that does not happen again: Python code, prints, plain attributes.
 
 Rules: only facts such as shapes and types may leave a tensor that depends on data or weights, so that every microbatch
-takes the same way. A dispatch outside of a recorded call is an operation that the mode was not shown: it is refused. A
+takes the same path. An ATen op dispatched outside a recorded call is refused: the function mode did not see it. A
 submodule that cannot be recorded becomes one operation, which calls it; a model that cannot is refused.
 """
 
@@ -68,7 +68,7 @@ def work_of(function: Any, args: tuple[Any, ...], result: Any) -> int:
     return made.numel()
 
 
-# Shows the recorder what torch's mode for functions is not shown: every dispatch, and own autograd functions.
+# Shows the recorder what torch's function mode does not see: every dispatch, and the user's autograd functions.
 _alone = threading.Semaphore()  # the patch belongs to the process, where workers may be threads
 _apply = torch.autograd.Function.__dict__["apply"]
 

@@ -116,10 +116,8 @@ class TorchCall:
             yield self.function.place
 
     def values(self) -> Iterator[TracedValue]:
-        """Yields every tensor that the call makes."""
-        for each in sources_in(self.results):
-            if isinstance(each, TracedValue):
-                yield each
+        """Returns every tensor that the call makes."""
+        return (source for source in sources_in(self.results) if isinstance(source, TracedValue))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +164,8 @@ def sources_in(tree: Any) -> Iterator[TensorSource]:
 
 def places_of(module: nn.Module) -> Iterator[tuple[NamedState, Tensor]]:
     """Yields each name of each parameter and buffer, in the order of the state_dict."""
-    for path, each in module.named_modules(remove_duplicate=False):
-        for is_buffer, tensors in ((False, each._parameters), (True, each._buffers)):
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        for is_buffer, tensors in ((False, submodule._parameters), (True, submodule._buffers)):
             for key, tensor in tensors.items():
                 if tensor is not None:
                     yield NamedState(f"{path}.{key}".lstrip("."), is_buffer), tensor
@@ -241,15 +239,10 @@ def _text_of(line: CodeLine) -> str:
 
 def own_line() -> CodeLine:
     """Returns the innermost line of the user's code that is running, that of an installed package if there is none."""
-    frame = next((each for each in _frames() if is_own(each.f_code.co_filename)), None)
-    return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else CodeLine()
-
-
-def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
+    while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back
+    return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else CodeLine()
 
 
 # Finds the plain attributes of a module that carry something from one forward to the next: a record would freeze them.
@@ -271,8 +264,8 @@ def attributes_of(module: nn.Module) -> dict[Attribute, str]:
     """Returns a text of each plain attribute of a module and its submodules."""
     return {
         (path, name): _text(value, set())
-        for path, each in module.named_modules()
-        for name, value in vars(each).items()
+        for path, submodule in module.named_modules()
+        for name, value in vars(submodule).items()
         if name not in _OF_TORCH
     }
 
@@ -281,9 +274,9 @@ def difference(
     one: Mapping[Attribute, str], other: Mapping[Attribute, str], leaves: Collection[str]
 ) -> list[Attribute]:
     """Returns the attributes that differ, those of outer modules first, without those of submodules in `leaves`."""
-    found = [each for each in {**one, **other} if one.get(each) != other.get(each)]
-    outside = [each for each in found if not any(f"{each[0]}.".startswith(f"{leaf}.") for leaf in leaves)]
-    return sorted(outside, key=lambda each: each[0].count(".") + bool(each[0]))
+    different = (each for each in {**one, **other} if one.get(each) != other.get(each))
+    outside = (each for each in different if not any(f"{each[0]}.".startswith(f"{leaf}.") for leaf in leaves))
+    return sorted(outside, key=lambda attribute: attribute[0].count(".") + bool(attribute[0]))
 
 
 def text_of(tensors: tuple[Tensor, ...]) -> str:
@@ -321,11 +314,9 @@ def _text(value: object, seen: Set[int]) -> str:
 def _text_of_tensor(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return repr(tensor)
-    bits = (
-        ""
-        if isinstance(tensor, nn.Parameter)
-        else _hash_of(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
-    )  # the recorder watches parameters
+    bits = ""
+    if not isinstance(tensor, nn.Parameter):  # which the recorder watches
+        bits = _hash_of(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
     return f"{tensor.dtype}{list(tensor.shape)}{bits}"
 
 
@@ -337,12 +328,12 @@ def _line_of(module: nn.Module, name: str) -> CodeLine:
     """Returns the first line of the methods of a module that changes an attribute, those of its constructor last."""
     change = re.compile(rf"\.{re.escape(name)}{_CHANGES}")
     methods = [
-        each
+        method
         for kind in type(module).__mro__
-        for each in vars(kind).values()
-        if isinstance(each, FunctionType) and is_own(each.__code__.co_filename)
+        for method in vars(kind).values()
+        if isinstance(method, FunctionType) and is_own(method.__code__.co_filename)
     ]
-    for method in sorted(methods, key=lambda each: (each.__name__ == "__init__", each.__name__ != "forward")):
+    for method in sorted(methods, key=lambda method: (method.__name__ == "__init__", method.__name__ != "forward")):
         try:
             lines, first = inspect.getsourcelines(method)
         except (OSError, TypeError):

@@ -1,8 +1,8 @@
 """Writes the operations of a piece as one Python function, and compiles it.
 
 Each operation has a line of its own. An exception in it is raised again at the line of the user's code that the
-operation came from, so that messages show that line. The record was made on the host: a piece for another device has
-that one in the place of each `torch.device` of the host, and brings the tensors there that it did not make itself.
+operation came from, so that messages show that line. The record was made on the host: a piece for another device names
+that device wherever the record names the host, and copies the tensors there that it did not make itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import groupby
+from itertools import groupby, starmap
 from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
 
@@ -77,26 +77,25 @@ class Writer:
         self._planned, self._context, self._place = planned, context, torch.device(kind)
         self._names: dict[str, Any] = {"_flat": lambda made: flatten(made)[1], "_modes": partial(_modes, self._place)}
         self._known: dict[int, str] = {}  # name of a constant by id
-        self._bringing: dict[int, _Bringing] = {}  # by the id of what is held
+        self._copies: dict[int, _DeviceCopy] = {}  # by the id of a held tensor
         self._holders: dict[tuple[str, str], str] = {}
         self._last: dict[TracedValue, int] = {}
 
     def program(self) -> tuple[PieceProgram, tuple[tuple[str, str], ...]]:
         """Returns the program, and the holders that it is called with: (kind, path of a module)."""
         planned = self._planned
-        for number, each in enumerate(planned.operations):
-            self._last |= {
-                source: number for source in (*each.sources(), *each.values()) if isinstance(source, TracedValue)
-            }
+        for number, call in enumerate(planned.operations):
+            sources = (*call.sources(), *call.values())
+            self._last |= {source: number for source in sources if isinstance(source, TracedValue)}
         end = len(planned.operations)
         self._last |= {source: end for source in sources_in(planned.leaving) if isinstance(source, TracedValue)}
         body: list[tuple[str, CodeLine]] = [
-            (f"    {self._text(each)} = {self._text(each)}.clone()", CodeLine())
-            for each in planned.entering
-            if each in planned.copied
+            (f"    {self._text(value)} = {self._text(value)}.clone()", CodeLine())
+            for value in planned.entering
+            if value in planned.copied
         ]
         numbered = enumerate(planned.operations)
-        for context, group in groupby(numbered, key=lambda each: each[1].context):
+        for context, group in groupby(numbered, key=lambda pair: pair[1].context):
             indent = "    "
             if context != self._context:
                 modes = f"{context.has_gradients}, {context.is_autocast}, {self._constant(context.dtype)}"
@@ -129,11 +128,12 @@ class Writer:
         return f"{pattern} = {call}{freed}" if pattern else f"{call}{freed}"
 
     def _text(self, value: Any) -> str:  # noqa: PLR0911
-        """Returns an argument as Python text."""
         if isinstance(value, TracedValue):
             return f"v{value.number}"
         if isinstance(value, NamedState):
-            return self._text_of_place(value)
+            if value in self._planned.entering:
+                return f"b{self._planned.entering.index(value)}"
+            return f"{self._holder('buffers' if value.is_buffer else 'parameters', value.holder)}[{value.key!r}]"
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             return f"({''.join(f'{self._text(each)}, ' for each in value)})"
         if type(value) is list:
@@ -147,17 +147,10 @@ class Writer:
             return repr(value)
         if isinstance(value, HeldTensor):
             is_there = value.tensor.device.type == self._place.type
-            return self._constant(value.tensor) if is_there else f"{self._brought(value)}()"
+            if is_there:
+                return self._constant(value.tensor)
+            return f"{self._constant(self._copies.setdefault(id(value), _DeviceCopy(value.tensor, self._place)))}()"
         return self._constant(self._place if value == _HOST else value)
-
-    def _brought(self, held: HeldTensor) -> str:
-        bringing = self._bringing.setdefault(id(held), _Bringing(held.tensor, self._place))
-        return self._constant(bringing)
-
-    def _text_of_place(self, place: NamedState) -> str:
-        if place in self._planned.entering:
-            return f"b{self._planned.entering.index(place)}"
-        return f"{self._holder('buffers' if place.is_buffer else 'parameters', place.holder)}[{place.key!r}]"
 
     def _constant(self, value: object) -> str:
         name = self._known.get(id(value))
@@ -188,8 +181,8 @@ def _compiled(text: str, names: dict[str, Any]) -> Callable[..., Tensors]:
     return FunctionType(code, names | {"__builtins__": builtins})  # torch may import a module in any of the calls
 
 
-class _Bringing:
-    """Brings a tensor to a device at its first use: the process that writes a piece may not open one."""
+class _DeviceCopy:
+    """Copies a tensor to a device at its first use: the process that writes a piece may not open one."""
 
     def __init__(self, tensor: Tensor, place: torch.device):
         self._tensor, self._place = tensor, place
@@ -236,9 +229,7 @@ class Piece(nn.Module):
                 holder.register_parameter(place.key, owner._parameters[place.key])
         self._programs = (training[0], evaluation[0])
         # Dicts, in which other tensors may take the place of these.
-        self._held = tuple(
-            tuple(self._found(kind, path) for kind, path in holders) for _, holders in (training, evaluation)
-        )
+        self._held = tuple(tuple(starmap(self._holder, holders)) for _, holders in (training, evaluation))
 
     def forward(self, *inputs: Tensor) -> Tensors:
         """Runs the operations of the piece; an exception shows the user's line."""
@@ -248,7 +239,7 @@ class Piece(nn.Module):
         except RAISED as error:
             raise self._programs[mode].blamed(error) from None
 
-    def _found(self, kind: str, path: str) -> object:
+    def _holder(self, kind: str, path: str) -> object:
         module = self.get_submodule(path)
         return module if kind == "module" else vars(module)[f"_{kind}"]
 

@@ -304,7 +304,7 @@ class DirectTransport(GroupEnd):
 
     def take_in(self, arrived: Arrived) -> None:
         """Accepts a message whose receive was posted."""
-        posted: _Posted = arrived.wanted
+        posted: _Posted = arrived.receive
         if arrived.room is posted.room:
             self.arrives(arrived.source, posted.key, posted.tensors)
         else:

@@ -87,9 +87,9 @@ class WorkerProtocol:
                 case SendMessage():
                     self._control.send(output.message)
                 case PreparePlan():
-                    self.prepare(output.told)
+                    self.prepare(output.order)
                 case FormNextGroup():
-                    self.form(output.told)
+                    self.form(output.order)
                 case LeaveNextGroups():
                     self.leave(output.keys)
 
@@ -270,10 +270,10 @@ class Training:
             outputs.LeaveGroup: self._leave_group,
             outputs.CloseGroup: lambda close: self._plane.close(),
             outputs.FormGroup: self._form_group,
-            outputs.FormNextGroup: lambda form: self._next_groups.form(form.told),
+            outputs.FormNextGroup: lambda form: self._next_groups.form(form.order),
             outputs.LeaveNextGroups: lambda leave: self._next_groups.leave(leave.keys),
             outputs.EnterNextGroup: self._enter_next_group,
-            outputs.MakePlan: lambda make: inputs.PlanMade(plan_epoch(self._grid, make.told)),
+            outputs.MakePlan: lambda make: inputs.PlanMade(plan_epoch(self._grid, make.document)),
             outputs.LoadPlan: self._load_plan,
             outputs.PlanNextStep: self._plan_next_step,
             outputs.TakeNextStep: self._take_next_step,
