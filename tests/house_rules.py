@@ -46,6 +46,9 @@ PRONOUNS = re.compile(r"\b(?:what|whatever|whoever|whom|nobody|somebody|everybod
 MAX_PRONOUNS = 3  # per 1,000 words of docstrings and comments
 # Rooms that decide by data: a pattern would read sentences that are made for people.
 WITHOUT_PATTERNS = ("engine.core.checks.", "engine.core.protocol.")
+# Words that name nothing: a variable has the noun, but for a loop or a comprehension that the eye takes in at once.
+NO_NOUNS = frozenset({"each", "found"})
+MOST_LINES_WITHOUT_NOUN = 2
 WRITER = "engine.files.atomic_write"  # opens every file that is written
 TABLES_OF_OPS = ("engine/core/action.py", "engine/runtime/worker/executor.py")  # rules, and the methods that run them
 MAX_OPS = 10
@@ -326,6 +329,36 @@ def oblique(modules: Iterable[Module]) -> list[str]:
     num_words = sum(len(re.findall(r"\w+", text)) for _, _, text in prose)
     found = [f"{path}:{line}: {word}" for path, line, text in prose for word in PRONOUNS.findall(text)]
     return found if 1000 * len(found) > MAX_PRONOUNS * num_words else []
+
+
+def without_noun(modules: Iterable[Module]) -> list[str]:
+    """Variables are nouns: returns each variable of `NO_NOUNS` outside of short loops; a field may have such a name."""
+    problems = []
+    for module in modules:
+        allowed: set[int] = set()
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                allowed |= {id(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
+            elif isinstance(node, (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+                assert node.end_lineno is not None
+                targets = [node.target] if isinstance(node, ast.For) else [part.target for part in node.generators]
+                if node.end_lineno - node.lineno < MOST_LINES_WITHOUT_NOUN:
+                    allowed |= {id(name) for target in targets for name in ast.walk(target)}
+        problems += [
+            f"{module.path}:{node.lineno}: {name}"
+            for node in ast.walk(module.tree)
+            if (name := _bound_name(node)) in NO_NOUNS and id(node) not in allowed
+        ]
+    return problems
+
+
+def _bound_name(node: ast.AST) -> str | None:
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return name
+        case ast.MatchAs(name=name) | ast.MatchStar(name=name) | ast.ExceptHandler(name=name):
+            return name
+    return None
 
 
 def second_op_tables(modules: Iterable[Module]) -> list[str]:

@@ -410,7 +410,7 @@ def _takes_over(state: WorkerState, before: tuple[Output, ...]) -> Stepped:
 
 
 def is_formed(state: WorkerState, formed: inputs.GroupFormed) -> Stepped:
-    """Begins what has waited for the group; an attempt that was given up changes nothing.
+    """Begins the work that waited for the group; an attempt that was given up changes nothing.
 
     Reports a failure, but not before training begins: until then the worker can still answer.
     """

@@ -223,7 +223,7 @@ class End(Output):
 
 
 class Mode(StrEnum):
-    """What a worker does, or waits for."""
+    """The activity of a worker, or its wait."""
 
     __hash__ = str.__hash__  # Enum's hash is written in Python, and the table is read for every input
 
