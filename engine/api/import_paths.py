@@ -23,8 +23,7 @@ _WAY_OUT = "put it into a module, such as mine.py (in a notebook: %%writefile mi
 def import_path(field: str, thing: object) -> str:
     """Returns the name of a function, a class or an object, ``package.module:attribute``; a text stands for itself.
 
-    Raises:
-        UserError: no worker could import it.
+    Raises UserError if no worker could import it.
     """
     if isinstance(thing, str):
         return thing

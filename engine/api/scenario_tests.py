@@ -49,8 +49,7 @@ def run_scenario(
     are in ``runs / "runs"``, by default a temporary folder that stays. `lanes` are processes that run cases, if there
     are some already; the caller's test names the file, so it may name code as with ``--trust-code``.
 
-    Raises:
-        ScenarioFailedError: a cell did not pass, or the file is wrong, with every problem of it.
+    Raises ScenarioFailedError if a cell did not pass, or the file is wrong, with every problem of it.
     """
     found = _read(scenario, folder or Path.cwd(), settings)
     place = runs or Path(tempfile.mkdtemp(prefix="bamboo-scenario-"))

@@ -19,8 +19,7 @@ def keep_weights(module: nn.Module, results: Path) -> Path:
 
     The name has their hash, so that equal weights are one file; it stays, so that the run can be repeated.
 
-    Raises:
-        StorageError: the file could not be written.
+    Raises StorageError if the file could not be written.
     """
     found = {name: each.detach().cpu() for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     data = as_safetensors(found)

@@ -49,8 +49,7 @@ JOB = Job(
 def gpu_cases(quick: bool) -> Cases:
     """Returns the cases of `bamboo bench gpu`.
 
-    Raises:
-        EnvironmentLacksError: this host has no GPU that torch can use.
+    Raises EnvironmentLacksError if this host has no GPU that torch can use.
     """
     if why := lacks(JOB, accelerators()):
         raise EnvironmentLacksError(f"the benchmarks on a GPU need one, and there is {why}")

@@ -79,8 +79,7 @@ def handover_cases(quick: bool) -> Cases:
 def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of stalls by notices at random actions of all stages, and of steps after notices and kills.
 
-    Raises:
-        WorkerFailedError: a run failed, or an action ran twice after a notice.
+    Raises WorkerFailedError if a run failed, or an action ran twice after a notice.
     """
     job = replace(overhead_jobs()[CASE], steps=_STEPS)
     chosen = random.Random(0)  # noqa: S311 - every benchmark chooses the same actions
@@ -108,8 +107,7 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Bench
 def bench_blocks_handover(num_notices: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of stalls by notices to the worker in the middle of three, and of steps after them.
 
-    Raises:
-        WorkerFailedError: a run failed, an action ran twice, or a neighbour got other blocks than its half.
+    Raises WorkerFailedError if a run failed, an action ran twice, or a neighbour got other blocks than its half.
     """
     job = replace(_BLOCKS_JOB, steps=_STEPS)
     chosen = random.Random(0)  # noqa: S311 - every benchmark chooses the same actions
@@ -248,8 +246,7 @@ def notice_cases(quick: bool) -> Cases:
 def bench_notice(graces_s: tuple[float, ...], folder: Path) -> list[BenchRow]:
     """Returns the rows of each grace, and those of the least useful notice.
 
-    Raises:
-        WorkerFailedError: a run failed.
+    Raises WorkerFailedError if a run failed.
     """
     kill = _leave_cost(_leave({"do": "kill"}, folder))
     rows, useful = [], []

@@ -84,8 +84,7 @@ def pause_cases(quick: bool) -> Cases:
 def bench_pause(case: KillCase, num_kills: int, points: Sequence[float], folder: Path) -> list[BenchRow]:
     """Returns the rows of a case's pause with each kind of redundancy, from `num_kills` kills at each point.
 
-    Raises:
-        WorkerFailedError: a run did not recover.
+    Raises WorkerFailedError if a run did not recover.
     """
     cells = [(mode, point) for mode in _MODES for point in points]
     taken = in_turns({cell: partial(_kill, case, _MODES[cell[0]], cell[1], folder) for cell in cells}, num_kills)
@@ -186,8 +185,7 @@ def recovery_cases(quick: bool) -> Cases:
 def bench_restart(stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of the time that training stalled after a kill, beside torchrun's restart.
 
-    Raises:
-        WorkerFailedError: a run of either side did not recover.
+    Raises WorkerFailedError if a run of either side did not recover.
     """
     job = Job(stages=stages, steps=STEP + 3, validate_every=0)
     sides: dict[str, Callable[[], tuple[float, float]]] = {
@@ -206,8 +204,7 @@ def bench_restart(stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
 def bench_torchft(stages: int, num_pairs: int, folder: Path) -> list[BenchRow]:
     """Returns the row of the time that training stalled, beside the kill of a replica of torchft.
 
-    Raises:
-        WorkerFailedError: a run of either side did not recover.
+    Raises WorkerFailedError if a run of either side did not recover.
     """
     job = Job(stages=stages, steps=STEP + 5, validate_every=0)
     sides = {"ours": lambda: _killed_bamboo(job, folder), "peer": lambda: _killed_torchft(job, folder)}
@@ -292,8 +289,7 @@ def blocks_cases(quick: bool) -> Cases:
 def bench_blocks_step(num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
     """Returns the row of the time of a step with blocks, beside one block per worker.
 
-    Raises:
-        WorkerFailedError: a run failed.
+    Raises WorkerFailedError if a run failed.
     """
 
     def measured(blocks: int) -> float:
@@ -306,8 +302,7 @@ def bench_blocks_step(num_rounds: int, num_steps: int, folder: Path) -> list[Ben
 def bench_blocks_pause(num_kills: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of the pause after a kill, and of some phases, with blocks beside one block per worker.
 
-    Raises:
-        WorkerFailedError: a run did not recover.
+    Raises WorkerFailedError if a run did not recover.
     """
     taken = in_turns({blocks: partial(_phases_ms, blocks, folder) for blocks in (_BLOCKS, 1)}, num_kills)
     rows = []

@@ -58,8 +58,7 @@ def redundancy_cases(quick: bool) -> Cases:
 def bench_overhead(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of one case's step time with each redundancy, and with streams.
 
-    Raises:
-        WorkerFailedError: a run failed.
+    Raises WorkerFailedError if a run failed.
     """
 
     def measured(mode: str) -> float:
@@ -81,8 +80,7 @@ def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
     The first measurement uses the C allocator's defaults, by which the process keeps much freed memory in small pieces.
     The second makes it return every freed block of at least 128 KiB, so that little memory is not of tensors.
 
-    Raises:
-        WorkerFailedError: a run failed.
+    Raises WorkerFailedError if a run failed.
     """
     width, depth = (64, 4) if quick else (512, 8)
     job = Job(model="gpt", model_args={"width": width, "depth": depth}, steps=3)

@@ -1,9 +1,9 @@
-"""Opens files for writing, never through a link: every file and folder that bamboo makes is made here.
+"""Opens files for writing, never through a link: every file and folder that bamboo creates is created here.
 
-Rules: a whole file is written under a name that cannot be guessed, and takes its own name in one step. After a crash,
-and for every reader, it holds the old text or the new one. A link of that name is replaced; its target is untouched.
-The folder of bamboo's own file is no link, and only its user can read the file. A path that the user gave may lead
-through links to its folder, and may name a device or a pipe, which is written into.
+Rules: a file is written completely under an unguessable name and then renamed. After a crash, and for every reader, it
+has the old content or the new. A link of that name is replaced; its target stays. The folder of bamboo's own file is
+not a link, and only its user can read the file. A path from the user may lead through links to its folder, and may name
+a device or a pipe, which is written to.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from engine.core.errors import BambooError, EnvironmentLacksError, StorageError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a reader would block for ever
+_OLD = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a reader would block forever
 _PRIVATE = 0o600
-BLOCK_BYTES = 512  # in which the system counts what a file has on the disk
+BLOCK_BYTES = 512  # the unit of a file's blocks on disk
 _DENSE_BYTES, _MOST_HOLES = 64 << 20, 16
 
 
@@ -35,7 +35,7 @@ def storage_errors(verb: str, path: Path, hint: str = "") -> Iterator[None]:
 
 
 def of_system(error: OSError) -> BambooError:
-    """Returns an error of the system that has no name of its own yet: of a file in a run folder, or of the output."""
+    """Returns bamboo's error for a system error about a file in a run folder, or about the output."""
     if error.errno == errno.EMFILE:
         return EnvironmentLacksError("too many open files: `ulimit -n` should allow at least 256")
     return StorageError(f"{error.filename or 'output'}: {error.strerror or error}")
@@ -44,24 +44,23 @@ def of_system(error: OSError) -> BambooError:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces bamboo's own file at `path` once the whole content is on disk; only this user can read it.
 
-    Raises:
-        StorageError: the content could not be stored, or the folder is a link; the file at `path` is unchanged.
+    Raises StorageError if the content could not be stored, or the folder is a link; the file at `path` is unchanged.
     """
     with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
         _replace(folder, path.name, content, _PRIVATE)
 
 
 def write_named(path: Path, content: str | bytes) -> None:
-    """Writes a file that the user named: replaces a file or a link, writes into a device or a pipe.
+    """Writes a file that the user named: replaces a file or a link, writes to a device or a pipe.
 
-    A file keeps its mode, a new one has the mode of the umask.
+    A file keeps its mode; a new one has the mode of the umask.
 
-    Raises:
-        StorageError: the content could not be stored; a file at `path` is unchanged.
+    Raises StorageError if the content could not be stored; a file at `path` is unchanged.
     """
     with storage_errors("write", path):
         there = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
-        if _is_of_the_system(path):
+        parent = os.path.realpath(path.parent)
+        if parent == "/dev" or parent.startswith("/proc/"):  # such as /dev/stdout, which must not be replaced
             _write_into(path, content, os.O_APPEND)
         elif stat.S_ISREG(there) or stat.S_ISLNK(there):
             with _opened_folder(path.parent) as folder:
@@ -73,8 +72,7 @@ def write_named(path: Path, content: str | bytes) -> None:
 def create_file(path: Path, below: Path, text: str) -> None:
     """Writes a new file for the user, and makes its folders; no part of the path after `below` may be a link.
 
-    Raises:
-        StorageError: it could not be written, or there is an entry of that name.
+    Raises StorageError if it could not be written, or there is an entry of that name.
     """
     make_folder(path.parent, below)
     with storage_errors("write", path), open_below(path.parent, below) as folder:
@@ -88,8 +86,7 @@ def create_file(path: Path, below: Path, text: str) -> None:
 def open_to_append(path: Path, *, is_read: bool = False) -> int:
     """Returns a descriptor that appends to bamboo's own file at `path`; makes the file if it does not exist.
 
-    Raises:
-        StorageError: it could not be opened, or it is a link or no regular file, or its folder is a link.
+    Raises StorageError if it could not be opened, or it is a link or no regular file, or its folder is a link.
     """
     access = os.O_RDWR if is_read else os.O_WRONLY
     with storage_errors("write", path), open_below(path.parent, path.parent.parent) as folder:
@@ -102,9 +99,9 @@ def open_to_read(path: Path) -> int:
 
 
 def is_hollow(facts: os.stat_result) -> bool:
-    """Returns whether a large file mostly consists of holes: what is written byte by byte has none.
+    """Returns whether a large file consists mostly of holes, which appending never leaves.
 
-    A sixteenth of it on the disk is enough, because a file system may compress. Some count no blocks at all.
+    A sixteenth of it on disk is enough, because a file system may compress. Some count no blocks at all.
     """
     return facts.st_size > _DENSE_BYTES and facts.st_blocks * BLOCK_BYTES < facts.st_size // _MOST_HOLES
 
@@ -125,22 +122,21 @@ def open_inner(name: str, folder: int) -> AbstractContextManager[int]:
 
 
 def sync_folder(folder: int) -> None:
-    """Waits until the entries of an open folder are on disk, where the file system can do that; raises OSError."""
+    """Waits until the entries of an open folder are on disk, if the file system can do that; raises OSError."""
     fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a file system without it
+        if error.errno != errno.EINVAL:  # the file system does not support it
             raise
     finally:
         os.close(fd)
 
 
 def make_folder(folder: Path, below: Path, hint: str = "") -> None:
-    """Makes a folder and its parents, if they do not exist; no part of the path after `below` may be a link.
+    """Creates a folder and its parents if necessary; no part of the path after `below` may be a link.
 
-    Raises:
-        StorageError: it could not be made; the message ends with the hint.
+    Raises StorageError if it could not be made; the message ends with the hint.
     """
     with storage_errors("make", folder, hint):
         with suppress(FileExistsError):
@@ -153,7 +149,7 @@ def make_folder(folder: Path, below: Path, hint: str = "") -> None:
 def open_below(folder: Path, below: Path, *, is_made: bool = False) -> Iterator[int]:
     """Yields a descriptor of a folder; no part of its path after `below` may be a link. Raises OSError.
 
-    The descriptor stands for the same folder for as long as it is open, also after another process has renamed it.
+    The descriptor refers to the same folder while it is open, even if another process renames that.
     """
     with ExitStack() as outer:
         fd = outer.enter_context(_opened_folder(below))
@@ -191,14 +187,14 @@ def _opened(name: str | Path, flags: int, folder: int | None = None) -> int:
 
 
 def _refuse_link(name: str | Path, folder: int | None) -> None:
-    """Raises OSError with these words if the entry is a link, for which the kernel has several errors."""
+    """Raises an OSError of its own if the entry is a link, for which the kernel has several errors."""
     with suppress(FileNotFoundError):
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, f"{Path(name).name!r} is a link, and bamboo follows none here")
 
 
 def _replace(folder: int, name: str, content: str | bytes, mode: int) -> None:
-    """Replaces an entry of a folder by a file of this mode; 0 stands for the mode of the umask."""
+    """Replaces an entry of a folder with a file of this mode; 0 means the mode of the umask."""
     temporary = f".bamboo-{os.urandom(8).hex()}.tmp"
     fd = os.open(temporary, _NEW, mode or 0o666, dir_fd=folder)
     try:
@@ -215,12 +211,6 @@ def _replace(folder: int, name: str, content: str | bytes, mode: int) -> None:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
-
-
-def _is_of_the_system(path: Path) -> bool:
-    """Whether a path such as ``/dev/stdout`` is an entry of the system, which is not to be replaced."""
-    folder = os.path.realpath(path.parent)
-    return folder == "/dev" or folder.startswith("/proc/")
 
 
 def _write_into(path: Path, content: str | bytes, flags: int) -> None:

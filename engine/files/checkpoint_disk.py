@@ -1,9 +1,9 @@
-"""The calls to the system through which checkpoints in a folder are written and read: one method for each.
+"""The system calls through which checkpoints in a folder are written and read, one method for each.
 
 Rules: names are those of files in the folder, or in a folder in it, as ``FOLDER/FILE``. No link is followed below the
 folder of checkpoints, and none of another user on the way to it. Only a folder and files of this user count: bits that
-another user can change prove nothing. The folder is held open behind one walk of its path, and its path is walked
-again once it leads to another folder. Every method raises OSError.
+another user can change prove nothing. The folder stays open after its path was walked once; the path is walked again if
+it leads to another folder. Every method raises OSError.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from typing import Literal, Protocol
 from engine.files.atomic_write import BLOCK_BYTES, is_hollow, open_below, open_in, open_inner, open_new, sync_folder
 from engine.files.checkpoint_storage import Bytes
 
-_PAGE = 4096  # bytes; a write past the cache has whole ones
-_LARGE = 1 << 16  # bytes: a smaller write would cost more past the cache
-_PIECE = 64 << 20  # bytes of one read, which has to find as much memory
-_MOST_PARTS = 4096  # of a path, with those of its links: a circle of links has no end
+_PAGE = 4096  # bytes; direct writes need whole pages
+_LARGE = 1 << 16  # bytes: smaller writes would be slower without the cache
+_PIECE = 64 << 20  # bytes of one read, which needs as much memory
+_MOST_PARTS = 4096  # of a path including its links, which may be circular
 
 
 class Disk(Protocol):
-    """The calls to the system; a test replaces it by a disk whose power fails."""
+    """The system calls; a test replaces it with a disk whose power fails."""
 
     def make_folder(self, name: str) -> None:
-        """Makes a folder that only this user can open, if it is not there; no name stands for the outermost."""
+        """Creates a folder that only this user can open, if necessary; an empty name stands for the outermost."""
 
     def create(self, name: str) -> int:
         """Returns a descriptor of a new file that only this user can read."""
 
     def write(self, fd: int, data: Bytes) -> int:
-        """Writes bytes behind those that were written, and returns their number, which may be smaller."""
+        """Appends bytes and returns their number, which may be smaller than that of `data`."""
 
     def sync(self, fd: int) -> None:
         """Waits until the bytes of a file are on disk."""
 
     def close(self, fd: int) -> None:
-        """Ends the use of a descriptor."""
+        """Closes a descriptor."""
 
     def rename(self, name: str, new: str) -> None:
-        """Gives a file another name in the same folder, in one step."""
+        """Renames a file within its folder, atomically."""
 
     def sync_folder(self, name: str) -> None:
         """Waits until the entries of a folder are on disk."""
@@ -59,7 +59,7 @@ class Disk(Protocol):
         """Removes a file, a link, or an empty folder."""
 
     def names(self) -> list[str]:
-        """Returns the names of all entries, of folders too, ``FOLDER/`` for a link and a folder that cannot be read.
+        """Returns the names of all entries, also in folders; ``FOLDER/`` for a link and an unreadable folder.
 
         A folder that does not exist has none.
         """
@@ -71,10 +71,10 @@ class OwnDisk:
     def __init__(self, root: Path, below: Path | None = None):
         self._root = root
         self._below = below or root
-        self._held: _HeldFolder | None = None
+        self._open_root: _OpenFolder | None = None
 
     def make_folder(self, name: str) -> None:
-        """Makes a folder, as `Disk` says."""
+        """Creates a folder, as `Disk` says."""
         if not name:
             refuse_foreign_links(self._root)
             self._make_root()
@@ -88,14 +88,14 @@ class OwnDisk:
         with self._opened(folder) as folder_fd:
             fd = open_new(file, folder_fd)
         try:
-            _refuse_others(fd)  # of a mount that gives files to another user: no reader would take it
+            _refuse_others(fd)  # some mounts give files to another user; no reader would accept them
         except OSError:
             os.close(fd)
             raise
         return fd
 
     def write(self, fd: int, data: Bytes) -> int:
-        """Writes, as `Disk` says; large pieces past the cache of the system, where the file system can do that."""
+        """Writes, as `Disk` says; large pieces bypass the page cache, if the file system can do that."""
         pages = len(data) - len(data) % _PAGE
         return (pages >= _LARGE and _write_past_cache(fd, data[:pages])) or os.write(fd, data)
 
@@ -156,13 +156,13 @@ class OwnDisk:
 
     def names(self) -> list[str]:
         """Lists, as `Disk` says."""
-        found: list[str] = []
+        names: list[str] = []
         with suppress(FileNotFoundError), self._opened("") as root:
             for name in sorted(_listed(root)):
-                found.append(name)
+                names.append(name)
                 with suppress(FileNotFoundError):
-                    found += self._names_in(name, os.stat(name, dir_fd=root, follow_symlinks=False).st_mode)
-        return found
+                    names += self._names_in(name, os.stat(name, dir_fd=root, follow_symlinks=False).st_mode)
+        return names
 
     def _names_in(self, name: str, mode: int) -> list[str]:
         if not (stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
@@ -172,22 +172,27 @@ class OwnDisk:
                 return [f"{name}/{inner}" for inner in sorted(_listed(folder))]
         except FileNotFoundError:
             raise
-        except OSError:  # told to the reader of it: the others can be read
+        except OSError:  # reading it will report the error; the others can be read
             return [f"{name}/"]
 
     def _make_root(self) -> None:
-        """Makes the folder and those on the way to it, each on disk."""
-        missing = [each for each in (self._root, *self._root.parents) if not os.path.lexists(each)]
+        """Creates the folder and its parents, and syncs each."""
+        missing = [folder for folder in (self._root, *self._root.parents) if not os.path.lexists(folder)]
         self._below.mkdir(parents=True, exist_ok=True)
         with open_below(self._root, self._below, is_made=True):
             pass
-        for each in missing:
-            with open_below(each.parent, each.parent) as fd:
+        for folder in missing:
+            with open_below(folder.parent, folder.parent) as fd:
                 sync_folder(fd)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        root = self._root_folder()
+        root = self._open_root
+        if root is None or not os.path.samestat(os.stat(self._root), _refuse_others(root.fd)):
+            refuse_foreign_links(self._root)
+            with open_below(self._root, self._below) as fd:
+                _refuse_others(fd)
+                self._open_root = root = _OpenFolder(os.dup(fd))
         if not name:
             yield root.fd
             return
@@ -195,19 +200,9 @@ class OwnDisk:
             _refuse_others(inner)
             yield inner
 
-    def _root_folder(self) -> _HeldFolder:
-        """Returns the folder, with its path walked again if the path leads elsewhere than at the last walk."""
-        held = self._held
-        if held is None or not os.path.samestat(os.stat(self._root), _refuse_others(held.fd)):
-            refuse_foreign_links(self._root)
-            with open_below(self._root, self._below) as root:
-                _refuse_others(root)
-                self._held = held = _HeldFolder(os.dup(root))
-        return held
 
-
-class _HeldFolder:
-    """A descriptor of a folder, closed behind its last use by any thread."""
+class _OpenFolder:
+    """A descriptor of a folder, closed after its last use by any thread."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -217,7 +212,7 @@ class _HeldFolder:
 
 
 def refuse_foreign_links(path: Path) -> None:
-    """Raises OSError if a link on the way to a path is another user's, who could lead it elsewhere at any time."""
+    """Raises OSError if a link on the way to a path is another user's, who could redirect it at any time."""
     walked, left = Path("/"), list(reversed((Path.cwd() / path).parts[1:]))
     for _ in range(_MOST_PARTS):
         if not left:
@@ -242,7 +237,7 @@ def refuse_foreign_links(path: Path) -> None:
 
 
 def _write_past_cache(fd: int, pages: Bytes) -> int:
-    """Writes pages without a copy in memory, which no reader wants soon; returns 0 where that is impossible."""
+    """Writes pages directly, because no reader needs them in the page cache soon; returns 0 if that is impossible."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         try:
@@ -250,13 +245,13 @@ def _write_past_cache(fd: int, pages: Bytes) -> int:
         finally:
             fcntl.fcntl(fd, fcntl.F_SETFL, 0)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which also says that the memory or the place in the file is not aligned
+        if error.errno != errno.EINVAL:  # also if the memory or the position in the file is not aligned
             raise
         return 0
 
 
 def _refuse_others(fd: int) -> os.stat_result:
-    """Returns the facts of a file or folder; raises OSError if it is another user's."""
+    """Returns the stat of a file or folder; raises OSError if it is another user's."""
     facts = os.fstat(fd)
     if facts.st_uid not in (os.geteuid(), 0):
         raise OSError(errno.EPERM, f"it belongs to user {facts.st_uid}, who could change it (copy it first)")
@@ -276,19 +271,19 @@ def _listed(folder: int) -> list[str]:
         os.close(fd)
 
 
-# A disk with faults: full after some bytes, errors of calls, a byte that is changed in silence.
+# A disk with faults: full after some bytes, failing calls, silent corruption of a byte.
 #
-# Rules: a trouble acts on the next files of this process that it fits, and then the disk is sound again. A byte
-# is changed behind the hash of its writer, so that only a reader that hashes finds it. Other calls go through.
+# Rules: a fault affects the next matching files of this process, and then the disk is sound again. A byte is changed
+# after its writer has hashed it, so only a reader that hashes notices. Other calls are passed through.
 
 FailingCall = Literal["write", "sync", "read"]
 
 
 @dataclass(slots=True)
 class Trouble:
-    """A fault of a disk: `call` fails with the number `error`, or with 0 the byte is changed; after so many bytes.
+    """A fault of a disk: after that many bytes, `call` fails with errno `error`, or with 0 the byte is changed.
 
-    It acts on `files` files, and calls `tell` with a description each time.
+    It affects `files` files, and calls `tell` with a description each time.
     """
 
     call: FailingCall
@@ -299,48 +294,48 @@ class Trouble:
 
 
 class DiskTroubles:
-    """The troubles that wait for the files of one process; any thread may add one."""
+    """The pending faults of one process; any thread may add one."""
 
     def __init__(self, *troubles: Trouble):
         self._waiting = list(troubles)
         self._lock = threading.Lock()
 
     def add(self, trouble: Trouble) -> None:
-        """Adds a trouble for the next files."""
+        """Adds a fault for the next files."""
         with self._lock:
             self._waiting.append(trouble)
 
     def raise_at(self, call: FailingCall, name: str) -> None:
-        """Raises OSError if a call fails now; `name` is the file's."""
+        """Raises OSError if a call on a file has to fail."""
         with self._lock:
-            found = self._next(call)
-            if found is not None and found.after_bytes <= 0 and found.error:
-                self._act(found, f"{call} of {name}: {os.strerror(found.error)}")
-                raise OSError(found.error, os.strerror(found.error))
+            trouble = self._next(call)
+            if trouble is not None and trouble.after_bytes <= 0 and trouble.error:
+                self._act(trouble, f"{call} of {name}: {os.strerror(trouble.error)}")
+                raise OSError(trouble.error, os.strerror(trouble.error))
 
     def to_write(self, data: Bytes) -> Bytes:
-        """Returns the bytes that the disk takes of `data`: fewer before it is full, or a copy with one bit changed."""
+        """Returns what the disk accepts of `data`: fewer bytes before it is full, or a copy with one bit changed."""
         with self._lock:
-            found = self._next("write")
-            if found is None or found.after_bytes >= len(data):
+            trouble = self._next("write")
+            if trouble is None or trouble.after_bytes >= len(data):
                 return data
-            if found.error:
-                return data[: found.after_bytes]
+            if trouble.error:
+                return data[: trouble.after_bytes]
             changed = bytearray(data)
-            changed[found.after_bytes] ^= 1
+            changed[trouble.after_bytes] ^= 1
             return changed
 
     def written(self, count: int, name: str) -> None:
-        """Counts bytes that the disk has taken."""
+        """Counts bytes that the disk has accepted."""
         with self._lock:
-            found = self._next("write")
-            if found is not None:
-                found.after_bytes -= count
-                if found.after_bytes < 0:
-                    self._act(found, f"one bit of {name} is changed")
+            trouble = self._next("write")
+            if trouble is not None:
+                trouble.after_bytes -= count
+                if trouble.after_bytes < 0:
+                    self._act(trouble, f"one bit of {name} is changed")
 
     def _next(self, call: FailingCall) -> Trouble | None:
-        return next((each for each in self._waiting if each.call == call), None)
+        return next((trouble for trouble in self._waiting if trouble.call == call), None)
 
     def _act(self, trouble: Trouble, how: str) -> None:
         trouble.files -= 1
@@ -350,7 +345,7 @@ class DiskTroubles:
 
 
 class FaultyDisk:
-    """Another disk, with troubles; every method does as `Disk` says."""
+    """Another disk with faults; every method does as `Disk` says."""
 
     def __init__(self, disk: Disk, troubles: DiskTroubles):
         self._disk = disk
@@ -363,13 +358,13 @@ class FaultyDisk:
         self.names = disk.names
 
     def create(self, name: str) -> int:
-        """Opens a new file."""
+        """Opens a new file, as `Disk` says."""
         fd = self._disk.create(name)
         self._names[fd] = name
         return fd
 
     def write(self, fd: int, data: Bytes) -> int:
-        """Writes fewer bytes than were asked for, fails, or changes one, if a trouble says so."""
+        """Writes, or for a fault writes fewer bytes, fails, or changes a bit."""
         self._troubles.raise_at("write", self._names[fd])
         count = self._disk.write(fd, self._troubles.to_write(data))
         self._troubles.written(count, self._names[fd])
@@ -392,15 +387,15 @@ class FaultyDisk:
 
 
 def full_disk(after_bytes: int, files: int = 1, tell: Callable[[str], object] = str) -> Trouble:
-    """Returns the trouble of a disk that is full after so many bytes; each of `files` files then fails."""
+    """Returns the fault of a disk that is full after that many bytes; then writing each of `files` files fails."""
     return Trouble("write", errno.ENOSPC, after_bytes, files, tell)
 
 
 def failing_disk(call: FailingCall, files: int = 1, tell: Callable[[str], object] = str) -> Trouble:
-    """Returns the trouble of a disk whose call fails with EIO, for the next `files` files."""
+    """Returns the fault of a disk whose call fails with EIO, for the next `files` files."""
     return Trouble(call, errno.EIO, 0, files, tell)
 
 
 def damaging_disk(at_byte: int, files: int = 1, tell: Callable[[str], object] = str) -> Trouble:
-    """Returns the trouble of a disk that changes one bit of the byte at this place, counted from now, in silence."""
+    """Returns the fault of a disk that silently changes one bit of the byte at this place, counted from now."""
     return Trouble("write", 0, at_byte, files, tell)

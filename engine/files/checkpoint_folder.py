@@ -1,14 +1,15 @@
-"""The checkpoints in one place: written parts first and manifest last, read with every hash, removed manifest first.
+"""The checkpoints in one place: the manifest is written last and removed first, and every read checks all hashes.
 
-Rules: a reader that finds a manifest finds all of its parts. Bytes are hashed and then parsed, and never read again in
-between. A checkpoint whose files are not what the manifest says is refused with the name of the file, and the next
-older one is tried. Several runs may write into one place: each counts and removes its own checkpoints only.
+Rules: a reader that finds a manifest finds all of its parts. The bytes that are hashed are the bytes that are parsed. A
+checkpoint whose files differ from the manifest is refused with the name of the file, and the next older one is tried.
+Several runs may write to one place: each counts and removes only its own checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -46,7 +47,7 @@ from engine.files.checkpoint_stores import FolderStorage, ObjectStorage
 
 
 class CheckpointName(NamedTuple):
-    """The name of a checkpoint: its step, and the file of its manifest; no file for a folder that cannot be read."""
+    """The name of a checkpoint: its step, and the file of its manifest, or no file for an unreadable folder."""
 
     step: int
     file: str
@@ -56,7 +57,7 @@ class CheckpointName(NamedTuple):
 
 
 class RefusedCheckpoint(NamedTuple):
-    """A checkpoint that is not to be used, with the reason, which names a file."""
+    """A checkpoint that must not be used, and the reason, which names a file."""
 
     name: CheckpointName
     reason: str
@@ -64,7 +65,7 @@ class RefusedCheckpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewestGood:
-    """The newest checkpoint of which every byte is right, if there is one, and the newer ones that were refused."""
+    """The newest intact checkpoint, if there is one, and the newer ones that were refused."""
 
     name: CheckpointName | None
     manifest: Manifest | None
@@ -72,15 +73,15 @@ class NewestGood:
 
 
 class CheckpointFolder:
-    """The checkpoints in a storage, which the run `owner` writes to.
+    """The checkpoints in a storage, to which the run `owner` writes.
 
-    Every method raises StorageError where the storage cannot be written or read.
+    Every method raises StorageError if the storage cannot be written or read.
     """
 
     def __init__(self, storage: Storage, owner: str = ""):
         self._storage = storage
         self._owner = owner
-        self._written: dict[CheckpointName, Manifest] = {}  # here, and not removed here
+        self._written: dict[CheckpointName, Manifest] = {}  # by this object, and not removed by it
 
     @property
     def place(self) -> str:
@@ -103,19 +104,19 @@ class CheckpointFolder:
         transient: tuple[str, ...] = (),
         aliases: tuple[tuple[str, str], ...] = (),
     ) -> Part:
-        """Writes one part of a checkpoint to come, and returns it; it is on disk then."""
+        """Writes one part of a coming checkpoint to disk, and returns it."""
         file = part_file(layer, shard, shards, nonce_of(self._owner, os.urandom(8)))
         written = self._storage.create(f"{step_folder(step)}/{file}", chunks)
         return Part(layer, shard, shards, file, written.size, written.sha256, strides, transient, aliases)
 
     def publish(self, manifest: Manifest) -> CheckpointName:
-        """Writes the manifest, whose parts are all written: from now on the checkpoint is there."""
+        """Writes the manifest after all of its parts; from now on the checkpoint exists."""
         data = manifest_bytes(manifest)
         name = CheckpointName(manifest.step, manifest_file(data))
         try:
             self._storage.publish(str(name), data)
         except StorageError:
-            with suppress(StorageError):  # it may have its name already; the caller removes the parts
+            with suppress(StorageError):  # it may exist already; the caller removes the parts
                 self._storage.remove(str(name))
             raise
         self._written[name] = manifest
@@ -123,27 +124,32 @@ class CheckpointFolder:
 
     def names(self) -> tuple[CheckpointName, ...]:
         """Returns the names of all checkpoints, good or not, by step."""
-        found = (name.rpartition("/") for name in self._storage.names())
-        steps = ((step_of(folder), file) for folder, _, file in found if is_manifest(file) or not file)
+        paths = (name.rpartition("/") for name in self._storage.names())
+        steps = ((step_of(folder), file) for folder, _, file in paths if is_manifest(file) or not file)
         return tuple(sorted(CheckpointName(step, file) for step, file in steps if step is not None))
 
     def manifest(self, name: CheckpointName) -> Manifest:
-        """Returns the manifest of a checkpoint; raises DamagedCheckpointError if it is not what was written."""
+        """Returns the manifest of a checkpoint; raises DamagedCheckpointError if it is damaged."""
         return manifest_of(str(name), self._storage.read(str(name), MOST_BYTES))
 
     def layer(self, manifest: Manifest, layer: int) -> StoredLayer:
-        """Returns the tensors of a layer; each reader of checkpoints gets them here.
+        """Returns the tensors of a layer; all readers of checkpoints use this.
 
-        Raises:
-            StorageError: a part cannot be read, is not the one that was written, or has other weights than the run had.
+        Raises StorageError if a part cannot be read, is damaged, or has other weights than the run had.
         """
-        return layer_in(manifest, layer, ((part, self._bytes_of(manifest, part)) for part in manifest.parts_of(layer)))
+
+        def bytes_of(part: Part) -> bytes:
+            name = f"{manifest.folder}/{part.file}"
+            refuse_too_large(name, part.size)
+            return self._storage.read(name, part.size)
+
+        return layer_in(manifest, layer, ((part, bytes_of(part)) for part in manifest.parts_of(layer)))
 
     def verify(self, name: CheckpointName) -> Manifest:
-        """Returns the manifest of a checkpoint if every byte and every layer is right; else raises StorageError."""
+        """Returns the manifest of a checkpoint if all of it is intact; else raises StorageError."""
         manifest = self.manifest(name)
-        for each in manifest.layers:
-            self.layer(manifest, each.layer)
+        for entry in manifest.layers:
+            self.layer(manifest, entry.layer)
         return manifest
 
     def newest_good(
@@ -151,16 +157,16 @@ class CheckpointFolder:
     ) -> NewestGood:
         """Returns the newest good checkpoint: of one run, or of the newest run that has one; at `step`, or at any.
 
-        `refuses` returns the reason why a whole checkpoint is of no use, or an empty text.
+        `refuses` returns why an intact checkpoint cannot be used, or an empty string.
         """
-        found, refused = self._read_all(run)
-        for manifest, name in sorted(found, key=lambda each: (each[0].run, each[0].step), reverse=True):
+        readable, refused = self._read_all(run)
+        for manifest, name in sorted(readable, key=lambda entry: (entry[0].run, entry[0].step), reverse=True):
             if step in (None, name.step):
                 reason = refuses(manifest)
                 try:
                     if not reason:
                         self.verify(name)
-                        newer = (each for each in refused if each.name.step >= name.step)
+                        newer = (refusal for refusal in refused if refusal.name.step >= name.step)
                         return NewestGood(name, manifest, tuple(newer))
                 except StorageError as error:
                     reason = str(error)
@@ -170,19 +176,24 @@ class CheckpointFolder:
     def old(
         self, keep: int, run: str = "", in_use: Collection[CheckpointName] = (), *, is_verified: bool = False
     ) -> tuple[CheckpointName, ...]:
-        """Returns the checkpoints that are older than the `keep` newest ones of their run, of one run or of all.
+        """Returns the checkpoints older than the `keep` newest ones of their run, for one run or for all.
 
-        The caller knows that the newest one is good, because it has just written it; or it wants each one read
-        (`is_verified`), and those that are not good count for nothing.
+        The caller knows that the newest one is good because it has just written it; or each one is verified first
+        (`is_verified`), and bad ones do not count.
         """
         by_run: dict[str, list[CheckpointName]] = {}
         for manifest, name in self._read_all(run, {} if is_verified else self._written)[0]:
             by_run.setdefault(manifest.run, []).append(name)
-        found: list[CheckpointName] = []
+        gone: list[CheckpointName] = []
         for names in by_run.values():
-            good = [name for name in names if not is_verified or self._is_good(name)]
-            found += may_go(names, keep, good, in_use)
-        return tuple(found)
+            good = list(names)
+            for name in names if is_verified else ():
+                try:
+                    self.verify(name)
+                except StorageError:
+                    good.remove(name)
+            gone += may_go(names, keep, good, in_use)
+        return tuple(gone)
 
     def prune(self, keep: int, run: str = "", in_use: Collection[CheckpointName] = ()) -> tuple[CheckpointName, ...]:
         """Removes the old checkpoints, as `old` says, and returns their names."""
@@ -192,7 +203,7 @@ class CheckpointFolder:
         return gone
 
     def remove(self, name: CheckpointName) -> None:
-        """Removes a checkpoint: first its manifest, then its parts, then the folder if it is empty."""
+        """Removes a checkpoint: first its manifest, then its parts, then the folder if that is empty."""
         parts: tuple[Part, ...] = ()
         with suppress(DamagedCheckpointError):
             parts = (self._written.pop(name, None) or self.manifest(name)).parts
@@ -202,46 +213,34 @@ class CheckpointFolder:
         self._remove_all(folder, (part.file for part in parts))
 
     def remove_parts(self, step: int, files: Iterable[str]) -> None:
-        """Removes parts of a step that no manifest names or will name, then the folder if it is empty."""
+        """Removes parts of a step that no manifest names or will name, then the folder if that is empty."""
         self._remove_all(step_folder(step), files)
 
     def orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
-        """Returns the parts that no manifest names, and halves of manifests, of the owners that count.
+        """Returns the parts that no manifest names, and partial manifests, of the owners that count.
 
-        Those beside a manifest that cannot be read are none.
+        A folder with an unreadable manifest has none.
         """
         by_folder: dict[str, list[str]] = {}
         for name in self._storage.names():
             folder, _, file = name.rpartition("/")
-            if step_of(folder) is not None:  # another folder is the user's, such as a copy
+            if step_of(folder) is not None:  # other folders are the user's, such as copies
                 by_folder.setdefault(folder, []).append(file)
-        found: list[str] = []
+        orphans: list[str] = []
         for folder, files in by_folder.items():
             theirs = [file for file in files if (owner := writer_of(file)) is not None and counts(owner)]
             with suppress(StorageError):
                 named = set(self._named_in(folder, files)) if theirs else ()
-                found += (f"{folder}/{file}" for file in theirs if file not in named)
-        return tuple(found)
+                orphans += (f"{folder}/{file}" for file in theirs if file not in named)
+        return tuple(orphans)
 
     def remove_orphans(self, counts: Callable[[str], bool] = lambda owner: True) -> tuple[str, ...]:
-        """Removes the orphans, and returns their names; their owners may not be writing any more."""
+        """Removes the orphans, whose owners must not be writing any more, and returns their names."""
         gone = self.orphans(counts)
         for name in gone:
             folder, _, file = name.rpartition("/")
             self._remove_all(folder, [file])
         return gone
-
-    def _bytes_of(self, manifest: Manifest, part: Part) -> bytes:
-        name = f"{manifest.folder}/{part.file}"
-        refuse_too_large(name, part.size)
-        return self._storage.read(name, part.size)
-
-    def _is_good(self, name: CheckpointName) -> bool:
-        try:
-            self.verify(name)
-        except StorageError:
-            return False
-        return True
 
     def _named_in(self, folder: str, files: Iterable[str]) -> Iterator[str]:
         step = step_of(folder)
@@ -253,17 +252,14 @@ class CheckpointFolder:
     def _remove_all(self, folder: str, files: Iterable[str]) -> None:
         for file in files:
             self._storage.remove(f"{folder}/{file}")
-        with suppress(StorageError):  # files of others are in it
+        with suppress(StorageError):  # others have files in it
             self._storage.remove(folder)
 
     def _read_all(
         self, run: str, known: Mapping[CheckpointName, Manifest] = MappingProxyType({})
     ) -> tuple[list[tuple[Manifest, CheckpointName]], list[RefusedCheckpoint]]:
-        """Returns the readable manifests of a run, of all without one, and the refused ones of any run.
-
-        Those that the caller knows are not read.
-        """
-        found: list[tuple[Manifest, CheckpointName]] = []
+        """Returns the readable manifests of a run, or of all runs, and the refused ones of any; skips `known`."""
+        readable: list[tuple[Manifest, CheckpointName]] = []
         refused: list[RefusedCheckpoint] = []
         for name in self.names():
             try:
@@ -272,20 +268,19 @@ class CheckpointFolder:
                 refused.append(RefusedCheckpoint(name, str(error)))
             else:
                 if run in ("", manifest.run):
-                    found.append((manifest, name))
-        return found, refused
+                    readable.append((manifest, name))
+        return readable, refused
 
 
 def checkpoints_at(
     place: str | Path, below: Path | None = None, troubles: DiskTroubles | None = None, run: str = ""
 ) -> CheckpointFolder:
-    """Returns the checkpoints in a folder, which the first file makes, or at a URL; none of them is read.
+    """Returns the checkpoints in a folder, which the first file creates, or at a URL, without reading any.
 
-    No part of the path of a folder may be a link after `below`; without it, only the user's own links lead there.
-    `troubles` are faults of the disk or of the store. The files that are written have names of the run `run`.
+    No part of the path of a folder after `below` may be a link; without it, only the user's own links may lead there.
+    `troubles` are faults of the disk or the store. Files are written with names of the run `run`.
 
-    Raises:
-        UserError: the URL is none that can be used.
+    Raises UserError if the URL cannot be used.
     """
     owner = owner_of(run) if run else ""
     if (folder := folder_at(place)) is None:
@@ -295,26 +290,25 @@ def checkpoints_at(
     return CheckpointFolder(storage, owner)
 
 
-# The claims of runs on a folder of checkpoints that they share: one file each, locked as long as the launcher lives.
+# The claims of runs on a shared folder of checkpoints: one file each, locked while the launcher lives.
 #
-# A run that is killed leaves parts that no manifest names. Another run removes them once their claim proves the death
-# of the run: its lock is free, and it was made on this machine since the machine started.
+# A killed run leaves parts that no manifest names. Another run removes them if the claim proves the run's death: its
+# lock is free, and it was made on this machine since the last boot.
 #
 # Rules: without a claim nothing is proved, and the parts stay; an object store has no claims. The parts are listed
-# behind the proof, because a dying run may still have named them. A run holds its claim before it writes.
+# after the proof, because a dying run may still name them. A run takes its claim before it writes.
 
 _CLAIM = re.compile(r"\.bamboo-run-([0-9a-f]{8})(-[0-9a-f]{8})?\.lock")
-_START = Path("/proc/sys/kernel/random/boot_id")  # another one after each start of the machine
+_START = Path("/proc/sys/kernel/random/boot_id")  # changes with every boot
 
 
 @contextlib.contextmanager
 def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
-    """Claims a place for a run during the block; nothing is claimed at no place and in an object store.
+    """Claims a place for a run during the block; without a place, or in an object store, it claims nothing.
 
-    `heir` is the folder with which another host goes on with the run: it lives as long as one of its claims does.
+    `heir` is the folder with which another host continues the run: the run lives as long as one of its claims.
 
-    Raises:
-        StorageError: the folder cannot be written.
+    Raises StorageError if the folder cannot be written.
     """
     folder = folder_at(place) if place else None
     if folder is None:
@@ -334,14 +328,13 @@ def claimed(place: str, run: str, heir: str = "") -> Iterator[None]:
 
 
 def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tuple[str, ...]:
-    """Removes the parts of dead runs that no manifest names, or only finds them (`is_trial`); returns their names.
+    """Removes the parts of dead runs that no manifest names, or only lists them (`is_trial`); returns their names.
 
-    Where the user has said that no run writes there (`believed`), parts stay of runs that are seen to live.
+    If the user says that no run writes there (`believed`), only runs that provably live keep their parts.
 
-    Raises:
-        StorageError: the place cannot be read or written.
+    Raises StorageError if the place cannot be read or written.
     """
-    kept, folder = checkpoints_at(place), folder_at(place)
+    checkpoints, folder = checkpoints_at(place), folder_at(place)
     disk = OwnDisk(folder or Path())
     live, dead = set[str](), dict[str, list[str]]()
 
@@ -358,17 +351,17 @@ def sweep(place: str, *, believed: bool = False, is_trial: bool = False) -> tupl
         for owner in live:
             dead.pop(owner, None)
         if is_trial or not (dead or believed):
-            return kept.orphans(counts)
-        removed = kept.remove_orphans(counts)
-        for name in (each for names in dead.values() for each in names):
+            return checkpoints.orphans(counts)
+        removed = checkpoints.remove_orphans(counts)
+        for name in itertools.chain(*dead.values()):
             disk.remove(name)
     return removed
 
 
 def _locked(disk: OwnDisk, name: str) -> int:
-    """Returns a descriptor of a claim with its lock; a sweep may remove it before it has that.
+    """Returns a descriptor of a locked claim; until it is locked, a sweep may remove it.
 
-    A claim that is there is of an earlier keeper of the same run, which may be dying: its lock is waited for.
+    An existing claim is of an earlier keeper of the same run, which may be dying, so this waits for its lock.
     """
     while True:
         try:
@@ -381,11 +374,11 @@ def _locked(disk: OwnDisk, name: str) -> int:
         else:
             try:
                 os.write(fd, _START.read_bytes())
-            except OSError:  # as on a full disk
+            except OSError:  # such as a full disk
                 os.close(fd)
                 disk.remove(name)
                 raise
-        with contextlib.suppress(OSError):  # a file system without locks: nothing will prove a death there
+        with contextlib.suppress(OSError):  # without locks in the file system, nothing will prove a death
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return fd
@@ -394,7 +387,7 @@ def _locked(disk: OwnDisk, name: str) -> int:
 
 @contextlib.contextmanager
 def _dead(disk: OwnDisk, name: str, believed: bool) -> Iterator[bool]:
-    """Yields whether a claim proves the death of its run, or, if it is `believed`, does not disprove it."""
+    """Yields whether a claim proves the death of its run, or if that is `believed`, does not disprove it."""
     fd = -1
     try:
         fd = disk.open(name)

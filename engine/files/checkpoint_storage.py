@@ -1,8 +1,8 @@
-"""A place for checkpoints, a folder or a URL: all files of checkpoints are written and read through it.
+"""A place for checkpoints, a folder or a URL, through which all their files are written and read.
 
-Rules: names are ``FOLDER/FILE``. A file that was created is whole and on disk, or no manifest will name it. A file that
-was published takes its name in one step, behind all files of its folder that were created before. A read returns the
-bytes of one open file: a caller hashes these bytes, and then parses the same. Every method raises StorageError.
+Rules: names are ``FOLDER/FILE``. A created file is complete and on disk, or no manifest will name it. A published file
+gets its name atomically, after all earlier files of its folder. A read returns the bytes of one open file, and the
+caller hashes and parses the same bytes. Every method raises StorageError.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from urllib.parse import unquote
 
 from engine.core.errors import StorageError
 
-# The text of a place for checkpoints: a folder, or a URL.
-#
-# Rule: a text that begins with a scheme and a colon is a URL, in any case of letters, and must be ``SCHEME://PLACE``.
-# Any other text is a folder; one that looks like a URL has a ``./`` in front. ``file:///PATH`` is a folder too, with
-# ``%20`` and its like decoded.
-
-
+# A text that begins with a scheme and a colon, in upper or lower case, is a URL, and must be ``SCHEME://PLACE``. Any
+# other text is a folder; one that looks like a URL needs a ``./`` in front. ``file:///PATH`` is a folder too, with
+# escapes such as ``%20`` decoded.
 _SCHEME = "[a-z][a-z0-9+.-]*"
 _URL = re.compile(f"({_SCHEME}::)*{_SCHEME}://", re.IGNORECASE)  # fsspec chains file systems with ::
 _FILE = re.compile("file://(?=/)", re.IGNORECASE)
@@ -42,7 +38,7 @@ def is_half_url(text: str) -> bool:
 
 
 def folder_at(place: str | Path) -> Path | None:
-    """Returns the folder of this machine that a place is; None for the URL of an object store."""
+    """Returns the local folder of a place; None for the URL of an object store."""
     text = str(place)
     if file := _FILE.match(text):
         return Path(unquote(text[file.end() :]))
@@ -54,7 +50,7 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """The size of a file in bytes, and the SHA-256 (hex) of the bytes that were handed to the system."""
+    """The size of a file in bytes, and the SHA-256 (hex) of the bytes passed to the system."""
 
     size: int
     sha256: str
@@ -74,10 +70,10 @@ class Storage(Protocol):
         """Writes a file that readers find by its name."""
 
     def read(self, name: str, most: int) -> bytes:
-        """Returns the bytes of a file, which may have at most `most`."""
+        """Returns the bytes of a file, at most `most`."""
 
     def names(self) -> tuple[str, ...]:
-        """Returns the names of all files in folders, in order; those in the place itself are none of checkpoints."""
+        """Returns the names of all files in folders, in order; files in the place itself do not count."""
 
     def remove(self, name: str) -> None:
         """Removes a file, or an empty folder; no error if it is gone."""
@@ -87,7 +83,7 @@ class Storage(Protocol):
 
 
 def refuse_too_large(name: str, size: int) -> None:
-    """Raises StorageError for a size in bytes that this machine's memory cannot have."""
+    """Raises StorageError for a size in bytes that does not fit into this machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         raise StorageError(f"{name}: it should have {size} bytes, and this machine has memory for {memory}")

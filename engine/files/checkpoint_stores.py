@@ -15,17 +15,14 @@ from engine.files.atomic_write import storage_errors
 from engine.files.checkpoint_disk import Disk, DiskTroubles
 from engine.files.checkpoint_storage import Bytes, WrittenFile
 
-# Checkpoints in a folder of this machine.
-#
-# Rule: bytes are synced before the entry that leads to them: parts, the folder of the step, the entries in it, and last
-# the name of the manifest. So a power cut at any moment leaves a checkpoint whole or unknown.
+# In a local folder, bytes are synced before the entry that leads to them: parts, the folder of the step, the entries in
+# it, and last the name of the manifest. So after a power cut at any moment, a checkpoint is complete or unknown.
 
-
-_PIECE = 1 << 20  # bytes, hashed and then written; smaller writes cost up to twice past the cache of the system
+_PIECE = 1 << 20  # bytes, hashed and then written; smaller direct writes cost up to twice as much
 
 
 class FolderStorage:
-    """A folder of this machine, as `Storage` says; `owner` stands for the run that writes."""
+    """A local folder, as `Storage` says; `owner` is the run that writes."""
 
     def __init__(self, disk: Disk, place: str, owner: str = ""):
         self._disk = disk
@@ -42,7 +39,7 @@ class FolderStorage:
         folder = name.rpartition("/")[0]
         temporary = f"{folder}/{half_file(nonce_of(self._owner, os.urandom(8)))}"
         with self._errors("write", name):
-            self._disk.sync_folder("")  # other processes made folder and entries
+            self._disk.sync_folder("")  # other processes created the folder and its entries
             self._disk.sync_folder(folder)
             self._write(temporary, [data])
             try:
@@ -96,7 +93,7 @@ class FolderStorage:
         return WrittenFile(size, digest.hexdigest())
 
     def _create(self, name: str) -> int:
-        """Opens a new file; makes its folder if it is not there, which most files need not ask for."""
+        """Opens a new file; creates its folder only if that turns out to be missing."""
         with suppress(FileNotFoundError):
             return self._disk.create(name)
         self._disk.make_folder("")
@@ -107,14 +104,14 @@ class FolderStorage:
         return storage_errors(verb, Path(self.place, name))
 
 
-# Checkpoints in an object store, by fsspec: ``s3://``, ``gs://`` and every other URL whose package is installed.
+# Object stores are accessed by fsspec: ``s3://``, ``gs://`` and every other URL whose package is installed.
 #
-# Rules: an object is there when its upload has ended, and whole; there is no rename, and none is needed. The
-# credentials of a store come from its own files and variables, never from the URL, which messages and run.json show.
+# Rules: an object exists, complete, once its upload has ended, so there is no rename. The credentials of a store come
+# from its own files and variables, never from the URL, which messages and run.json show.
 
 
 def credentials_problem(url: str) -> Problem | None:
-    """Returns the problem of a URL that has credentials in it, without them."""
+    """Returns a problem, without the credentials, for a URL that contains some."""
     if not has_credentials(url):
         return None
     hint = "the store's own files and variables have them"
@@ -129,8 +126,7 @@ def is_private(url: str) -> bool:
 class ObjectStorage:
     """The objects below a URL, as `Storage` says; `troubles` are faults of the store.
 
-    Raises:
-        UserError: fsspec does not know the URL, lacks the package for it, or the URL has credentials in it.
+    Raises UserError if fsspec does not know the URL, lacks the package for it, or the URL has credentials in it.
     """
 
     def __init__(self, url: str, troubles: DiskTroubles):
@@ -161,7 +157,7 @@ class ObjectStorage:
                         size += memoryview(chunk).nbytes
                     self._troubles.raise_at("sync", name)
             except BaseException:
-                with suppress(Exception):  # half of an object, which no manifest will name
+                with suppress(Exception):  # a partial object, which no manifest will name
                     self._files.rm_file(self._path(name))
                 raise
         return WrittenFile(size, digest.hexdigest())
@@ -185,21 +181,21 @@ class ObjectStorage:
         with self._errors("list", ""):
             self._files.invalidate_cache()
             with suppress(FileNotFoundError):
-                found = (path[len(self._root) :].lstrip("/") for path in self._files.find(self._root))
-                return tuple(sorted(name for name in found if name.count("/") == 1))
+                names = (path[len(self._root) :].lstrip("/") for path in self._files.find(self._root))
+                return tuple(sorted(name for name in names if name.count("/") == 1))
         return ()
 
     def remove(self, name: str) -> None:
-        """Removes an object; a folder is only a beginning of names, as `Storage` says."""
+        """Removes an object; a folder is only a prefix of names, as `Storage` says."""
         with self._errors("remove", name), suppress(FileNotFoundError):
             if "/" in name:
                 self._files.rm_file(self._path(name))
 
     def sync_folder(self, folder: str) -> None:
-        """Does nothing: a request that was answered is done, as `Storage` says."""
+        """Does nothing: an answered request is done, as `Storage` says."""
 
     def _opened(self, name: str) -> Any:
-        """Opens a new object; makes folders only for a store that misses them, as another might make a bucket."""
+        """Opens a new object; creates folders only if the store requires them: another might create a bucket."""
         with suppress(FileNotFoundError):
             return self._files.open(self._path(name), "wb")
         self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
@@ -219,7 +215,7 @@ class ObjectStorage:
 
     @contextmanager
     def _errors(self, verb: str, name: str) -> Iterator[None]:
-        """Turns every error of a store into a StorageError: each package has its own kinds."""
+        """Turns every error of a store into a StorageError, because each package has its own."""
         try:
             yield
         except Exception as error:

@@ -51,11 +51,11 @@ class StepReader(ActionFiles):
     def _listed(self) -> Iterator[tuple[StepFile, int]]:
         try:
             with os.scandir(self._folder) as entries:
-                for each in entries:
-                    found = step_file(each.name)
-                    if found is not None and found.worker is not None and each.is_file(follow_symlinks=False):
+                for item in entries:
+                    file = step_file(item.name)
+                    if file is not None and file.worker is not None and item.is_file(follow_symlinks=False):
                         with contextlib.suppress(FileNotFoundError):
-                            yield found, each.stat(follow_symlinks=False).st_size
+                            yield file, item.stat(follow_symlinks=False).st_size
         except FileNotFoundError:
             return
         except OSError as error:
@@ -63,19 +63,18 @@ class StepReader(ActionFiles):
 
     def ranges(self) -> dict[int, int]:
         """Returns the first step of each range, in order, with the bytes of its actions."""
-        found: dict[int, int] = {}
-        for each, size in sorted(self._sizes.items()):
-            found[each.first] = found.get(each.first, 0) + size
-        return found
+        num_bytes: dict[int, int] = {}
+        for file, size in sorted(self._sizes.items()):
+            num_bytes[file.first] = num_bytes.get(file.first, 0) + size
+        return num_bytes
 
     def read(self, first: int) -> Iterator[tuple[int, bytes]]:
         """Yields each worker with the bytes of its actions in the range that begins with a step.
 
-        Raises:
-            StorageError: a file cannot be read.
+        Raises StorageError if a file cannot be read.
         """
-        for each in sorted(each for each in self._sizes if each.first == first):
-            path = self._folder / str(each)
+        for item in sorted(item for item in self._sizes if item.first == first):
+            path = self._folder / str(item)
             try:
                 with open(open_to_read(path), "rb") as file:
                     refuse_size(path, os.fstat(file.fileno()))
@@ -84,7 +83,7 @@ class StepReader(ActionFiles):
                 continue
             except OSError as error:
                 raise StorageError(f"{path}: {error.strerror}") from error
-            yield each.worker or 0, data
+            yield item.worker or 0, data
 
     def actions(self, firsts: Collection[int], pids: Mapping[int, int], since: int = 0) -> Iterator[ActionRecord]:
         """Yields the actions of some ranges, of steps from `since` on; `pids` has the process of each worker."""
@@ -95,17 +94,17 @@ class StepReader(ActionFiles):
     def last_actions(self, pids: Mapping[int, int]) -> dict[int, ActionRecord]:
         """Returns the last action of each worker, from the end of its newest file."""
         newest: dict[int, int] = {}
-        for each, size in self._sizes.items():
-            if size >= ENTRY_BYTES and each.worker is not None:
-                newest[each.worker] = max(each.first, newest.get(each.worker, 0))
-        found = {}
+        for file_, size in self._sizes.items():
+            if size >= ENTRY_BYTES and file_.worker is not None:
+                newest[file_.worker] = max(file_.first, newest.get(file_.worker, 0))
+        actions = {}
         for worker, first in newest.items():
             with contextlib.suppress(OSError), (self._folder / str(StepFile(first, worker))).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(max(0, size // ENTRY_BYTES - 1) * ENTRY_BYTES)
                 for action in actions_in(file.read(ENTRY_BYTES), worker, pids.get(worker, 0)):
-                    found[worker] = action
-        return found
+                    actions[worker] = action
+        return actions
 
 
 _CHUNK_BYTES = 8_000_000
@@ -139,8 +138,7 @@ def read_events(path: Path, start: int = 0, since: int = 0) -> Iterator[Record]:
 
     The records begin at byte `start` of the file; an unfinished last line is left out.
 
-    Raises:
-        StorageError: a file cannot be read, is no file of events, or is of another version.
+    Raises StorageError if a file cannot be read, is no file of events, or is of another version.
     """
     history, files = history_of(recorded(path, start)), StepReader(path.parent)
     firsts = list(files.ranges())
@@ -158,8 +156,7 @@ def recorded(path: Path, start: int = 0) -> Iterator[Record]:
 def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
     """Yields the whole lines of a file from byte `start` on, some megabytes at once, each part with its first byte.
 
-    Raises:
-        StorageError: the file cannot be read, or has a line that is longer than any record.
+    Raises StorageError if the file cannot be read, or has a line that is longer than any record.
     """
     rest = b""
     try:
@@ -191,12 +188,12 @@ def refuse_impossible(history: RunHistory, path: Path, known: int = 0) -> None:
 def _refuse_long(path: Path, whole: bytes, rest: bytes) -> None:
     """Raises StorageError if a line is longer than any record; most parts have none that is long."""
     long = (
-        [each for each in whole.split(b"\n") if len(each) > _MOST_LINE_BYTES] if len(whole) > _MOST_LINE_BYTES else []
+        [line for line in whole.split(b"\n") if len(line) > _MOST_LINE_BYTES] if len(whole) > _MOST_LINE_BYTES else []
     )
-    for each in (*long, rest):
-        most = _MOST_LONG_BYTES if each.startswith(_LONG) else _MOST_LINE_BYTES
-        if len(each) > most:
-            begin = each[:40].decode("utf-8", "replace")
+    for line in (*long, rest):
+        most = _MOST_LONG_BYTES if line.startswith(_LONG) else _MOST_LINE_BYTES
+        if len(line) > most:
+            begin = line[:40].decode("utf-8", "replace")
             raise StorageError(f"{path}: no record is as long as the line that begins with {begin!r}")
 
 
@@ -209,8 +206,7 @@ def events_of(data: bytes, path: Path, start: int = 0, *, last_commits: bool = F
 
     With `last_commits` only the last of the commits in `data` is there: the others cost most of the time.
 
-    Raises:
-        StorageError: the data is no part of a file of events, or is of another version.
+    Raises StorageError if the data is no part of a file of events, or is of another version.
     """
     lines = _unlinked_lines(data)
     wanted: Sequence[int] = range(len(lines))
@@ -316,8 +312,7 @@ class GrowingEvents:
 
         Decisions that this host has heard of count as its own.
 
-        Raises:
-            StorageError: the file cannot be read, is of another version, or a line is no event.
+        Raises StorageError if the file cannot be read, is of another version, or a line is no event.
         """
         known = len(self._history.commits)
         for record in self.news():

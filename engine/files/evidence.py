@@ -80,7 +80,7 @@ class HashFiles:
         return None if self._steps is None else self._steps.get(step, StepHashes())
 
     def _read(self, first: int) -> dict[int, StepHashes] | None:
-        file, found, chains = f"{self._folder}{FOLDER}/{StepFile(first, None)}", dict[int, StepHashes](), Chains()
+        file, steps, chains = f"{self._folder}{FOLDER}/{StepFile(first, None)}", dict[int, StepHashes](), Chains()
         number = num_torn = 0
         try:
             for line in evidence_lines(self._run, file):
@@ -88,7 +88,7 @@ class HashFiles:
                 chains.take(line)
                 audit = _audit(line)
                 if audit is not None:
-                    found.setdefault(audit.step, StepHashes()).add(audit)
+                    steps.setdefault(audit.step, StepHashes()).add(audit)
                 elif (num_torn := num_torn + 1) > _MOST_TORN:
                     raise InvariantError(f"{_MOST_TORN:,} lines before it are no records")
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class HashFiles:
             self._flaws.append(Flaw(f"{file}:{number}", str(error)))
             return None
         self._flaws += broken_chain(chains, file)
-        return found
+        return steps
 
 
 def _audit(line: str) -> AuditRecord | None:
@@ -122,8 +122,7 @@ _MOST_FILES = 100_000
 def seal_of(run: Path, goes_on: Callable[[], object] = lambda: None) -> SealRecord:
     """Returns the seal of the evidence in a run folder as it is now; `goes_on` is called after each part of a file.
 
-    Raises:
-        StorageError: a file cannot be read.
+    Raises StorageError if a file cannot be read.
     """
     return SealRecord(files=tuple((*_sealed(run, file, goes_on),) for file in evidence_files(run)))
 
@@ -190,8 +189,7 @@ _Losses = dict[str, Callable[[int], float | None]]
 def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
     """Returns the proof of the files in the folder of a run; `history` has the records of that folder.
 
-    Raises:
-        StorageError: a file cannot be read, or is none that a run writes: a link, endless lines, mostly holes.
+    Raises StorageError if a file cannot be read, or is none that a run writes: a link, endless lines, mostly holes.
     """
     run, flaws = folder.path, list[Flaw]()
     if history.is_empty:
@@ -223,9 +221,9 @@ def _unrecorded(run: Path) -> Proof:
 
 
 def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
-    found, broken = chain_flaws(run, file)
+    has_links, broken = chain_flaws(run, file)
     flaws += broken
-    return found
+    return has_links
 
 
 def _of_hosts(run: Path) -> Iterator[Flaw]:

@@ -149,5 +149,5 @@ def _commit(git_dir: Path) -> str | None:
     packed = refs / "packed-refs"
     if not packed.exists():
         return None
-    found = re.search(rf"^([0-9a-f]+) {re.escape(name)}$", packed.read_text(), re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(rf"^([0-9a-f]+) {re.escape(name)}$", packed.read_text(), re.MULTILINE)
+    return match[1] if match else None

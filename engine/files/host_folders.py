@@ -47,21 +47,21 @@ class HostCopies:
 
     def steps(self) -> dict[str, Path]:
         """Returns the longest file of each name in which it has actions or hashes."""
-        found: dict[str, Path] = {}
+        longest: dict[str, Path] = {}
         for folder in (path / FOLDER for path in self.paths):
-            for each in sorted(folder.iterdir()) if folder.is_dir() else ():
-                if step_file(each.name):
-                    found[each.name] = max(found.get(each.name, each), each, key=_size)
-        return found
+            for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if step_file(file.name):
+                    longest[file.name] = max(longest.get(file.name, file), file, key=_size)
+        return longest
 
 
 def by_host(folders: Sequence[Path]) -> list[HostCopies]:
     """Returns the folders, each with its copies."""
-    found: dict[bytes, list[Path]] = {}
-    for each in folders:
-        with (each / EVENTS).open("rb") as file:
-            found.setdefault(file.readline(), []).append(each)
-    return [HostCopies(paths) for paths in found.values()]
+    by_line: dict[bytes, list[Path]] = {}
+    for path in folders:
+        with (path / EVENTS).open("rb") as file:
+            by_line.setdefault(file.readline(), []).append(path)
+    return [HostCopies(paths) for paths in by_line.values()]
 
 
 def _size(path: Path) -> int:
@@ -76,20 +76,19 @@ _HEAD_BYTES = 1 << 16  # the job and the host stand in it
 def folders_of(results: Path, run: str, given: Sequence[Path]) -> list[RunFolder]:
     """Returns the folder of a run and those of its other hosts: the given ones, or all in `results`; and the copies.
 
-    Raises:
-        NothingMatchedError: there is no such run, or a given folder has no events.
+    Raises NothingMatchedError if there is no such run, or a given folder has no events.
     """
     first = find_run(results, run)
     if not given:
         run_id = _run_id(first)
         near = [RunFolder(first.path.parent / name) for name in run_names(first.path.parent)]
         given = [each.path for each in near if run_id and each.path != first.path and _run_id(each) == run_id]
-    found = list(dict.fromkeys([first.path.resolve(), *(each.resolve() for each in given)]))
-    for each in found:
+    paths = list(dict.fromkeys([first.path.resolve(), *(each.resolve() for each in given)]))
+    for each in paths:
         if not RunFolder(each).events.is_file():
             raise NothingMatchedError(f"{str(each)!r} is no folder of a run: it has no events.jsonl")
-    copies = [copy for each in found for copy in kept_copies(each)]
-    return [RunFolder(each) for each in dict.fromkeys([*found, *copies])]
+    copies = [copy for each in paths for copy in kept_copies(each)]
+    return [RunFolder(each) for each in dict.fromkeys([*paths, *copies])]
 
 
 def _run_id(folder: RunFolder) -> str:
@@ -201,8 +200,8 @@ def _write_steps(
 
 
 def _named(name: str) -> tuple[int, int | None]:
-    found = step_file(name)
-    return (0, None) if found is None else (found.first, found.worker)
+    file = step_file(name)
+    return (0, None) if file is None else (file.first, file.worker)
 
 
 def _actions(path: Path, node: str, clock: SharedClock) -> bytes:
@@ -215,11 +214,11 @@ def _hashes(parts: Iterable[tuple[Path, str]], clock: SharedClock) -> bytes:
     """Returns the hashes, each once: the host of the worker has recorded them, and each one that coordinated."""
     once: dict[tuple[Any, ...], str] = {}
     for path, node in parts:
-        found: Iterator[Record] = events_of(b"\n" + path.read_bytes(), path, -1)
-        for each in found:
-            if isinstance(each, AuditRecord):
-                moved = on_clock(each, partial(_at, clock, node))
-                once.setdefault((each.of, each.step, each.pipeline, str(each.rows)), encoded(moved))
+        records: Iterator[Record] = events_of(b"\n" + path.read_bytes(), path, -1)
+        for record in records:
+            if isinstance(record, AuditRecord):
+                moved = on_clock(record, partial(_at, clock, node))
+                once.setdefault((record.of, record.step, record.pipeline, str(record.rows)), encoded(moved))
     return linked_lines(once.values()).encode()
 
 
@@ -229,7 +228,7 @@ def _at(clock: SharedClock, node: str, at_ns: int) -> int:
 
 def _hosts(history: MergedHistory, hosts: Iterable[HostRecords], nodes: Mapping[Path, str]) -> list[dict[str, Any]]:
     """Returns each host: its folders, its records, the uncertainty of its times, and why it is incomplete."""
-    found = []
+    entries = []
     for host in hosts:
         stamped, within_ms = host.of(StampedRecord), None
         if history.clock.knows(host.node):
@@ -237,13 +236,13 @@ def _hosts(history: MergedHistory, hosts: Iterable[HostRecords], nodes: Mapping[
         own = [str(path) for path, node in nodes.items() if node == host.node]
         why = list(history.incomplete.get(host.node, ()))
         more = {"records": len(host.records), "within_ms": within_ms, "incomplete": why}
-        found.append({"node": host.node, "folders": own, **more})
-    there = {each["node"] for each in found}
+        entries.append({"node": host.node, "folders": own, **more})
+    there = {each["node"] for each in entries}
     for node, why_absent in history.incomplete.items():
         if node not in there:
             absent = {"records": 0, "within_ms": None, "incomplete": list(why_absent)}
-            found.append({"node": node, "folders": [], **absent})
-    return found
+            entries.append({"node": node, "folders": [], **absent})
+    return entries
 
 
 def _write_rest(output: Path, files: Mapping[Path, Sequence[Record]], told: dict[str, Any]) -> None:

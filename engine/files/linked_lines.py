@@ -107,10 +107,10 @@ def chain_of(fd: int, pid: int) -> Chain:
     """Returns the chain of this process, `pid`, in a file that is open for appending; an empty file has none yet."""
     facts = os.fstat(fd)
     key = (pid, os.readlink(f"/proc/self/fd/{fd}"), facts.st_ino)
-    found = _chains.get(key)
-    if found is None or (found.has_links and not facts.st_size):  # the inode of a file that is gone
-        found = _chains[key] = Chain()
-    return found
+    chain = _chains.get(key)
+    if chain is None or (chain.has_links and not facts.st_size):  # the inode of a file that is gone
+        chain = _chains[key] = Chain()
+    return chain
 
 
 def append(fd: int, line: bytes) -> None:
@@ -127,8 +127,7 @@ def append(fd: int, line: bytes) -> None:
 def add_records(path: Path, *records: StampedRecord) -> None:
     """Appends records of the launcher, or of another command about the run, with the present time.
 
-    Raises:
-        StorageError: the file could not be written.
+    Raises StorageError if the file could not be written.
     """
     add_lines(path, stamped(records), os.getpid())
 
@@ -140,11 +139,7 @@ def stamped(records: Iterable[StampedRecord], pid: int = 0) -> list[str]:
 
 
 def add_lines(path: Path, texts: Iterable[str], pid: int) -> None:
-    """Appends the records of a process, as texts.
-
-    Raises:
-        StorageError: the file could not be written.
-    """
+    """Appends the records of a process, as texts. Raises StorageError if the file could not be written."""
     with open(open_to_append(path), "ab", buffering=0) as file, storage_errors("write", path):
         for each in texts:
             chain_of(file.fileno(), pid).append(file.fileno(), each)

@@ -26,8 +26,7 @@ MATRICES = "matrices"
 def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
     """Makes and returns the folder of a new run of a matrix.
 
-    Raises:
-        StorageError: it could not be made in `results`.
+    Raises StorageError if it could not be made in `results`.
     """
     folder = results / MATRICES / f"{now:%Y%m%d-%H%M%S}-{name}-{hex4}"
     make_folder(folder.parent, results, "try --results")
@@ -39,23 +38,18 @@ def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
 def newest_folder(results: Path, name: str) -> Path:
     """Returns the folder of the newest run of a matrix by this user: its results count as passed cells.
 
-    Raises:
-        NothingMatchedError: there is none.
+    Raises NothingMatchedError if there is none.
     """
     pattern = rf".{{15}}-{re.escape(name)}-.{{4}}"
     named = [results / MATRICES / each for each in run_names(results / MATRICES) if re.fullmatch(pattern, each)]
-    found = next((each for each in reversed(named) if RunFolder(each).is_own), None)
-    if found is None:
+    newest = next((each for each in reversed(named) if RunFolder(each).is_own), None)
+    if newest is None:
         raise NothingMatchedError(f"no run of the matrix {name!r} in {str(results)!r} to resume")
-    return found
+    return newest
 
 
 def append_result(folder: Path, result: CellResult) -> None:
-    """Appends one result.
-
-    Raises:
-        StorageError: it could not be written.
-    """
+    """Appends one result. Raises StorageError if it could not be written."""
     line = (json.dumps(result.to_plain(), separators=(",", ":")) + "\n").encode()
     fd = open_to_append(folder / RESULTS, is_read=True)
     try:
@@ -70,28 +64,26 @@ def append_result(folder: Path, result: CellResult) -> None:
 def read_results(path: Path) -> dict[str, CellResult]:
     """Returns the last result of every cell; an absent file has none. `path` is the file or its folder.
 
-    Raises:
-        StorageError: the file cannot be read.
+    Raises StorageError if the file cannot be read.
     """
     path = path / RESULTS if path.is_dir() else path
     with storage_errors("read", path):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    found = {}
+    results = {}
     for line in lines:
         try:
             result = from_plain(json.loads(line))
         except (ValueError, TypeError, AttributeError, RecursionError):
             continue
         if not result.run or re.fullmatch(RUN_NAME, result.run):  # the run is a folder, whose page may be written
-            found[result.cell] = result
-    return found
+            results[result.cell] = result
+    return results
 
 
 def usual_seconds(paths: Iterable[Path]) -> dict[str, float]:
     """Returns the median duration of each cell, in seconds, over several files of results.
 
-    Raises:
-        StorageError: a file cannot be read.
+    Raises StorageError if a file cannot be read.
     """
     times: dict[str, list[float]] = {}
     for path in paths:

@@ -96,8 +96,7 @@ def create_run_folder(
 
     If ``latest`` cannot be changed, or is not bamboo's, it stays as it is, and `say` gets a line about it.
 
-    Raises:
-        StorageError: it could not be made in `results`.
+    Raises StorageError if it could not be made in `results`.
     """
     folder = RunFolder(results / f"{now:{_TIME}}-{name}-{hex4}")
     ensure(re.fullmatch(RUN_NAME, folder.path.name) is not None, f"no run can be called {folder.path.name!r}")
@@ -144,8 +143,7 @@ def latest_name(results: Path) -> str:
 def point_latest_to_newest(results: Path) -> None:
     """Points ``latest`` at the newest run if its run is gone; without any run it deletes the link.
 
-    Raises:
-        StorageError: the link could not be changed.
+    Raises StorageError if the link could not be changed.
     """
     name, names = latest_name(results), run_names(results)
     if not name or name in names:
@@ -193,15 +191,15 @@ def run_names(results: Path) -> list[str]:
     if not results.is_dir():
         return []
     with os.scandir(results) as entries:
-        found = [each for each in entries if re.fullmatch(RUN_NAME, each.name)]
-        return sorted(each.name for each in found if each.is_dir(follow_symlinks=False))
+        folders = [each for each in entries if re.fullmatch(RUN_NAME, each.name)]
+        return sorted(each.name for each in folders if each.is_dir(follow_symlinks=False))
 
 
 def kept_copies(run: Path) -> list[Path]:
     """Returns the copies of the folders of other hosts in a run folder."""
     kept = run / HOSTS_FOLDER
-    found = sorted(kept.iterdir()) if kept.is_dir() else []
-    return [each for each in found if not each.is_symlink() and (each / EVENTS).is_file()]
+    copies = sorted(kept.iterdir()) if kept.is_dir() else []
+    return [each for each in copies if not each.is_symlink() and (each / EVENTS).is_file()]
 
 
 def refuse_size(path: Path, facts: os.stat_result) -> None:

@@ -63,8 +63,7 @@ class Document:
 def read_yaml(path: Path) -> Document:
     """Returns a YAML file as a document; the caller reports its problems together with its own.
 
-    Raises:
-        UserError: the file cannot be opened or read.
+    Raises UserError if the file cannot be opened or read.
     """
     source = str(path)
     if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would block
@@ -100,8 +99,8 @@ def read_scalar(text: str, source: str, name: str) -> Document:
     document = read_text(text, source)
     problems = [replace(problem, field=problem.field or name, line=0, column=0) for problem in document.problems]
     if not problems and isinstance(document.value, (list, dict)):
-        found = "a list" if isinstance(document.value, list) else "a mapping"
-        problems = [Problem(name, "one value", found, "quote it", source)]
+        kind = "a list" if isinstance(document.value, list) else "a mapping"
+        problems = [Problem(name, "one value", kind, "quote it", source)]
     # YAML would drop " # ..." as a comment; on a command line it is part of the value.
     if not problems and re.search(r"^[^'\"]*(^|\s)#", text):
         problems = [Problem(name, "one value", repr(text), "quote it", source)]
@@ -131,8 +130,8 @@ class _Builder:
         except yaml.reader.ReaderError as error:
             before = text[: error.position]
             place = (before.count("\n") + 1, len(before) - before.rfind("\n"))
-            found = f"the control character {chr(error.character)!r}"
-            self.problems.append(Problem("", "readable YAML", found, "", self.source, *place))
+            character = f"the control character {chr(error.character)!r}"
+            self.problems.append(Problem("", "readable YAML", character, "", self.source, *place))
         except yaml.MarkedYAMLError as error:
             hint = _plain_words(str(error.problem), text, error.problem_mark)
             place = (error.problem_mark.line + 1, error.problem_mark.column + 1) if error.problem_mark else (1, 1)

@@ -17,11 +17,7 @@ from engine.files.atomic_write import make_folder, open_to_read, write_atomicall
 
 
 def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
-    """Writes the rows in the given order.
-
-    Raises:
-        StorageError: the file could not be written.
-    """
+    """Writes the rows in the given order. Raises StorageError if the file could not be written."""
     write_atomically(path, trajectory_text(rows))
 
 
@@ -33,8 +29,7 @@ def trajectory_text(rows: Iterable[TrajectoryRow]) -> str:
 def trajectory_rows(text: str, path: Path) -> list[TrajectoryRow]:
     """Returns the rows in the text of the file at `path`.
 
-    Raises:
-        StorageError: a line, which the message names, is damaged.
+    Raises StorageError if a line, which the message names, is damaged.
     """
     lines = text.splitlines()
     if not lines or lines[0] != ",".join(COLUMNS):
@@ -62,8 +57,7 @@ TWINS_FOLDER = "twins"
 def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
     """Returns the rows of a twin that ran before; None if its file does not exist.
 
-    Raises:
-        StorageError: the file cannot be read, may be another user's, or is damaged.
+    Raises StorageError if the file cannot be read, may be another user's, or is damaged.
     """
     path = _path(results, fingerprint)
     try:
@@ -83,11 +77,7 @@ def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
 
 
 def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) -> None:
-    """Writes the rows of a twin.
-
-    Raises:
-        StorageError: the file could not be written.
-    """
+    """Writes the rows of a twin. Raises StorageError if the file could not be written."""
     path, text = _path(results, fingerprint), trajectory_text(rows)
     make_folder(path.parent, results)
     write_atomically(path, f"{text}{_hash(fingerprint, text)}\n")

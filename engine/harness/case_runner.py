@@ -143,8 +143,7 @@ def twin_rows(
     The losses of the twin are added to the events of the run, because reports read only these. `say` gets a line about
     a kept twin that does not count, and about a new one that cannot be kept.
 
-    Raises:
-        BambooError: the twin did not finish.
+    Raises BambooError if the twin did not finish.
     """
     from engine.files.trajectory_file import trajectory_rows, trajectory_text
 
@@ -328,8 +327,7 @@ def _concluded(
 
     `drive` runs the twin: of a run on several hosts on this one alone, because its bits are those of one host.
 
-    Raises:
-        StorageError: a file could not be written.
+    Raises StorageError if a file could not be written.
     """
     from engine.files.events_file import read_history
     from engine.files.trajectory_file import trajectory_text

@@ -38,8 +38,7 @@ class LeakCheck:
 
         The fork server, with pid `server`, serves the next run too and does not count.
 
-        Raises:
-            CoordinatorUnavailableError: the external store gives no answer.
+        Raises CoordinatorUnavailableError if the external store gives no answer.
         """
         until_s = time.monotonic() + _GONE_WITHIN_S
         while (found := self._found(logs, server)) and time.monotonic() < until_s:

@@ -98,8 +98,7 @@ def _unfinished(run: Path) -> str:
 def _ends(events: Path) -> RunHistory:
     """Returns the history of the first record and of the last ones; empty without events.
 
-    Raises:
-        StorageError: the events cannot be read, or are of another version.
+    Raises StorageError if the events cannot be read, or are of another version.
     """
     try:
         with open(open_to_read(events), "rb") as file:

@@ -56,15 +56,18 @@ def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> 
                 most, after = live.most, live.begin()
             for microbatch in (0, 1):  # the second adds to existing gradients
                 begin = live.begin()
-                outputs = () if stage.is_last else stage.residuals[microbatch].outputs
-                ones = tuple(torch.ones_like(tensor) for tensor in outputs if tensor.requires_grad)
-                stage.backward(0, microbatch, ones)
+                stage.backward(0, microbatch, _ones_for(stage, microbatch))
     finally:
         stage.forget_step()
         stage.peak_stash = 0
     given = sum(in_blocks(each.nbytes) for each in (*inputs, *(targets or ())))
     largest = max((each.nbytes for each in stage.trained()), default=0)
     return MicrobatchBytes(after - before + given, most - after, live.most - begin, largest)
+
+
+def _ones_for(stage: Stage, microbatch: int) -> Tensors:  # whose tensors must not outlive the backward
+    outputs = () if stage.is_last else stage.residuals[microbatch].outputs
+    return tuple(torch.ones_like(tensor) for tensor in outputs if tensor.requires_grad)
 
 
 _SAME = 0.01  # of the bytes reported last
