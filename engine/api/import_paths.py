@@ -1,7 +1,7 @@
-"""Names for the parts of a job that a program passes as objects: ``package.module:attribute``, which workers import.
+"""Import paths of objects that a program passes as parts of a job: ``package.module:attribute``, for workers.
 
-Rules: nothing is pickled. A function, a class or an object is passed by the name under which a worker finds it. An
-object that no worker could find is refused, with the reason and the way out.
+Rules: nothing is pickled. A function, class or object is passed by the name under which a worker can import it. An
+object that no worker could import is refused, with the reason and a way out.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ def _of_function(field: str, thing: object, name: str) -> tuple[str, str]:
 
 
 def _of_object(field: str, thing: object) -> tuple[str, str]:
-    """Returns the module and the name of the attribute that holds an object."""
     own = [sys.modules[name] for name in (type(thing).__module__, "__main__") if name in sys.modules]
     for module in (*own, *list(sys.modules.values())):
-        for name, each in list(getattr(module, "__dict__", {}).items()):
-            if each is thing and name.isidentifier() and not name.startswith("_"):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is thing and name.isidentifier() and not name.startswith("_"):
                 return module.__name__, name
-    found = type(thing).__name__
+    kind = type(thing).__name__
     way_out = "pass its class or a function that makes it, or assign it at the top of a module and import it from there"
-    _refuse(field, thing, f"a worker imports it by name, and this {found} has none: {way_out}")
+    _refuse(field, thing, f"a worker imports it by name, and this {kind} has none: {way_out}")
 
 
 def _importable(field: str, thing: object, module: str) -> str:
-    """Returns the name under which a worker imports a module; that of the program itself is ``__main__`` here only."""
+    """Returns the name under which a worker imports a module, which is not ``__main__`` for the program itself."""
     if module != "__main__":
         return module
     main = sys.modules["__main__"]
@@ -78,7 +77,7 @@ def _importable(field: str, thing: object, module: str) -> str:
 
 
 def folders_of(paths: Iterable[str]) -> Iterator[str]:
-    """Yields the folders in which Python finds the modules of names here, and would not find them in a new process."""
+    """Yields the folders in which this process, but not a new one, finds the modules of some names."""
     known = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path.cwd())}
     for path in paths:
         if not FACTORY.fullmatch(path):

@@ -1,7 +1,7 @@
-"""The handle of a run that a program has started.
+"""The handle of a run started by a program.
 
-Rules: it reads the records of the run, as reports do, so that both say the same. The run ends with the process that
-holds the handle. A Ctrl-C during `wait` stops the run in an orderly way, and is raised again.
+Rules: it reads the records of the run, like reports, so both agree. The run ends with the process that has the handle.
+A Ctrl-C during `wait` stops the run gracefully, and is raised again.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from engine.core.faults.scenario import Scenario
     from engine.core.history.run_history import RunHistory
     from engine.core.job.job import Job
     from engine.core.protocol.run_status import RunStatus
     from engine.files.jobs.scenario_file import LoadedScenario
 
 
-# Callbacks of a program: called in a thread of its process with all that the run commits, as loggers are.
+# Callbacks of a program are called like loggers, in a thread of its process.
 #
-# Rules: the run is another process and never waits for a callback. An exception in a callback is told once, on stderr,
-# and ends that callback only.
+# Rules: the run is another process and never waits for a callback. An exception in a callback is reported once, on
+# stderr, and ends only that callback.
 
 Callback = Callable[[StepDone], object] | Logger
 
@@ -77,7 +76,12 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback], events: Path, is_over: Callable[[], bool]):
         self._is_over = is_over
-        self._following = [LoggerFeed(_logger(each), events) for each in callbacks]
+        has_hooks = [any(callable(getattr(callback, name, None)) for name in _HOOKS) for callback in callbacks]
+        loggers = [
+            callback if is_logger else _Steps(callback)  # type: ignore[arg-type]
+            for callback, is_logger in zip(callbacks, has_hooks, strict=True)
+        ]
+        self._following = [LoggerFeed(logger, events) for logger in loggers]
         self._thread = threading.Thread(target=self._follow, name="bamboo-callbacks", daemon=True)
         if self._following:
             self._thread.start()
@@ -92,7 +96,7 @@ class Callbacks:
         with contextlib.suppress(OSError):
             while left:
                 is_last = self._is_over()
-                left = [each for each in left if self._goes_on(each)]
+                left = [feed for feed in left if self._goes_on(feed)]
                 if is_last:
                     return
                 time.sleep(_POLL_S)
@@ -107,19 +111,12 @@ class Callbacks:
         return not following.is_over
 
 
-def _logger(callback: Callback) -> object:
-    if any(callable(getattr(callback, name, None)) for name in _HOOKS):
-        return callback
-    return _Steps(callback)  # type: ignore[arg-type]
-
-
-# The result of a run, as `bamboo run --json` prints it.
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The end of a run: its outcome in one word, its exit code, the number of committed steps, the last figures.
+    """The end of a run, as `bamboo run --json` prints it: outcome, exit code, committed steps, last figures.
 
-    `recoveries` has a line of figures for each recovery, `twin` the comparison with the twin of a run with kills, and
-    `plain` all keys of `bamboo run --json`.
+    `recoveries` has the figures of each recovery, `twin` the comparison with the twin of a run with kills, and `plain`
+    all keys of the JSON.
     """
 
     folder: Path
@@ -137,7 +134,7 @@ class TrainingResult:
 
 
 def result_of(folder: Path, word: Mapping[str, Any]) -> TrainingResult:
-    """Returns the result in the last object that a command has printed; a refusal has no figures."""
+    """Returns the result from the last object printed by a command; a refusal has no figures."""
     return TrainingResult(
         folder=folder,
         outcome=str(word["outcome"]),
@@ -154,7 +151,7 @@ def result_of(folder: Path, word: Mapping[str, Any]) -> TrainingResult:
     )
 
 
-# The error of a run that a child process has made, as the exception that the same mistake raises in this process.
+# The exceptions that stand for the exit codes of a child process.
 _CLASSES: Mapping[int, type[BambooError]] = {
     ExitCode.USAGE: UserCodeError,
     ExitCode.NOT_RECOVERED: WorkerFailedError,
@@ -166,29 +163,29 @@ _CLASSES: Mapping[int, type[BambooError]] = {
 
 
 def error_of(word: Mapping[str, Any]) -> BambooError:
-    """Returns the error that the last object on the output of a command tells, with its exit code."""
+    """Returns the error in the last object printed by a command, with its exit code."""
     problems = word.get("problems") or ()
     if problems:
-        return UserError(Problem(**each) for each in problems)
+        return UserError(Problem(**problem) for problem in problems)
     code, text = int(word["exit_code"]), str(word["error"] or f"{word['outcome']}, exit code {word['exit_code']}")
-    found = _CLASSES.get(code, BambooError)(text)
-    found.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
-    return found
+    error = _CLASSES.get(code, BambooError)(text)
+    error.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
+    return error
 
 
-# The child process of a run: `bamboo run` with the keywords of a call, its output, and its end.
+# The child process of a run: `bamboo run` with the keywords of a call.
 #
-# Rules: the standard input of the child is open while this process lives, so that the run ends with it, also after
-# SIGKILL. A Ctrl-C of the terminal reaches this process only, which then asks the child to end. Lines for people come
-# on its stderr and are printed here, unless they are not wanted; a program's words come on its stdout.
+# Rules: the child's stdin stays open while this process lives, so the run ends with it, even after SIGKILL. A Ctrl-C in
+# the terminal reaches only this process, which then asks the child to end. Its stderr is for people and is printed
+# here, unless quiet; its stdout is for programs.
 
-WITHIN = "_BAMBOO_TRAINS"  # in the environment of a run that was started so; BAMBOO_* are fields of a job
-_ERROR = b"bamboo: "  # begins a line that the exception in this process tells too
+WITHIN = "_BAMBOO_TRAINS"  # in the environment of a run started from a program; BAMBOO_* are fields of a job
+_ERROR = b"bamboo: "  # the prefix of a line that the exception in this process repeats
 _END_S = 20.0  # from the second request to end until SIGKILL
 
 
 class RunChild:
-    """A run in a process of its own; `options` are those of `bamboo run`, and `keywords` have values of fields."""
+    """A run in a process of its own; `options` are those of `bamboo run`, and `keywords` are values of fields."""
 
     def __init__(
         self, options: Sequence[str], keywords: Mapping[str, Any], folders: Iterable[str] = (), *, quiet: bool = False
@@ -212,8 +209,8 @@ class RunChild:
             self._input.flush()
         readers = ((self._process.stdout, self._hear), (self._process.stderr, self._show))
         self._threads = [threading.Thread(target=read, args=(stream,), daemon=True) for stream, read in readers]
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_over(self) -> bool:
@@ -222,9 +219,13 @@ class RunChild:
 
     def folder(self) -> Path:
         """Waits until the run has a folder, and returns it; raises the error of a run that does not start."""
-        self._wait_for_word()
+        while not self._has_word.wait(0.1):
+            if self.is_over:
+                self._close()
+                if not self._words:
+                    self.word()
         if "outcome" in self._words[0]:
-            raise _error(self.word())
+            raise error_of(self.word())
         return Path(self._words[0]["run_dir"]).resolve()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -237,7 +238,7 @@ class RunChild:
         return True
 
     def word(self) -> dict[str, Any]:
-        """Waits for the end, and returns the last object that the command has printed; raises BambooError without."""
+        """Waits for the end, and returns the last object printed by the command; raises BambooError without one."""
         self._process.wait()
         self._close()
         if not self._words or "outcome" not in self._words[-1]:
@@ -245,7 +246,7 @@ class RunChild:
         return self._words[-1]
 
     def stop(self) -> None:
-        """Asks the run to end as by Ctrl-C, which finishes the open step; kills what is left after a while."""
+        """Asks the run to end, like Ctrl-C, which finishes the open step; kills it after a while."""
         if self.is_over:
             return
         self._process.send_signal(signal.SIGINT)
@@ -257,23 +258,16 @@ class RunChild:
         self._process.kill()
         self.wait()
 
-    def _wait_for_word(self) -> None:
-        while not self._has_word.wait(0.1):
-            if self.is_over:
-                self._close()
-                if not self._words:
-                    self.word()
-
     def _close(self) -> None:
-        for each in self._threads:
-            each.join(1.0)
+        for thread in self._threads:
+            thread.join(1.0)
         with contextlib.suppress(OSError):
             self._input.close()
 
     def _hear(self, stream: IO[bytes]) -> None:
         with stream:
             for line in stream:
-                with contextlib.suppress(ValueError):  # a layer of the user's may print in this process
+                with contextlib.suppress(ValueError):  # a user's layer may print there
                     word = json.loads(line)
                     if isinstance(word, dict) and "run_dir" in word:
                         self._words.append(word)
@@ -285,12 +279,6 @@ class RunChild:
                 if not self._quiet and not line.startswith(_ERROR):
                     with contextlib.suppress(OSError, ValueError):  # nothing reads the output any more
                         print(printable(line.decode(errors="replace")), end="", file=sys.stderr, flush=True)
-
-
-def _error(word: Mapping[str, Any]) -> BambooError:
-    pass
-
-    return error_of(word)
 
 
 def _request(keywords: Mapping[str, Any]) -> bytes:
@@ -307,10 +295,10 @@ def _request(keywords: Mapping[str, Any]) -> bytes:
 
 
 def _environment(folders: Iterable[str]) -> dict[str, str]:
-    """Returns the environment of the child, in which Python finds the modules of the user's that it finds here."""
+    """Returns the environment of the child, where Python finds the same user modules as here."""
     paths = [*folders, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    found = {**os.environ, WITHIN: "1"}
-    return {**found, "PYTHONPATH": os.pathsep.join(paths)} if paths else found
+    environment = {**os.environ, WITHIN: "1"}
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)} if paths else environment
 
 
 def print_program(options: Sequence[str], keywords: Mapping[str, Any], folders: Iterable[str] = ()) -> str:
@@ -321,12 +309,12 @@ def print_program(options: Sequence[str], keywords: Mapping[str, Any], folders: 
     )
     if done.returncode:
         lines = (line.removeprefix("bamboo: ") for line in done.stderr.decode(errors="replace").splitlines())
-        raise _error({"exit_code": done.returncode, "error": "\n".join(lines)})
+        raise error_of({"exit_code": done.returncode, "error": "\n".join(lines)})
     return done.stdout.decode()
 
 
 class TrainingRun:
-    """A run that goes on, or has ended; as a context manager, it waits for the run, or stops it after an error."""
+    """A live or finished run; as a context manager, it waits for the run, or stops it after an error."""
 
     def __init__(self, child: RunChild, folder: Path, callbacks: Sequence[Callback] = ()):
         self.folder = folder
@@ -390,7 +378,7 @@ class TrainingRun:
         return result
 
     def stop(self) -> TrainingResult:
-        """Ends the run as Ctrl-C does: the open step is finished. Returns its result; raises no error of the run."""
+        """Ends the run like Ctrl-C, after the open step. Returns its result; does not raise the run's error."""
         self._child.stop()
         return self.wait(check=False)
 
@@ -437,15 +425,16 @@ class TrainingRun:
         return load_weights(self.folder, step, self.folder.parent)
 
     def kill(self, worker: int) -> dict[str, Any]:
-        """Kills a worker by SIGKILL as soon as it computes; returns the case when the run has recovered, or ended.
+        """Kills a worker with SIGKILL as soon as it computes; returns the case when the run has recovered or ended.
 
-        The case has the verdict, the checks and the recoveries, as `bamboo inject --json` prints them.
+        The case has the verdict, the checks and the recoveries, as printed by `bamboo inject --json`.
 
         Raises:
             UserError: there is no such worker, or it owns no stage.
             BambooError: the run has ended, or takes no faults.
         """
         from engine.core.faults.kill_text import kill_scenario
+        from engine.files.jobs.scenario_file import JobSource, LoadedScenario
 
         history = self._in_training()
         slots = sorted(slot for slot, owner in history.owners.items() if owner == worker)
@@ -453,7 +442,8 @@ class TrainingRun:
             expected = f"one of {', '.join(map(str, sorted(set(history.owners.values()))))}"
             raise UserError([Problem("worker", expected, repr(worker), "the workers that own a stage now")])
         pipeline, stage = slots[0]
-        return self._inject(_of(kill_scenario([f"0:{stage}@{pipeline}"], history.job)))
+        scenario = kill_scenario([f"0:{stage}@{pipeline}"], history.job)
+        return self._inject(LoadedScenario(Path("kill"), scenario, scenario.job.seed, (), JobSource(), {}))
 
     def inject(self, scenario: str, *, seed: int | None = None, settings: Iterable[str] = ()) -> dict[str, Any]:
         """Injects the faults of a scenario, as `bamboo inject SCENARIO --run` does; returns the case as `kill` does."""
@@ -480,10 +470,3 @@ class TrainingRun:
 
     def _events(self, *, last_commits: bool = False) -> GrowingEvents:
         return GrowingEvents(self._files.events, last_commits=last_commits)
-
-
-def _of(scenario: Scenario) -> LoadedScenario:
-    """Returns a scenario that no file has."""
-    from engine.files.jobs.scenario_file import JobSource, LoadedScenario
-
-    return LoadedScenario(Path("kill"), scenario, scenario.job.seed, (), JobSource(), {})

@@ -1,4 +1,4 @@
-"""Scenarios and matrices run as tests: the worst result of their cells, or an error that says how to run it again."""
+"""Scenarios and matrices run as tests: returns the worst result of their cells, or raises how to run it again."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def run_scenario(
 
     Raises ScenarioFailedError if a cell did not pass, or the file is wrong, with every problem of it.
     """
-    found = _read(scenario, folder or Path.cwd(), settings)
+    matrix = _read(scenario, folder or Path.cwd(), settings)
     place = runs or Path(tempfile.mkdtemp(prefix="bamboo-scenario-"))
     with contextlib.ExitStack() as stack:
         own = lanes or stack.enter_context(Lanes(LANE, 1, Path(stack.enter_context(tempfile.TemporaryDirectory()))))
-        cells = {each.cell.name: 1.0 for each in found.cells}
-        results = MatrixRun(place, settings, limit_s, keep=True).run(own, found.cells, cells)
-    worst = next((each for each in results if each.result != "passed"), results[0])
+        cells = {planned.cell.name: 1.0 for planned in matrix.cells}
+        results = MatrixRun(place, settings, limit_s, keep=True).run(own, matrix.cells, cells)
+    worst = next((result for result in results if result.result != "passed"), results[0])
     if worst.result != "passed":
-        raise ScenarioFailedError("\n".join(_failure(worst, found, settings, place / "runs")))
+        raise ScenarioFailedError("\n".join(_failure(worst, matrix, settings, place / "runs")))
     return worst
 
 
@@ -75,13 +75,13 @@ def _read(scenario: str | Path, folder: Path, settings: Sequence[str]) -> Matrix
     raise ScenarioFailedError(problem)
 
 
-def _failure(result: CellResult, found: Matrix, settings: Sequence[str], runs: Path) -> Iterator[str]:
-    """Yields the lines about a cell that did not pass: the reason, the run folder, the command that runs it again."""
+def _failure(result: CellResult, matrix: Matrix, settings: Sequence[str], runs: Path) -> Iterator[str]:
+    """Yields the lines about a failed cell: the reason, the run folder, the command that runs it again."""
     yield f"{result.cell}: {result.verdict}: {result.text}"
     if result.run:
         yield f"run folder: {runs / result.run}"
-    name = found.path.stem if is_shipped(found.path) else os.path.relpath(found.path)
-    is_scenario = [each.cell.name for each in found.cells] == [found.name]
+    name = matrix.path.stem if is_shipped(matrix.path) else os.path.relpath(matrix.path)
+    is_scenario = [planned.cell.name for planned in matrix.cells] == [matrix.name]
     words = ["bamboo", "inject", name] if is_scenario else ["bamboo", "matrix", name, "--cell", result.cell]
-    words += [*flags("--set", map(masked_setting, settings)), *trust_words(found.foreign)]
+    words += [*flags("--set", map(masked_setting, settings)), *trust_words(matrix.foreign)]
     yield f"again: {shlex.join(words)}"

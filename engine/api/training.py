@@ -89,7 +89,7 @@ def dry_run(
 
 
 def _refuse_a_worker() -> None:
-    """Raises UserError in a process of a run: an import of the user's program there would start runs without end."""
+    """Raises UserError in a worker: importing the user's program there would start runs endlessly."""
     if os.environ.get(WITHIN):
         hint = 'put the call below: if __name__ == "__main__":'
         expected = "to be called by a program, not while a worker imports it"
@@ -101,12 +101,11 @@ def _file(job: Job | str | os.PathLike[str] | None) -> list[str]:
 
 
 def _flags(**given: bool) -> list[str]:
-    """Returns the options without a value, by the names of their arguments."""
     return [f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given]
 
 
 def _kills(kills: Sequence[str]) -> list[str]:
-    return [word for each in kills for word in ("--kill", each)]
+    return [word for kill in kills for word in ("--kill", kill)]
 
 
 def _place(resume: TrainingRun | str | os.PathLike[str]) -> str:
@@ -121,32 +120,31 @@ def _keywords(
     *,
     has_weights: bool,
 ) -> dict[str, Any]:
-    """Returns the fields that a call gives; a module begins with the weights that it has now."""
-    of_job = {each.name: getattr(job, each.name) for each in fields(Job)} if isinstance(job, Job) else {}
-    named = {name: each for name, each in (("model", model), ("data", data)) if each is not None}
+    """Returns the fields given in a call; a module starts with its current weights."""
+    of_job = {field.name: getattr(job, field.name) for field in fields(Job)} if isinstance(job, Job) else {}
+    parts = {name: part for name, part in (("model", model), ("data", data)) if part is not None}
     try:
-        found = {**of_job, **{name: _plain(name, each) for name, each in {**values, **named}.items()}}
+        given = {**of_job, **{name: _plain(name, value) for name, value in {**values, **parts}.items()}}
     except UserError as error:
-        raise error.with_traceback(None) from None  # the line of the caller counts, not the way to the rule
+        raise error.with_traceback(None) from None  # the caller's line counts, not the path to the rule
     torch = sys.modules.get("torch")
-    if has_weights and torch is not None and isinstance(model, torch.nn.Module) and not found.get("init"):
+    if has_weights and torch is not None and isinstance(model, torch.nn.Module) and not given.get("init"):
         from engine.api.weights import keep_weights
 
-        results = Path(found.get("results") or os.environ.get("BAMBOO_RESULTS") or Job().results)
-        found["init"] = str(keep_weights(model, results))
-    return found
+        results = Path(given.get("results") or os.environ.get("BAMBOO_RESULTS") or Job().results)
+        given["init"] = str(keep_weights(model, results))
+    return given
 
 
 def _plain(name: str, value: object) -> Any:
-    """Returns the value of a field as JSON has it: a function by its name, a path as text."""
+    """Returns the JSON value of a field: a function becomes its name, a path a text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, (list, tuple)):
-        parts = [_plain(name, each) for each in value]
+        parts = [_plain(name, part) for part in value]
         return parts if name in ("partition", "param_groups") else ",".join(map(str, parts))
     return value if isinstance(value, _PLAIN) else import_path(name, value)
 
 
 def _folders(given: Mapping[str, Any]) -> Iterable[str]:
-    texts = (each for value in given.values() if isinstance(value, str) for each in value.split(","))
-    return list(folders_of(texts))
+    return list(folders_of(text for value in given.values() if isinstance(value, str) for text in value.split(",")))

@@ -15,14 +15,14 @@ from engine.runtime.checkpoint.export import as_safetensors, weights_of
 
 
 def keep_weights(module: nn.Module, results: Path) -> Path:
-    """Writes the present weights of a module into the folder of results, and returns the file.
+    """Writes the current weights of a module to the folder of results, and returns the file.
 
-    The name has their hash, so that equal weights are one file; it stays, so that the run can be repeated.
+    It is named by their hash, so equal weights are one file; it stays, so that the run can be repeated.
 
     Raises StorageError if the file could not be written.
     """
-    found = {name: each.detach().cpu() for name, each in module.state_dict().items() if isinstance(each, Tensor)}
-    data = as_safetensors(found)
+    tensors = {name: value.detach().cpu() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    data = as_safetensors(tensors)
     path = results / f"init-{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
     if not path.exists():
         try:
@@ -42,5 +42,5 @@ def load_weights(
         NothingMatchedError: there is no such run, or it has no checkpoint, or none of that step.
         StorageError: no checkpoint is good.
     """
-    found = find_checkpoint(f"{run}{'' if step is None else f'@{step}'}", Path(results), lambda line: None)
-    return weights_of(checkpoints_at(found.origin.place), found.manifest)
+    checkpoint = find_checkpoint(f"{run}{'' if step is None else f'@{step}'}", Path(results), lambda line: None)
+    return weights_of(checkpoints_at(checkpoint.origin.place), checkpoint.manifest)

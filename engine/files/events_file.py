@@ -1,8 +1,8 @@
 """Reads events.jsonl, the record of a run from which every result is computed.
 
-Rule: a torn line, which is half of a line that a crash or a full disk left, costs itself only. The reader yields
-`UnreadLine` in its place. A file whose first line is not the job's is of another version, or no file of events. What
-lies in it may be from elsewhere, so the length of lines and the number of unread ones have bounds.
+Rule: a torn line, left by a crash or a full disk, loses only itself. The reader yields `UnreadLine` in its place. A
+file whose first line is not the job's is of another version, or not a file of events. It may come from elsewhere, so
+the length of lines and the number of unread ones are bounded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from engine.core.history.run_records import ActionRecord, Record, UnreadLine
 from engine.files.atomic_write import open_to_read
 from engine.files.run_folder import refuse_size
 
-# Reads the actions of a run from its files of steps; `core.history.record_lines` has their form.
-#
-# Rule: a file that is gone since the folder was listed was left out meanwhile, and counts as one that was never there.
-
 
 class StepReader(ActionFiles):
-    """The files of the actions of the run in a folder, as they are now; a run without any has an empty `num_bytes`."""
+    """The files of the actions of a run, as they are now; `core.history.record_lines` has their format.
+
+    A file that has vanished since the folder was listed was dropped meanwhile, and counts as one that never existed.
+    """
 
     def __init__(self, run: Path):
         self._folder = run / FOLDER
@@ -51,11 +50,11 @@ class StepReader(ActionFiles):
     def _listed(self) -> Iterator[tuple[StepFile, int]]:
         try:
             with os.scandir(self._folder) as entries:
-                for item in entries:
-                    file = step_file(item.name)
-                    if file is not None and file.worker is not None and item.is_file(follow_symlinks=False):
+                for entry in entries:
+                    file = step_file(entry.name)
+                    if file is not None and file.worker is not None and entry.is_file(follow_symlinks=False):
                         with contextlib.suppress(FileNotFoundError):
-                            yield file, item.stat(follow_symlinks=False).st_size
+                            yield file, entry.stat(follow_symlinks=False).st_size
         except FileNotFoundError:
             return
         except OSError as error:
@@ -69,12 +68,12 @@ class StepReader(ActionFiles):
         return num_bytes
 
     def read(self, first: int) -> Iterator[tuple[int, bytes]]:
-        """Yields each worker with the bytes of its actions in the range that begins with a step.
+        """Yields each worker with the bytes of its actions in the range that begins with step `first`.
 
         Raises StorageError if a file cannot be read.
         """
-        for item in sorted(item for item in self._sizes if item.first == first):
-            path = self._folder / str(item)
+        for entry in sorted(entry for entry in self._sizes if entry.first == first):
+            path = self._folder / str(entry)
             try:
                 with open(open_to_read(path), "rb") as file:
                     refuse_size(path, os.fstat(file.fileno()))
@@ -83,10 +82,10 @@ class StepReader(ActionFiles):
                 continue
             except OSError as error:
                 raise StorageError(f"{path}: {error.strerror}") from error
-            yield item.worker or 0, data
+            yield entry.worker or 0, data
 
     def actions(self, firsts: Collection[int], pids: Mapping[int, int], since: int = 0) -> Iterator[ActionRecord]:
-        """Yields the actions of some ranges, of steps from `since` on; `pids` has the process of each worker."""
+        """Yields the actions of some ranges, of steps from `since` on; `pids` are those of the workers."""
         for first in firsts:
             for worker, data in self.read(first):
                 yield from actions_in(data, worker, pids.get(worker, 0), since)
@@ -94,9 +93,9 @@ class StepReader(ActionFiles):
     def last_actions(self, pids: Mapping[int, int]) -> dict[int, ActionRecord]:
         """Returns the last action of each worker, from the end of its newest file."""
         newest: dict[int, int] = {}
-        for file_, size in self._sizes.items():
-            if size >= ENTRY_BYTES and file_.worker is not None:
-                newest[file_.worker] = max(file_.first, newest.get(file_.worker, 0))
+        for (first, worker), size in self._sizes.items():
+            if size >= ENTRY_BYTES and worker is not None:
+                newest[worker] = max(first, newest.get(worker, 0))
         actions = {}
         for worker, first in newest.items():
             with contextlib.suppress(OSError), (self._folder / str(StepFile(first, worker))).open("rb") as file:
@@ -109,17 +108,17 @@ class StepReader(ActionFiles):
 
 _CHUNK_BYTES = 8_000_000
 _MOST_LINE_BYTES = 1 << 20
-_MOST_LONG_BYTES = 1 << 26  # of the losses of a twin of millions of steps, and of the seal of thousands of files
+_MOST_LONG_BYTES = 1 << 26  # for the losses of a twin with millions of steps, and the seal of thousands of files
 _LONG = (b'{"event":"twin",', b'{"event":"seal",', b'{"event":"scenario",')
 _MOST_UNREAD = 1_000
 _HEARD_COMMIT = '"line":"{\\"event\\":\\"commit\\",'
 
 
 def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
-    """Returns the history that the records of a run add up to; raises the errors of `read_events`.
+    """Returns the history of a run from its records; raises the errors of `read_events`.
 
-    Of its actions it has those that its recoveries are timed by, or every one; `files` has all of them. A run has
-    millions, and each takes a hundred times longer to read as a record than as bytes.
+    It has the actions by which recoveries are timed, or every action; `files` gives access to all of them. A run has
+    millions, and reading one as a record takes a hundred times longer than as bytes.
     """
     history, files, heard = RunHistory(), StepReader(path.parent), ReplicatedDecisions()
     for begin, data in whole_lines(path, 0):
@@ -127,14 +126,14 @@ def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
     refuse_impossible(history, path)
     marked, span = marked_steps(history.records_of_recoveries), span_of(history.job)
     near = {step - step % span for step in marked}
-    actions = files.actions([each for each in files.ranges() if every_action or each in near], _pids(history))
-    history.add_actions(each for each in actions if every_action or each.step in marked)
+    actions = files.actions([first for first in files.ranges() if every_action or first in near], _pids(history))
+    history.add_actions(action for action in actions if every_action or action.step in marked)
     history.files = files
     return history
 
 
 def read_events(path: Path, start: int = 0, since: int = 0) -> Iterator[Record]:
-    """Yields the records of a run in the order of time, with the actions of steps from `since` on between them.
+    """Yields the records of a run by time, including the actions of steps from `since` on.
 
     The records begin at byte `start` of the file; an unfinished last line is left out.
 
@@ -154,7 +153,7 @@ def recorded(path: Path, start: int = 0) -> Iterator[Record]:
 
 
 def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the whole lines of a file from byte `start` on, some megabytes at once, each part with its first byte.
+    """Yields the whole lines of a file from byte `start` on, in parts of some megabytes, each with its offset.
 
     Raises StorageError if the file cannot be read, or has a line that is longer than any record.
     """
@@ -174,23 +173,21 @@ def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
 
 
 def refuse_impossible(history: RunHistory, path: Path, known: int = 0) -> None:
-    """Raises StorageError if the records tell of more steps or slots than their job has: tables have a row for each.
+    """Raises StorageError if the records have more steps or slots than their job: tables have a row for each.
 
-    The first `known` commits were looked at before.
+    The first `known` commits were checked before.
     """
     job = history.job
     if (last := max(history.commits.steps[known:], default=-1)) >= job.steps:
         raise StorageError(f"{path}: step {last} is committed, and the job has {job.steps} steps")
-    if (most := max((len(each.owners) for each in history.epochs), default=0)) > job.pipelines * job.slots:
+    if (most := max((len(epoch.owners) for epoch in history.epochs), default=0)) > job.pipelines * job.slots:
         raise StorageError(f"{path}: an epoch has {most} owners, and the job {job.pipelines * job.slots} slots")
 
 
 def _refuse_long(path: Path, whole: bytes, rest: bytes) -> None:
-    """Raises StorageError if a line is longer than any record; most parts have none that is long."""
-    long = (
-        [line for line in whole.split(b"\n") if len(line) > _MOST_LINE_BYTES] if len(whole) > _MOST_LINE_BYTES else []
-    )
-    for line in (*long, rest):
+    """Raises StorageError if a line is longer than any record; a short part has no long line."""
+    lines = whole.split(b"\n") if len(whole) > _MOST_LINE_BYTES else []
+    for line in (*(line for line in lines if len(line) > _MOST_LINE_BYTES), rest):
         most = _MOST_LONG_BYTES if line.startswith(_LONG) else _MOST_LINE_BYTES
         if len(line) > most:
             begin = line[:40].decode("utf-8", "replace")
@@ -198,34 +195,33 @@ def _refuse_long(path: Path, whole: bytes, rest: bytes) -> None:
 
 
 def _pids(history: RunHistory) -> dict[int, int]:
-    return {each.of: each.child for each in history.of(StartedRecord)}
+    return {record.of: record.child for record in history.of(StartedRecord)}
 
 
 def events_of(data: bytes, path: Path, start: int = 0, *, last_commits: bool = False) -> Iterator[Record]:
     """Yields the records in `data`, the bytes of `path` from `start` on; an unfinished last line is left out.
 
-    With `last_commits` only the last of the commits in `data` is there: the others cost most of the time.
+    With `last_commits` only the last commit in `data` is read: the others take most of the time.
 
-    Raises StorageError if the data is no part of a file of events, or is of another version.
+    Raises StorageError if the data is not part of a file of events, or is of another version.
     """
     lines = _unlinked_lines(data)
-    wanted: Sequence[int] = range(len(lines))
+    numbers: Sequence[int] = range(len(lines))
     if last_commits:
-        last = next((number for number in reversed(wanted) if _is_commit(lines[number])), 0)
-        wanted = [number for number in wanted if number == last or not _is_commit(lines[number])]
+        last = next((number for number in reversed(numbers) if _is_commit(lines[number])), 0)
+        numbers = [number for number in numbers if number == last or not _is_commit(lines[number])]
     records = _Records(path, start)
-    for number in wanted:
+    for number in numbers:
         yield from records.of(lines[number], number)
 
 
 def _unlinked_lines(data: bytes) -> list[str]:
-    """Returns the whole lines in some bytes, without their links."""
     *lines, _ = data.decode("utf-8", "replace").split("\n")
-    return [unlinked(each)[0] for each in lines]
+    return [unlinked(line)[0] for line in lines]
 
 
 class _Records:
-    """The records in the lines behind byte `start` of a file."""
+    """The records in the lines of a file from byte `start` on."""
 
     def __init__(self, path: Path, start: int):
         self._path, self._start = path, start
@@ -233,7 +229,7 @@ class _Records:
         self._before: Callable[[], int] = cache(partial(_lines_before, path, start))
 
     def of(self, line: str, number: int) -> Iterator[Record]:
-        """Yields the record of the line of this number, from 0; raises the errors of `events_of`."""
+        """Yields the record of line `number`, counted from 0; raises the errors of `events_of`."""
         is_first = not self._start and not number
         try:
             record = decoded(line)
@@ -245,15 +241,17 @@ class _Records:
                 more = f"; {_MOST_UNREAD:,} lines before it are none either" if self._num_unread > _MOST_UNREAD else ""
                 raise StorageError(f"{self._path}:{self._before() + number + 1}: {error}{more}") from error
             yield UnreadLine(number=self._before() + number + 1)
-            yield from _salvaged(line)
+            with contextlib.suppress(InvariantError):
+                if end := whole_end(line):
+                    yield decoded(end)
         except InvariantError as error:
             raise StorageError(f"{self._path}:{self._before() + number + 1}: {error}") from error
         else:
             yield record
 
 
-def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: ReplicatedDecisions) -> None:
-    """Adds the records in whole lines to a history; a day has a million commits, which are read many at once."""
+def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, decisions: ReplicatedDecisions) -> None:
+    """Adds the records in whole lines to a history; commits, of which a day has a million, are added in bulk."""
     commits: list[tuple[str, ...]] = []
     records = _Records(path, start)
     for number, line in enumerate(_unlinked_lines(data)):
@@ -265,23 +263,16 @@ def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, heard: 
         commits = []
         for record in records.of(line, number):
             history.add(record)
-            if (decision := heard.decision(record)) is not None:
+            if (decision := decisions.decision(record)) is not None:
                 history.add(decision)
     history.add_commits(commits)
 
 
 def _is_commit(line: str) -> bool:
-    """Whether a line is a commit, or one of which this host has heard."""
+    """Whether a line is a commit, or another host's commit."""
     if line.startswith('{"event":"heard",'):
         return _HEARD_COMMIT in line and line.endswith(('\\"last\\":false}"}', '\\"last\\":true}"}'))
     return line.startswith('{"event":"commit",') and line.endswith(('"last":false}', '"last":true}'))
-
-
-def _salvaged(torn: str) -> Iterator[Record]:
-    """Yields the whole record at the end of a torn line, if there is one."""
-    with contextlib.suppress(InvariantError):
-        if rest := whole_end(torn):
-            yield decoded(rest)
 
 
 def _lines_before(path: Path, start: int) -> int:
@@ -294,36 +285,35 @@ def _lines_before(path: Path, start: int) -> int:
     return count
 
 
-# Follows the events of a run that still grow: each look reads only the lines that are new.
 class GrowingEvents:
-    """The events of a run at `path`, which need not exist yet; they have no actions.
+    """The events of a live run at `path`, which need not exist yet, without actions; each look reads the new lines.
 
-    With `last_commits` a look that finds many commits reads the last ones.
+    With `last_commits`, a look at many commits reads only the last ones.
     """
 
     def __init__(self, path: Path, *, last_commits: bool = False):
         self.path = path
         self._last_commits = last_commits
-        self._history, self._heard = RunHistory(), ReplicatedDecisions()
+        self._history, self._decisions = RunHistory(), ReplicatedDecisions()
         self._num_bytes = 0  # read so far, always whole lines
 
     def read_on(self) -> RunHistory:
-        """Returns the history of the run, with the lines that were written since the last call.
+        """Returns the history of the run, including the lines written since the last call.
 
-        Decisions that this host has heard of count as its own.
+        Replicated decisions of other hosts count as its own.
 
         Raises StorageError if the file cannot be read, is of another version, or a line is no event.
         """
         known = len(self._history.commits)
         for record in self.news():
             self._history.add(record)
-            if (decision := self._heard.decision(record)) is not None:
+            if (decision := self._decisions.decision(record)) is not None:
                 self._history.add(decision)
         refuse_impossible(self._history, self.path, known)
         return self._history
 
     def news(self) -> Iterator[Record]:
-        """Yields the records that were written since the last call; raises the errors of `read_on`."""
+        """Yields the records written since the last call; raises the errors of `read_on`."""
         if not self.path.exists():
             return
         for start, data in whole_lines(self.path, self._num_bytes):

@@ -1,11 +1,12 @@
-"""The evidence of a run on disk: sealed at the end of its command, and proved when it is read."""
+"""The evidence of a run on disk: sealed at the end of its command, and verified when it is read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from engine.core.checks.proof import Computation, Flaw, Proof, StepHashes, proved
 from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
@@ -31,13 +32,11 @@ from engine.files.linked_lines import evidence, evidence_lines, parts
 from engine.files.run_folder import RunFolder, kept_copies
 from engine.files.trajectory_file import trajectory_row
 
-# Reads the chains in a file of records, and names the line in which one breaks.
-
 
 def chain_flaws(run: Path, file: str) -> tuple[bool, list[Flaw]]:
-    """Returns whether the lines of a file in the folder of a run are linked, and the place where a chain breaks.
+    """Returns whether the lines of a file in the folder of a run are linked, and where a chain breaks.
 
-    Raises the errors of `evidence`, but for a file that is gone.
+    Raises the errors of `evidence`, except for a missing file.
     """
     chains = Chains()
     try:
@@ -49,7 +48,7 @@ def chain_flaws(run: Path, file: str) -> tuple[bool, list[Flaw]]:
 
 
 def broken_chain(chains: Chains, file: str) -> list[Flaw]:
-    """Returns the place where a chain breaks in a file that was read to its end; nothing if all are whole."""
+    """Returns the place where a chain breaks in a file that was read to its end; nothing if none does."""
     chains.end()
     if chains.broken is None:
         return []
@@ -57,14 +56,13 @@ def broken_chain(chains: Chains, file: str) -> list[Flaw]:
     return [Flaw(f"{file}:{number}", why)]
 
 
-# The hashes that workers told, from the files of steps of a run or a twin, with one range of steps in memory.
 _MOST_TORN = 1_000
 
 
 class HashFiles:
-    """The files of hashes in a `folder` of a run, such as ``twin/``, whose ranges have `span` steps.
+    """The hashes that workers reported, in a `folder` of a run such as ``twin/``, in files of `span` steps.
 
-    Flaws in files that are read are added to `flaws`.
+    One file at a time is in memory. Flaws in files that are read are added to `flaws`.
     """
 
     def __init__(self, run: Path, folder: str, span: int, flaws: list[Flaw]):
@@ -73,7 +71,7 @@ class HashFiles:
         self._steps: dict[int, StepHashes] | None = None
 
     def of(self, step: int) -> StepHashes | None:
-        """Returns the hashes of a step; None if the file of its range is not there, or cannot be read."""
+        """Returns the hashes of a step; None if its file is missing or cannot be read."""
         first = step - step % self._span
         if first != self._first:
             self._first, self._steps = first, self._read(first)
@@ -101,7 +99,7 @@ class HashFiles:
 
 
 def _audit(line: str) -> AuditRecord | None:
-    """Returns the hashes in a line; None for the half of a line that a death left. Raises InvariantError."""
+    """Returns the hashes in a line; None for a torn line. Raises InvariantError."""
     try:
         record = decoded(unlinked(line)[0])
     except TornLineError:
@@ -111,9 +109,9 @@ def _audit(line: str) -> AuditRecord | None:
     return record
 
 
-# Seals the evidence of a run when its command ends, and holds its files against the seal later.
+# The evidence of a run is sealed when its command ends, and its files are compared with the seal later.
 #
-# Rule: behind the seal only events may grow, and the files of steps of a run that left a process behind.
+# Rule: after the seal only events may grow, and the files of steps of a run that left a process behind.
 
 _TWIN = "twin/"
 _MOST_FILES = 100_000
@@ -124,18 +122,17 @@ def seal_of(run: Path, goes_on: Callable[[], object] = lambda: None) -> SealReco
 
     Raises StorageError if a file cannot be read.
     """
-    return SealRecord(files=tuple((*_sealed(run, file, goes_on),) for file in evidence_files(run)))
 
+    def read(opened: IO[bytes], size: int) -> Iterator[bytes]:
+        for part in parts(opened, size, part_bytes(size)):
+            goes_on()
+            yield part
 
-def _sealed(run: Path, file: str, goes_on: Callable[[], object]) -> SealedFile:
-    with evidence(run, file) as (opened, size):
-        return sealed(file, size, _told(parts(opened, size, part_bytes(size)), goes_on))
-
-
-def _told(found: Iterable[bytes], goes_on: Callable[[], object]) -> Iterator[bytes]:
-    for part in found:
-        goes_on()
-        yield part
+    files = []
+    for file in evidence_files(run):
+        with evidence(run, file) as (opened, size):
+            files.append((*sealed(file, size, read(opened, size)),))
+    return SealRecord(files=tuple(files))
 
 
 def evidence_files(run: Path) -> Iterator[str]:
@@ -143,44 +140,41 @@ def evidence_files(run: Path) -> Iterator[str]:
     for folder in ("", f"{FOLDER}/", _TWIN, f"{_TWIN}{FOLDER}/"):
         names = []
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(run / folder) as entries:
-            names = sorted(each.name for each in entries if each.is_file(follow_symlinks=False))
+            names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
         yield from (f"{folder}{name}" for name in names if is_evidence(f"{folder}{name}"))
 
 
 def seal_flaws(run: Path, seal: SealRecord, *, may_grow: bool) -> Iterator[Flaw]:
-    """Yields each file that is not as it was sealed; `may_grow`: a process was left behind, and may write.
+    """Yields each file that differs from the seal; with `may_grow`, a process was left behind and may write.
 
-    Raises the errors of `evidence`, but for a file that is gone.
+    Raises the errors of `evidence`, except for a missing file.
     """
-    files = [SealedFile(*each) for each in seal.files[:_MOST_FILES]]
-    yield from (flaw for each in files for flaw in _flaws_of(run, each, may_grow=may_grow))
-    yield from _unknown(run, {each.file for each in files}, may_grow=may_grow)
+    files = [SealedFile(*fields) for fields in seal.files[:_MOST_FILES]]
+    for file in files:
+        yield from _flaws_of(run, file, may_grow=may_grow)
+    names = {file.file for file in files}
+    for name in evidence_files(run):
+        if name not in names and not (may_grow and name.startswith(f"{FOLDER}/")):
+            yield Flaw(name, "the run did not write this file")
 
 
-def _unknown(run: Path, known: Iterable[str], *, may_grow: bool) -> Iterator[Flaw]:
-    for file in evidence_files(run):
-        if file not in known and not (may_grow and file.startswith(f"{FOLDER}/")):
-            yield Flaw(file, "the run did not write this file")
-
-
-def _flaws_of(run: Path, told: SealedFile, *, may_grow: bool) -> Iterator[Flaw]:
-    if not is_evidence(told.file):
-        yield Flaw(EVENTS, f"the seal names a file that is none of a run: {told.file!r:.100}")
+def _flaws_of(run: Path, entry: SealedFile, *, may_grow: bool) -> Iterator[Flaw]:
+    if not is_evidence(entry.file):
+        yield Flaw(EVENTS, f"the seal names a file that is none of a run: {entry.file!r:.100}")
         return
-    grows = told.file == EVENTS or (may_grow and told.file.startswith(f"{FOLDER}/"))
+    grows = entry.file == EVENTS or (may_grow and entry.file.startswith(f"{FOLDER}/"))
     try:
-        with evidence(run, told.file) as (opened, size):
-            if size < told.bytes:
-                yield Flaw(told.file, f"it ends after {size:,} bytes, and the run wrote {told.bytes:,}")
-            elif size > told.bytes and not grows:
-                yield Flaw(told.file, f"it has {size:,} bytes, and the run wrote {told.bytes:,}")
-            if why := broken_seal(told, parts(opened, min(size, told.bytes), part_bytes(told.bytes))):
-                yield Flaw(told.file, why)
+        with evidence(run, entry.file) as (opened, size):
+            if size < entry.bytes:
+                yield Flaw(entry.file, f"it ends after {size:,} bytes, and the run wrote {entry.bytes:,}")
+            elif size > entry.bytes and not grows:
+                yield Flaw(entry.file, f"it has {size:,} bytes, and the run wrote {entry.bytes:,}")
+            if why := broken_seal(entry, parts(opened, min(size, entry.bytes), part_bytes(entry.bytes))):
+                yield Flaw(entry.file, why)
     except FileNotFoundError:
-        yield Flaw(told.file, "it is gone")
+        yield Flaw(entry.file, "it is gone")
 
 
-# Reads the evidence of a run, and returns its proof: `core.evidence.proof` has the verdict.
 TRAJECTORY = "trajectory.csv"
 _MOST_HOSTS = 256  # of a run
 _Losses = dict[str, Callable[[int], float | None]]
@@ -193,7 +187,9 @@ def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
     """
     run, flaws = folder.path, list[Flaw]()
     if history.is_empty:
-        return _unrecorded(run)
+        if all(name in (EVENTS, *BEFORE_EVENTS) for name in evidence_files(run)):
+            return Proof(missing="the run has recorded nothing yet")
+        return Proof((Flaw(EVENTS, "it has no whole record, and files that follow the first one are there"),))
     seal, begun, missing = history.first(SealRecord), history.first(JobRecord), ""
     if not _has_links(run, EVENTS, flaws):
         if seal is None and begun is not None and begun.version == UNSEALED:
@@ -203,21 +199,19 @@ def proof_of(folder: RunFolder, history: RunHistory) -> Proof:
         flaws += seal_flaws(run, seal, may_grow=bool(history.of(LeftBehindRecord)))
     if seal is None or history.ended is None:
         missing = f"{EVENTS} has no {'end' if seal else 'seal'}: the command has not come to its end"
-    flaws += _of_hosts(run)
-    twin = _history_of_twin(folder, history, flaws)
-    told = history.first(TwinRecord)
-    losses: _Losses = {"the record of its losses": dict(told.losses).get} if told else {}
+    flaws += _flaws_of_hosts(run)
+    twin: RunHistory | None = None  # also if an earlier run has made the twin
+    if folder.twin.events.exists():
+        _has_links(run, f"{_TWIN}{EVENTS}", flaws)
+        twin = read_history(folder.twin.events)
+        if twin_of(history.job) != twin_of(twin.job):
+            flaws.append(Flaw(f"{_TWIN}{EVENTS}:1", "this is not the job of the twin of this run"))
+    record = history.first(TwinRecord)
+    losses: _Losses = {"the record of its losses": dict(record.losses).get} if record else {}
     losses |= {f"{_TWIN}{EVENTS}": _loss_of(twin)} if twin else {}
     ours = _computed(run, "", history, {EVENTS: _loss_of(history)}, flaws)
     theirs = _computed(run, _TWIN, twin, losses, flaws)
     return proved(history, ours, theirs, flaws, missing)
-
-
-def _unrecorded(run: Path) -> Proof:
-    """Returns the proof of a run without a whole record: it has none of the files that follow the first one."""
-    if not any(each not in (EVENTS, *BEFORE_EVENTS) for each in evidence_files(run)):
-        return Proof(missing="the run has recorded nothing yet")
-    return Proof((Flaw(EVENTS, "it has no whole record, and files that follow the first one are there"),))
 
 
 def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
@@ -226,24 +220,13 @@ def _has_links(run: Path, file: str, flaws: list[Flaw]) -> bool:
     return has_links
 
 
-def _of_hosts(run: Path) -> Iterator[Flaw]:
-    """Yields the places where chains break in the records that other hosts have shipped, which no seal covers."""
+def _flaws_of_hosts(run: Path) -> Iterator[Flaw]:
+    """Yields the places where chains break in the records shipped by other hosts, which no seal covers."""
     for copy in kept_copies(run)[:_MOST_HOSTS]:
         names = sorted(os.listdir(copy / FOLDER)) if (copy / FOLDER).is_dir() else []
         hashes = (f"{FOLDER}/{name}" for name in names if (kind := step_file(name)) and kind.worker is None)
         for file in (EVENTS, *hashes):
             yield from chain_flaws(run, f"{copy.relative_to(run)}/{file}")[1]
-
-
-def _history_of_twin(folder: RunFolder, history: RunHistory, flaws: list[Flaw]) -> RunHistory | None:
-    """Returns the history of the twin; None of a run without one, or of a twin that an earlier run has made."""
-    if not folder.twin.events.exists():
-        return None
-    _has_links(folder.path, f"{_TWIN}{EVENTS}", flaws)
-    twin = read_history(folder.twin.events)
-    if twin_of(history.job) != twin_of(twin.job):
-        flaws.append(Flaw(f"{_TWIN}{EVENTS}:1", "this is not the job of the twin of this run"))
-    return twin
 
 
 def _loss_of(history: RunHistory) -> Callable[[int], float | None]:
@@ -280,16 +263,15 @@ def _computed(
 
 
 def _rows(run: Path, file: str, flaws: list[Flaw]) -> Iterator[TrajectoryRow]:
-    """Yields the rows of a trajectory up to the first that is damaged, which is a flaw."""
+    """Yields the rows of a trajectory up to the first damaged one, which is a flaw."""
     head = ",".join(COLUMNS)
-    for number, line in enumerate(evidence_lines(run, file), start=1):
-        if number == 1 and line != head:
-            flaws.append(Flaw(f"{file}:1", f"expected the columns {head}"))
-            return
+    lines = enumerate(evidence_lines(run, file), start=1)
+    if next(lines, (1, head))[1] != head:
+        flaws.append(Flaw(f"{file}:1", f"expected the columns {head}"))
+        return
+    for number, line in lines:
         try:
-            row = None if number == 1 else trajectory_row(line, f"{number}")
+            yield trajectory_row(line, f"{number}")
         except StorageError as error:
             flaws.append(Flaw(f"{file}:{number}", str(error).partition(": ")[2]))
             return
-        if row is not None:
-            yield row

@@ -16,10 +16,10 @@ from engine.core.job.bit_fields import INSTRUCTION_SETS, fixed_set
 from engine.files.accelerators import accelerators, device_facts
 
 DISTRIBUTION = "bamboo-train"
-# The instruction sets that make math libraries choose other kernels, and so other bits.
+# Instruction sets with which math libraries choose other kernels, and so other bits.
 _ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 
-# The variables of the environment that do the same.
+# Environment variables with the same effect.
 _KERNEL_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_CPU_ISA_HINTS",
@@ -38,7 +38,7 @@ _KERNEL_VARIABLES = (
 def host_facts(folder: Path) -> dict[str, object]:
     """Returns versions, the git commit of `folder`, and this host's name, kernel, processor and memory (bytes).
 
-    The variables of the environment that select compute kernels are one fact, None if none is set.
+    The environment variables that select compute kernels are one fact, None if none is set.
     """
     cpu = _cpu_info(Path("/proc/cpuinfo"))
     flags = set(cpu.get("flags", cpu.get("Features", "")).split())
@@ -62,7 +62,7 @@ def host_facts(folder: Path) -> dict[str, object]:
 
 
 def fix_instruction_set(name: str) -> None:
-    """Makes all processes that this one starts compute with one instruction set; torch must not be loaded here yet.
+    """Makes all child processes compute with one instruction set; torch must not be loaded here yet.
 
     Raises:
         UserError: there is no such set, or the environment asks for something else.
@@ -75,16 +75,16 @@ def fix_instruction_set(name: str) -> None:
     wrong = {key: os.environ[key] for key in variables if os.environ.get(key, variables[key]) != variables[key]}
     if wrong:
         hint = f"--isa {name} sets it, and the environment has another value"
-        raise UserError([Problem(key, repr(variables[key]), repr(found), hint) for key, found in wrong.items()])
+        raise UserError([Problem(key, repr(variables[key]), repr(value), hint) for key, value in wrong.items()])
     cpu = _cpu_info(Path("/proc/cpuinfo"))
-    if lacks := [each for each in needs if each not in cpu.get("flags", "").split()]:
+    if lacks := [flag for flag in needs if flag not in cpu.get("flags", "").split()]:
         text = f"instruction set {name}: expected a processor with {', '.join(lacks)}, found {cpu.get('model name')!r}"
         raise EnvironmentLacksError(f"{text} on host {os.uname().nodename}")
     os.environ.update(variables)
 
 
 def fixed_instruction_set() -> str:
-    """Returns the set that the environment of this process fixes; empty if it fixes none."""
+    """Returns the instruction set that this process's environment fixes, or an empty string."""
     return fixed_set(_kernel_variables())
 
 
@@ -93,7 +93,7 @@ def _kernel_variables() -> list[str]:
 
 
 def host_record(now: datetime, node: str = "", run_id: str = "") -> HostRecord:
-    """Returns the record of this host and of the time `now`, for the history of a run; one of several has a name."""
+    """Returns the record of this host and the time `now`, for the history of a run; one of several has a name."""
     return HostRecord(
         cpu=_cpu_info(Path("/proc/cpuinfo")).get("model name", os.uname().machine),
         cores=len(os.sched_getaffinity(0)),
@@ -110,7 +110,10 @@ def git_commit(folder: Path) -> str | None:
     try:
         for parent in (folder.resolve(), *folder.resolve().parents):
             if (parent / ".git").exists():
-                return _commit(_git_dir(parent / ".git"))
+                git_dir = parent / ".git"
+                if git_dir.is_file():  # in a worktree or a submodule it names the folder
+                    git_dir = parent / git_dir.read_text().removeprefix("gitdir:").strip()
+                return _commit(git_dir)
     except OSError:
         pass  # an unreadable repository must not keep a job from training
     return None
@@ -124,17 +127,9 @@ def _version(distribution: str) -> str | None:
 
 
 def _cpu_info(path: Path) -> dict[str, str]:
-    """Returns the fields of the first processor in /proc/cpuinfo."""
     first = path.read_text().split("\n\n", 1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _git_dir(dot_git: Path) -> Path:
-    # In a worktree or a submodule .git is a file that names the folder.
-    if dot_git.is_file():
-        return dot_git.parent / dot_git.read_text().removeprefix("gitdir:").strip()
-    return dot_git
 
 
 def _commit(git_dir: Path) -> str | None:

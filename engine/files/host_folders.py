@@ -1,17 +1,16 @@
 """Merges the folders of the hosts of one run into a folder with the history of the run: ``RUN/collected``.
 
-Rules: the folders of the hosts are read and never changed. The merged folder is made anew each time; `bamboo report`
-and `bamboo status` read it as any other. Two folders of one host count as one host, whose clock has gone on. Other
-hosts keep copies of a folder (``RUN/hosts/NAME``); a file only grows, so of the same file the longest copy counts.
+Rules: the folders of the hosts are never changed. The merged folder is created anew each time; `bamboo report` and
+`bamboo status` read it like any other. Two folders of one host count as one host, whose clock kept running. Other hosts
+keep copies of a folder (``RUN/hosts/NAME``); files only grow, so the longest copy of a file counts.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from engine.core.errors import NothingMatchedError, Problem, StorageError, UserE
 from engine.core.history.evidence import EVENTS, linked_lines
 from engine.core.history.merging import HostRecords, MergedHistory, SharedClock, merged
 from engine.core.history.process_records import EndedRecord, HostRecord, SealRecord, StoreRecord, on_clock
-from engine.core.history.record_lines import ENTRY_BYTES, FOLDER, StepFile, encoded, moved_entries, step_file
+from engine.core.history.record_lines import ENTRY_BYTES, FOLDER, encoded, moved_entries, step_file
 from engine.core.history.run_records import AuditRecord, CommitRecord, JobRecord, Record, StampedRecord
 from engine.files.atomic_write import make_folder, write_atomically
 from engine.files.events_file import events_of, recorded
@@ -27,14 +26,12 @@ from engine.files.evidence import chain_flaws, seal_of
 from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder, find_run, kept_copies, run_names
 
-# The folder of a host, and the copies of it that other hosts keep.
-#
-# Rule: a file of records only grows, so a copy is a beginning of it, and the longest one has all that is left of it.
-# Two folders are of the same start of a host's agent if their events begin with the same line, which has its time.
-
 
 class HostCopies:
-    """The folder of a host and its copies; `path` is the first of them that was given."""
+    """The folder of a host and the copies of it that other hosts keep; `path` is the first of them.
+
+    Folders are of the same agent if their events begin with the same line, which has the time of its start.
+    """
 
     def __init__(self, paths: Sequence[Path]):
         self.paths = tuple(paths)
@@ -74,31 +71,31 @@ _HEAD_BYTES = 1 << 16  # the job and the host stand in it
 
 
 def folders_of(results: Path, run: str, given: Sequence[Path]) -> list[RunFolder]:
-    """Returns the folder of a run and those of its other hosts: the given ones, or all in `results`; and the copies.
+    """Returns the folder of a run, those of its other hosts, `given` or else all in `results`, and the copies.
 
     Raises NothingMatchedError if there is no such run, or a given folder has no events.
     """
     first = find_run(results, run)
     if not given:
-        run_id = _run_id(first)
+        run_id = _id_of_folder(first)
         near = [RunFolder(first.path.parent / name) for name in run_names(first.path.parent)]
-        given = [each.path for each in near if run_id and each.path != first.path and _run_id(each) == run_id]
-    paths = list(dict.fromkeys([first.path.resolve(), *(each.resolve() for each in given)]))
-    for each in paths:
-        if not RunFolder(each).events.is_file():
-            raise NothingMatchedError(f"{str(each)!r} is no folder of a run: it has no events.jsonl")
-    copies = [copy for each in paths for copy in kept_copies(each)]
-    return [RunFolder(each) for each in dict.fromkeys([*paths, *copies])]
+        others = [folder for folder in near if run_id and folder.path != first.path]
+        given = [folder.path for folder in others if _id_of_folder(folder) == run_id]
+    paths = list(dict.fromkeys([first.path.resolve(), *(path.resolve() for path in given)]))
+    for path in paths:
+        if not RunFolder(path).events.is_file():
+            raise NothingMatchedError(f"{str(path)!r} is no folder of a run: it has no events.jsonl")
+    copies = [copy for path in paths for copy in kept_copies(path)]
+    return [RunFolder(path) for path in dict.fromkeys([*paths, *copies])]
 
 
-def _run_id(folder: RunFolder) -> str:
-    """Returns the name of a run in its store; empty if its first records do not tell."""
+def _id_of_folder(folder: RunFolder) -> str:
+    """Returns the name of a run in its store; an empty string if its first records do not have it."""
     try:
         with folder.events.open("rb") as file:
-            head = [*events_of(file.read(_HEAD_BYTES), folder.events)]
-    except (OSError, StorageError):  # a folder of another bamboo, or without events, is none of this run
+            return _run_id([*events_of(file.read(_HEAD_BYTES), folder.events)])
+    except (OSError, StorageError):  # a folder of another bamboo, or without events, is not of this run
         return ""
-    return next((each.run_id for each in head if isinstance(each, HostRecord | StoreRecord) and each.run_id), "")
 
 
 def collect(folders: Sequence[RunFolder], output: Path | None = None) -> dict[str, Any]:
@@ -108,39 +105,42 @@ def collect(folders: Sequence[RunFolder], output: Path | None = None) -> dict[st
         UserError: the folders are of different runs.
         StorageError: a line, which the message names, is damaged; or the folder cannot be written.
     """
-    copies = {each.path: each for each in by_host([each.path for each in folders])}
-    files = {path: _whole_records(each.events) for path, each in copies.items()}
+    copies = {host.path: host for host in by_host([folder.path for folder in folders])}
+    files = {path: _whole_records(host.events) for path, host in copies.items()}
     _refuse_other_runs(files)
-    nodes = {path: _node(path, records) for path, records in files.items()}
+    nodes = {
+        path: next((record.node for record in records if isinstance(record, HostRecord) and record.node), path.name)
+        for path, records in files.items()
+    }
     hosts = [_host(node, files, nodes, copies) for node in dict.fromkeys(nodes.values())]
     history = merged(hosts)
     below = folders[0].path if output is None else output
     is_whole, output = output is None, folders[0].path / COLLECTED if output is None else output
     make_folder(output / FOLDER, below)
-    own = (each for each in history.records if not isinstance(each, SealRecord))  # it seals the folder of a host
+    own = (record for record in history.records if not isinstance(record, SealRecord))  # which is for a host's folder
     write_atomically(output / "events.jsonl", linked_lines(map(encoded, own)))
     _write_steps(output / FOLDER, nodes, copies, history.clock)
-    told = {"run_dir": str(output), "reference": history.reference, "hosts": _hosts(history, hosts, nodes)}
-    _write_rest(output, files, told)
+    parts = {"run_dir": str(output), "reference": history.reference, "hosts": _hosts(history, hosts, nodes)}
+    _write_rest(output, files, parts)
     if is_whole:
         add_records(output / "events.jsonl", seal_of(output))
-    ended = next((each for each in reversed(history.records) if isinstance(each, EndedRecord)), None)
-    return told | {"records": len(history.records), "outcome": ended.outcome if ended else None}
+    ended = next((record for record in reversed(history.records) if isinstance(record, EndedRecord)), None)
+    return parts | {"records": len(history.records), "outcome": ended.outcome if ended else None}
 
 
 def _whole_records(events: Path) -> list[Record]:
-    """Returns the records of a file; raises StorageError if a record was changed, or one before it is gone."""
+    """Returns the records of a file; raises StorageError if a record was changed or removed."""
     if flaws := chain_flaws(events.parent, events.name)[1]:
         raise StorageError(f"{events.parent}/{flaws[0]}")
     return [*recorded(events)]
 
 
 def _refuse_other_runs(files: Mapping[Path, Sequence[Record]]) -> None:
-    """Raises UserError with each folder whose job, or name of the run, is not that of the first."""
+    """Raises UserError with each folder whose job or run ID differs from the first."""
     (first, records), *others = files.items()
-    run_id, job, problems = _told_id(records), HostRecords("", records).job, []
+    run_id, job, problems = _run_id(records), HostRecords("", records).job, []
     for path, theirs in others:
-        its_id, its_job = _told_id(theirs), HostRecords("", theirs).job
+        its_id, its_job = _run_id(theirs), HostRecords("", theirs).job
         if run_id and its_id and its_id != run_id:
             problems.append(Problem("FOLDER", f"a folder of run {run_id!r}", f"one of {its_id!r}", source=str(path)))
         elif job is not None and its_job is not None and job != its_job:
@@ -153,12 +153,9 @@ def _refuse_other_runs(files: Mapping[Path, Sequence[Record]]) -> None:
         raise UserError(problems)
 
 
-def _told_id(records: Iterable[Record]) -> str:
-    return next((each.run_id for each in records if isinstance(each, HostRecord | StoreRecord) and each.run_id), "")
-
-
-def _node(path: Path, records: Iterable[Record]) -> str:
-    return next((each.node for each in records if isinstance(each, HostRecord) and each.node), path.name)
+def _run_id(records: Iterable[Record]) -> str:
+    ids = (record.run_id for record in records if isinstance(record, HostRecord | StoreRecord))
+    return next(filter(None, ids), "")
 
 
 def _host(
@@ -171,7 +168,7 @@ def _host(
 
 
 def _begin_ns(records: Iterable[Record]) -> int:
-    return next((each.at_ns for each in records if isinstance(each, StampedRecord)), 0)
+    return next((record.at_ns for record in records if isinstance(record, StampedRecord)), 0)
 
 
 def _is_cut(events: Path) -> bool:
@@ -184,70 +181,66 @@ def _is_cut(events: Path) -> bool:
 def _write_steps(
     output: Path, nodes: Mapping[Path, str], copies: Mapping[Path, HostCopies], clock: SharedClock
 ) -> None:
-    """Writes the files of the steps of all hosts, on the shared clock; files of an earlier merge are gone."""
+    """Replaces the files of the steps with those of all hosts, on the shared clock."""
     for old in output.iterdir():
         if step_file(old.name):
             old.unlink()
     sources: dict[str, list[tuple[Path, str]]] = {}
     for path, node in nodes.items():
-        for name, each in copies[path].steps().items() if clock.knows(node) else ():
-            sources.setdefault(name, []).append((each, node))
+        for name, file in copies[path].steps().items() if clock.knows(node) else ():
+            sources.setdefault(name, []).append((file, node))
     for name, parts in sorted(sources.items()):
-        kind = StepFile(*_named(name))
-        is_of_actions = kind.worker is not None
-        data = b"".join(_actions(*part, clock) for part in parts) if is_of_actions else _hashes(parts, clock)
+        if (kind := step_file(name)) is not None and kind.worker is not None:
+            data = b"".join(_actions(file, _clock_of(node, clock)) for file, node in parts)
+        else:
+            data = _hashes(parts, clock)
         write_atomically(output / name, data)
 
 
-def _named(name: str) -> tuple[int, int | None]:
-    file = step_file(name)
-    return (0, None) if file is None else (file.first, file.worker)
-
-
-def _actions(path: Path, node: str, clock: SharedClock) -> bytes:
+def _actions(path: Path, on_shared_clock: Callable[[int], int]) -> bytes:
     data = path.read_bytes()
-    whole = data[: len(data) // ENTRY_BYTES * ENTRY_BYTES]  # a half that a crash left would shift those behind it
-    return moved_entries(whole, lambda at_ns: clock.at(node, at_ns).at_ns)
+    whole = data[: len(data) // ENTRY_BYTES * ENTRY_BYTES]  # a partial one, left by a crash, would shift later ones
+    return moved_entries(whole, on_shared_clock)
 
 
 def _hashes(parts: Iterable[tuple[Path, str]], clock: SharedClock) -> bytes:
-    """Returns the hashes, each once: the host of the worker has recorded them, and each one that coordinated."""
+    """Returns the hashes, each once: the worker's host has recorded them, and so has each coordinating host."""
     once: dict[tuple[Any, ...], str] = {}
     for path, node in parts:
-        records: Iterator[Record] = events_of(b"\n" + path.read_bytes(), path, -1)
-        for record in records:
+        for record in events_of(b"\n" + path.read_bytes(), path, -1):
             if isinstance(record, AuditRecord):
-                moved = on_clock(record, partial(_at, clock, node))
+                moved = on_clock(record, _clock_of(node, clock))
                 once.setdefault((record.of, record.step, record.pipeline, str(record.rows)), encoded(moved))
     return linked_lines(once.values()).encode()
 
 
-def _at(clock: SharedClock, node: str, at_ns: int) -> int:
-    return clock.at(node, at_ns).at_ns
+def _clock_of(node: str, clock: SharedClock) -> Callable[[int], int]:
+    return lambda at_ns: clock.at(node, at_ns).at_ns
 
 
 def _hosts(history: MergedHistory, hosts: Iterable[HostRecords], nodes: Mapping[Path, str]) -> list[dict[str, Any]]:
-    """Returns each host: its folders, its records, the uncertainty of its times, and why it is incomplete."""
+    """Returns the folders, records, time uncertainty and incompleteness of each host."""
     entries = []
     for host in hosts:
-        stamped, within_ms = host.of(StampedRecord), None
+        within_ms = None
         if history.clock.knows(host.node):
-            within_ms = max((history.clock.at(host.node, each.at_ns).within_ns for each in stamped), default=0) / 1e6
+            times = (history.clock.at(host.node, record.at_ns) for record in host.of(StampedRecord))
+            within_ms = max((time.within_ns for time in times), default=0) / 1e6
         own = [str(path) for path, node in nodes.items() if node == host.node]
         why = list(history.incomplete.get(host.node, ()))
         more = {"records": len(host.records), "within_ms": within_ms, "incomplete": why}
         entries.append({"node": host.node, "folders": own, **more})
-    there = {each["node"] for each in entries}
+    nodes_there = {entry["node"] for entry in entries}
     for node, why_absent in history.incomplete.items():
-        if node not in there:
+        if node not in nodes_there:
             absent = {"records": 0, "within_ms": None, "incomplete": list(why_absent)}
             entries.append({"node": node, "folders": [], **absent})
     return entries
 
 
-def _write_rest(output: Path, files: Mapping[Path, Sequence[Record]], told: dict[str, Any]) -> None:
-    """Writes run.json with the hosts, and the files that only the host has that coordinated last."""
-    by_end = sorted(files, key=lambda path: sum(isinstance(each, CommitRecord | JobRecord) for each in files[path]))
+def _write_rest(output: Path, files: Mapping[Path, Sequence[Record]], parts: dict[str, Any]) -> None:
+    """Writes run.json with the hosts, and the files that only the last coordinating host has."""
+    by_end = sorted(files, key=lambda path: sum(isinstance(record, CommitRecord | JobRecord) for record in files[path]))
     plain: dict[str, Any] = {}
     for path in by_end:
         if (path / "run.json").is_file():
@@ -256,4 +249,4 @@ def _write_rest(output: Path, files: Mapping[Path, Sequence[Record]], told: dict
             if (path / name).is_file():
                 make_folder((output / name).parent, output)
                 write_atomically(output / name, (path / name).read_bytes())
-    write_atomically(output / "run.json", json.dumps(plain | {"collected": told}, indent=2) + "\n")
+    write_atomically(output / "run.json", json.dumps(plain | {"collected": parts}, indent=2) + "\n")

@@ -18,12 +18,6 @@ from engine.core.history.run_records import AGENT, StampedRecord
 from engine.files.atomic_write import open_below, open_in, open_to_append, storage_errors
 from engine.files.run_folder import refuse_size
 
-# Opens the files of the evidence of a run, which may be from elsewhere: through no link, and of no impossible size.
-#
-# Rule: a file that no run writes so, or that cannot be read, is an error; wrong text in it, and its absence, may be a
-# flaw of the evidence.
-
-
 _CHUNK_BYTES = 1 << 20
 _MOST_LINE_BYTES = 1 << 26  # the losses of a twin of millions of steps
 
@@ -31,6 +25,9 @@ _MOST_LINE_BYTES = 1 << 26  # the losses of a twin of millions of steps
 @contextlib.contextmanager
 def evidence(run: Path, file: str) -> Iterator[tuple[IO[bytes], int]]:
     """Yields a file of the evidence, open for reading, and its size; `file` is its path in the folder of the run.
+
+    The run may come from elsewhere: a file that no run would write is an error; wrong text in it, and its absence, may
+    be a flaw of the evidence.
 
     Raises:
         FileNotFoundError: it does not exist.
@@ -56,7 +53,7 @@ def parts(file: IO[bytes], size: int, part: int) -> Iterator[bytes]:
 
 
 def evidence_lines(run: Path, file: str) -> Iterator[str]:
-    """Yields the lines of a file of the evidence, without their newlines, and a last one without its end.
+    """Yields the lines of a file of the evidence without their newlines, including an unfinished last one.
 
     Raises the errors of `evidence`, also for a line that is longer than any record.
     """
@@ -64,18 +61,18 @@ def evidence_lines(run: Path, file: str) -> Iterator[str]:
     with evidence(run, file) as (opened, size):
         for data in parts(opened, size, _CHUNK_BYTES):
             *whole, rest = (rest + data).split(b"\n")
-            yield from (each.decode("utf-8", "replace") for each in whole)
+            yield from (line.decode("utf-8", "replace") for line in whole)
             if len(rest) > _MOST_LINE_BYTES:
                 raise StorageError(f"{run / file}: no line of a run is longer than {_MOST_LINE_BYTES:,} bytes")
     if rest:
         yield rest.decode("utf-8", "replace")
 
 
-# Appends records to a file of lines: each process links its lines (`core.history.evidence`), several may append.
+# Several processes append records to a file of lines; each links its own (`core.history.evidence`).
 #
-# Rules: a line is in the kernel's hands before the call returns. A line of which the kernel took only a part is ended
-# there and written again, whole: another process may have appended in between. A line that could not be written is in
-# no chain, so the next one follows the one before it.
+# Rules: a line is handed to the kernel before the call returns. If the kernel accepts only a part of a line, that is
+# terminated and the whole line written again, because another process may have appended. A line that could not be
+# written is in no chain, so the next one follows its predecessor.
 
 _Key = tuple[int, str, int]  # process, path and inode
 
@@ -104,11 +101,11 @@ _chains: dict[_Key, Chain] = {}
 
 
 def chain_of(fd: int, pid: int) -> Chain:
-    """Returns the chain of this process, `pid`, in a file that is open for appending; an empty file has none yet."""
+    """Returns the chain of this process, `pid`, in a file open for appending; in an empty file it is new."""
     facts = os.fstat(fd)
     key = (pid, os.readlink(f"/proc/self/fd/{fd}"), facts.st_ino)
     chain = _chains.get(key)
-    if chain is None or (chain.has_links and not facts.st_size):  # the inode of a file that is gone
+    if chain is None or (chain.has_links and not facts.st_size):  # a reused inode
         chain = _chains[key] = Chain()
     return chain
 
@@ -118,14 +115,14 @@ def append(fd: int, line: bytes) -> None:
     written = os.write(fd, line)
     while written < len(line):
         if written == len(line) - 1:
-            line = b"\n"  # the record is there
+            line = b"\n"  # the record is complete
         elif written:
             line = b"\n" + line.lstrip(b"\n")
         written = os.write(fd, line)
 
 
 def add_records(path: Path, *records: StampedRecord) -> None:
-    """Appends records of the launcher, or of another command about the run, with the present time.
+    """Appends records of the launcher, or of another command about the run, with the current time.
 
     Raises StorageError if the file could not be written.
     """
@@ -133,13 +130,13 @@ def add_records(path: Path, *records: StampedRecord) -> None:
 
 
 def stamped(records: Iterable[StampedRecord], pid: int = 0) -> list[str]:
-    """Returns records of a process, by default of this one, as texts with the present time."""
+    """Returns records of a process, by default of this one, as texts with the current time."""
     stamp = {"worker": AGENT, "pid": pid or os.getpid(), "at_ns": time.monotonic_ns()}
-    return [encoded(replace(each, **stamp)) for each in records]
+    return [encoded(replace(record, **stamp)) for record in records]
 
 
 def add_lines(path: Path, texts: Iterable[str], pid: int) -> None:
     """Appends the records of a process, as texts. Raises StorageError if the file could not be written."""
     with open(open_to_append(path), "ab", buffering=0) as file, storage_errors("write", path):
-        for each in texts:
-            chain_of(file.fileno(), pid).append(file.fileno(), each)
+        for text in texts:
+            chain_of(file.fileno(), pid).append(file.fileno(), text)

@@ -1,7 +1,7 @@
 """The results of a matrix run: ``results.jsonl`` in its folder, one line per finished cell.
 
-Rules: a result is passed to the kernel before the next cell starts, so a killed run keeps its results. A cell that ran
-again has several lines, and the last one counts. A line that a killed writer left unfinished is ignored.
+Rules: a result is passed to the kernel before the next cell starts, so a killed run keeps its results. If a cell was
+run again, its last line counts. An unfinished line, left by a killed writer, is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MATRICES = "matrices"
 
 
 def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
-    """Makes and returns the folder of a new run of a matrix.
+    """Creates and returns the folder of a new run of a matrix.
 
     Raises StorageError if it could not be made in `results`.
     """
@@ -36,13 +36,13 @@ def new_folder(results: Path, name: str, now: datetime, hex4: str) -> Path:
 
 
 def newest_folder(results: Path, name: str) -> Path:
-    """Returns the folder of the newest run of a matrix by this user: its results count as passed cells.
+    """Returns the folder of this user's newest run of a matrix, to resume it.
 
     Raises NothingMatchedError if there is none.
     """
     pattern = rf".{{15}}-{re.escape(name)}-.{{4}}"
-    named = [results / MATRICES / each for each in run_names(results / MATRICES) if re.fullmatch(pattern, each)]
-    newest = next((each for each in reversed(named) if RunFolder(each).is_own), None)
+    folders = [results / MATRICES / run for run in run_names(results / MATRICES) if re.fullmatch(pattern, run)]
+    newest = next((folder for folder in reversed(folders) if RunFolder(folder).is_own), None)
     if newest is None:
         raise NothingMatchedError(f"no run of the matrix {name!r} in {str(results)!r} to resume")
     return newest
@@ -55,7 +55,7 @@ def append_result(folder: Path, result: CellResult) -> None:
     try:
         with storage_errors("write", folder / RESULTS):
             size = os.fstat(fd).st_size
-            # An unfinished line is ended first, so that it damages no other.
+            # An unfinished line is terminated first, so that it damages no other.
             os.write(fd, line if not size or os.pread(fd, 1, size - 1) == b"\n" else b"\n" + line)
     finally:
         os.close(fd)
@@ -75,7 +75,7 @@ def read_results(path: Path) -> dict[str, CellResult]:
             result = from_plain(json.loads(line))
         except (ValueError, TypeError, AttributeError, RecursionError):
             continue
-        if not result.run or re.fullmatch(RUN_NAME, result.run):  # the run is a folder, whose page may be written
+        if not result.run or re.fullmatch(RUN_NAME, result.run):  # it names a folder, to which a page may be written
             results[result.cell] = result
     return results
 
@@ -89,4 +89,4 @@ def usual_seconds(paths: Iterable[Path]) -> dict[str, float]:
     for path in paths:
         for result in read_results(path).values():
             times.setdefault(result.cell, []).append(result.seconds)
-    return {cell: median(each) for cell, each in times.items()}
+    return {cell: median(seconds) for cell, seconds in times.items()}

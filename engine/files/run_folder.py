@@ -1,9 +1,9 @@
 """The folder of one run, ``results/<time>-<name>-<hex>/``, and the link ``results/latest`` to the newest.
 
-Rules: only its user can open a run folder (mode 0700). The link and run.json are replaced in one step, so that a reader
-never finds the link missing or the file half written. Only bamboo's own link is replaced: one whose target is the plain
-name of a run. A link in a folder of results is no run. A run folder may be from elsewhere, so each of its files has a
-largest size; records are appended, so a large file that mostly consists of holes was never written by a run.
+Rules: only its user can open a run folder (mode 0700). The link and run.json are replaced atomically, so a reader never
+finds the link missing or the file half written. Only bamboo's own link is replaced: one whose target is the plain name
+of a run. A link in a folder of results is not a run. A run folder may come from elsewhere, so its files have maximum
+sizes; records are appended, so a large file that consists mostly of holes was never written by a run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Union
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, ensure, nearest
 from engine.core.history.evidence import EVENTS
 from engine.core.history.record_lines import FOLDER
-from engine.core.history.record_lines import FOLDER as STEPS
 from engine.core.units import finite
 from engine.files.atomic_write import BLOCK_BYTES, is_hollow, open_below, storage_errors
 
@@ -92,9 +92,9 @@ def run_json_text(mapping: Mapping[str, object]) -> str:
 def create_run_folder(
     results: Path, name: str, now: datetime, hex4: str, say: Callable[[str], object] = str
 ) -> RunFolder:
-    """Makes and returns the folder of a new run, with its logs folder, and points ``latest`` at it.
+    """Creates and returns the folder of a new run, with its logs folder, and points ``latest`` at it.
 
-    If ``latest`` cannot be changed, or is not bamboo's, it stays as it is, and `say` gets a line about it.
+    If ``latest`` cannot be changed, or is not bamboo's, it stays, and `say` gets a line about it.
 
     Raises StorageError if it could not be made in `results`.
     """
@@ -191,20 +191,22 @@ def run_names(results: Path) -> list[str]:
     if not results.is_dir():
         return []
     with os.scandir(results) as entries:
-        folders = [each for each in entries if re.fullmatch(RUN_NAME, each.name)]
-        return sorted(each.name for each in folders if each.is_dir(follow_symlinks=False))
+        named = [entry for entry in entries if re.fullmatch(RUN_NAME, entry.name)]
+        return sorted(entry.name for entry in named if entry.is_dir(follow_symlinks=False))
 
 
 def kept_copies(run: Path) -> list[Path]:
     """Returns the copies of the folders of other hosts in a run folder."""
-    kept = run / HOSTS_FOLDER
-    copies = sorted(kept.iterdir()) if kept.is_dir() else []
-    return [each for each in copies if not each.is_symlink() and (each / EVENTS).is_file()]
+    hosts = run / HOSTS_FOLDER
+    copies = sorted(hosts.iterdir()) if hosts.is_dir() else []
+    return [copy for copy in copies if not copy.is_symlink() and (copy / EVENTS).is_file()]
 
 
 def refuse_size(path: Path, facts: os.stat_result) -> None:
-    """Raises StorageError for a file that is larger than a run writes it, or that mostly consists of holes."""
-    size, most = facts.st_size, _most_bytes(path)
+    """Raises StorageError for a file that is larger than a run writes it, or that consists mostly of holes."""
+    size, most = facts.st_size, _MOST_FACT_BYTES if path.suffix in (".json", ".yaml") else None
+    if path.parent.name == FOLDER:
+        most = _MOST_STEP_BYTES
     if most is not None and size > most:
         raise StorageError(f"{path}: {size:,} bytes, and no run writes more than {most:,} into it")
     if is_hollow(facts):
@@ -212,17 +214,10 @@ def refuse_size(path: Path, facts: os.stat_result) -> None:
         raise StorageError(f"{path}: {size:,} bytes, of which {there:,} are on the disk: no run wrote it")
 
 
-def _most_bytes(path: Path) -> int | None:
-    if path.parent.name == STEPS:
-        return _MOST_STEP_BYTES
-    return _MOST_FACT_BYTES if path.suffix in (".json", ".yaml") else None
-
-
 # The files that bamboo writes into a folder of results, by name; every other file belongs to the user.
 #
-# Rules: links are not followed, also where one takes the place of a folder meanwhile. A file counts by its name and
-# kind, so a user's file of another name is never listed.
-
+# Rules: links are not followed, even if one replaces a folder meanwhile. A file counts by its name and kind, so a
+# user's file of another name is never listed.
 
 # The name of an entry, as a pattern -> the entries of the folder, or one of the kinds below.
 OwnNames = Mapping[str, Union[str, "OwnNames"]]
@@ -268,13 +263,15 @@ MATRIX: OwnNames = {
 
 
 def own_files(folder: Path, form: OwnNames) -> Iterator[Path]:
-    """Yields the files of bamboo in a folder, and each of its folders behind the files in it; not `folder` itself."""
-    for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+    """Yields bamboo's files in a folder, and each inner folder after the files in it; not `folder` itself."""
+    for entry in sorted(os.scandir(folder), key=attrgetter("name")):
         kind = next((kind for name, kind in form.items() if re.fullmatch(name, entry.name)), None)
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
             if kind == TREE:
-                yield from _tree(path)
+                for inner, folders, files in os.walk(path, topdown=False):  # which does not follow links
+                    yield from (Path(inner, name) for name in (*files, *folders))
+                yield path
             elif isinstance(kind, Mapping):
                 yield from own_files(path, kind)
                 yield path
@@ -290,7 +287,7 @@ def delete_entry(path: Path, below: Path) -> None:
 
 
 def delete_tree(path: Path, below: Path) -> None:
-    """Deletes a folder and all that is in it, as far as possible; nothing if a part of its path is a link."""
+    """Deletes a folder with its contents, as far as possible; nothing if a part of its path is a link."""
     with contextlib.suppress(OSError), open_below(path.parent, below) as folder:
         shutil.rmtree(path.name, ignore_errors=True, dir_fd=folder)
 
@@ -298,12 +295,6 @@ def delete_tree(path: Path, below: Path) -> None:
 def disk_bytes(path: Path) -> int:
     """Returns the bytes that an entry takes on disk, without the entries of a folder; 0 if it is gone."""
     try:
-        return path.lstat().st_blocks * 512
+        return path.lstat().st_blocks * BLOCK_BYTES
     except OSError:
         return 0
-
-
-def _tree(folder: Path) -> Iterator[Path]:
-    for inner, folders, files in os.walk(folder, topdown=False):  # it does not follow links
-        yield from (Path(inner, name) for name in (*files, *folders))
-    yield folder

@@ -1,9 +1,9 @@
-"""Reads YAML as plain values with the place of each; refuses forms whose value would surprise their author.
+"""Reads YAML as plain values with the place of each; rejects forms whose value would surprise their author.
 
 Rules: duplicate keys, keys that are not text, anchors, aliases, tags, merge keys, a second document and ambiguous
-scalars are problems. Size, depth and number of values are bounded, and reading stops behind `MOST_PROBLEMS` problems.
+scalars are problems. Size, depth and number of values are bounded, and reading stops after `MOST_PROBLEMS` problems.
 Values are built from the parser's events, so no constructor of PyYAML ever runs. A value with a problem is left out, so
-that it is reported once.
+it is reported only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TextPlace = tuple[int, int]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
-MAX_VALUES = 10_000  # with the keys; PyYAML takes half a second for so many
+MAX_VALUES = 10_000  # including keys; PyYAML takes half a second for that many
 
 _BROKEN: Any = object()
 _INDENT = "indent this line as its neighbours: keys of one mapping, and items of one list, begin in one column"
@@ -54,19 +54,19 @@ class Document:
         """Returns the value under a key as a document, without the problems of the whole; an absent value is None."""
         value = self.value.get(key) if isinstance(self.value, dict) else None
         places, key_places = (
-            {path[1:]: place for path, place in found.items() if path[:1] == (key,)}
-            for found in (self.places, self.key_places)
+            {path[1:]: place for path, place in of_paths.items() if path[:1] == (key,)}
+            for of_paths in (self.places, self.key_places)
         )
         return Document(self.source, value, places, key_places)
 
 
 def read_yaml(path: Path) -> Document:
-    """Returns a YAML file as a document; the caller reports its problems together with its own.
+    """Returns a YAML file as a document; the caller reports its problems with its own.
 
     Raises UserError if the file cannot be opened or read.
     """
     source = str(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would block
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would block
         raise UserError([Problem("", "a file", "something else", "", source)])
     try:
         with path.open("rb") as file:
@@ -155,9 +155,9 @@ class _Builder:
             self._refuse((), event, "one document", "a second one", "remove what follows")
         return value
 
-    def _refuse(self, path: KeyPath, event: Any, expected: str, found: str, hint: str) -> None:
-        name = ".".join(str(part) for part in path)
-        self.problems.append(Problem(name, expected, found, hint, self.source, *_place(event)))
+    def _refuse(self, path: KeyPath, event: Any, expected: str, actual: str, hint: str) -> None:
+        name = ".".join(map(str, path))
+        self.problems.append(Problem(name, expected, actual, hint, self.source, *_place(event)))
         if len(self.problems) > MOST_PROBLEMS:
             raise _EndOfReadingError
 
@@ -175,13 +175,19 @@ class _Builder:
             return _BROKEN
         self._check_properties(path, event)
         if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(path, event)
+            if event.style is None and (hint := surprise(event.value)):
+                self._refuse(path, event, "a value that reads only one way", repr(event.value), hint)
+                return _BROKEN
+            return plain_value(event.value) if event.style is None else str(event.value)
         if len(path) >= MAX_DEPTH:
             self._refuse((), event, f"at most {MAX_DEPTH} levels", "a deeper one", "")
             raise _EndOfReadingError
-        if isinstance(event, yaml.SequenceStartEvent):
-            return self._sequence(path)
-        return self._mapping(path)
+        if not isinstance(event, yaml.SequenceStartEvent):
+            return self._mapping(path)
+        items: list[YamlValue] = []
+        while not isinstance(event := self.loader.get_event(), yaml.SequenceEndEvent):
+            items.append(self._node((*path, len(items)), event))
+        return _BROKEN if any(item is _BROKEN for item in items) else items
 
     def _check_properties(self, path: KeyPath, event: Any) -> None:
         if event.anchor is not None:
@@ -189,21 +195,6 @@ class _Builder:
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             self._refuse(path, event, "no tag", repr(tag), "remove it")
-
-    def _scalar(self, path: KeyPath, event: Any) -> YamlValue:
-        if event.style is not None:
-            return str(event.value)
-        hint = surprise(event.value)
-        if hint:
-            self._refuse(path, event, "a value that reads only one way", repr(event.value), hint)
-            return _BROKEN
-        return plain_value(event.value)
-
-    def _sequence(self, path: KeyPath) -> YamlValue:
-        items: list[YamlValue] = []
-        while not isinstance(event := self.loader.get_event(), yaml.SequenceEndEvent):
-            items.append(self._node((*path, len(items)), event))
-        return _BROKEN if any(item is _BROKEN for item in items) else items
 
     def _mapping(self, path: KeyPath) -> YamlValue:
         mapping: dict[str, YamlValue] = {}
@@ -234,7 +225,7 @@ class _Builder:
         if text == "<<":
             self._refuse(path, event, "no merge key", "'<<'", "write its keys out")
             return None
-        # As keys, y and n are fine: the YAML readers in use all take them as text.
+        # y and n are fine as keys: all YAML readers in use read them as text.
         if (surprise(text) and text.lower() not in ("y", "n")) or not isinstance(plain_value(text), str):
             self._refuse(path, event, "a text key", repr(text), "quote it")
             return None
@@ -242,7 +233,6 @@ class _Builder:
 
 
 def _plain_words(problem: str, text: str, mark: Any) -> str:
-    """Returns what to do about a problem of the parser, in words without its terms."""
     if problem.startswith("mapping values") and ": " in text[: mark.index].rpartition("\n")[2]:
         return "quote the value, which has a second ': '"
     return next((words for pattern, words in _PLAIN_WORDS if pattern.search(problem)), problem)

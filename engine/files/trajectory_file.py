@@ -13,8 +13,6 @@ from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
 from engine.core.errors import StorageError
 from engine.files.atomic_write import make_folder, open_to_read, write_atomically
 
-# The file trajectory.csv: the rows of a trajectory as text from which every bit can be read back.
-
 
 def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
     """Writes the rows in the given order. Raises StorageError if the file could not be written."""
@@ -22,7 +20,7 @@ def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
 
 
 def trajectory_text(rows: Iterable[TrajectoryRow]) -> str:
-    """Returns the rows as the text of a file."""
+    """Returns the rows as the text of trajectory.csv, from which every bit can be restored."""
     return "".join(",".join(line) + "\n" for line in (COLUMNS, *(row.texts() for row in rows)))
 
 
@@ -38,7 +36,7 @@ def trajectory_rows(text: str, path: Path) -> list[TrajectoryRow]:
 
 
 def trajectory_row(line: str, place: str) -> TrajectoryRow:
-    """Returns the row in a line; raises StorageError, which names the place, for any other text."""
+    """Returns the row in a line; raises StorageError with the place for any other text."""
     try:
         step, layer, state, buffers, loss = line.split(",")
         return TrajectoryRow(int(step), int(layer), state, buffers, float(loss) if loss else None)
@@ -46,7 +44,7 @@ def trajectory_row(line: str, place: str) -> TrajectoryRow:
         raise StorageError(f"{place}: expected {','.join(COLUMNS)}, found {line!r}") from error
 
 
-# Trajectories of fault-free twins, kept for the next run of the same job: ``<results>/twins/<fingerprint>.csv``.
+# Trajectories of fault-free twins are kept for later runs of the same job: ``<results>/twins/<fingerprint>.csv``.
 #
 # Rule: a kept twin decides whether a later run is correct. It counts only if it is this user's own file with mode 0600,
 # and its last line is the SHA-256 of its fingerprint and its rows.
@@ -70,8 +68,8 @@ def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
         raise StorageError(f"{path}: {error.strerror}") from error
     if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
         raise StorageError(f"{path}: expected a file of this user with mode 0600")
-    text, _, told = data.decode("utf-8", "replace").removesuffix("\n").rpartition("\n")
-    if told != _hash(fingerprint, f"{text}\n"):
+    text, _, last = data.decode("utf-8", "replace").removesuffix("\n").rpartition("\n")
+    if last != _hash(fingerprint, f"{text}\n"):
         raise StorageError(f"{path}: the hash in its last line is not that of its rows")
     return trajectory_rows(text, path)
 
@@ -85,7 +83,7 @@ def keep_twin(results: Path, fingerprint: str, rows: Iterable[TrajectoryRow]) ->
 
 @cache
 def own_sources() -> str:
-    """Returns the hash of the engine's code, as this process has found it first: to read all of it takes 0.1 s."""
+    """Returns the hash of the engine's code, read once by this process: that takes 0.1 s."""
     return source_hash(Path(__file__).parents[1])
 
 

@@ -42,5 +42,5 @@ def plain_value(text: str) -> YamlScalar:
 
 
 def surprise(text: str) -> str:
-    """Returns how else to write an unquoted scalar on which YAML readers disagree; empty for any other scalar."""
+    """Returns how to write an unquoted scalar on which YAML readers disagree; an empty string for any other."""
     return next((hint for pattern, hint in _SURPRISES if pattern.fullmatch(text)), "")

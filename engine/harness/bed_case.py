@@ -116,10 +116,10 @@ def _with_spare(strike: HostStrike, run: BedPlan) -> HostStrike:
     log = run.log(strike.node)
     if strike.fault.do != "cut-host" or strike.ended_ns is None:
         return strike
-    if (found := _LATE.search(log.read_text(encoding="utf-8", errors="replace"))) is None:
+    if (match := _LATE.search(log.read_text(encoding="utf-8", errors="replace"))) is None:
         return strike
     ended_at_ns = time.time_ns() - (time.monotonic_ns() - strike.at_ns) + strike.ended_ns
-    age_ns = int(float(found[1]) * 1e9) + ended_at_ns - int(os.path.getmtime(log) * 1e9)
+    age_ns = int(float(match[1]) * 1e9) + ended_at_ns - int(os.path.getmtime(log) * 1e9)
     return replace(strike, spare_ns=run.lease_s * 1_000_000_000 - age_ns)
 
 
@@ -243,9 +243,9 @@ def _compared(
     scribe.add(folder.events, ComparingRecord())
     try:
         rows = trajectory_rows(folder.trajectory.read_text(encoding="utf-8"), folder.trajectory)
-        found = compare(rows, twin_rows(job, folder, scribe, run, screen.say), history)
+        comparison = compare(rows, twin_rows(job, folder, scribe, run, screen.say), history)
     except BambooError as error:
         scribe.add(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
         return error
-    scribe.add(folder.events, found)
-    return found
+    scribe.add(folder.events, comparison)
+    return comparison

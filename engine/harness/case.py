@@ -235,11 +235,11 @@ class CaseResult:
     def to_plain(self) -> dict[str, Any]:
         """Returns the summary of the run with the outcome and exit code of the command, for `run.json`."""
         ended = self.ended
-        found = {**self.summary, "outcome": ended.outcome, "exit_code": ended.exit_code}
+        summary = {**self.summary, "outcome": ended.outcome, "exit_code": ended.exit_code}
         if self.is_scenario:
-            return {**found, "case": self.as_dict()}
+            return {**summary, "case": self.as_dict()}
         return {
-            **found,
+            **summary,
             "error": None if self.error is None else str(self.error),
             # An interrupted long run is not read again.
             "recoveries": [each.as_dict() for each in self.recoveries] if not self.seen.history.is_empty else None,

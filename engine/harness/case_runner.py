@@ -409,9 +409,9 @@ def _compared(
 
     scribe.add(folder.events, ComparingRecord())
     try:
-        found = compare(rows, twin_rows(job, folder, scribe, run, screen.say), history)
+        comparison = compare(rows, twin_rows(job, folder, scribe, run, screen.say), history)
     except BambooError as error:
         scribe.add(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
         return error
-    scribe.add(folder.events, found)
-    return found
+    scribe.add(folder.events, comparison)
+    return comparison

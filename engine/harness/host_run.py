@@ -78,8 +78,8 @@ def awaited_end(results: Path, run: str | None, etcd: EtcdSettings | None) -> tu
         NothingMatchedError: neither the store nor the folder of results knows the run.
         CoordinatorUnavailableError: nobody is left who could tell the outcome.
     """
-    if run and etcd is not None and (found := _of_store(run, etcd)) is not None:
-        return run, found
+    if run and etcd is not None and (outcome := _of_store(run, etcd)) is not None:
+        return run, outcome
     try:
         folder = find_run(results, run)
     except NothingMatchedError as error:
@@ -88,8 +88,8 @@ def awaited_end(results: Path, run: str | None, etcd: EtcdSettings | None) -> tu
         places = ", ".join(map(str, etcd.endpoints))
         raise NothingMatchedError(f"no run {run!r} of several hosts in the store at {places}, and {error}") from error
     run_id = _run_id(folder)
-    if run_id and etcd is not None and (found := _of_store(run_id, etcd)) is not None:
-        return run_id, found
+    if run_id and etcd is not None and (outcome := _of_store(run_id, etcd)) is not None:
+        return run_id, outcome
     return folder.path.name, _of_folder(folder, run_id)
 
 

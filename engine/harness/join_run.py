@@ -97,10 +97,10 @@ def _refuse_other_bits(folder: RunFolder, job: Job) -> None:
     before = {**compared_facts(there.get("host", {}), job), "sources": there.get("sources")}
     now = {**compared_facts(host_facts(Path.cwd()), job), "sources": own_sources()}
     if wrong := different_facts(before, now):
-        told = [
+        lines = [
             f"{each.name}: expected {each.before!r} as in run {folder.path.name}, found {each.now!r}" for each in wrong
         ]
-        raise EnvironmentLacksError("\n".join([*told, "a worker with other code or arithmetic gives other bits"]))
+        raise EnvironmentLacksError("\n".join([*lines, "a worker with other code or arithmetic gives other bits"]))
 
 
 class AddedWorker:

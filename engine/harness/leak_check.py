@@ -41,16 +41,16 @@ class LeakCheck:
         Raises CoordinatorUnavailableError if the external store gives no answer.
         """
         until_s = time.monotonic() + _GONE_WITHIN_S
-        while (found := self._found(logs, server)) and time.monotonic() < until_s:
+        while (leaks := self._found(logs, server)) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        return found + (_keys(run_id, etcd) if etcd is not None else [])
+        return leaks + (_keys(run_id, etcd) if etcd is not None else [])
 
     def _found(self, logs: Path, server: int) -> list[str]:
-        found = [f"process {pid} ({name})" for pid, name in self._processes(server)]
-        found += [f"this process listens on port {port}" for port in sorted(_own_ports() - self._ports)]
+        leaks = [f"process {pid} ({name})" for pid, name in self._processes(server)]
+        leaks += [f"this process listens on port {port}" for port in sorted(_own_ports() - self._ports)]
         new = shared_memory() - self._shared_memory
-        found += [f"shared memory {name}" for name in sorted(new - held(new))]
-        return found + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
+        leaks += [f"shared memory {name}" for name in sorted(new - held(new))]
+        return leaks + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
 
     def _processes(self, server: int) -> Iterator[tuple[int, str]]:
         for process in psutil.process_iter(["name", "environ"]):

@@ -79,10 +79,10 @@ class LiveRecoveries:
         log = RecoveryLog(RunHistory(self._job, True, owners) if num_steps else RunHistory())
         try:
             read = read_events(self._events, start if num_steps else 0, max(0, num_steps - 1))
-            found = [each for record in read for each in log.read(record) if each.epoch > self._told]
+            recoveries = [each for record in read for each in log.read(record) if each.epoch > self._told]
         except StorageError:
             return []  # a run must not end because of its picture
-        if found and not log.epochs:
-            self._looks_left, self._told = 0, found[-1].epoch
+        if recoveries and not log.epochs:
+            self._looks_left, self._told = 0, recoveries[-1].epoch
             self.owners = log.history.owners
-        return [str(recovery) for recovery in found] if not self._looks_left else []
+        return [str(recovery) for recovery in recoveries] if not self._looks_left else []

@@ -45,11 +45,11 @@ def run_cell(task: Plain, server: ForkServer) -> CellResult:
         trusted = offered.trusting(True)  # the command has checked the file that the cell is from
         loaded = load_document(path, document, kinds(), None, settings, trusted)
         do, seed = loaded.faults[0].do if loaded.faults else "", loaded.seed
-        found = _checked(task["cell"], loaded, server, keep=task["keep"])
+        result = _checked(task["cell"], loaded, server, keep=task["keep"])
     except BambooError as error:
-        found = CellResult(task["cell"], "invalid", "", f"could not be run: {error}")
+        result = CellResult(task["cell"], "invalid", "", f"could not be run: {error}")
     seconds = round(time.monotonic() - started_s, 3)
-    return replace(found, do=do, seconds=seconds, seed=seed)
+    return replace(result, do=do, seconds=seconds, seed=seed)
 
 
 def _checked(cell: str, loaded: LoadedScenario, server: ForkServer, *, keep: bool) -> CellResult:
@@ -67,8 +67,8 @@ def _checked(cell: str, loaded: LoadedScenario, server: ForkServer, *, keep: boo
     stalls = [each.stall for each in case.recoveries if each.stall]
     longest = max(stalls, key=lambda each: each.least_ns, default=None)
     checks = (Check("evidence", "failed", wrong),) if wrong else case.checks
-    found = CellResult(cell, *judged(checks), run=case.folder.name, raised=case.exceptions())
-    return replace(found, stall_ms=longest.least_ns / 1e6, stall_bound=longest.bound) if longest else found
+    result = CellResult(cell, *judged(checks), run=case.folder.name, raised=case.exceptions())
+    return replace(result, stall_ms=longest.least_ns / 1e6, stall_bound=longest.bound) if longest else result
 
 
 def contradiction(run: Path) -> str:

@@ -116,10 +116,10 @@ class MatrixRun:
         from engine.runtime.faults.registry import kinds
 
         def fails(smaller: Scenario) -> bool:
-            found: list[Plain] = []
+            answers: list[Plain] = []
             tasks = [self.task(f"shrink/{failed.cell}", scenario_plain(smaller))]
-            self._give(lanes, tasks, lambda task, answer: found.append(answer))
-            result = found[0].get("result", {"result": "failed", "failure": found[0].get("ended")})
+            self._give(lanes, tasks, lambda task, answer: answers.append(answer))
+            result = answers[0].get("result", {"result": "failed", "failure": answers[0].get("ended")})
             same = (result["result"], result["failure"]) == (failed.result, failed.failure)
             job = smaller.job
             size = f"{len(smaller.faults)} faults, {job.pipelines} x {job.cut}, {job.steps} steps"

@@ -84,9 +84,9 @@ def _verdict(history: RunHistory) -> str:
         return f"{history.findings[0].name} {history.findings[0].result}"
     if history.error and history.ended and history.ended.exit_code:
         return history.error.splitlines()[0]
-    found = history.first(ComparisonRecord)
-    if found is not None and found.difference is None:
-        return found.as_told
+    comparison = history.first(ComparisonRecord)
+    if comparison is not None and comparison.difference is None:
+        return comparison.as_told
     return str(history.first(NotComparedRecord) or "")
 
 
@@ -153,7 +153,7 @@ class OldRuns:
 
 def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[str]]:
     """Returns the leftovers in a folder of results, and the names of the runs and matrices that go on."""
-    found: list[Leftover] = []
+    entries: list[Leftover] = []
     busy: list[str] = []
     matrices = results / MATRICES
     for folder, names, form, what in (
@@ -166,12 +166,12 @@ def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[
                 if not is_dead:
                     busy.append(name)
                 elif old and number >= old.keep and _age_of_run_s(path) > old.older_than_s:
-                    found.append(Leftover(results, what, path, (*own_files(path, form), path), path))
+                    entries.append(Leftover(results, what, path, (*own_files(path, form), path), path))
                 else:
-                    found += _unfinished_runs(results, path, path)
-    gone = {each.path for each in found}
+                    entries += _unfinished_runs(results, path, path)
+    gone = {each.path for each in entries}
     remaining = [RunFolder(results / name) for name in run_names(results) if results / name not in gone]
-    return [*found, *_unusable_twins(results, remaining), *_old_links(results)], busy
+    return [*entries, *_unusable_twins(results, remaining), *_old_links(results)], busy
 
 
 def delete(leftover: Leftover) -> list[Path]:
@@ -249,7 +249,7 @@ def export_weights(where: str, results: Path, output: Path, say: Callable[[str],
     from engine.runtime.checkpoint.export import export, refuse_output  # torch
 
     refuse_output(output)  # before every byte of the checkpoint is read
-    found = find_checkpoint(where, results, say)
-    done = export(checkpoints_at(found.origin.place), found.manifest, output)
-    facts = {"run": found.manifest.run, "step": found.manifest.step, "output": str(output)}
+    choice = find_checkpoint(where, results, say)
+    done = export(checkpoints_at(choice.origin.place), choice.manifest, output)
+    facts = {"run": choice.manifest.run, "step": choice.manifest.step, "output": str(output)}
     return facts | {"tensors": done.tensors, "bytes": done.num_bytes}

@@ -70,18 +70,18 @@ class LostState:
     def advice(self) -> list[str]:
         """Returns the options that each would have kept the state."""
         job, gone = self.job, len(self.gone)
-        found = []
+        options = []
         if gone < self.workers:
             level = f"--redundancy-level {gone}" if gone > job.redundancy_level else ""
             lazy = "--redundancy lazy" if job.redundancy in ("none", "reroute") else ""
-            found += [" ".join(filter(None, (lazy, level)))] if lazy or level else []
+            options += [" ".join(filter(None, (lazy, level)))] if lazy or level else []
         if job.fsdp:  # a shard is in one pipeline
             whole = replace(self, job=replace(job, fsdp=0))
-            return found or [f"--fsdp 0 {each}" for each in whole.advice()]
+            return options or [f"--fsdp 0 {each}" for each in whole.advice()]
         pipelines = job.pipelines + 1
         while fewest_holders(replace(job, pipelines=pipelines)) <= gone:
             pipelines += 1
-        return [*found, f"--pipelines {pipelines}"]
+        return [*options, f"--pipelines {pipelines}"]
 
 
 def fewest_holders(job: Job) -> int:
@@ -196,8 +196,10 @@ class Restarts:
                 continue
             tell_refused(good, place, self.say)
             if good.name is not None:
-                found = Resumption(good.name.step, place, good.name.file, run, is_named=step is not None, init=init)
-                return replace(found, other_bits=self.origin is not None and self.origin.other_bits)
+                resumption = Resumption(
+                    good.name.step, place, good.name.file, run, is_named=step is not None, init=init
+                )
+                return replace(resumption, other_bits=self.origin is not None and self.origin.other_bits)
         return None
 
     def _of_origin(self) -> Iterator[tuple[str, str, int | None]]:

@@ -160,14 +160,14 @@ def serve(
         while True:
             with _stream(at, elected, workers) as wire:
                 workers.run(interrupts, partial(_is_alone, wire), _Look(wire, at.registry, elected))
-                if (found := _end(at, workers)) is not None:
+                if (outcome := _end(at, workers)) is not None:
                     workers.end_workers()
-                    recorder.write(EndedRecord(outcome=found.words.partition(":")[0], exit_code=found.code))
+                    recorder.write(EndedRecord(outcome=outcome.words.partition(":")[0], exit_code=outcome.code))
                     if wire.peer.ended_ns is None:
                         with contextlib.suppress(StorageError):
                             recorder.settle()  # the last record is shipped from the disk
                         workers.lines.finish()
-                    return HostRunEnd(found)
+                    return HostRunEnd(outcome)
             if (stands := _stand(at, elected, workers)) is not None:
                 workers.each_second = lambda chief: None
                 at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
@@ -248,8 +248,8 @@ class _Look:
             if time.monotonic() - self._asked_s < _ASK_EVERY_S:
                 return False
             self._asked_s = time.monotonic()
-            found = self._registry.elected()
-            return found is None or found.incarnation != self._elected.incarnation or self._is_over()
+            chief = self._registry.elected()
+            return chief is None or chief.incarnation != self._elected.incarnation or self._is_over()
         except CoordinatorUnavailableError:
             return False  # the lease of this host says how long it may wait
 
@@ -298,19 +298,19 @@ def take_over(
     `own_place` is the folder of this host, and the scribe that has written there. `stream` opens the stream of this
     host to itself.
     """
-    away = {each.name: RemoteSpawner(each, takes_over=True) for each in at.registry.of_run(chosen)}
+    away = {spawner.name: RemoteSpawner(spawner, takes_over=True) for spawner in at.registry.of_run(chosen)}
     own = away[chosen.name]
     network = network_of(before.made, at.registry.own.facts["transfers"])
     servers = HostServers(own, [*away.values()], at.kv, at.room, network)
-    for name, each in away.items():
-        wire_server.admit(name, each.peer)
-    for name, each in away.items():
-        if not each.known.lease_id or name == before.name:
+    for name, spawner in away.items():
+        wire_server.admit(name, spawner.peer)
+    for name, spawner in away.items():
+        if not spawner.known.lease_id or name == before.name:
             servers.lose(name, "it coordinated the run, and has ended" if name == before.name else "its lease is over")
     with stream(), _served(workers):
         wait_for_words(away.values())
-        for name, each in away.items():
-            if not each.has_said.is_set():
+        for name, spawner in away.items():
+            if not spawner.has_said.is_set():
                 servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
         try:
             taken = _taken(at, before, away, servers, workers, own_place[0].path)
@@ -365,8 +365,8 @@ def _taken(
         return None
     processes = []
     held = {name: each.held for name, each in living.items()}
-    found = succession(texts, held, before.name, results.results.committed)
-    for each in found:
+    processes_there = succession(texts, held, before.name, results.results.committed)
+    for each in processes_there:
         server = away[each.host]
         processes.append(InheritedProcess(each.worker, each.host, partial(_adopt, server, each)))
         for number, packet in server.words():
@@ -380,12 +380,12 @@ def _taken(
             server.hear_again()
 
     results.results.taken_over(now_ns())
-    welcomes, place = taught(away, {each.host for each in found if not each.ended})
+    welcomes, place = taught(away, {each.host for each in processes_there if not each.ended})
     home = home_of(next(iter(welcomes.values()), None), folder)
     taken = InheritedRun(
         home, results.results, processes, hear_again, results.faults, before.name, welcomes, place, -1, 0
     )
-    return taken._replace(last=last_number(texts, found), notices=workers.num_notices)
+    return taken._replace(last=last_number(texts, processes_there), notices=workers.num_notices)
 
 
 def taught(

@@ -1,4 +1,4 @@
-"""Loggers: the base class, and those that come with the program: CSV, TensorBoard, MLflow, Weights & Biases."""
+"""Loggers: the interface, and those that come with bamboo: CSV, TensorBoard, MLflow, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from engine.files.atomic_write import open_to_append
 #         def step(self, done):
 #             print(done.step, done.loss)
 #
-# Every method may be missing. A logger runs in a process of its own; it gets what is committed already, and nothing
-# that it does can change a bit or the time of a step.
+# Every method is optional. A logger runs in a process of its own and sees only commits, so it cannot change a bit or
+# delay a step.
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryDone:
-    """A recovery that a commit has ended: the step, the workers that are out, and the source of their state.
+    """A recovery ended by a commit: the step, the evicted workers, and the source of their state.
 
-    `stall_ms` is the time that training stood, as far as the commits tell so far; `text` says all in one line.
+    `stall_ms` is how long training stalled, according to the commits so far; `text` is a summary in one line.
     """
 
     step: int
@@ -40,11 +40,11 @@ class RecoveryDone:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A committed step: mean loss, global norm of the gradients, its seconds since the commit before.
+    """A committed step: mean loss, global norm of the gradients, seconds since the previous commit.
 
     `lr` is the learning rate, None for a schedule that is not built in. `at_s` is the time of the commit in seconds
-    since 1970. `metrics` has loss, grad_norm, lr and samples_per_s by name. A step that was lost and trained again
-    comes again.
+    since 1970. `metrics` has loss, grad_norm, lr and samples_per_s by name. A step that is trained again is logged
+    again.
     """
 
     step: int
@@ -59,14 +59,13 @@ class StepDone:
     @property
     def metrics(self) -> dict[str, float]:
         """The figures of the step by name."""
-        found = {"loss": self.loss, "grad_norm": self.grad_norm}
-        found |= {} if self.lr is None else {"lr": self.lr}
-        return found | ({"samples_per_s": self.samples / self.seconds} if self.seconds > 0 else {})
+        metrics = {"loss": self.loss, "grad_norm": self.grad_norm} | ({} if self.lr is None else {"lr": self.lr})
+        return metrics | ({"samples_per_s": self.samples / self.seconds} if self.seconds > 0 else {})
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationDone:
-    """A validation pass after a step over one evaluation set: its loss and its metrics by name, as means."""
+    """A validation pass over one evaluation set after a step: its mean loss and metrics."""
 
     step: int
     name: str
@@ -88,26 +87,25 @@ class TrainingDone:
 
 
 class Logger(Protocol):
-    """An observer of one run. The methods are called in this order; each of them may be missing."""
+    """An observer of one run. The methods are called in this order; each is optional."""
 
     def start(self, job: Job, folder: Path) -> None:
-        """Takes the job, without secret values, and the folder of the run, before the first step."""
+        """Called before the first step with the job, without secret values, and the folder of the run."""
 
     def step(self, done: StepDone) -> None:
-        """Takes a step after its commit."""
+        """Called after the commit of a step."""
 
     def recovery(self, done: RecoveryDone) -> None:
-        """Takes a recovery, before the step whose commit ended it."""
+        """Called after a recovery, before the step whose commit ended it."""
 
     def validation(self, done: ValidationDone) -> None:
-        """Takes a validation pass."""
+        """Called after a validation pass."""
 
     def finish(self, done: TrainingDone) -> None:
-        """Takes the end of training; no call follows."""
+        """Called last, at the end of training."""
 
 
-# The logger `csv`: a table of steps, validations and recoveries in the run's folder, written line by line.
-FILE = "logged.csv"
+FILE = "logged.csv"  # in the run's folder, written line by line
 _COLUMNS = (
     *("step", "at_s", "loss", "grad_norm", "lr", "seconds", "samples_per_s"),
     *("evaluated", "validation_loss", "metrics", "recovery"),
@@ -121,7 +119,7 @@ class CsvLogger:
         self._fd = -1
 
     def start(self, job: Job, folder: Path) -> None:
-        """Opens the file, and writes its titles."""
+        """Opens the file, and writes its header."""
         self._fd = open_to_append(folder / FILE)
         self._write(dict(zip(_COLUMNS, _COLUMNS, strict=True)))
 
@@ -151,12 +149,28 @@ class CsvLogger:
             data = data[os.write(self._fd, data) :]
 
 
-# The logger `mlflow`: MLflow by its own package, which reads ``MLFLOW_TRACKING_URI`` and the like itself.
-_MOST_OF_VALUE = 500  # characters of a parameter that every store takes
+class _FigureLogger:
+    """Logs the figures of steps and validations, and the stalls of recoveries, by the method of a subclass."""
+
+    def step(self, done: StepDone) -> None:
+        self._log({f"train/{name}": value for name, value in done.metrics.items()}, done.step, done.at_s)
+
+    def recovery(self, done: RecoveryDone) -> None:
+        self._log({"recovery/stall_ms": done.stall_ms or 0.0}, done.step)
+
+    def validation(self, done: ValidationDone) -> None:
+        figures = {"loss": done.loss, **done.metrics}
+        self._log({f"{done.name}/{name}": value for name, value in figures.items()}, done.step, done.at_s)
+
+    def _log(self, figures: Mapping[str, float], step: int, at_s: float | None = None) -> None:
+        raise NotImplementedError
 
 
-class MlflowLogger:
-    """Logs the figures of steps and validations, the stalls of recoveries, and the job as parameters."""
+_MOST_OF_VALUE = 500  # characters of a parameter that every store accepts
+
+
+class MlflowLogger(_FigureLogger):
+    """Logs to MLflow, with the job as parameters; its package reads ``MLFLOW_TRACKING_URI`` and the like itself."""
 
     def __init__(self) -> None:
         self._mlflow: Any = None
@@ -169,64 +183,41 @@ class MlflowLogger:
         mlflow.start_run(run_name=folder.name)
         mlflow.log_params({name: str(value)[:_MOST_OF_VALUE] for name, value in asdict(job).items()})
 
-    def step(self, done: StepDone) -> None:
-        """Logs the figures of a step."""
-        self._mlflow.log_metrics({f"train/{name}": value for name, value in done.metrics.items()}, step=done.step)
-
-    def recovery(self, done: RecoveryDone) -> None:
-        """Logs the stall of a recovery."""
-        self._mlflow.log_metrics({"recovery/stall_ms": done.stall_ms or 0.0}, step=done.step)
-
-    def validation(self, done: ValidationDone) -> None:
-        """Logs the figures of a validation."""
-        figures = {"loss": done.loss, **done.metrics}
-        self._mlflow.log_metrics({f"{done.name}/{name}": value for name, value in figures.items()}, step=done.step)
-
     def finish(self, done: TrainingDone) -> None:
         """Ends the run of MLflow."""
         self._mlflow.end_run("KILLED" if done.outcome == "interrupted" else "FAILED" if done.exit_code else "FINISHED")
 
-
-# The logger `tensorboard`: event files in the folder `tensorboard` of the run, written by TensorBoard's own package.
-#
-# tensorboard --logdir results
-
-FOLDER = "tensorboard"
+    def _log(self, figures: Mapping[str, float], step: int, at_s: float | None = None) -> None:
+        self._mlflow.log_metrics(dict(figures), step=step)
 
 
-class TensorboardLogger:
+FOLDER = "tensorboard"  # in the run's folder: tensorboard --logdir results
+
+
+class TensorboardLogger(_FigureLogger):
     """Writes ``train/...`` for each step, ``NAME/...`` for each evaluation set; recoveries and the job as texts."""
 
     def __init__(self) -> None:
         self._writer: Any = None
 
     def start(self, job: Job, folder: Path) -> None:
-        """Makes the writer; the job becomes a text."""
+        """Opens the writer, and writes the job."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(folder / FOLDER), flush_secs=2)
         self._text("job", 0, "\n".join(f"    {name}: {value}" for name, value in asdict(job).items()))
 
-    def step(self, done: StepDone) -> None:
-        """Writes the figures of a step."""
-        self._scalars({f"train/{name}": value for name, value in done.metrics.items()}, done.step, done.at_s)
-
     def recovery(self, done: RecoveryDone) -> None:
         """Writes the line about a recovery as a text, and the stall as a figure."""
         self._text("recovery", done.step, done.text)
         if done.stall_ms is not None:
-            self._scalars({"recovery/stall_ms": done.stall_ms}, done.step, None)
-
-    def validation(self, done: ValidationDone) -> None:
-        """Writes the figures of a validation."""
-        figures = {"loss": done.loss, **done.metrics}
-        self._scalars({f"{done.name}/{name}": value for name, value in figures.items()}, done.step, done.at_s)
+            super().recovery(done)
 
     def finish(self, done: TrainingDone) -> None:
         """Closes the files."""
         self._writer.close()
 
-    def _scalars(self, figures: Mapping[str, float], step: int, at_s: float | None) -> None:
+    def _log(self, figures: Mapping[str, float], step: int, at_s: float | None = None) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
@@ -251,11 +242,11 @@ class TensorboardLogger:
         self._writer.add_event(Event(step=step, wall_time=time.time() if at_s is None else at_s, summary=summary))
 
 
-# The logger `wandb`: Weights & Biases by its own package, which reads ``WANDB_PROJECT`` and the like itself.
-class WandbLogger:
-    """Logs the figures of steps and validations, and the number of recoveries; the job is the configuration.
+class WandbLogger(_FigureLogger):
+    """Logs to Weights & Biases, also the number of recoveries; the job is the configuration.
 
-    W&B takes the figures of a step once: those of a step that is trained again are dropped, with a warning of W&B.
+    Its package reads ``WANDB_PROJECT`` and the like itself. It accepts the figures of a step once, and drops those of a
+    step that is trained again, with a warning.
     """
 
     def __init__(self) -> None:
@@ -269,19 +260,13 @@ class WandbLogger:
         project = os.environ.get("WANDB_PROJECT", "bamboo")
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=asdict(job))
 
-    def step(self, done: StepDone) -> None:
-        """Logs the figures of a step."""
-        self._run.log({f"train/{name}": value for name, value in done.metrics.items()}, step=done.step)
-
     def recovery(self, done: RecoveryDone) -> None:
         """Logs the stall of a recovery."""
         self._num_recoveries += 1
-        self._run.log({"recovery/stall_ms": done.stall_ms or 0.0}, step=done.step)
+        super().recovery(done)
 
-    def validation(self, done: ValidationDone) -> None:
-        """Logs the figures of a validation."""
-        figures = {"loss": done.loss, **done.metrics}
-        self._run.log({f"{done.name}/{name}": value for name, value in figures.items()}, step=done.step)
+    def _log(self, figures: Mapping[str, float], step: int, at_s: float | None = None) -> None:
+        self._run.log(dict(figures), step=step)
 
     def finish(self, done: TrainingDone) -> None:
         """Ends the run of W&B with the exit code of training."""

@@ -1,7 +1,7 @@
 """``python -m engine.observers.observer_process PARENT NAME EVENTS FD`` runs one logger beside a run.
 
-Rules: it ends with the launcher, at the end of training, or with the first exception of the logger, which it writes to
-its log and, in one line, to the slate behind FD.
+Rules: it ends with the launcher, at the end of training, or with the first exception of the logger, which goes to its
+log and, in one line, to the progress page behind FD.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def main(parent: int, name: str, events: Path, fd: int) -> int:
     ignore_ctrl_c()
     die_with_parent(parent)
     name_process(f"bamboo-log-{name}")
-    slate, following = ProgressPage(fd), None
+    page, following = ProgressPage(fd), None
     try:
-        following = LoggerFeed(made_logger(name), events, lambda step: slate.write(LoggerProgress(step)))
+        following = LoggerFeed(made_logger(name), events, lambda step: page.write(LoggerProgress(step)))
         while not following.is_over:
             following.read_on()
             time.sleep(0 if following.is_over else _POLL_S)
-        slate.write(LoggerProgress(following.last_step, is_over=True))
+        page.write(LoggerProgress(following.last_step, is_over=True))
     except BaseException as error:  # the logger is code of the user's, and may raise anything
         traceback.print_exc()
-        slate.write(LoggerProgress(-1 if following is None else following.last_step, error=words(error)))
+        page.write(LoggerProgress(-1 if following is None else following.last_step, error=words(error)))
         return 1
     return 0
 
@@ -43,9 +43,10 @@ def main(parent: int, name: str, events: Path, fd: int) -> int:
 def words(error: BaseException) -> str:
     """Returns an exception in one line, with the innermost line of the user's code, else the innermost line."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [each for each in frames if not each.filename.startswith((_OURS, "<"))]
-    own = [each for each in foreign if "site-packages" not in each.filename and sys.base_prefix not in each.filename]
-    place = next((f" ({each.filename}:{each.lineno}, in {each.name})" for each in reversed(own or foreign)), "")
+    foreign = [frame for frame in frames if not frame.filename.startswith((_OURS, "<"))]
+    library = ("site-packages", sys.base_prefix)
+    own = [frame for frame in foreign if not any(part in frame.filename for part in library)]
+    place = next((f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in reversed(own or foreign)), "")
     try:
         text = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:

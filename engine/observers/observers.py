@@ -1,10 +1,9 @@
 """The loggers of a run as processes beside its launcher: their start, their errors, and the wait at the end.
 
-Rules: no thread of the launcher runs a logger, and the launcher never waits for one before the end of training. While
-steps are trained, a logger that computes more than `_SHARE` of a core gets a quarter of the time that no other process
-wants.
-After the end it has `DRAIN_S` to take the rest, and `INTERRUPTED_S` of an interrupted run. The launcher says which
-steps a logger has not taken, and why a logger has ended, and goes on: a logger decides no exit code.
+Rules: no thread of the launcher runs a logger, and the launcher never waits for one before the end of training. During
+training, a logger that uses more than `_SHARE` of a core only gets a quarter of the idle time. Afterwards it has
+`DRAIN_S` to log the rest, or `INTERRUPTED_S` after an interrupt. The launcher reports the steps that a logger has not
+logged, and why one has ended; loggers never decide the exit code.
 """
 
 from __future__ import annotations
@@ -36,41 +35,39 @@ from engine.observers.loggers import RecoveryDone, StepDone, TrainingDone, Valid
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import present
 
-# Follows the records of a run, and calls a logger for each committed step, validation and recovery.
-
 
 class LoggerFeed:
-    """A logger and the events of its run; a method that the logger lacks is not called.
+    """Follows the records of a run, and calls the methods of a logger for commits, validations and recoveries.
 
-    `took` is called with each step that the logger has taken.
+    A method that the logger lacks is not called. `took` is called with each logged step.
     """
 
     def __init__(self, logger: object, events: Path, took: Callable[[int], None] = lambda step: None):
-        self.last_step = -1  # that the logger has taken
-        self.is_over = False  # the logger has taken the end
+        self.last_step = -1  # that was logged
+        self.is_over = False
         self._logger, self._took = logger, took
         self._folder = events.parent
         self._growing = GrowingEvents(events)
         self._log = RecoveryLog()
-        self._before_ns = 0  # the last commit, or the begin of training
+        self._before_ns = 0  # the time of the last commit, or of the start of training
 
     def read_on(self) -> None:
-        """Gives the logger all that was recorded since the last call, up to the end of training."""
+        """Passes on the records since the last call, up to the end of training."""
         for record in () if self.is_over else self._growing.news():
             self._take(record)
             if self.is_over:
                 return
 
     def _take(self, record: Record) -> None:
-        recoveries = tuple(_told(each) for each in self._log.read(record))
+        recoveries = tuple(map(_recovery_done, self._log.read(record)))
         match record:
             case JobRecord():
                 self._call("start", record.job, self._folder)
             case GoRecord():
                 self._before_ns = self._before_ns or record.at_ns
             case CommitRecord():
-                for each in recoveries:
-                    self._call("recovery", each)
+                for recovery in recoveries:
+                    self._call("recovery", recovery)
                 self._call("step", self._step(record, recoveries))
                 self._before_ns, self.last_step = record.at_ns, record.step
                 self._took(record.step)
@@ -104,9 +101,9 @@ class LoggerFeed:
             method(*values)
 
 
-def _told(recovery: Recovery) -> RecoveryDone:
+def _recovery_done(recovery: Recovery) -> RecoveryDone:
     stall = recovery.stall
-    workers = tuple(each.worker for each in recovery.verdict)
+    workers = tuple(out.worker for out in recovery.verdict)
     stall_ms = None if stall is None else stall.least_ns / 1e6
     return RecoveryDone(recovery.step, workers, recovery.rung, stall_ms, recovery.lost_steps, str(recovery))
 
@@ -116,13 +113,12 @@ def _wall_s(at_ns: int) -> float:
     return time.time() - (time.monotonic_ns() - at_ns) / 1e9
 
 
-# The progress of a logger, in memory that its process and the launcher share: the last step, the end, an error.
-_HEAD = Struct("<qq")  # the last step, and whether the logger has ended
+_HEAD = Struct("<qq")  # the last step, and whether the logger has finished
 _MOST_OF_TEXT = 1_000
 
 
 class LoggerProgress(NamedTuple):
-    """The last step that a logger has taken, whether it has taken the end, and the words of its error, or empty."""
+    """The last logged step, whether the logger has finished, and its error, if any."""
 
     last_step: int = -1
     is_over: bool = False
@@ -130,17 +126,17 @@ class LoggerProgress(NamedTuple):
 
 
 class ProgressPage:
-    """A piece of memory behind a descriptor; the writer may be killed at any time."""
+    """The progress of a logger in memory shared by its process and the launcher; the writer may be killed any time."""
 
     def __init__(self, fd: int):
         self.fd = fd
 
     @staticmethod
     def new() -> ProgressPage:
-        """Returns an empty one."""
-        slate = ProgressPage(os.memfd_create("bamboo-logger"))
-        slate.write(LoggerProgress())
-        return slate
+        """Returns an empty page."""
+        page = ProgressPage(os.memfd_create("bamboo-logger"))
+        page.write(LoggerProgress())
+        return page
 
     def write(self, progress: LoggerProgress) -> None:
         """Replaces the progress."""
@@ -158,7 +154,6 @@ class ProgressPage:
         os.close(self.fd)
 
 
-# The loggers that a job can name: csv, tensorboard, wandb, mlflow, or a class of the user's.
 class _BundledLogger(NamedTuple):
     attribute: str
     package: str = ""  # that it needs
@@ -175,22 +170,22 @@ LOGGERS = {
 
 def logger_problems(text: str) -> list[Problem]:
     """Returns the problems with the loggers of a job: unknown names, and packages that are not installed."""
-    found = []
+    problems = []
     for name in logger_names(text):
-        shipped = LOGGERS.get(name)
-        if shipped is None and not FACTORY.fullmatch(name):
+        bundled = LOGGERS.get(name)
+        if bundled is None and not FACTORY.fullmatch(name):
             expected = f"{', '.join(LOGGERS)} or package.module:Class, with commas between several"
-            found.append(Problem("logger", expected, repr(name), nearest(name, LOGGERS)))
-        elif shipped is not None and shipped.package and importlib.util.find_spec(shipped.package) is None:
-            hint = f"pip install 'bamboo-train[{shipped.extra}]', or pip install {shipped.package}"
-            found.append(Problem("logger", f"the package {shipped.package}", repr(name), hint))
-    return found
+            problems.append(Problem("logger", expected, repr(name), nearest(name, LOGGERS)))
+        elif bundled is not None and bundled.package and importlib.util.find_spec(bundled.package) is None:
+            hint = f"pip install 'bamboo-train[{bundled.extra}]', or pip install {bundled.package}"
+            problems.append(Problem("logger", f"the package {bundled.package}", repr(name), hint))
+    return problems
 
 
 def made_logger(name: str) -> object:
-    """Returns a new logger of this name; an import or a class of the user's may raise anything."""
-    if (shipped := LOGGERS.get(name)) is not None:
-        return getattr(loggers, shipped.attribute)()
+    """Returns a new logger of this name; a user's module or class may raise anything."""
+    if (bundled := LOGGERS.get(name)) is not None:
+        return getattr(loggers, bundled.attribute)()
     module_name, _, attribute = name.partition(":")
     if (folder := os.getcwd()) not in sys.path:  # as workers look there
         sys.path.insert(0, folder)
@@ -209,14 +204,14 @@ _PROCESS = "engine.observers.observer_process"
 
 @dataclass(slots=True)
 class Observer:
-    """One logger: its process, its progress, and whether its end was told.
+    """One logger: its process, its progress, and whether its end was reported.
 
-    `since` has the time at which the first step was seen, and the time that the process had computed until then.
+    `since` is the time when the first step was seen, and the CPU time of the process until then.
     """
 
     name: str
     process: subprocess.Popen[bytes]
-    slate: ProgressPage
+    page: ProgressPage
     log: Path
     is_told: bool = False
     since: tuple[float, float] | None = None
@@ -224,7 +219,7 @@ class Observer:
     num_looks: int = 0  # since then
 
     def hold_back(self) -> None:
-        """Gives the process only idle time from now on if it computes too much, and that in one of four looks."""
+        """From now on allows a process that computes too much only idle time, in one of four looks."""
         if (computed_s := _computed_s(self.process.pid)) is None:
             return
         begun_s, before_s = self.since = self.since or (time.monotonic(), computed_s)
@@ -236,69 +231,74 @@ class Observer:
             self.process.send_signal(signal.SIGSTOP if self.num_looks % 4 else signal.SIGCONT)
 
     def let_run(self) -> None:
-        """Gives the process its usual share again, where the kernel lets this user do that."""
+        """Restores the usual share of the process, if the kernel allows that."""
         if self.is_slowed:
             self.process.send_signal(signal.SIGCONT)
             self._schedule(os.SCHED_OTHER, 0)
 
     def _schedule(self, policy: int, nice: int) -> None:
-        with contextlib.suppress(OSError):  # where sessions share the time, the policy counts inside of one only
+        with contextlib.suppress(OSError):  # with autogroups, the policy applies only within the session
             fd = os.open(f"/proc/{self.process.pid}/autogroup", os.O_WRONLY)
             try:
                 os.write(fd, str(nice).encode())
             finally:
                 os.close(fd)
         with contextlib.suppress(OSError):
-            for each in os.listdir(f"/proc/{self.process.pid}/task"):
-                os.sched_setscheduler(int(each), policy, os.sched_param(0))
+            for thread in os.listdir(f"/proc/{self.process.pid}/task"):
+                os.sched_setscheduler(int(thread), policy, os.sched_param(0))
 
 
 class Observers:
-    """The loggers of one run; `say` gets a line about each that ends too early."""
+    """The loggers of one run; `say` gets a line about each one that ends too early."""
 
     def __init__(self, job: Job, events: Path, logs: Path, say: Callable[[str], None]):
         self._say = say
         self._observers = [_started(name, events, logs) for name in logger_names(job.logger)]
 
     def look(self) -> None:
-        """Tells the error of each logger that has ended since the last look."""
-        for each in self._observers:
-            if not each.is_told and each.process.poll() is not None and not (progress := each.slate.read()).is_over:
-                each.is_told = True
-                why = progress.error or f"it ended with exit code {each.process.returncode}"
-                self._say(f"logger {each.name} has ended, training goes on: {why}; its output: {each.log}")
+        """Reports the error of each logger that has ended since the last look."""
+        for observer in self._observers:
+            if (
+                not observer.is_told
+                and observer.process.poll() is not None
+                and not (progress := observer.page.read()).is_over
+            ):
+                observer.is_told = True
+                why = progress.error or f"it ended with exit code {observer.process.returncode}"
+                self._say(f"logger {observer.name} has ended, training goes on: {why}; its output: {observer.log}")
 
     def watching(self, show: Callable[[View], None], trains: Callable[[View], bool]) -> Callable[[View], None]:
-        """Returns a function that shows a view of the run, and looks; `trains`: whether a step is committed."""
+        """Returns a function that shows a view of the run, and looks; `trains` says whether a step is committed."""
 
         def watch(view: View) -> None:
             show(view)
             self.look()
-            for each in self._observers if trains(view) else ():
-                each.hold_back()
+            for observer in self._observers if trains(view) else ():
+                observer.hold_back()
 
         return watch
 
     def finish(self, committed: int) -> tuple[dict[str, Any], ...]:
-        """Waits until the loggers have taken the end, ends the others, and returns the words about all of them."""
+        """Waits for the loggers to finish, ends those that are late, and returns the progress of all."""
         begun_s, limit_s = time.monotonic(), DRAIN_S
-        for each in self._observers:
-            each.let_run()
-        while any(each.process.poll() is None for each in self._observers):
-            if limit_s == DRAIN_S and _is_interrupted():
+        for observer in self._observers:
+            observer.let_run()
+        while any(observer.process.poll() is None for observer in self._observers):
+            interrupts = present()
+            if limit_s == DRAIN_S and interrupts is not None and interrupts.first is not None:
                 limit_s = min(DRAIN_S, time.monotonic() - begun_s + INTERRUPTED_S)
             if time.monotonic() > begun_s + limit_s:
                 break
             time.sleep(_POLL_S)
         self.look()
-        return tuple(self._end(each, committed, limit_s) for each in self._observers)
+        return tuple(self._end(observer, committed, limit_s) for observer in self._observers)
 
     def kill(self) -> None:
         """Ends all processes at once."""
-        for each in self._observers:
-            each.process.kill()
-            each.process.wait()
-            each.slate.close()
+        for observer in self._observers:
+            observer.process.kill()
+            observer.process.wait()
+            observer.page.close()
         self._observers = []
 
     def _end(self, observer: Observer, committed: int, limit_s: float) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class Observers:
         if is_late:
             observer.process.kill()
             observer.process.wait()
-        progress = observer.slate.read()
+        progress = observer.page.read()
         error = progress.error
         if is_late:
             error = f"it took longer than {limit_s:.1f} s after the end of training"
@@ -318,7 +318,7 @@ class Observers:
 
 
 def _computed_s(pid: int) -> float | None:
-    """Returns the time that a process has computed; None if it has ended."""
+    """Returns the CPU time of a process; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -327,18 +327,13 @@ def _computed_s(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def _is_interrupted() -> bool:
-    interrupts = present()
-    return interrupts is not None and interrupts.first is not None
-
-
 def _started(name: str, events: Path, logs: Path) -> Observer:
     log = logs / f"logger-{name.replace(':', '.')}.log"
-    slate = ProgressPage.new()
-    arguments = str(os.getpid()), name, str(events.resolve()), str(slate.fd)
+    page = ProgressPage.new()
+    arguments = str(os.getpid()), name, str(events.resolve()), str(page.fd)
     with open(open_to_append(log), "ab") as file:
-        process = subprocesses.start(subprocesses.module(_PROCESS, *arguments), fd=slate.fd, log=file)
-    return Observer(name, process, slate, log)
+        process = subprocesses.start(subprocesses.module(_PROCESS, *arguments), fd=page.fd, log=file)
+    return Observer(name, process, page, log)
 
 
 @contextlib.contextmanager
