@@ -1,8 +1,8 @@
 """Injects faults into a running job: writes a request for its launcher, then follows the events of the run.
 
-Rules: the launcher decides whether a request fits; this module writes it, readable by the user alone, and withdraws it
-if the launcher does not take it. Only events since the request are judged. A running job has no twin and no leftovers
-yet: expectations on them are left out, and the user is told.
+Rules: the launcher decides whether a request fits; this module writes it, readable only by the user, and withdraws it
+if the launcher does not accept it. Only events since the request are judged. A running job has no twin and no leftovers
+yet: expectations about them are left out, and the user is informed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.checks.expectations import Observation
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
 _BEGINS_WITHIN_S = 5.0
-_COMMITS = 4  # that give a job's pace
-_STEPS_AFTER = 2  # steps to commit after the last confirmed fault, as proof that the run goes on
+_COMMITS = 4  # from which a job's pace is measured
+_STEPS_AFTER = 2  # steps to commit after the last confirmed fault, as proof that the run continues
 
 
 def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]) -> CaseResult:
@@ -51,16 +50,18 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
         UserError: the faults do not fit its job.
     """
     events = _Events(folder)
-    wanted = loaded.scenario.expect
+    original = loaded.scenario.expect
     loaded = _fitted(loaded, events)
     expect = loaded.scenario.expect
     say(f"strikes the run {folder.path.name}, which has committed {events.history.committed + 1} steps")
     for line in describe(loaded.faults, loaded.scenario.job):
         say(line)
-    if unjudged := [each.name for each in fields(expect) if getattr(expect, each.name) != getattr(wanted, each.name)]:
+    names = [field.name for field in fields(expect)]
+    if unjudged := [name for name in names if getattr(expect, name) != getattr(original, name)]:
         say(f"not judged: {', '.join(unjudged)} (the job runs on)")
     since_ns = time.monotonic_ns()  # the events have the same clock
-    request = _request(folder, loaded.faults)
+    request = folder.path / f"{REQUEST}{secrets.token_hex(8)}.json"
+    write_atomically(request, json.dumps([to_plain(fault) for fault in loaded.faults]))
     try:
         _wait(events, loaded.faults, request.name)
     except RunInterruptedError:
@@ -109,17 +110,17 @@ def _fitted(loaded: LoadedScenario, events: _Events) -> LoadedScenario:
         raise UserError([Problem("--run", where, f"that of another host, {events.folder.path.name}")])
     job = events.history.job
     host = events.history.first(HostRecord)
-    samples = None if host is not None and host.node else loaded.scenario.expect.samples  # other hosts have the actions
+    samples = None if host is not None and host.node else loaded.scenario.expect.samples  # other hosts have actions
     expect = replace(loaded.scenario.expect, trajectory=None, leftovers=None, samples=samples)
-    meanwhile = events.steps_a_second()  # a quick job commits many steps until its launcher takes the request
+    meanwhile = events.steps_a_second()  # a quick job commits many steps before its launcher takes the request
     first_step = events.history.committed + 2 + meanwhile
     left = replace(job, steps=max(1, job.steps - first_step))
     scenario = replace(loaded.scenario, job=left, expect=expect)
     problems = check_scenario(scenario, {kind.name for kind in kinds().values() if kind.ends})
     if problems:
-        raise UserError(replace(each, source=str(loaded.path)) for each in problems)
+        raise UserError(replace(problem, source=str(loaded.path)) for problem in problems)
     mark = secrets.token_hex(2)
-    faults = tuple(_moved(each, mark, first_step) for each in expand(scenario, loaded.seed))
+    faults = tuple(_moved(fault, mark, first_step) for fault in expand(scenario, loaded.seed))
     running = JobSource(events.folder.run_json)
     return replace(loaded, scenario=replace(scenario, job=job), faults=faults, source=running)
 
@@ -133,33 +134,28 @@ def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
     return replace(fault, id=f"{fault.id}.{mark}", moment=moment)
 
 
-def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
-    path = folder.path / f"{REQUEST}{secrets.token_hex(8)}.json"
-    write_atomically(path, json.dumps([to_plain(fault) for fault in faults]))
-    return path
-
-
 def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:
-    """Waits until the run has recovered from the faults, or has ended.
+    """Waits until the run has recovered from the faults of a request, or has ended.
 
     Raises:
-        UserError: the launcher refuses the request of that name.
-        BambooError: the launcher does not take it, or the faults came too late.
+        UserError: the launcher refuses the request.
+        BambooError: the launcher does not answer, or the faults came too late.
     """
     heard_s = time.monotonic() + _HEARD_WITHIN_S
     while not events.is_over():
         history = events.history
-        refused = next((each for each in history.of(RefusedRecord) if each.request == request), None)
-        if refused is not None:
-            raise UserError([Problem("--run", "faults that the run can take", "", refused.reason)])
+        refusal = next((record for record in history.of(RefusedRecord) if record.request == request), None)
+        if refusal is not None:
+            raise UserError([Problem("--run", "faults that the run can take", "", refusal.reason)])
         if not events.has_taken(request) and time.monotonic() > heard_s:
             text = f"{events.folder.path}: its launcher does not answer, and did not take the faults"
             raise BambooError(text, ExitCode.NOT_RECOVERED)
-        late = [each for each in faults if isinstance(each.moment, At) and each.moment.step < events.history.committed]
-        if missed := skipped(faults, {each.id for each in late} - history.struck):
+        moments = {fault.id: fault.moment for fault in faults}
+        late = {name for name, at in moments.items() if isinstance(at, At) and at.step < history.committed}
+        if missed := skipped(faults, late - history.struck):
             lines = [
-                f"step {events.history.committed} is committed, and these did not strike; try again",
-                *(f"{each.id}: {each.in_words(history.job.slot_noun)}" for each in missed),
+                f"step {history.committed} is committed, and these did not strike; try again",
+                *(f"{fault.id}: {fault.in_words(history.job.slot_noun)}" for fault in missed),
             ]
             raise BambooError("\n".join(lines), ExitCode.INVALID_CASE)
         if have_shown(faults, history) and not events.is_recovering:
@@ -173,11 +169,11 @@ def _pause() -> None:
 
 
 def skipped(faults: Sequence[Fault], late: Collection[str]) -> list[Fault]:
-    """Returns the faults named in `late`, and the faults that wait for one of them, directly or not."""
+    """Returns the faults named in `late`, and the faults that wait for one of them, directly or indirectly."""
     out = {*late}
     for _ in faults:  # the longest possible chain
-        out |= {each.id for each in faults if isinstance(each.moment, After) and each.moment.fault in out}
-    return [each for each in faults if each.id in out]
+        out |= {fault.id for fault in faults if isinstance(fault.moment, After) and fault.moment.fault in out}
+    return [fault for fault in faults if fault.id in out]
 
 
 class _Events:
@@ -187,18 +183,14 @@ class _Events:
         self.folder = folder
         self._log = RecoveryLog()
         self._growing = GrowingEvents(folder.events)
-        self._wait_for_the_first()
-        if self.is_over():
-            raise NothingMatchedError(f"{folder.path.name} has ended: name a job that runs")
-
-    def _wait_for_the_first(self) -> None:
-        """Waits for the first record: a launcher makes its folder before it writes there."""
         until_s = time.monotonic() + _BEGINS_WITHIN_S
-        while not self._update():
+        while not self._update():  # a launcher creates its folder before it writes there
             if time.monotonic() > until_s:
-                about = f"{self.folder.path.name} has not begun within {_BEGINS_WITHIN_S:g} s"
+                about = f"{folder.path.name} has not begun within {_BEGINS_WITHIN_S:g} s"
                 raise NothingMatchedError(f"{about}: see the output of its launcher, or name a run that goes on")
             _pause()
+        if self.is_over():
+            raise NothingMatchedError(f"{folder.path.name} has ended: name a job that runs")
 
     def _update(self) -> bool:
         """Reads the new records; returns whether there is any record yet."""
@@ -212,23 +204,21 @@ class _Events:
         return self.history.training_ended is not None or not launcher_runs(self.history, self.folder.path)
 
     def has_taken(self, request: str) -> bool:
-        """Returns whether the launcher has taken the request of that name."""
-        return any(each.request == request for each in self.history.of(RequestRecord))
+        return any(record.request == request for record in self.history.of(RequestRecord))
 
     @property
     def history(self) -> RunHistory:
-        """The history of the run so far."""
         return self._log.history
 
     @property
     def is_recovering(self) -> bool:
-        """Whether no step is committed since the last epoch."""
+        """Whether no step has been committed since the last epoch."""
         return bool(self._log.epochs)
 
     def steps_a_second(self) -> int:
-        """Returns the number of steps in one second, the time that a launcher takes to read a request.
+        """Returns the number of steps per second, the time that a launcher takes to read a request.
 
-        Waits for the first few commits, but not for long: slow steps do not outrun the launcher.
+        Waits for the first few commits, but not for long, because slow steps do not outrun the launcher.
         """
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while len(self._commits_ns()) < _COMMITS and time.monotonic() < until_s and not self.is_over():
@@ -236,7 +226,7 @@ class _Events:
         return pace(self._commits_ns())
 
     def _commits_ns(self) -> list[int]:
-        return [each.at_ns for each in self.history.of(CommitRecord)]
+        return [commit.at_ns for commit in self.history.of(CommitRecord)]
 
 
 def pace(times_ns: Sequence[int]) -> int:
@@ -248,13 +238,12 @@ def pace(times_ns: Sequence[int]) -> int:
 def have_shown(faults: Sequence[Fault], history: RunHistory) -> bool:
     """Whether all faults are confirmed, or can no longer strike, and steps have been committed since.
 
-    The victim of a fault in a recovery may be gone before it. Such a fault can no longer strike after that recovery.
+    The victim of a fault in a recovery may die earlier. Such a fault can no longer strike after that recovery.
     """
     confirmed = history.confirmed_ns
-    waiting = [each for each in faults if each.id not in confirmed]
-    if any(each.id in history.struck or isinstance(each.moment, At) for each in waiting):
+    waiting = [fault for fault in faults if fault.id not in confirmed]
+    if any(fault.id in history.struck or isinstance(fault.moment, At) for fault in waiting):
         return False
-    delays_ns = sum(each.moment.delay_ns for each in waiting if isinstance(each.moment, After))
-    since_ns = max(at_ns for name, at_ns in confirmed.items() if name in {each.id for each in faults}) + delays_ns
-    commits = [each for each in history.of(CommitRecord) if each.at_ns > since_ns]
-    return len(commits) >= _STEPS_AFTER
+    delays_ns = sum(fault.moment.delay_ns for fault in waiting if isinstance(fault.moment, After))
+    since_ns = max(confirmed[fault.id] for fault in faults if fault.id in confirmed) + delays_ns
+    return sum(commit.at_ns > since_ns for commit in history.of(CommitRecord)) >= _STEPS_AFTER

@@ -1,7 +1,7 @@
 """Runs a case on a bed of hosts to break: agents, strikes, the merged history, the twin on one host, the checks.
 
-Rules: the bed is gone before anything is judged, also after an error. The run folder has the history of all hosts, so
-reports read it as that of any other run; the folders of the hosts lie in ``bed``, the output of agents in ``logs``.
+Rules: the bed is removed before anything is judged, even after an error. The run folder has the history of all hosts,
+so reports read it like any other; the folders of the hosts are in ``bed``, the output of their agents in ``logs``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checks.expectations import Check, HostStrike, Observation, exit_code, host_checks, why_no_twin
-from engine.core.checks.proof import compare
+from engine.core.checks.expectations import HostStrike, Observation, exit_code, host_checks, why_no_twin
 from engine.core.errors import BambooError, ExitCode
-from engine.core.history.process_records import ComparingRecord, ComparisonRecord, NotComparedRecord
+from engine.core.history.process_records import NotComparedRecord
 from engine.core.job.job import Job
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import read_history
@@ -26,7 +26,7 @@ from engine.files.jobs.form import scenario_text
 from engine.files.run_folder import RunFolder, delete_tree
 from engine.files.trajectory_file import trajectory_rows
 from engine.harness.case import Case, CaseResult, case_of_file, facts_text, judged, scenario_record, whole_text
-from engine.harness.case_runner import in_new_folder, twin_rows
+from engine.harness.case_runner import compared, in_new_folder
 from engine.harness.host_striker import BedAgents, BedPlan, HostStriker, write_history
 from engine.harness.leak_check import LeakCheck
 from engine.harness.testbed import BedEtcd, HostBed
@@ -34,7 +34,6 @@ from engine.runtime.agent.scribe_work import scribe_for
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
 
 if TYPE_CHECKING:
-    from engine.core.history.run_history import RunHistory
     from engine.core.history.run_records import ScenarioRecord
     from engine.files.jobs.scenario_file import LoadedScenario
     from engine.harness.screen import Screen
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from engine.runtime.agent.scribe import Scribe
 
 
-APART_S = 3600  # the clock of each host is so far ahead of that of the one before
+APART_S = 3600  # the clock of each host is this far ahead of the previous one's
 _LOOK_S = 0.01
 _STILL_S = 180.0  # without any record of any host, after which the run is ended
 _TOLD_EVERY_S = 10.0
@@ -51,7 +50,7 @@ _LATE = re.compile(r"its workers were ended ([0-9.]+) s after")  # the last word
 
 @dataclass(slots=True)
 class _BedEnd:
-    """The end of a run on a bed, as it was seen from outside."""
+    """The end of a run on a bed, as seen from outside."""
 
     codes: Mapping[str, int] = field(default_factory=dict)
     strikes: Sequence[HostStrike] = ()
@@ -61,11 +60,11 @@ class _BedEnd:
 
 
 def run_on_bed(loaded: LoadedScenario, num_hosts: int, lease_s: int, screen: Screen) -> CaseResult:
-    """Runs the case of a scenario file on so many hosts; call it in the main thread, after `mark_processes`.
+    """Runs the case of a scenario file on `num_hosts`; call it in the main thread, after `mark_processes`.
 
     Raises:
-        EnvironmentLacksError: this machine makes no hosts, with the reason that `bamboo doctor` gives.
-        BambooError: the run could not be begun.
+        EnvironmentLacksError: this machine cannot create hosts, with the reason that `bamboo doctor` gives.
+        BambooError: the run could not be started.
     """
     started_s = time.monotonic()
     case = case_of_file(loaded)
@@ -85,14 +84,16 @@ def run_on_bed(loaded: LoadedScenario, num_hosts: int, lease_s: int, screen: Scr
 
 
 def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: Screen) -> _BedEnd:
-    """Runs the job on the hosts and strikes them; the bed is closed."""
+    """Runs the job on the hosts and strikes them; closes the bed."""
     store, end = folder.logs / "etcd", _BedEnd()
     store.mkdir(mode=0o700)
     run = BedPlan(folder, store / "job.yaml", lease_s)
-    write_atomically(run.job_file, _job_text(case.scenario.job))
+    # It names each field, so that no file of the user's changes any.
+    job = {name: value for name, value in asdict(case.scenario.job).items() if name != "results"}
+    write_atomically(run.job_file, scenario_text({"version": 1, **job}))
     try:
         with BedEtcd(bed.hosts, store, folder.logs) as etcd:
-            end.ahead_ns = {each.name: each.ahead_ns for each in bed.hosts}
+            end.ahead_ns = {host.name: host.ahead_ns for host in bed.hosts}
             screen.say(f"{len(bed.hosts)} hosts, with clocks an hour apart and an etcd of three members over TLS")
             agents = BedAgents(run, bed, etcd)
             with HostStriker(case.scenario.host_faults, agents, etcd, screen.say) as striker:
@@ -100,7 +101,7 @@ def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: 
                     end.error = _followed(agents, striker, case.scenario.job, screen.say)
                 except RunInterruptedError as error:
                     end.error = error
-                end.strikes = [_with_spare(each, run) for each in striker.strikes]
+                end.strikes = [_with_spare(strike, run) for strike in striker.strikes]
                 end.codes, end.folders = agents.codes, agents.folders
     finally:
         bed.close()
@@ -109,9 +110,9 @@ def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: 
 
 
 def _with_spare(strike: HostStrike, run: BedPlan) -> HostStrike:
-    """Returns the strike of a link with the time that was left when the workers had ended.
+    """Returns the strike of a link with the time that was left of the lease when the workers had ended.
 
-    The agent says how old its last renewal was when it ended its workers, and the file with its words when that was.
+    The agent's log says how old its last renewal was when it ended its workers, and the time of the file when that was.
     """
     log = run.log(strike.node)
     if strike.fault.do != "cut-host" or strike.ended_ns is None:
@@ -123,14 +124,8 @@ def _with_spare(strike: HostStrike, run: BedPlan) -> HostStrike:
     return replace(strike, spare_ns=run.lease_s * 1_000_000_000 - age_ns)
 
 
-def _job_text(job: Job) -> str:
-    """Returns the job as a file that names each field, so that no file of the user's changes any."""
-    plain = {name: value for name, value in asdict(job).items() if name != "results"}
-    return scenario_text({"version": 1, **plain})
-
-
 def _followed(agents: BedAgents, striker: HostStriker, job: Job, say: Callable[[str], None]) -> BambooError | None:
-    """Follows a run to the ends of all agents, and strikes meanwhile; returns the error of a run that stands still."""
+    """Follows a run to the ends of all agents, and strikes meanwhile; returns an error if the run stalls."""
     told_s = moved_s = time.monotonic()
     told, seen = -2, -1
     while not agents.have_ended:
@@ -164,10 +159,10 @@ def _concluded(
     lease_s: int,
     screen: Screen,
 ) -> CaseResult:
-    """Returns the result of a run that has ended, after its comparison and checks; stores all of it in its folder."""
+    """Returns the result of a finished run after its comparison and checks; stores it in the folder."""
     if not end.folders:
         raise end.error or BambooError(f"no host has begun the run: {_last_words(folder)}", _code(end))
-    told = write_history(folder, end.folders, end.ahead_ns, end.strikes)
+    merged = write_history(folder, end.folders, end.ahead_ns, end.strikes)
     scribe.add(folder.events, scenario)
     history = read_history(folder.events)
     code = _code(end)
@@ -177,11 +172,18 @@ def _concluded(
     if why := why_no_twin(expect, (), seen):
         scribe.add(folder.events, NotComparedRecord(why=why))
     else:
-        seen = replace(seen, twin=_compared(job, history, folder, scribe, screen))
+        rows = partial(trajectory_rows, folder.trajectory.read_text(encoding="utf-8"), folder.trajectory)
+        run = partial(_run_twin, run_id=f"{folder.path.name}-twin", scribe=scribe, say=screen.say)
+        seen = replace(seen, twin=compared(job, history, rows, folder, scribe, run, screen.say))
     result = judged(case.scenario, (), folder.path, seen)
     own = host_checks(case.scenario.host_faults, end.strikes, end.codes, history, lease_s * 1_000_000_000)
-    result = _with_checks(result, (*own, *result.checks))
-    summary = _summary(folder) | {"wall_s": round(wall_s, 3), "hosts": told["hosts"]}
+    checks = (*own, *result.checks)
+    if result.is_interrupted:
+        checks = tuple(each if each in result.checks else replace(each, result="not judged") for each in checks)
+        result = replace(result, checks=checks)
+    else:
+        result = replace(result, checks=checks, exit_code=exit_code(checks, result.seen))
+    summary = _summary(folder) | {"wall_s": round(wall_s, 3), "hosts": merged["hosts"]}
     result = replace(result, summary=summary, is_scenario=True, run_error=end.error)
     scribe.write(folder.run_json, facts_text(case, folder.path.name, result.to_plain()))
     scribe.add(folder.events, *result.records())
@@ -189,23 +191,16 @@ def _concluded(
     return result
 
 
-def _with_checks(result: CaseResult, checks: tuple[Check, ...]) -> CaseResult:
-    if result.is_interrupted:
-        checks = tuple(each if each in result.checks else replace(each, result="not judged") for each in checks)
-        return replace(result, checks=checks)
-    return replace(result, checks=checks, exit_code=exit_code(checks, result.seen))
-
-
 def _code(end: _BedEnd) -> int:
-    """Returns the exit code of the run: that of the hosts that were not lost."""
+    """Returns the exit code of the run: that of the surviving hosts."""
     if end.error is not None:
         return int(end.error.exit_code)
-    lost = {each.node for each in end.strikes if each.loses_host}
+    lost = {strike.node for strike in end.strikes if strike.loses_host}
     return max((code for node, code in end.codes.items() if node not in lost), default=int(ExitCode.NOT_RECOVERED))
 
 
 def _last_words(folder: RunFolder) -> str:
-    """Returns the last line that an agent has said, of those that said something."""
+    """Returns the last line in the log of each agent."""
     lines = []
     for path in sorted(folder.logs.glob("h*.log")):
         if text := path.read_text(encoding="utf-8", errors="replace").strip():
@@ -214,38 +209,17 @@ def _last_words(folder: RunFolder) -> str:
 
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
-    """Returns the figures of the host that coordinated last, as the merged record of the run has them."""
-    found: Any = None
+    """Returns the figures of the host that coordinated last, from the merged record of the run."""
+    result: Any = None
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(folder.run_json.read_text(encoding="utf-8")).get("result")
-    return {**(found if isinstance(found, dict) else {}), "run_dir": str(folder.path)}
+        result = json.loads(folder.run_json.read_text(encoding="utf-8")).get("result")
+    return {**(result if isinstance(result, dict) else {}), "run_dir": str(folder.path)}
 
 
-def _compared(
-    job: Job, history: RunHistory, folder: RunFolder, scribe: Scribe, screen: Screen
-) -> ComparisonRecord | BambooError:
-    """Records and returns the comparison with the twin on one host, or the error of the twin."""
+def _run_twin(twin: Job, own: RunFolder, *, run_id: str, scribe: Scribe, say: Callable[[str], None]) -> Ending:
+    from engine.runtime.agent.run_state import FailoverContext
+    from engine.runtime.agent.session import run_session
 
-    def run(twin: Job, own: RunFolder) -> Ending:
-        from engine.runtime.agent.run_state import FailoverContext
-        from engine.runtime.agent.session import run_session
-
-        screen.say("running the fault-free twin on one host, to compare the weights with")
-        return run_session(
-            twin,
-            own.events,
-            own.logs,
-            run_id=f"{folder.path.name}-twin",
-            injectable=False,
-            seat=FailoverContext(scribe=scribe),
-        )
-
-    scribe.add(folder.events, ComparingRecord())
-    try:
-        rows = trajectory_rows(folder.trajectory.read_text(encoding="utf-8"), folder.trajectory)
-        comparison = compare(rows, twin_rows(job, folder, scribe, run, screen.say), history)
-    except BambooError as error:
-        scribe.add(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
-        return error
-    scribe.add(folder.events, comparison)
-    return comparison
+    say("running the fault-free twin on one host, to compare the weights with")
+    seat = FailoverContext(scribe=scribe)
+    return run_session(twin, own.events, own.logs, run_id=run_id, injectable=False, seat=seat)

@@ -1,6 +1,6 @@
-"""A case: a run to make, of a scenario file or of options; its folder's name, and the facts that stay in the folder.
+"""A case: a run to make from a scenario file or from options, the name of its folder, and the facts stored there.
 
-Rule: a run folder has all that is needed to run the case again.
+Rule: a run folder has everything needed to run the case again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.files.jobs.scenario_file import LoadedScenario
 
 
-_MOST_OF_NAME = 1_000  # characters of a text that are looked at for a folder's name
+_MOST_OF_NAME = 1_000  # characters of a text that are used for a folder's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Case:
     """A run to make: a scenario and its concrete faults.
 
     `name` is a part of the folder's name, `origins` has the source of each value of the job, `file` is the scenario
-    file, `injectable`: the run takes the faults of `bamboo inject --run`. It begins after the checkpoint `origin`. The
-    given weights must have the hash `init`, if it is not empty. `notices` are asked for. `run_id` is the name of the
-    run in the store, by default that of its folder. `begun_as` is the name of the folder in which it began, on another
-    host; that of its checkpoints.
+    file, and an `injectable` run accepts the faults of `bamboo inject --run`. It starts from the checkpoint `origin`.
+    The initial weights must have the hash `init`, if it is not empty. `notices` is where to ask for notices. `run_id`
+    is the name of the run in the store, by default that of its folder. `begun_as` is the name of the folder in which it
+    began, on another host, which is also that of its checkpoints.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Case:
 def folder_name(text: str, otherwise: str) -> str:
     """Returns the part of a run folder's name for any text: at most 40 of a-z 0-9 . _ -, `otherwise` if none is left.
 
-    A letter with an accent loses it.
+    Accents are removed.
     """
     plain = unicodedata.normalize("NFKD", text[:_MOST_OF_NAME]).encode("ascii", "ignore").decode().lower()
     return re.sub(r"[^a-z0-9._-]+", "-", plain).strip("-._")[:40] or otherwise
@@ -79,19 +79,19 @@ def case_of_file(loaded: LoadedScenario) -> Case:
 
 
 def whole_text(loaded: LoadedScenario) -> str:
-    """Returns the text of a scenario with its job, without secret values; a job from another file may change."""
+    """Returns the text of a scenario including its job, without secret values; a job from another file may change."""
     from engine.files.jobs.form import scenario_text
 
     job = loaded.scenario.job.masked
     if loaded.source.is_whole and job == loaded.scenario.job and loaded.path.is_file():  # a cell of a matrix has none
         return loaded.path.read_text(encoding="utf-8")
-    usual = replace(job, results=Job().results)  # a folder of this run is no part of the scenario
+    usual = replace(job, results=Job().results)  # a folder of this run is not part of the scenario
     head = "" if loaded.source.is_whole else f"# {loaded.path}, with its job: {loaded.job_from}\n"
     return head + scenario_text(scenario_plain(replace(loaded.scenario, job=usual)))
 
 
 def scenario_record(loaded: LoadedScenario, text: str) -> ScenarioRecord:
-    """Returns the record with all that is needed to run the scenario again; `text` is as it was at the start."""
+    """Returns the record with everything needed to run the scenario again; `text` is as it was at the start."""
     from engine.files.jobs.library import library
 
     name = loaded.scenario.name
@@ -106,7 +106,7 @@ def scenario_record(loaded: LoadedScenario, text: str) -> ScenarioRecord:
 
 
 def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> str:
-    """Returns the text of `run.json` in the folder of this name, with the result of the case once it is known."""
+    """Returns the text of `run.json` in the folder `run`, with the result of the case once it is known."""
     from engine.files.host_facts import host_facts
     from engine.files.run_folder import run_json_text
     from engine.files.trajectory_file import own_sources
@@ -138,7 +138,6 @@ def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> st
     return run_json_text(facts | {"result": result})
 
 
-# The result of a case: its checks, verdict and recoveries; also as an error, a summary and plain values.
 @dataclass(frozen=True, slots=True)
 class CaseResult:
     """The result of one run of a case; `run_error` is the error that ended the run, `summary` has its figures.
@@ -200,11 +199,11 @@ class CaseResult:
     def exceptions(self) -> tuple[str, ...]:
         """Returns in words the exceptions in workers that no fault raised."""
         history = self.seen.history
-        injected = {each.how for each in history.of(ConfirmedRecord)}
+        injected = {record.how for record in history.of(ConfirmedRecord)}
         return tuple(
-            f"worker {each.of} {each.exception.in_step(each.step)}"
-            for each in history.of(RaisedRecord)
-            if f"raised: {each.error}" not in injected and not each.exception.is_injected
+            f"worker {record.of} {record.exception.in_step(record.step)}"
+            for record in history.of(RaisedRecord)
+            if f"raised: {record.error}" not in injected and not record.exception.is_injected
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -213,8 +212,8 @@ class CaseResult:
             "run_dir": str(self.folder),
             "verdict": self.verdict_word,
             "exit_code": int(self.exit_code),
-            "checks": [asdict(each) for each in self.checks],
-            "recoveries": [each.as_dict() for each in self.recoveries],
+            "checks": [asdict(result) for result in self.checks],
+            "recoveries": [recovery.as_dict() for recovery in self.recoveries],
             "exceptions": self.exceptions(),
         }
 
@@ -228,8 +227,8 @@ class CaseResult:
 
     def records(self, request: str = "") -> Iterator[StampedRecord]:
         """Yields the checks and the verdict as records of the run, or of a request to it."""
-        for each in self.checks:
-            yield CheckRecord(name=each.name, result=each.result, text=each.text, request=request)
+        for result in self.checks:
+            yield CheckRecord(name=result.name, result=result.result, text=result.text, request=request)
         yield VerdictRecord(result=self.verdict, exit_code=self.ended.exit_code, request=request)
 
     def to_plain(self) -> dict[str, Any]:
@@ -238,23 +237,21 @@ class CaseResult:
         summary = {**self.summary, "outcome": ended.outcome, "exit_code": ended.exit_code}
         if self.is_scenario:
             return {**summary, "case": self.as_dict()}
+        twin: dict[str, Any] | None = None
+        if isinstance(self.seen.twin, ComparisonRecord):
+            difference = None if self.seen.twin.difference is None else str(self.seen.twin.difference)
+            twin = {"steps_compared": self.seen.twin.compared, "difference": difference}
+        elif self.seen.twin is not None:
+            twin = {"error": str(self.seen.twin)}
         return {
             **summary,
             "error": None if self.error is None else str(self.error),
             # An interrupted long run is not read again.
-            "recoveries": [each.as_dict() for each in self.recoveries] if not self.seen.history.is_empty else None,
+            "recoveries": None if self.seen.history.is_empty else [each.as_dict() for each in self.recoveries],
             "exceptions": self.exceptions(),
-            "faults": [{"fault": each.id, "fired": not why_not_struck(each, self.seen)} for each in self.faults],
-            "twin": _twin(self.seen.twin),
+            "faults": [{"fault": fault.id, "fired": not why_not_struck(fault, self.seen)} for fault in self.faults],
+            "twin": twin,
         }
-
-
-def _twin(twin: ComparisonRecord | BambooError | None) -> dict[str, Any] | None:
-    """Returns the comparison with the twin as plain values, or the error of the twin."""
-    if isinstance(twin, ComparisonRecord):
-        difference = None if twin.difference is None else str(twin.difference)
-        return {"steps_compared": twin.compared, "difference": difference}
-    return None if twin is None else {"error": str(twin)}
 
 
 def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Observation) -> CaseResult:
@@ -269,8 +266,8 @@ def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Ob
 
 
 def stall_figures(results: Sequence[CaseResult]) -> dict[str, Stall]:
-    """Returns p50, p95 and max of the times that training stalled in some cases; unfinished recoveries do not count."""
-    recoveries = [each for case in results for each in case.recoveries if each.resume_ns is not None]
-    stalls = [each.stall for each in recoveries if each.stall]
+    """Returns p50, p95 and max of the stalls of training in some cases, without unfinished recoveries."""
+    recoveries = [recovery for case in results for recovery in case.recoveries if recovery.resume_ns is not None]
+    stalls = [recovery.stall for recovery in recoveries if recovery.stall]
     parts = {"p50": 0.5, "p95": 0.95, "max": 1.0} if stalls else {}
     return {name: quantile(stalls, part) for name, part in parts.items()}

@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
@@ -43,14 +42,12 @@ if TYPE_CHECKING:
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
-# The end of a run: its summary; the folder of one that begins; the records if its command ends before its verdict.
-#
-# Without these records the run would look like one whose launcher was killed.
-
-
 @contextlib.contextmanager
 def in_new_folder(scribe: Scribe, results: str, name: str, say: Callable[[str], None]) -> Iterator[RunFolder]:
-    """Makes a run folder, which the `scribe` holds; whatever ends the command during the block is recorded there."""
+    """Creates a run folder, which the `scribe` owns; records there whatever ends the command during the block.
+
+    Without such a record the run would look as if its launcher had been killed.
+    """
     from engine.runtime.process.interrupts import holding
 
     folder = scribe.make_run_folder(results, name, say)
@@ -64,9 +61,9 @@ def in_new_folder(scribe: Scribe, results: str, name: str, say: Callable[[str], 
 
 @contextlib.contextmanager
 def failure_recorded(folder: RunFolder, scribe: Scribe) -> Iterator[None]:
-    """Records an error that ends the command before the run has a verdict, such as a store that refuses.
+    """Records an error that ends the command before the verdict, such as a store that refuses.
 
-    The folder of a run that has recorded nothing is deleted. An error of the system becomes one of bamboo.
+    The folder of a run without any record is deleted. A system error becomes one of bamboo's.
     """
     from engine.files.atomic_write import of_system
 
@@ -83,7 +80,7 @@ def failure_recorded(folder: RunFolder, scribe: Scribe) -> Iterator[None]:
 
 
 def record_failure(folder: RunFolder, scribe: Scribe, error: BambooError) -> None:
-    """Records that this error ended the command, if the disk takes it; deletes a folder without any record."""
+    """Records that this error ended the command, if the disk works; deletes a folder without any record."""
     with contextlib.suppress(StorageError):
         scribe.ask("fail", str(folder.path), str(error), int(error.exit_code))
 
@@ -117,28 +114,25 @@ def summary_of(folder: RunFolder, ending: Ending, wall_s: float) -> dict[str, An
         "loss_last": run_state.losses[-1] if run_state.losses else None,
         "validation_loss": sets[0].loss if sets else None,
         "validation_metric": next(iter(sets[0].metrics.values()), None) if sets else None,
-        "evaluations": [asdict(each) for each in sets],
+        "evaluations": [asdict(evaluation) for evaluation in sets],
         "trajectory": trajectory_hash(run_state.rows) if run_state.rows else None,
         "missing": list(ending.missing),
         "wall_s": round(wall_s, 3),
         "launch_s": round((launched_at_ns - ending.started_at_ns) / 1e9, 3) if launched_at_ns else None,
-        "peak_stash": {each.worker: each.peak_stash for each in ending.view.workers},
+        "peak_stash": {view.worker: view.peak_stash for view in ending.view.workers},
         "loggers": [*ending.loggers],
-        "peak_memory_mib": {each.worker: round(each.peak_memory_kib / 1024, 1) for each in ending.view.workers},
+        "peak_memory_mib": {view.worker: round(view.peak_memory_kib / 1024, 1) for view in ending.view.workers},
     }
 
 
-# The rows of a run's fault-free twin: from a kept twin of the same job, else from a new run.
-
-
-# Errors of a run.json of another version, of one that is half written, and of a file that only has its name.
+# Errors of a run.json that is of another version, half written, or something else.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 def twin_rows(
     job: Job, folder: RunFolder, scribe: Scribe, run: Callable[[Job, RunFolder], Ending], say: Callable[[str], None]
 ) -> list[TrajectoryRow]:
-    """Returns the rows of the twin of a run; `run` makes a new twin, whose files go to ``twin/`` in `folder`.
+    """Returns the rows of a run's fault-free twin: a kept one, or a new one from `run`, with files in ``twin/``.
 
     The losses of the twin are added to the events of the run, because reports read only these. `say` gets a line about
     a kept twin that does not count, and about a new one that cannot be kept.
@@ -171,7 +165,7 @@ def twin_rows(
 
 
 def reusable_twins(runs: Iterable[RunFolder]) -> set[str]:
-    """Returns the names of the twins that a new run of the job of one of these runs would use again."""
+    """Returns the names of the twins that would be reused by a new run of the job of one of these runs."""
     from engine.files.atomic_write import open_to_read
 
     name_of, names = _naming(), set()
@@ -208,8 +202,8 @@ def _new_rows(
 
 
 _PASSED_ON = ("faults", "grace_s", "injectable", "notices")  # fields of a case for its session
-_OF_THE_END = ("the last records", "trajectory.csv", "the result in run.json", "the seal")  # behind a given up disk
-_QUICK_BYTES = 10_000_000  # of events: they are read in half a second; an interrupted command has no more time
+_OF_THE_END = ("the last records", "trajectory.csv", "the result in run.json", "the seal")  # lost if the disk fails
+_QUICK_BYTES = 10_000_000  # of events, which are read in half a second; an interrupted command has no more time
 
 
 def run_case(
@@ -219,20 +213,26 @@ def run_case(
     server: ForkServer | None = None,
     seat: FailoverContext | None = None,
 ) -> CaseResult:
-    """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so that leftovers are found.
+    """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so leftovers are detected.
 
-    With a folder in its `seat` this host goes on with what another one has begun, or begins it again.
+    With a folder in its `seat`, this host continues what another one has begun, or starts it again.
 
     Raises BambooError if the run could not be started.
     """
     from engine.files.jobs import job_layers
     from engine.files.jobs.checkpoint_place import hash_as_given, with_whole_place
     from engine.models.model_registry import unreadable_files
+    from engine.runtime.agent.scribe_work import scribe_for
     from engine.runtime.process.interrupts import holding
 
     started_s, job = time.monotonic(), case.scenario.job
-    with _scribe_of(server, seat) as scribe:
-        scribe.try_place(job, _is_in_process(server))
+    is_in_process = server is not None and server.pid == os.getpid()
+    with contextlib.ExitStack() as stack:
+        if seat is not None and seat.scribe is not None:  # of a host that takes over, which outlives the run here
+            scribe = seat.scribe
+        else:
+            scribe = stack.enter_context(scribe_for(is_in_process, {"sweep": _sweep}))
+        scribe.try_place(job, is_in_process)
         if problems := unreadable_files(job, begins=case.origin is None):
             raise UserError(problems)
         init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
@@ -247,23 +247,10 @@ def run_case(
             return _run_in(folder, scribe, case, etcd, screen, server, started_s, seat)
 
 
-def _scribe_of(server: ForkServer | None, seat: FailoverContext | None) -> AbstractContextManager[Scribe]:
-    """Returns a scribe of this run; a host that takes over has one already, which outlives the run here."""
-    from engine.runtime.agent.scribe_work import scribe_for
-
-    if seat is not None and seat.scribe is not None:
-        return nullcontext(seat.scribe)
-    return scribe_for(_is_in_process(server), {"sweep": _sweep})
-
-
 def _sweep(desk: object, results: str) -> None:
     from engine.harness.dead_runs import delete_dead_stores
 
     delete_dead_stores(Path(results))
-
-
-def _is_in_process(server: ForkServer | None) -> bool:
-    return server is not None and server.pid == os.getpid()
 
 
 def _run_in(
@@ -281,7 +268,7 @@ def _run_in(
     from engine.runtime.agent.keeper import place_of
     from engine.runtime.agent.run_state import FailoverContext, HandoverError
 
-    text = "" if case.file is None else whole_text(case.file)  # the user may change the file while the run goes on
+    text = "" if case.file is None else whole_text(case.file)  # the user may change the file during the run
     if text:
         scribe.write(folder.path / "scenario.yaml", text)
     home = seat.taken.home if seat and seat.taken else folder.path
@@ -323,9 +310,9 @@ def _concluded(
     screen: Screen,
     drive: Callable[..., Ending],
 ) -> CaseResult:
-    """Returns the result of a run that has ended, after its comparison and checks; stores all of it in its folder.
+    """Returns the result of a finished run after its comparison and checks; stores it in the folder.
 
-    `drive` runs the twin: of a run on several hosts on this one alone, because its bits are those of one host.
+    `drive` runs the twin, that of a run on several hosts only on this one, because the bits are the same.
 
     Raises StorageError if a file could not be written.
     """
@@ -349,7 +336,13 @@ def _concluded(
     if why := why_no_twin(expect, faults, seen) or other:
         scribe.add(folder.events, NotComparedRecord(why=why))
     else:
-        seen = replace(seen, twin=_compared(job, seen.history, rows, folder, scribe, screen, drive))
+
+        def run_twin(twin: Job, own: RunFolder) -> Ending:
+            screen.say("running the fault-free twin, to compare the weights with")
+            return drive(twin, own, run_id=f"{folder.path.name}-twin", injectable=False)
+
+        twin = compared(job, seen.history, lambda: rows, folder, scribe, run_twin, screen.say)
+        seen = replace(seen, twin=twin)
     result = judged(case.scenario, faults, folder.path, seen)
     result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
     scribe.write(folder.run_json, facts_text(case, folder.path.name, result.to_plain()))
@@ -361,7 +354,7 @@ def _concluded(
 def _unstored(
     folder: RunFolder, scribe: Scribe, case: Case, ending: Ending, wall_s: float, error: StorageError
 ) -> CaseResult:
-    """Returns the result of a run whose files could not be written: its figures, no verdict on its weights."""
+    """Returns the result of a run whose files could not be written: figures without a verdict on the weights."""
     ending = ending.unstored(error)
     if scribe.why:
         ending = replace(ending, missing=(*ending.missing, *_OF_THE_END))
@@ -388,28 +381,22 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
         return replace(ending, loggers=observers.finish(ending.view.run_state.committed))
 
 
-def _compared(
+def compared(
     job: Job,
     history: RunHistory,
-    rows: list[TrajectoryRow],
+    rows: Callable[[], list[TrajectoryRow]],
     folder: RunFolder,
     scribe: Scribe,
-    screen: Screen,
-    drive: Callable[..., Ending],
+    run: Callable[[Job, RunFolder], Ending],
+    say: Callable[[str], None],
 ) -> ComparisonRecord | BambooError:
-    """Records and returns the comparison of a run of `job` with its twin, or the error of the twin.
+    """Records and returns the comparison of a run of `job` with its twin, which `run` makes, or the error of the twin.
 
-    The job of `history` has no secret arguments.
+    `rows` reads the trajectory of the run. The job of `history` has no secret arguments.
     """
-    pass
-
-    def run(twin: Job, own: RunFolder) -> Ending:
-        screen.say("running the fault-free twin, to compare the weights with")
-        return drive(twin, own, run_id=f"{folder.path.name}-twin", injectable=False)
-
     scribe.add(folder.events, ComparingRecord())
     try:
-        comparison = compare(rows, twin_rows(job, folder, scribe, run, screen.say), history)
+        comparison = compare(rows(), twin_rows(job, folder, scribe, run, say), history)
     except BambooError as error:
         scribe.add(folder.events, NotComparedRecord(why=str(error).splitlines()[0]))
         return error

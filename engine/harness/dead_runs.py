@@ -1,6 +1,6 @@
-"""Tells dead runs from live ones, and deletes the private stores that killed runs left in a folder of results.
+"""Distinguishes dead runs from live ones, and deletes the private stores left by killed runs in a folder of results.
 
-Rule: a launcher locks its run folder as long as it lives. Launchers without the lock are known by their process: it has
+Rule: a launcher locks its run folder while it lives. Launchers without a lock are identified by their process: it has
 the recorded pid and was created before the last event was written.
 """
 
@@ -30,15 +30,15 @@ _CLOCK_ERROR_S = 0.05  # of the times of processes, which the kernel counts in t
 
 @contextlib.contextmanager
 def dead_run(run: Path) -> Iterator[bool]:
-    """Yields whether no launcher uses a run folder; then none begins to use it during the block."""
+    """Yields whether no launcher uses a run folder; if so, none can start to use it during the block."""
     with unused_folder(run) as is_unused:
         yield is_unused and not _has_launcher(RunFolder(run))
 
 
 def launcher_runs(history: RunHistory, run: Path) -> bool:
-    """Returns whether the process that began a run is still there; False before the first record.
+    """Returns whether the process that began a run is still alive; False before the first record.
 
-    Of several hosts the pid may be one of a namespace, or of another machine, so there only the lock counts.
+    With several hosts the pid may be of a namespace, or of another machine, so only the lock counts.
     """
     job, host = history.first(JobRecord), history.first(HostRecord)
     is_of_several = host is not None and bool(host.node)
@@ -49,7 +49,7 @@ def launcher_runs(history: RunHistory, run: Path) -> bool:
 
 
 def live_runs(results: Path) -> list[str]:
-    """Returns the names of the runs in `results` that go on, the oldest first."""
+    """Returns the names of the live runs in `results`, the oldest first."""
     live = []
     for name in run_names(results):
         with unused_folder(results / name) as is_unused:
@@ -60,9 +60,9 @@ def live_runs(results: Path) -> list[str]:
 
 def stores(run: Path) -> list[Path]:
     """Returns the data of private stores in a run folder: of the run, and of its twin."""
-    # Every launch looks at every run, so the first question is asked without objects.
+    # Every launch checks every run, so the first test creates no objects.
     paths = [run / place for place in _STORES if os.path.isdir(f"{run}/{place}")]
-    return [each for each in paths if each.resolve() == run.resolve() / each.relative_to(run)]
+    return [path for path in paths if path.resolve() == run.resolve() / path.relative_to(run)]
 
 
 def delete_dead_stores(results: Path) -> None:
@@ -71,8 +71,8 @@ def delete_dead_stores(results: Path) -> None:
         run = results / name
         if left := stores(run):
             with dead_run(run) as is_dead:
-                for each in left if is_dead else ():
-                    delete_tree(each, results)
+                for store in left if is_dead else ():
+                    delete_tree(store, results)
 
 
 def _has_launcher(run: RunFolder) -> bool:
@@ -91,7 +91,7 @@ def _has_launcher(run: RunFolder) -> bool:
         return time.time() - run.path.stat().st_mtime < _START_S
     except (OSError, ValueError, RecursionError):
         return False
-    try:  # a pid that was given to another process since then is not the launcher's
+    try:  # a pid that was reused since then is not the launcher's
         return psutil.Process(int(first["pid"])).create_time() < status.st_mtime + _CLOCK_ERROR_S
     except (psutil.Error, LookupError, TypeError, ValueError):
         return False

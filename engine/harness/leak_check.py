@@ -1,7 +1,7 @@
 """The leaks of a run: processes, listening ports, shared memory, files of its store, keys in an external store.
 
-Processes of a run have a variable in their environment, which they inherit from the process that started the run.
-Shared memory does not name its creator: a new piece that no process has open counts as a leak.
+Processes of a run inherit an environment variable from the process that started the run. Shared memory does not record
+its creator: a new segment that no process has open counts as a leak.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -34,45 +33,42 @@ class LeakCheck:
         self._ports = _own_ports()
 
     def left(self, logs: Path, run_id: str, etcd: EtcdSettings | None, server: int) -> list[str]:
-        """Returns a line per leak that lasts two seconds after the end of a run; returns at once if there is none.
+        """Returns a line per leak that persists for two seconds after a run; returns at once if there is none.
 
-        The fork server, with pid `server`, serves the next run too and does not count.
+        The fork server, with pid `server`, also serves the next run and does not count.
 
         Raises CoordinatorUnavailableError if the external store gives no answer.
         """
         until_s = time.monotonic() + _GONE_WITHIN_S
         while (leaks := self._found(logs, server)) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        return leaks + (_keys(run_id, etcd) if etcd is not None else [])
+        if etcd is not None:
+            from engine.runtime.store.etcd_kv import EtcdKV
+
+            kv = EtcdKV(etcd, f"/bamboo/{run_id}/")
+            try:
+                leaks += [f"key {item.key}" for item in kv.read_prefix("").items]
+            finally:
+                kv.close()
+        return leaks
 
     def _found(self, logs: Path, server: int) -> list[str]:
-        leaks = [f"process {pid} ({name})" for pid, name in self._processes(server)]
+        leaks = [
+            f"process {process.pid} ({process.info['name']})"
+            for process in psutil.process_iter(["name", "environ"])
+            if process.pid != server and (process.info["environ"] or {}).get(_VARIABLE) == self._mark
+        ]
         leaks += [f"this process listens on port {port}" for port in sorted(_own_ports() - self._ports)]
         new = shared_memory() - self._shared_memory
         leaks += [f"shared memory {name}" for name in sorted(new - held(new))]
         return leaks + [f"files of the store in {path}" for path in (logs / "etcd",) if path.exists()]
 
-    def _processes(self, server: int) -> Iterator[tuple[int, str]]:
-        for process in psutil.process_iter(["name", "environ"]):
-            if process.pid != server and (process.info["environ"] or {}).get(_VARIABLE) == self._mark:
-                yield process.pid, process.info["name"]
-
 
 def mark_processes() -> None:
-    """Marks all processes that this one starts from now on, by a variable in their environment."""
+    """Marks all processes that this one starts from now on, with an environment variable."""
     os.environ[_VARIABLE] = secrets.token_hex(8)
 
 
 def _own_ports() -> set[int]:
     connections = psutil.Process().net_connections("inet")
-    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
-
-
-def _keys(run_id: str, etcd: EtcdSettings) -> list[str]:
-    from engine.runtime.store.etcd_kv import EtcdKV
-
-    kv = EtcdKV(etcd, f"/bamboo/{run_id}/")
-    try:
-        return [f"key {item.key}" for item in kv.read_prefix("").items]
-    finally:
-        kv.close()
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
