@@ -55,15 +55,11 @@ def launch(
     trust_code: TrustCode = False,
     name: Annotated[str, typer.Option("--name", help="Name of the run (default: the name of the job file).")] = "",
     grace_s: Grace = USUAL_GRACE_S,
-    image: Annotated[
-        str, typer.Option("--image", help="Image of the pods: contains bamboo, your code and your data.")
-    ] = "",
+    image: Annotated[str, typer.Option("--image", help="Image of the pods: bamboo, your code and data.")] = "",
     extra: Annotated[
         list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="Extra option for sbatch; repeatable.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="Write the files to this folder.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write the files to DIR.")] = None,
     is_submitted: Annotated[bool, typer.Option("--submit", help="Write the files and submit them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -76,11 +76,7 @@ def report(
     table: Annotated[Table, typer.Option(help="Table to print.")] = Table.RECOVERY,
     form: Annotated[
         Format | None,
-        typer.Option(
-            "--format",
-            help="Format of the table; every format but terminal prints only the table.",
-            show_default="terminal",
-        ),
+        typer.Option("--format", help="Format; all but terminal print only the table.", show_default="terminal"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,

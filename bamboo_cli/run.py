@@ -101,9 +101,7 @@ def run(
     own: _Own,
     *,
     as_json: _AsJson = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the program of each worker; start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the program; start nothing.")] = False,
     kill: Kills = None,
     no_twin: NoTwin = False,
     tee: Tee = False,

@@ -41,9 +41,24 @@ UNSAFE_CALLS = frozenset(
 WRITES_TORCH_FILES = ("engine/runtime/checkpoint/export.py", "torch.save")
 # torch.distributed's object collectives pickle their arguments.
 UNSAFE_SUFFIXES = ("_object_list", "gather_object")
-# Pronouns that stand where a reader needs the noun.
-PRONOUNS = re.compile(r"\b(?:what|whatever|whoever|whom|nobody|somebody|everybody)\b", re.IGNORECASE)
-MAX_PRONOUNS = 3  # per 1,000 words of docstrings and comments
+# Constructions that no native writer uses, or that must be read twice: in pages and in help texts.
+BANNED = re.compile(
+    r"""
+    \b(?:is|are|was|were|be)\ (?:told|heard|said)\b          # speech for data: reported, received
+    | \bputs?\ out\b                                        # evict
+    | \bsays?\ what\b | \bmakes?\ of\b | \bof\ which\ (?:one|it|each)\b
+    | \bgo(?:es)?\ on\ (?:with|from|at|in|by|all)\b          # continue, resume
+    | \bof\ late\b | \banew\b | \bas\ ever\b | \bin\ its\ turn\b | \bbegin\ of\b
+    | \bstands?\ (?:in|beside|behind|under|below|there)\b # for texts and values: is in
+    | \b(?:holds?|held)\ (?:\w+\ ){0,3}against\b             # compared with
+    | \bin\ the\ place\ of\b                                # instead of
+    | \b(?:give|gives|given)\ (?:\w+\ )?free\b              # free
+    | \bis\ no\ matter\b
+    # a relative without a noun, or a genitive, that opens a sentence
+    | (?:^|[.:;]\ )(?:Of|Who|What)\ (?!course\b)(?!a\ layer)[a-z ,]+\ (?:is|are|has|have|may|says|reaches)\b(?![^.]*\?)
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
 # Rooms that decide by data: a pattern would read sentences that are made for people.
 WITHOUT_PATTERNS = ("engine.core.checks.", "engine.core.protocol.")
 # Words that name nothing: a variable has the noun, but for a loop or a comprehension that the eye takes in at once.
@@ -323,12 +338,9 @@ def gone_modules(modules: Iterable[Module], names: Collection[str]) -> list[str]
     ]
 
 
-def oblique(modules: Iterable[Module]) -> list[str]:
-    """Prose names its nouns: returns each place with one of `PRONOUNS` if all places together are too many."""
-    prose = [(module.path, line, text) for module in modules for line, text in prose_of(module)]
-    num_words = sum(len(re.findall(r"\w+", text)) for _, _, text in prose)
-    found = [f"{path}:{line}: {word}" for path, line, text in prose for word in PRONOUNS.findall(text)]
-    return found if 1000 * len(found) > MAX_PRONOUNS * num_words else []
+def banned(texts: Mapping[str, str]) -> list[str]:
+    """Texts for users are idiomatic: returns each place with a banned construction, as ``name: construction``."""
+    return [f"{name}: {hit.group().strip()}" for name, text in texts.items() for hit in BANNED.finditer(text)]
 
 
 def without_noun(modules: Iterable[Module]) -> list[str]:

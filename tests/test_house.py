@@ -64,7 +64,6 @@ ROOMS_WITH_NOUNS = (
     *("engine.core.worker", "engine.models", "engine.models.traced", "engine.report"),
 )
 WITHOUT_NOUNS_YET = ("engine/core/message_codec.py",)
-TESTS_IN_PLAIN_ENGLISH = ("tests/cli", "tests/e2e", "tests/files", "tests/report", "tests/simulation")
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")
 BLOCKED_FOR_CLI = ("torch", "numpy", "pandas", "sklearn")
 
@@ -304,19 +303,6 @@ def test_modules_have_a_subject_and_say_it() -> None:
 def test_shape_rule_can_fail(path: str, text: str, problem: str) -> None:
     (found,) = house_rules.bad_shape(planted(text, path))
     assert found == f"{path}: {problem}"
-
-
-def test_prose_names_its_nouns() -> None:
-    for room in {room_rules.room_of(module) for module in MODULES}:
-        assert house_rules.oblique([module for module in MODULES if room_rules.room_of(module) == room]) == []
-    assert house_rules.oblique(modules_under(*TESTS_IN_PLAIN_ENGLISH)) == []
-
-
-def test_prose_rule_can_fail() -> None:
-    text = '"""{}"""\n\n\ndef f():\n    """Whoever waits."""\n    return "what"  # nobody, nowhere, whatsoever\n'
-    found = ["engine/core/planted.py:4: Whoever", "engine/core/planted.py:6: nobody"]
-    assert house_rules.oblique(planted(text.format("word " * 600))) == found
-    assert house_rules.oblique(planted(text.format("word " * 700))) == []
 
 
 def test_variables_are_nouns() -> None:

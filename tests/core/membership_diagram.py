@@ -1,4 +1,4 @@
-"""The diagram of the membership protocol in mermaid, made from its table; docs/membership.md shows it."""
+"""The diagram of the membership protocol in mermaid, made from its table; docs/protocol.md shows it."""
 
 from __future__ import annotations
 

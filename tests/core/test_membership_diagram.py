@@ -1,4 +1,4 @@
-"""The picture of the membership protocol in docs/membership.md is the one that the table draws."""
+"""The picture of the membership protocol in docs/protocol.md is the one that the table draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.core.protocol.membership import TABLE
 from engine.core.protocol.state import Rule
 from tests.core.membership_diagram import picture
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "membership.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 OPENING, CLOSING = "<!-- membership -->", "<!-- /membership -->"
 
 

@@ -85,8 +85,8 @@ def keys_of(schema: Mapping[str, Any], without: frozenset[str] = frozenset()) ->
 
 
 def _keys(part: Mapping[str, Any], shared: Mapping[str, Any], path: str, without: frozenset[str]) -> Iterator[Any]:
-    for name, value in part.get("properties", {}).items():
-        value = _resolved(value, shared)
+    for name, given in part.get("properties", {}).items():
+        value = _resolved(given, shared)
         here, items = f"{path}{name}", _resolved(value.get("items", {}), shared)
         if here in without:
             continue

@@ -107,7 +107,7 @@ def test_a_gpt_is_killed_resumed_exported_and_generates_in_plain_torch(folder: P
 
 
 def test_the_page_for_users_of_torchrun_has_a_job_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "from-torchrun.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("## From a torchrun script")[2]
     usual, module, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (job,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (command,) = re.findall(r"^    bamboo (.*)$", page, re.MULTILINE)

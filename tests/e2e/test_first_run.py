@@ -1,4 +1,4 @@
-"""The tutorial is true: its files are written, its commands are run in their order, and print the lines that it shows."""
+"""The tutorial is true: its files are written, its commands run in their order, and print the lines that it shows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_tutorial_shows_the_output_of_its_commands(tmp_path: Path) -> None:
     for session in SESSION.findall(page):
         for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", session, re.MULTILINE):
             ended = subprocess.run(
-                ["bash", "-c", command],
+                ["/bin/bash", "-c", command],
                 cwd=tmp_path,
                 env=environment,
                 text=True,

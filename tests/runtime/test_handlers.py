@@ -111,7 +111,7 @@ def test_a_handler_that_does_not_run_its_action_once_is_an_error(num_calls: int)
 
 
 def test_the_example_of_the_documents_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "schedules-of-your-own.md"
+    page = Path(__file__).parents[2] / "docs" / "optimizers-and-schedules.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
     found: dict[str, list[str]] = {}
     exec(compile(example, page.name, "exec"), found)  # noqa: S102 - a page of ours

@@ -119,7 +119,7 @@ def _by_key(rows: Iterable[TrajectoryRow]) -> _Rows:
 # Rule: the marks of a step stay until its commit, also those of workers that die before it.
 
 LoadedMarks = Mapping[int, str]  # microbatch -> its mark: `MARK_DIGITS` of its inputs, then of its targets
-SEE = "or give --no-check-pure; docs/what-a-layer-may-do.md says more"
+SEE = "or give --no-check-pure; see docs/own-model.md"
 
 
 def impure_data(source: str, difference: str) -> Problem:
