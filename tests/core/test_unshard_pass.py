@@ -131,3 +131,11 @@ def test_a_job_is_refused_where_shards_cannot_be(fields: dict[str, Any], told: l
     problems = check_job(Job(fsdp=2, stages=2, **fields))
     assert [str(each).split(" (")[0] for each in problems] == told
     assert all(each.hint for each in problems)
+
+
+def test_the_refusal_suggests_a_combination_that_is_accepted() -> None:
+    (problem,) = check_job(Job(fsdp=2, stages=4, pipelines=2))
+    assert problem.hint == "a worker has 1 stage of each pipeline: give --stages-per-worker 2 --schedule looped-bfs"
+    assert check_job(Job(fsdp=2, stages=4, pipelines=2, stages_per_worker=2, schedule="looped-bfs")) == []
+    (problem,) = check_job(Job(fsdp=3, stages=4, pipelines=2, stages_per_worker=2, schedule="looped-bfs"))
+    assert problem.hint == "a worker has 2 stages of each pipeline"
