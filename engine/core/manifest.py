@@ -1,8 +1,9 @@
 """The manifest of a checkpoint: the one file that says which parts belong to it, and which bits they must give.
 
-Rules: the name of a manifest holds the SHA-256 of its bytes, so a torn or changed one does not match its name. Its text
-is canonical JSON: another text with the same meaning is refused. The files that it names are single path components of
-a fixed form, in the folder of its step. Each layer has all its shards, each once.
+Rules: the name of a manifest holds the SHA-256 of its bytes, so a torn or changed one has not its own name. Its text is
+canonical JSON: another text with the same meaning is refused. The files that it names are single path components of a
+fixed form, in the folder of its step. Each layer has all its shards, each once. The header of a part has the order of
+the hashes, so commands without a model can compare a layer with the trajectory.
 """
 
 from __future__ import annotations

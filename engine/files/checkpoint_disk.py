@@ -2,8 +2,8 @@
 
 Rules: names are those of files in the folder, or in a folder in it, as ``FOLDER/FILE``. No link is followed below the
 folder of checkpoints, and none of another user on the way to it. Only a folder and files of this user count: bits that
-another user can change prove nothing. The folder stays open after its path was walked once; the path is walked again if
-it leads to another folder. Every method raises OSError.
+another user can change prove nothing. Modes do not count, because a mount may have none. The folder is held open after
+one walk of its path, which is walked again once it leads to another folder. Every method raises OSError.
 """
 
 from __future__ import annotations

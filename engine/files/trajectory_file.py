@@ -69,6 +69,7 @@ def kept_twin(results: Path, fingerprint: str) -> list[TrajectoryRow] | None:
     if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
         raise StorageError(f"{path}: expected a file of this user with mode 0600")
     text, _, last = data.decode("utf-8", "replace").removesuffix("\n").rpartition("\n")
+    # A signature would need a key outside the folder of results, for a file whose loss costs one run.
     if last != _hash(fingerprint, f"{text}\n"):
         raise StorageError(f"{path}: the hash in its last line is not that of its rows")
     return trajectory_rows(text, path)

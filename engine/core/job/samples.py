@@ -9,7 +9,7 @@ from engine.core.errors import Problem, UserError, ensure
 from engine.core.job.job import Job
 from engine.core.random_key import random_key
 
-# A permutation of 0 .. size - 1 by key, which needs no list: one number at a time.
+# A permutation of 0 .. size - 1 by key, one number at a time: any worker finds any sample without list or state.
 #
 # A balanced Feistel network permutes the numbers of an even count of bits. A result beyond `size` is permuted again
 # until it is below ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, section 3):

@@ -410,7 +410,7 @@ class Agent(EndsOfRun):
         self._tell(orders.tell_all(self.node.coordination, message))
 
     def _tell(self, tell: inputs_outputs.Tell) -> None:
-        self._told_ns = now_ns()
+        self._told_ns = now_ns()  # before any worker hears it, or a fast one would act before the record's time
         self.checkpoints.await_parts(tell.message, self.node.state)
         self.newcomers.learn(tell.message)
         tell_all((self.members[worker] for worker in tell.workers if worker in self.members), tell.message)

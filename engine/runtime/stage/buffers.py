@@ -2,8 +2,8 @@
 
 Rules: a loan swaps the tensor objects and never overwrites them, because autograd may have saved one for a backward.
 Copies have the strides of the buffers, because strides can decide bits. Copies share memory where the buffers do: a
-buffer may have several names or be a view of another. Snapshots in the history never change, so an unchanged buffer is
-not copied again.
+buffer may have several names or be a view of another. Snapshots in the history are never changed, so an unchanged
+buffer is not copied again. An heir redoes the chain from the step boundary: logging the history would cost every step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The log: the owner of a slot sends its shadows the inputs of the optimizer step, not the new state.
 
-Rules: every replica that applies the entry of a step gets the same bits. An entry therefore holds the reduced
-gradients; the clip factor follows with the commit. It also holds the buffers and losses of every pipeline, because a
-replica may take over the same stage of another pipeline.
+Rules: each replica that applies the entry of a step gets the same bits. An entry therefore has the reduced gradients;
+the clip factor follows with the commit. It has the buffers and losses of every pipeline, because a replica may take
+over the same stage of another pipeline. An entry counts only if the owners of all slots of a stage, and of stages tied
+to it, hold it; otherwise the step end is made again from the accumulators: 2 % more tasks, and no mixtures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The end of a step at one worker: reductions, log entries, heals, votes and optimizer steps.
 
 Rules: only the optimizer step changes an accumulator. A log entry is complete or absent. A reduction that runs again
-after a failure drops the earlier entries of its slots, because some replicas may lack them.
+after a failure drops the earlier entries of its slots, because some replicas may lack them. The fence does not
+interrupt a worker between the commit and its last optimizer step, so all its replicas have one version.
 """
 
 from __future__ import annotations
