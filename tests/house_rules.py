@@ -357,7 +357,7 @@ def without_noun(modules: Iterable[Module]) -> list[str]:
                 if node.end_lineno - node.lineno < MOST_LINES_WITHOUT_NOUN:
                     allowed |= {id(name) for target in targets for name in ast.walk(target)}
         problems += [
-            f"{module.path}:{node.lineno}: {name}"
+            f"{module.path}:{getattr(node, 'lineno', 0)}: {name}"
             for node in ast.walk(module.tree)
             if (name := _bound_name(node)) in NO_NOUNS and id(node) not in allowed
         ]

@@ -60,8 +60,7 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
     if unjudged := [name for name in names if getattr(expect, name) != getattr(original, name)]:
         say(f"not judged: {', '.join(unjudged)} (the job runs on)")
     since_ns = time.monotonic_ns()  # the events have the same clock
-    request = folder.path / f"{REQUEST}{secrets.token_hex(8)}.json"
-    write_atomically(request, json.dumps([to_plain(fault) for fault in loaded.faults]))
+    request = _request(folder, loaded.faults)
     try:
         _wait(events, loaded.faults, request.name)
     except RunInterruptedError:
@@ -132,6 +131,12 @@ def _moved(fault: Fault, mark: str, first_step: int) -> Fault:
     else:
         moment = replace(moment, step=moment.step + first_step)
     return replace(fault, id=f"{fault.id}.{mark}", moment=moment)
+
+
+def _request(folder: RunFolder, faults: tuple[Fault, ...]) -> Path:
+    path = folder.path / f"{REQUEST}{secrets.token_hex(8)}.json"
+    write_atomically(path, json.dumps([to_plain(fault) for fault in faults]))
+    return path
 
 
 def _wait(events: _Events, faults: tuple[Fault, ...], request: str) -> None:

@@ -75,7 +75,7 @@ def _manifests(plan: LaunchPlan) -> list[LaunchFile]:
     job_path = Path(plan.job_file)
     with storage_errors("read", job_path):
         job_text = job_path.read_text(encoding="utf-8")
-    values = {"job_file": "/etc/bamboo/job.yaml", "job_text": job_text, "TLS_FILES": TLS_FILES}
+    values: dict[str, Any] = {"job_file": "/etc/bamboo/job.yaml", "job_text": job_text, "TLS_FILES": TLS_FILES}
     texts = [_filled("k8s", plan, tls=each, **values) for each in (tls, dict.fromkeys(tls, MASK))]
     return [LaunchFile(f"{plan.name}.yaml", *texts)]
 

@@ -190,7 +190,8 @@ def names() -> Iterator[dict[str, Any]]:
 def _signature(thing: Any) -> str:
     if inspect.isclass(thing) and (is_dataclass(thing) or issubclass(thing, BaseException) or not _has_init(thing)):
         return ""
-    shown = []
+    shown: list[str] = []
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     for name, each in inspect.signature(thing).parameters.items():
         if name == "self":
             continue
@@ -198,7 +199,7 @@ def _signature(thing: Any) -> str:
             shown.append("*")
         kind = "" if each.annotation is each.empty else f": {each.annotation}"
         default = "" if each.default is each.empty else f" = {each.default!r}"
-        shown.append({each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + name + kind + default)
+        shown.append(stars.get(each.kind, "") + name + kind + default)
     return f"({', '.join(shown)})"
 
 

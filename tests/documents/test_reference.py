@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.errors import ExitCode
 from engine.core.history.record_lines import RECORDS
+from engine.core.job import job as jobs
 from engine.core.job.job import Job
 from engine.runtime.faults.registry import kinds
 from tests.documents import reference
@@ -37,8 +38,8 @@ def test_pages_have_every_part() -> None:
 
 
 def test_a_new_field_gets_a_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(reference.jobs.FIELD_HELP, "stages", "another | meaning")
-    monkeypatch.setitem(reference.jobs.AT_MOST, "stages", 7)
+    monkeypatch.setitem(jobs.FIELD_HELP, "stages", "another | meaning")
+    monkeypatch.setitem(jobs.AT_MOST, "stages", 7)
     (row,) = [each for each in reference.job_fields() if each["name"] == "stages"]
     assert (row["flag"], row["default"], row["bounds"]) == ("--stages", "4", "1 to 7")
     assert row["meaning"] == "another \\| meaning"
