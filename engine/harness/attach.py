@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.checks.expectations import Observation

@@ -191,7 +191,7 @@ def _signature(thing: Any) -> str:
     if inspect.isclass(thing) and (is_dataclass(thing) or issubclass(thing, BaseException) or not _has_init(thing)):
         return ""
     shown: list[str] = []
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     for name, each in inspect.signature(thing).parameters.items():
         if name == "self":
             continue

@@ -150,7 +150,7 @@ def _check_text(
 def _lost_pairs(text: str, program: Program) -> Iterator[Problem]:
     """Yields the overlap pairs that are named in `text`, and whose actions do not run as a pair in its program."""
     pairs = {
-        worker: {actions[place : place + 2] for place, _ in pairs_of(actions)} for worker, actions in program.items()
+        worker: [actions[place : place + 2] for place, _ in pairs_of(actions)] for worker, actions in program.items()
     }
     for worker, position, first, second in named_pairs(text):
         if (first, second) not in pairs[worker]:
