@@ -102,8 +102,7 @@ _RATE_OVER_S = 3.0
 _TOLD: set[str] = set()  # the recoveries that stay on the terminal of this process
 _TITLES = ("worker", "pid", "stages", "state", "step", "action", "microbatches/s")
 _NUMERIC = (True, True, False, False, True, False, True)
-_NARROW = 80  # columns, below which more lines wrap, and some columns have no room
-_OF_WIDE = {1, 6}  # the places of these columns: the pid and the rate
+_NARROW = 80  # columns, below which lines wrap, and the last column, the rate, has no room
 _OTHER_LINES = 5  # of a picture: progress (it may wrap), bar, titles, the note about workers that do not fit
 
 
@@ -253,14 +252,9 @@ class LivePicture:
         shown, others = fitting(view.workers, notable, self._console.height - _OTHER_LINES - 3 * is_narrow)
         is_recovering = self._recovering_at == view.run_state.committed + 1
         titles = [f"{self.job.slot_noun}s" if each == "stages" else each for each in _TITLES]
-        places = [place for place in range(len(titles)) if not (is_narrow and place in _OF_WIDE)]
-        rows = [self._row(each, is_recovering) for each in shown]
-        table = fitted(
-            [titles[place] for place in places],
-            [_NUMERIC[place] for place in places],
-            [[row[place] for place in places] for row in rows],
-            self._console.width,
-        )
+        num_columns = len(titles) - is_narrow
+        rows = [self._row(each, is_recovering)[:num_columns] for each in shown]
+        table = fitted(titles[:num_columns], _NUMERIC[:num_columns], rows, self._console.width)
         bar = ProgressBar(total=self.job.steps, completed=view.run_state.committed + 1, width=40)
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.
         return Group(Text(self._line(view)), Padding(bar, 0), table, *([Text(others, style="dim")] if others else []))

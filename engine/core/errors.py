@@ -46,6 +46,7 @@ class ExitCode(IntEnum):
 MOST_PROBLEMS = 100  # in one report; a reader of files stops after these
 _LONGEST_NAME, _MOST_NAMES = 100, 500  # that are compared for a hint: each pair takes microseconds
 _MOST_SHOWN = 500, 2000  # characters in a message: of a name or a value; of a text that may list all fields
+KILLED = -9  # the code of a process that SIGKILL has ended, and of a lost one whose end nothing saw
 BY_SIGNAL = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.TERMINATED})  # of a run that was interrupted
 
 MASK = "***"  # stands for a secret value in files and messages

@@ -42,7 +42,7 @@ def until(is_so: Any) -> None:
 
 
 def test_a_slow_store_holds_up_no_tick_to_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_servers, "_TICK_S", 0.05)
+    monkeypatch.setattr(host_servers, "TICK_S", 0.05)
     lost, living = (RemoteSpawner(RegisteredHost(name, name, "127.0.0.1", 7, {})) for name in ("lost", "living"))
     store = SlowStore()
     ticks: list[int] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.checkpoint_rules import Gathering, KeptMessage
-from engine.core.errors import CoordinatorUnavailableError
+from engine.core.errors import KILLED, CoordinatorUnavailableError
 from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import StampedRecord
 from engine.core.hosts.ends import BACK_NS, LATER_NS, SILENT_NS, deal, host_for_one_more
@@ -44,7 +44,6 @@ from tests.simulation.world import OTHER, WORDS, World
 _LEASE_NS = 5_000 * MS
 _GUARDED_NS = 1_000 * MS  # before that, a host ends its workers
 _REFUSED_NS = 100 * MS  # until it is sure that the port of an agent refuses
-_KILLED = -9  # the code of a process whose end nothing saw
 _NEVER = 1 << 62
 _NAMES = tuple("abcdefgh")
 _SLEEP = 1_200 * MS
@@ -382,7 +381,7 @@ class HostWorld(World):
         self.revoked.add(agent.name)
         for number, name in self.host_of.items():
             if name == agent.name:  # of an end that it had seen, the word may be lost with it
-                self.push(self.delay(), self._of_term, term, self.hears_end, number, _KILLED)
+                self.push(self.delay(), self._of_term, term, self.hears_end, number, KILLED)
 
     def _of_term(self, term: int, what: Callable[..., object], *words: Any) -> None:
         if term == self.term and self.chief is not None:
@@ -469,7 +468,7 @@ class HostWorld(World):
         self.coordinator.take(Takeover, lost)
         for each in taken:
             if each.ended or each.host in self.known_lost:
-                code = each.ended[0] if each.ended else _KILLED
+                code = each.ended[0] if each.ended else KILLED
                 self.push(self.delay(), self._of_term, term, self.hears_end, each.worker, code)
         for name in self.agents:
             if name in self.held:

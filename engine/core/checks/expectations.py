@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from engine.core.action import Op
 from engine.core.checks.recoveries import Recovery, Stall, quantile, recoveries
 from engine.core.checks.samples import miscounted
-from engine.core.errors import BY_SIGNAL, BambooError, ExitCode
+from engine.core.errors import BY_SIGNAL, KILLED, BambooError, ExitCode
 from engine.core.faults.fault import (
     AT_ONCE,
     LOSES_A_HOST,
@@ -309,7 +309,6 @@ def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
 # Rules: as in `expectations`: a fault that did not strike, or whose effect was not seen, makes the case invalid. The
 # times of strikes and ends were taken outside of the hosts, by one clock.
 
-_KILLED = -9  # by SIGKILL
 # A member of etcd that is cut off may lead for two election timeouts, and answers renewals meanwhile. The next leader
 # begins all leases afresh, later than that, so the last answered renewal still tells when a lease could expire.
 _STILL_LEADS_NS = 2_000_000_000
@@ -410,7 +409,7 @@ def _processes(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
 def _agents(strikes: Sequence[HostStrike], codes: Mapping[str, int]) -> Check:
     """Checks that the agents of struck hosts ended as they must, and all others with one code."""
     due = {
-        strike.node: int(ExitCode.FENCED) if strike.fault.do == "cut-host" else _KILLED
+        strike.node: int(ExitCode.FENCED) if strike.fault.do == "cut-host" else KILLED
         for strike in strikes
         if strike.loses_host
     }

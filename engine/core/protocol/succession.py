@@ -11,11 +11,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.core.errors import CoordinatorUnavailableError
+from engine.core.errors import KILLED, CoordinatorUnavailableError
 from engine.core.protocol import state as membership_state
 from engine.core.protocol.coordinator_state import FACTS, STATE
-
-_KILLED = -9  # the code of a process whose end nothing saw
 
 
 class ProcessOnHost(NamedTuple):
@@ -65,7 +63,7 @@ def succession(
     for worker in (*state.members, *state.waiting):
         if worker not in found and worker not in state.exited:
             host = state.nodes.get(worker, lost)
-            found[worker] = ProcessOnHost(worker, host, -1 - worker, 0, (_KILLED,) if host in held else ())
+            found[worker] = ProcessOnHost(worker, host, -1 - worker, 0, (KILLED,) if host in held else ())
     return tuple(found[worker] for worker in sorted(found))
 
 

@@ -58,7 +58,7 @@ from engine.runtime.agent.run_state import (
 )
 from engine.runtime.agent.start_up import LaunchSpec, WorkerGroup, recording
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots
-from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.clock import TICK_S, now_ns
 from engine.runtime.ipc.link import swept_of_nccl
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
@@ -69,7 +69,6 @@ from engine.runtime.store.etcd_settings import EtcdSettings
 # The event loop of the agent: waits for workers' messages and exits, signals and the clock.
 
 
-_TICK_S = 0.25
 _PATIENCE_S = 0.05  # for the descendants of a worker: large ones end slowly, and the others wait for this loop
 
 
@@ -116,7 +115,7 @@ def supervise(agent: Supervisor, server: ForkServer, interrupts: Interrupts) -> 
             for worker in agent.members.keys() - watched:  # at the start, and when one more was started
                 _watch(selector, agent, agent.members[worker], server)
                 watched.add(worker)
-            wait_s = min(_TICK_S, agent.due_s - time.monotonic())
+            wait_s = min(TICK_S, agent.due_s - time.monotonic())
             for key, _ in selector.select(max(0.0, wait_s)):
                 # An earlier handler of this round may have unregistered this source, or have emptied it.
                 if selector.get_map().get(key.fd) is key:
@@ -124,7 +123,7 @@ def supervise(agent: Supervisor, server: ForkServer, interrupts: Interrupts) -> 
                         key.data()
             agent.look_at_deadlines()
             now_s = time.monotonic()
-            if now_s - ticked_s >= _TICK_S:
+            if now_s - ticked_s >= TICK_S:
                 ticked_s = now_s
                 agent.look_at_clock()
                 server_pid = _look_at(server, agent, server_pid)

@@ -63,6 +63,7 @@ from engine.core.texts import numbered
 from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.hosts.remote_workers import CoordinatorLines, RemoteSpawner
 from engine.runtime.hosts.wire import MOST_WAITING_BYTES
+from engine.runtime.ipc.clock import TICK_S
 from engine.runtime.process import descendants
 from engine.runtime.process.fork_client import Child, ForkServer
 
@@ -257,7 +258,6 @@ class ReplicatedResults:
 
 
 _LOOK_S = 0.05
-_TICK_S = 0.25
 _SLEPT_NS = 500_000_000
 _FIRST_NS = 60_000_000_000  # from the election until a host has to have connected
 
@@ -315,7 +315,7 @@ class HostServers(ForkServer):
                 began_ns = now_ns
                 for each in self._away.values():
                     each.peer.heard_ns, each.peer.ended_ns = now_ns, each.peer.ended_ns and now_ns
-            is_due = now_ns - ticked_ns >= _TICK_S * 1e9
+            is_due = now_ns - ticked_ns >= TICK_S * 1e9
             ticked_ns = now_ns if is_due else ticked_ns
             for each in self._away.values():
                 if is_due:

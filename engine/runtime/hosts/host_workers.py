@@ -59,7 +59,7 @@ from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults, WelcomeCache, hashes_of
 from engine.runtime.hosts.remote_workers import ServedLines
 from engine.runtime.hosts.wire import StreamEnd
-from engine.runtime.ipc.clock import now_ns
+from engine.runtime.ipc.clock import TICK_S, now_ns
 from engine.runtime.ipc.link import Link, LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
@@ -126,7 +126,6 @@ class LocalProcess:
 # confirm a fault. After a signal that stops a worker a sign goes at once. Time in which this host stood still is no
 # silence of its workers.
 
-_TICK_S = 0.25
 _STOPS_S = 0.02  # until a worker stands still after a signal; a later sign tells it too
 _STOPPED = ("T", None)  # None: it has ended
 _PING = encode(PingMessage())
@@ -153,7 +152,7 @@ class HeartbeatReporter:
 
     def _tell_all(self) -> None:
         looked_ns = now_ns()
-        while not self._is_over.wait(_TICK_S):
+        while not self._is_over.wait(TICK_S):
             living, end = [each for each in self._all_of() if not each.has_ended], self._end
             late_ns, looked_ns = unwatched_ns(looked_ns, at_ns := now_ns()), at_ns
             for each in living:
@@ -286,7 +285,7 @@ class HostWorkers:
     def _run(self, is_alone: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         looked_s = time.monotonic()
         while self.outcome is None:
-            for key, _ in self._selector.select(_ALONE_S if is_alone() else _TICK_S):
+            for key, _ in self._selector.select(_ALONE_S if is_alone() else TICK_S):
                 if self._selector.get_map().get(key.fd) is key:
                     with contextlib.suppress(BlockingIOError):
                         key.data()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import EnvironmentLacksError, ensure, required
+from engine.core.errors import KILLED, EnvironmentLacksError, ensure, required
 from engine.core.history.record_lines import decoded
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
@@ -197,7 +197,6 @@ class RemoteProcess(Child):
 # The fork server of another host, as the agent of the coordinator's host uses it: it forks over the stream.
 _FORK_S = 90.0  # for the first one the other host imports torch
 _WAIT_S = 1.0
-_KILLED = -9  # the code of a process whose end nothing saw
 
 
 class RemoteSpawner(ForkServer):
@@ -248,9 +247,9 @@ class RemoteSpawner(ForkServer):
         if isinstance(answer, ForkedHostMessage):
             child.pid = answer.pid
         elif self.peer.is_lost:
-            child.ended(_KILLED, self._why_lost)
+            child.ended(KILLED, self._why_lost)
         else:
-            child.ended(_KILLED)
+            child.ended(KILLED)
             child.close()
             why = f"it did not answer within {_FORK_S:g} s" if answer is None else answer.error
             raise EnvironmentLacksError(f"no process can be started on host {self.host}: {why}")
@@ -324,7 +323,7 @@ class RemoteSpawner(ForkServer):
             self._away[number] = child
             is_lost = self.peer.is_lost
         if ended or is_lost:
-            child.ended(ended[0] if ended else _KILLED, "" if ended else self._why_lost)
+            child.ended(ended[0] if ended else KILLED, "" if ended else self._why_lost)
         return child
 
     def end_held(self) -> None:
@@ -363,7 +362,7 @@ class RemoteSpawner(ForkServer):
             self.peer.end.connect()  # which ends the stream
             children = [*self._away.values()]
         for child in children:
-            child.ended(_KILLED, why)
+            child.ended(KILLED, why)
         self._answers.put(None)
         self.has_said.set()
 
