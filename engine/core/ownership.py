@@ -169,6 +169,7 @@ def with_shadows(
     shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
     due = _due(ownership, members, leaving, wanted)
     count = partial(_count, ownership, redundancy, level, shadows, leaving)
+    staying_members = sorted(set(members).difference(leaving))
     for slot in slots:
         staying = tuple(each for each in shadows[slot] if each not in leaving)
         shadows[slot] = staying if due else _kept(ownership.owner(*slot), staying, count(slot), host_of or {})
@@ -179,16 +180,17 @@ def with_shadows(
         loads[worker] += 1
 
     for slot in slots:
+        owner = ownership.owner(*slot)
         if slot in due and due[slot] not in shadows[slot]:
             add(slot, due[slot])
         while len(shadows[slot]) < count(slot):
-            able = _able(ownership, shadows[slot], slot, members, leaving, host_of or {})
+            able = _able((owner, *shadows[slot]), staying_members, host_of or {})
             if not able:
                 break
             add(slot, _best(able, ownership, loads, slot))
-        if host_of and shadows[slot] and count(slot) and _on_one_host(ownership.owner(*slot), shadows[slot], host_of):
-            able, home = _able(ownership, shadows[slot], slot, members, leaving, host_of), ownership.owner(*slot)
-            if able := [each for each in able if host_of.get(each) != host_of.get(home)]:
+        if host_of and shadows[slot] and count(slot) and _on_one_host(owner, shadows[slot], host_of):
+            able = _able((owner, *shadows[slot]), staying_members, host_of)
+            if able := [each for each in able if host_of.get(each) != host_of.get(owner)]:
                 add(slot, _best(able, ownership, loads, slot))
     for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)
@@ -258,17 +260,9 @@ def _due(
 _LOAD_OF_OWNING = 3
 
 
-def _able(
-    ownership: Ownership,
-    present: tuple[int, ...],
-    slot: Slot,
-    members: Collection[int],
-    leaving: Collection[int],
-    host_of: Mapping[int, str],
-) -> list[int]:
-    """Returns the workers that may become the next shadow of a slot, in order; on new hosts alone if there are any."""
-    replicas = (ownership.owner(*slot), *present)
-    able = [each for each in sorted(members) if each not in replicas and each not in leaving]
+def _able(replicas: tuple[int, ...], members: list[int], host_of: Mapping[int, str]) -> list[int]:
+    """Returns the members that may get the next of these replicas, in order; on new hosts alone if there are any."""
+    able = [each for each in members if each not in replicas]
     hosts = {host_of.get(each) for each in replicas}
     return [each for each in able if host_of and host_of.get(each) not in hosts] or able
 

@@ -85,7 +85,8 @@ class Model:
 
     def __post_init__(self) -> None:
         """Makes specs of layers that are none; raises TypeError for a field of another type."""
-        object.__setattr__(self, "layers", tuple(_specs(self.layers)))
+        specs = tuple(layer_spec(name, layer) for name, layer in named_layers(self.layers))
+        object.__setattr__(self, "layers", specs)
         for name, function in (("loss", self.loss), ("metric", self.metric)):
             if not callable(function) and (name, function) != ("metric", None):
                 raise TypeError(f"Model: expected {name} as a function of (outputs, targets), found {_kind(function)}")
@@ -147,11 +148,6 @@ def named_layers(layers: object) -> list[tuple[str, object]]:
     if isinstance(layers, (list, tuple, nn.ModuleList)):
         return [(str(index), layer) for index, layer in enumerate(layers)]
     raise TypeError(f"expected an nn.Sequential or a list of layers, found {_kind(layers)}")
-
-
-def _specs(layers: object) -> Iterator[LayerSpec]:
-    for name, layer in named_layers(layers):
-        yield layer_spec(name, layer)
 
 
 def _names(layer_name: str, layer: nn.Module, attribute: str) -> tuple[str, ...]:

@@ -195,6 +195,7 @@ def load(
     twin, judgement = history.first(TwinRecord), judgement_of(history, proof)
     partition = history.first(PartitionRecord)
     end_ms = max(0.0, (max(stamps, default=origin_ns) - origin_ns) / 1e6)
+    unread = [f"{counted(actions.sums.unread, 'action')} could not be read"] if actions.sums.unread else []
     return RunTables(
         name,
         history.job,
@@ -219,17 +220,13 @@ def load(
         history.first(ScenarioRecord),
         tuple(history.of(RaisedRecord)),
         history.first(HostRecord),
-        (*gaps(history), *_unread(actions.sums.unread), *_missing(history)),
+        (*gaps(history), *unread, *_missing(history)),
         history.not_kept,
         0 if partition is None else partition.samples,
         tuple(moves_in_words(history)),
         tuple(loads_in_words(history)),
         tuple(f"From epoch {epoch} on {each.text}." for epoch, each in history.in_epochs(DeadlyRecord)),
     )
-
-
-def _unread(num_actions: int) -> list[str]:
-    return [f"{counted(num_actions, 'action')} could not be read"] if num_actions else []
 
 
 def _missing(history: RunHistory) -> list[str]:

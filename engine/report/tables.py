@@ -243,7 +243,9 @@ def recovery_table(history: RunHistory, actions: Actions, steps: pd.DataFrame) -
     for recovery, following in zip(of_run, [*of_run[1:], None], strict=False):
         until_ns = following.begin_ns if following else None
         row = _row(recovery, history.job, actions.of_recoveries, steps, origin_ns, until_ns)
-        rows.append(row | _outcome(recovery, ended) | _moved(recovery, history))
+        unfinished = AFTER_END if recovery.after_end else "not recovered" if ended else "under way"
+        outcome = unfinished if recovery.resume_ns is None else "recovered"
+        rows.append(row | {"outcome": outcome} | _moved(recovery, history))
     rows += _without_recovery(history, of_run, actions.sums)
     if ended:
         rows += _without_death(history, {name for recovery in of_run for name in recovery.faults}, steps)
@@ -258,14 +260,6 @@ def stalls_of(table: pd.DataFrame) -> list[Stall]:
         for least_ms, most_ms in zip(table["stall_ms"], table["stall_most_ms"], strict=True)
         if not pd.isna(least_ms)
     ]
-
-
-def _outcome(recovery: Recovery, ended: bool) -> dict[str, str]:
-    if recovery.resume_ns is not None:
-        return {"outcome": "recovered"}
-    if recovery.after_end:
-        return {"outcome": AFTER_END}
-    return {"outcome": "not recovered" if ended else "under way"}
 
 
 def _row(
@@ -425,7 +419,7 @@ def _unconfirmed(record: UnconfirmedRecord, history: RunHistory) -> dict[str, An
     """Returns the row of a fault that struck no worker, or whose effect was not seen."""
     begin_ms = _since(record.at_ns, history.begin_ns)
     what = {"what": str(record), "who": "", "step": None, "reason": record.how, "begin_ms": begin_ms}
-    return {**_NO_TEXTS, "outcome": UNCONFIRMED, **what}
+    return _NO_TEXTS | {"outcome": UNCONFIRMED} | what
 
 
 def _whole_stall(steps: pd.DataFrame, begin_ms: float) -> dict[str, float]:

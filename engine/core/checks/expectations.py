@@ -127,7 +127,9 @@ def check(
     if expect.culprit is not None:
         checks.append(_culprit(expect.culprit, faults, kinds, run))
     if expect.leftovers is not None:
-        checks.append(_leftovers(run))
+        left = run.leftovers
+        unknown = Check("leftovers", "invalid", "not checked")
+        checks.append(unknown if left is None else _judged("leftovers", not left, _first(left) or "none"))
     if expect.recovery is not None:
         checks += _limits(expect.recovery, run.recoveries)
     return tuple(checks)
@@ -270,12 +272,6 @@ def _culprit(
     wrong += [f"worker {worker} was struck, and no verdict names it" for worker in sorted(must - gone)]
     named = ", ".join(str(worker) for worker in sorted(out & struck)) or "nobody"
     return _judged("culprit", not wrong, _first(wrong) or f"put out: {named}")
-
-
-def _leftovers(run: Observation) -> Check:
-    if run.leftovers is None:
-        return Check("leftovers", "invalid", "not checked")
-    return _judged("leftovers", not run.leftovers, _first(run.leftovers) or "none")
 
 
 def _limits(limits: Limits, recoveries: Sequence[Recovery]) -> Iterator[Check]:

@@ -188,8 +188,11 @@ class Job:
     @property
     def masked(self) -> Job:
         """The job as files and messages show it: without the values of secret arguments."""
-        hidden: dict[str, Any] = {name: _masked(getattr(self, name)) for name in ARGS_FIELDS}
-        return replace(self, **hidden)
+        masked: dict[str, Any] = {}
+        for field_name in ARGS_FIELDS:
+            args = getattr(self, field_name).items()
+            masked[field_name] = {name: MASK if is_secret(name, value) else value for name, value in args}
+        return replace(self, **masked)
 
     @property
     def names_code(self) -> bool:
@@ -254,10 +257,6 @@ def code_in(value: str) -> list[str]:
 def logger_names(text: str) -> tuple[str, ...]:
     """Returns the loggers in the value of the field `logger`, in their order; each once."""
     return tuple(dict.fromkeys(name for each in text.split(",") if (name := each.strip())))
-
-
-def _masked(args: Args) -> Args:
-    return {name: MASK if is_secret(name, value) else value for name, value in args.items()}
 
 
 def is_due(every: int, step: int, is_last: bool) -> bool:

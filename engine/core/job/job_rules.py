@@ -136,7 +136,8 @@ def _check_text(
     placement = placement_of(text, choice)
     if not stands_as(lists, placement):
         expected = f"the stages on the workers as placement {placement} has them"
-        return [Problem("schedule", expected, _named(stages_on(lists)))]
+        stands = (f"stage {stage} on worker {worker}" for stage, worker in sorted(stages_on(lists).items()))
+        return [Problem("schedule", expected, ", ".join(stands))]
     grid = Grid(num_workers * stages_per_worker, microbatches)
     ownership = fresh(grid, stages_per_worker, placement)
     program = build_program(text, ownership)
@@ -170,10 +171,6 @@ def _in_text(broken: Violation, text: str, program: Program) -> Violation:
     return replace(broken, position=cell_of(text, broken.worker, action, nth))
 
 
-def _named(stages: dict[int, int]) -> str:
-    return ", ".join(f"stage {stage} on worker {worker}" for stage, worker in sorted(stages.items()))
-
-
 _LEAST_PATIENCE_NS = 100_000_000
 
 
@@ -190,7 +187,9 @@ def check_job(job: Job, *, nccl_on_cpu: bool = False) -> list[Problem]:
     problems += check_schedule(job.schedule, job.stages, job.stages_per_worker, job.microbatches, job.placement)
     problems += [*_check_single_slots(job), *_check_device(job, nccl_on_cpu)]
     problems += [*update_problems(job), *scaling_problems(job)]
-    problems += [*_check_partition(job), *_check_code(job)]
+    problems += [*_check_partition(job), *metric_problems(job)]
+    if job.collate and not FACTORY.fullmatch(job.collate):
+        problems.append(Problem("collate", "package.module:function", repr(job.collate)))
     if job.split.isdecimal() and not whole_number(job.split):
         problems.append(Problem("split", "a whole number >= 1, or names of submodules", repr(job.split)))
     if keeping_of(job.checkpoint_every) is None:
@@ -252,13 +251,6 @@ def _check_device(job: Job, nccl_on_cpu: bool) -> list[Problem]:
     if job.device == "cpu" and job.retain == "cpu":
         hint = "what the CPU computes lies on the host already"
         problems.append(Problem("retain", "device with device cpu", "'cpu'", hint))
-    return problems
-
-
-def _check_code(job: Job) -> list[Problem]:
-    problems = metric_problems(job)
-    if job.collate and not FACTORY.fullmatch(job.collate):
-        problems.append(Problem("collate", "package.module:function", repr(job.collate)))
     return problems
 
 

@@ -12,7 +12,7 @@ The plan of a recovery is verified in the same way. It is the rest of a step and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.core.action import (
@@ -81,16 +81,18 @@ def expected_actions(
             if not made or not there.issuperset(made):
                 whole[worker][stage, op, pipeline] = {WHOLE_STAGE: False}
     for worker, (pipeline, stage) in sorted(healing):
-        for each in (worker, ownership.owner(pipeline, stage)):
-            whole[each].update({(stage, op, pipeline): {WHOLE_STAGE: False} for op in _HEALS})
+        for op in _HEALS:
+            _expect(whole, (worker, ownership.owner(pipeline, stage)), Action(stage, op, pipeline=pipeline))
     for worker, actions in program.items():
         if parts := [action for action in actions if action.op in _PARTS]:
             _split(whole.get(worker, {}), parts, frozenset(actions), frozenset(v for w, v in there if w == worker))
         for action in actions:
-            if action.op in _STREAMS and _is_inside(action, ownership.grid):
-                _stream(whole, worker, action, ownership, healing)
+            slot = (action.pipeline, action.stage)
+            if action.op in _STREAMS and _is_inside(action, ownership.grid) and worker == ownership.owner(*slot):
+                takers = [each for each in ownership.shadows_of(*slot) if (each, slot) not in healing]
+                _expect(whole, (worker, *takers) if takers else (), action)
             if _gives(action, worker, ownership, there):
-                _hand(whole, worker, action, ownership)
+                _expect(whole, (worker, ownership.owner(*slot)), action)
     return whole
 
 
@@ -146,21 +148,10 @@ def _split(mine: Mine, parts: Collection[Action], present: Collection[Action], h
                 mine.setdefault((stage, part, pipeline), {})[microbatch] = False
 
 
-def _stream(
-    whole: ExpectedActions, worker: int, action: Action, ownership: Ownership, healing: Collection[tuple[int, Slot]]
-) -> None:
+def _expect(whole: dict[int, Mine], workers: Iterable[int], action: Action) -> None:
     stage, op, microbatch, pipeline = action
-    slot = (pipeline, stage)
-    takers = [each for each in ownership.shadows_of(*slot) if (each, slot) not in healing]
-    if takers and worker == ownership.owner(*slot):
-        for each in (worker, *takers):
-            whole[each].setdefault((stage, op, pipeline), {})[microbatch] = False
-
-
-def _hand(whole: dict[int, Mine], worker: int, action: Action, ownership: Ownership) -> None:
-    stage, op, microbatch, pipeline = action
-    for each in (worker, ownership.owner(pipeline, stage)):
-        whole.setdefault(each, {}).setdefault((stage, op, pipeline), {})[microbatch] = False
+    for worker in workers:
+        whole.setdefault(worker, {}).setdefault((stage, op, pipeline), {})[microbatch] = False
 
 
 def _is_inside(action: Action, grid: Grid) -> bool:

@@ -120,7 +120,8 @@ def bound(module: nn.Module, example: Example) -> ForwardCall:
     form, inputs = example.form, tuple(each.clone() for each in example.batch.inputs)
     parameters = inspect.signature(module.forward).parameters.values()
     if isinstance(form, Columns):
-        names = [each.name for each in parameters if _is_target(each.name, form)]
+        targeted = {*TARGETS} - {*form.names} | {form.target}
+        names = [each.name for each in parameters if each.name in targeted]
         args, kwargs = form.taken_by(module.forward, names).chosen(inputs)
     else:
         args, kwargs = (inputs, {}) if form is None else unflatten(form, inputs)
@@ -139,10 +140,6 @@ def _columns_text(example: Example) -> str:
     if not isinstance(form, Columns) or not form.target:
         parts.append(("targets", targets))
     return f"the microbatch has {', '.join(f'{name} {shapes_of(tensors)}' for name, tensors in parts)}"
-
-
-def _is_target(name: str, form: Columns) -> bool:
-    return name == form.target or (name in TARGETS and name not in form.names)
 
 
 @contextlib.contextmanager

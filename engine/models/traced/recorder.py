@@ -141,8 +141,8 @@ class CallRecorder(TorchFunctionMode):
         for place, tensor in places_of(module):
             self._names.setdefault(id(tensor), []).append(place)
             self.trace.memory[place] = self._memory(tensor)
-        self.trace.inputs = tuple(self._given(each) for each in inputs)
-        self.trace.targets = tuple(self._given(each) for each in targets)
+        self.trace.inputs = tuple(self._made(each, is_of_data=True) for each in inputs)
+        self.trace.targets = tuple(self._made(each, is_of_data=True) for each in targets)
 
     def run(self, call: Callable[[nn.Module], Any]) -> Any:
         """Runs `call` with the module and returns its result. Raises UnrecordableError."""
@@ -211,8 +211,12 @@ class CallRecorder(TorchFunctionMode):
         written = [each for each, version in before if each._version != version]
         if not written and not any(True for _ in tensors_in(result)) and not isinstance(target, LeafCall):
             return self._leaves_torch(target, operation, result)
-        for each in written:
-            self._refuse_write(self.source(each))
+        for source in map(self.source, written):
+            if isinstance(source, HeldTensor):
+                raise self.refusal("it overwrites a tensor that is no buffer", "register it as a buffer")
+            if isinstance(source, NamedState) and not source.is_buffer:
+                words = f"it overwrites the parameter {source.name!r}"
+                raise self.refusal(words, "only the optimizer changes a parameter")
         operation.written = frozenset(self._memory(each) for each in written)
         operation.draws, operation.work, operation.line = self._draws, self._work, own_line()
         if isinstance(target, LeafCall):
@@ -246,25 +250,16 @@ class CallRecorder(TorchFunctionMode):
             raise self.refusal(f"{name} gives Python a value", way_out(name, own_line()))
         return result
 
-    def _refuse_write(self, source: TensorSource) -> None:
-        if isinstance(source, HeldTensor):
-            raise self.refusal("it overwrites a tensor that is no buffer", "register it as a buffer")
-        if isinstance(source, NamedState) and not source.is_buffer:
-            raise self.refusal(f"it overwrites the parameter {source.name!r}", "only the optimizer changes a parameter")
-
     def _is_known(self, tensor: Tensor) -> bool:
         return id(tensor) in self._names or id(tensor) in self._values
 
     def _depends(self, source: TensorSource) -> bool:
         return isinstance(source, NamedState) or source in self._of_data
 
-    def _given(self, tensor: Tensor) -> TracedValue:
-        value = self._made(tensor)
-        self._of_data.add(value)
-        return value
-
-    def _made(self, tensor: Tensor) -> TracedValue:
+    def _made(self, tensor: Tensor, is_of_data: bool) -> TracedValue:
         value = self._values[id(tensor)] = TracedValue(len(self._values))
+        if is_of_data:
+            self._of_data.add(value)
         self._alive.append(tensor)
         self.trace.shapes[value] = (tensor.dtype, tensor.shape)
         self.trace.memory[value] = self._memory(tensor)
@@ -279,12 +274,8 @@ class CallRecorder(TorchFunctionMode):
 
     def _results(self, result: Any, is_of_data: bool) -> Any:
         if isinstance(result, Tensor):
-            if self._is_known(result):
-                return None  # an operation in place returns its argument
-            value = self._made(result)
-            if is_of_data:
-                self._of_data.add(value)
-            return value
+            # An operation in place returns its argument.
+            return None if self._is_known(result) else self._made(result, is_of_data)
         if isinstance(result, (tuple, list)):
             return tuple(self._results(each, is_of_data) for each in result)
         if result is None:
