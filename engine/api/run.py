@@ -350,7 +350,7 @@ class TrainingRun:
 
     @property
     def result(self) -> TrainingResult | None:
-        """The result of the run; None while it goes on."""
+        """The result of the run; None while it is running."""
         if self._result is None and self._child.is_over:
             self._result = result_of(self.folder, self._child.word())
         return self._result

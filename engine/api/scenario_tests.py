@@ -28,7 +28,7 @@ LIMIT_S = 120.0
 class ScenarioFailedError(AssertionError):
     """A scenario did not pass, or could not run; the text names the run folder and the command that runs it again.
 
-    No character of the text steers a terminal.
+    The text cannot control a terminal.
     """
 
     def __init__(self, text: str):
@@ -45,9 +45,9 @@ def run_scenario(
 ) -> CellResult:
     """Runs a scenario or matrix, with ``FIELD=VALUE`` for its job, and returns the worst result of its cells.
 
-    It is a name in the library, or a path, relative to `folder` (by default the working directory). The run folders
-    are in ``runs / "runs"``, by default a temporary folder that stays. `lanes` are processes that run cases, if there
-    are some already; the caller's test names the file, so it may name code as with ``--trust-code``.
+    `scenario` is a shipped name, or a path relative to `folder` (default: the working directory). Run folders are in
+    ``runs / "runs"``, by default a temporary folder that is kept. `lanes` are warm processes to run cases, if there are
+    any. The caller's test names the file, so the file may name code, as with ``--trust-code``.
 
     Raises ScenarioFailedError if a cell did not pass, or the file is wrong, with every problem of it.
     """

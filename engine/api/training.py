@@ -40,12 +40,12 @@ def train(
     trust_code: bool = False,
     **values: object,
 ) -> TrainingRun:
-    """Starts a run as `bamboo run` does, and returns its handle when it has a folder.
+    """Starts a run as `bamboo run` does, and returns its handle as soon as it has a folder.
 
     `model` and `data` are names (``mine:small``), or functions, classes, modules and sources of data that a worker
     can import by name. `job` is a job file, the ``run.json`` of a run, or a `Job`; `values` are fields of the job and
-    override it. The `callbacks`, functions that take each committed step, or loggers, are called in a thread of this
-    process. With `quiet` no line of progress is printed. The other arguments are the options of `bamboo run`.
+    override it. The `callbacks` (functions that take every committed step, or loggers) are called in a thread of this
+    process. `quiet` prints no progress. The other arguments are the options of `bamboo run`.
 
     Raises:
         UserError: with every problem of the job, or because no worker could import a part of it.
@@ -68,7 +68,7 @@ def train(
 
 
 def resume(run: TrainingRun | str | os.PathLike[str] = "latest", **values: Any) -> TrainingRun:
-    """Goes on from the newest checkpoint of a run, as `train(resume=run)` does; `values` are arguments of `train`."""
+    """Resumes a run from its newest checkpoint, as `train(resume=run)` does; `values` are arguments of `train`."""
     return train(resume=run, **values)
 
 

@@ -53,7 +53,7 @@ def kind_of(record: type[Record]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord(StampedRecord):
-    """The first record: the version of the format and the job; the job's fields stand flat in the line.
+    """The first record: the version of the format and the job; the line has the fields of the job themselves.
 
     `injectable`: the run takes faults from requests in its folder.
     """
@@ -146,7 +146,7 @@ class PlanRecord(StampedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoRecord(StampedRecord):
-    """Training goes on in an epoch; with `end`, no step follows."""
+    """Training continues in an epoch; with `end`, no step follows."""
 
     epoch: int
     end: bool

@@ -103,7 +103,7 @@ def raises(context: WorkerFaultContext) -> None:
     raise RuntimeError(f"injected by fault {context.fault!r}")
 
 
-@fault_kind("abort", "The worker aborts, as a failed check in C++ does.", "worker", exit_by(-signal.SIGABRT), ends=True)
+@fault_kind("abort", "The worker aborts, like a failed check in C++.", "worker", exit_by(-signal.SIGABRT), ends=True)
 def abort(context: WorkerFaultContext) -> None:
     """Aborts, without a core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -127,20 +127,20 @@ _BYTE = Parameter("byte", "count", "the byte that is changed, counted from the n
 _DISK_CALL = Parameter("call", "choice", "the call that fails", "sync", choices=("write", "sync"))
 
 
-@fault_kind("disk-full", "The disk of checkpoints has no room left.", "worker", at_once, _ROOM, _FILES)
+@fault_kind("disk-full", "The checkpoint disk is full.", "worker", at_once, _ROOM, _FILES)
 def disk_full(context: WorkerFaultContext) -> None:
     """Lets the writes of the next files fail with ENOSPC."""
     _add(context, full_disk(int(context.parameters["room"]), _files(context), context.tell))
 
 
-@fault_kind("disk-error", "A call of the disk of checkpoints fails.", "worker", at_once, _DISK_CALL, _FILES)
+@fault_kind("disk-error", "A call of the checkpoint disk fails.", "worker", at_once, _DISK_CALL, _FILES)
 def disk_error(context: WorkerFaultContext) -> None:
     """Lets a call for the next files fail with EIO."""
     call: FailingCall = "sync" if context.parameters["call"] == "sync" else "write"
     _add(context, failing_disk(call, _files(context), context.tell))
 
 
-@fault_kind("damage", "The disk changes one bit of a checkpoint in silence.", "worker", at_once, _BYTE)
+@fault_kind("damage", "The disk silently flips one bit of a checkpoint.", "worker", at_once, _BYTE)
 def damage(context: WorkerFaultContext) -> None:
     """Lets the disk change one bit of a file that is about to be written."""
     _add(context, damaging_disk(int(context.parameters["byte"]), tell=context.tell))
@@ -176,7 +176,7 @@ def gpu_error(context: WorkerFaultContext) -> None:
 
 @fault_kind(
     "gpu-sticky",
-    "A kernel of the worker's GPU fails, and each later call.",
+    "A kernel of the worker's GPU fails, and so does every later call.",
     "worker",
     _ENDS,
     _CALL,
@@ -235,13 +235,15 @@ def cut_link(context: WorkerFaultContext) -> None:
     context.links.cut(peer, direction, None if for_ns is None else int(for_ns), met)
 
 
-@fault_kind("delay-link", "A link brings all frames late.", "worker", at_once, _PEER, _DIRECTION, _BY, _LINK_FOR)
+@fault_kind("delay-link", "A link delivers all frames late.", "worker", at_once, _PEER, _DIRECTION, _BY, _LINK_FOR)
 def delay_link(context: WorkerFaultContext) -> None:
     """Delays the frames of the link to the peer, if there is one."""
     _disturb(context, "delay")
 
 
-@fault_kind("stall-link", "A link takes all frames and delivers none.", "worker", at_once, _PEER, _DIRECTION, _LINK_FOR)
+@fault_kind(
+    "stall-link", "A link accepts all frames and delivers none.", "worker", at_once, _PEER, _DIRECTION, _LINK_FOR
+)
 def stall_link(context: WorkerFaultContext) -> None:
     """Holds the frames of the link to the peer, if there is one."""
     _disturb(context, "stall")
@@ -325,7 +327,7 @@ def terminate(parameters: Parameters) -> tuple[TimedSignal, ...]:
     return TimedSignal(0, signal.SIGTERM), TimedSignal(int(parameters["grace_ns"]), signal.SIGKILL)
 
 
-@fault_kind("stop", "Makes the worker stand still: SIGSTOP, later SIGCONT.", "agent", _stands_still, _FOR)
+@fault_kind("stop", "Stops the worker: SIGSTOP, later SIGCONT.", "agent", _stands_still, _FOR)
 def stop(parameters: Parameters) -> tuple[TimedSignal, ...]:
     """Returns SIGSTOP, and SIGCONT after the given time, if any."""
     stops = (TimedSignal(0, signal.SIGSTOP),)
