@@ -15,7 +15,7 @@ from engine.core.program.build import on_owners
 from engine.core.program.dry_run import dry_run
 from engine.core.program.passes import with_transfers
 from engine.core.program.schedules import SCHEDULES
-from tests.core.test_list_scheduler import disagreement_of_runs
+from tests.core.test_remaining_tasks import disagreement_of_runs
 from tests.core.test_schedule_formulas import LISTS, disagreement, shapes
 
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.core.checks.expectations import Check, Observation, check, exit_code, verdict, why_no_twin
+from engine.core.checks import expectations as strike_accuracy
+from engine.core.checks.expectations import (
+    Check,
+    HostStrike,
+    Observation,
+    check,
+    exit_code,
+    host_checks,
+    verdict,
+    why_no_twin,
+)
 from engine.core.checks.proof import compare
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import BambooError, ExitCode
-from engine.core.faults.fault import Fault, Owner
+from engine.core.exclusion import Cause, Exclusion
+from engine.core.faults.fault import At, Fault, HostFault, Owner, Role, When
 from engine.core.faults.scenario import Expect, Limits
-from engine.core.history.run_history import RunHistory
+from engine.core.history.process_records import RestartRecord, StartedRecord
+from engine.core.history.run_history import RunHistory, history_of
+from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord, Record
 from engine.core.job.job import Job
+from engine.core.job.partition import initial_program
 from tests.core.made_records import made_history
 from tests.core.scenario_cases import KINDS, at
 
@@ -322,3 +337,184 @@ def test_failed_counts_more_than_invalid_and_invalid_is_never_passed() -> None:
     left = replace(SEEN, leftovers=["pid 7"])
     checks = check(Expect(leftovers="none"), JOB, (FAULT,), KINDS, left)
     assert (verdict(checks), exit_code(checks, left)) == ("failed", ExitCode.EXPECTATION_FAILED)
+
+
+# Precision: a fault struck where its scenario said, by what its victim recorded; a strike beside it is found.
+
+
+STRUCK_JOB = Job(stages=3, microbatches=2, steps=3)
+PROGRAM = [str(action) for action in initial_program(STRUCK_JOB)[0][1]]  # of worker 1
+NAMED = PROGRAM.index("1B0")
+
+
+def precision(job: Job, faults: list[Fault], events: list[dict[str, Any]]) -> Check:
+    (found,) = strike_accuracy.strike_accuracy(job, faults, made_history(events))
+    return found
+
+
+def run(num_done: int, num_later: int = 0, when: When = "before", do: str = "kill", step: int = 1) -> Any:
+    """Returns the check of a run whose worker 1 did so many actions of step 1 before the blow, and after it."""
+    fault = Fault("f", at(step, "1B0", when), (Owner(0, 1),), do)
+    whole = [(0, text) for text in PROGRAM] + [(1, text) for text in PROGRAM]
+    events: list[dict[str, Any]] = []
+    for number, (of_step, text) in enumerate(whole[: len(PROGRAM) + num_done + num_later]):
+        blow = 5 if number >= len(PROGRAM) + num_done else 0
+        events.append({"event": "action", "worker": 1, "step": of_step, "action": text, "end_ns": number + blow})
+    strike = {"event": "fault", "fault": "f", "of": 1, "slot": [0, 1], "at_ns": len(PROGRAM) + num_done + 1}
+    return precision(STRUCK_JOB, [fault], [*events, strike])
+
+
+@pytest.mark.parametrize(
+    ("num_done", "num_later", "when"),
+    [(NAMED, 0, "before"), (NAMED + 1, 0, "after"), (NAMED, 0, "during"), (NAMED, 1, "during")],
+)
+def test_where_it_was_to_strike(num_done: int, num_later: int, when: When) -> None:
+    check = run(num_done, num_later, when)
+    assert (check.result, check.text) == ("passed", "1 struck where the scenario says")
+
+
+@pytest.mark.parametrize(
+    ("num_done", "num_later", "when"),
+    [
+        (NAMED - 1, 0, "before"),
+        (NAMED + 1, 0, "before"),
+        (NAMED, 1, "before"),
+        (NAMED, 0, "after"),
+        (NAMED + 2, 0, "after"),
+        (NAMED + 1, 1, "after"),
+        (NAMED + 1, 0, "during"),
+        (NAMED - 1, 0, "during"),
+        (NAMED, 2, "during"),
+    ],
+)
+def test_elsewhere(num_done: int, num_later: int, when: When) -> None:
+    check = run(num_done, num_later, when)
+    assert check.result == "failed"
+    assert f"{when} 1B0 of step 1" in check.text
+
+
+@pytest.mark.parametrize(
+    ("done", "result"), [(PROGRAM[NAMED - 1], "passed"), (PROGRAM[NAMED], "failed"), ("", "failed")]
+)
+def test_a_victim_on_another_host_has_told_its_last_action(done: str, result: str) -> None:
+    fault = Fault("f", at(1, "1B0", "before"), (Owner(0, 1),))
+    own = {"cpu": "", "cores": 1, "python": "", "torch": "", "began": ""}
+    strike = {"event": "fault", "fault": "f", "of": 1, "slot": [0, 1], "at_ns": 9, "node": "b"}
+    told = {"done_step": 1, "done": done} if done else {}
+    events = [{"event": "host", **own, "node": "a"}, strike | told]
+    assert precision(STRUCK_JOB, [fault], events).result == result
+    here = [{"event": "host", **own, "node": "b"}, strike | told]  # its records would be here
+    assert precision(STRUCK_JOB, [fault], here).result == "failed"
+
+
+def test_whom_a_fault_does_not_end_goes_on() -> None:
+    assert run(NAMED, 3, "before", "stop").result == "passed"
+
+
+def test_the_first_action_of_a_step_follows_the_last_of_the_step_before() -> None:
+    first = Fault("f", At(1, initial_program(STRUCK_JOB)[0][1][0], "before"), (Owner(0, 1),))
+    done = [
+        {"event": "action", "worker": 1, "step": 0, "action": text, "end_ns": number}
+        for number, text in enumerate(PROGRAM)
+    ]
+    strike = {"event": "fault", "fault": "f", "of": 1, "slot": [0, 1], "at_ns": 99}
+    assert precision(STRUCK_JOB, [first], [*done, strike]).result == "passed"
+    assert precision(STRUCK_JOB, [first], [*done[:-1], strike]).result == "failed"
+
+
+def test_after_a_recovery_only_the_named_action_is_looked_at() -> None:
+    fault = Fault("f", at(1, "1B0"), (Owner(0, 1),))
+    epoch = {"event": "epoch", "epoch": 2, "at_ns": 1}
+    done = {"event": "action", "worker": 2, "step": 1, "action": "1f0", "end_ns": 2}
+    strike = {"event": "fault", "fault": "f", "of": 2, "slot": [0, 1], "at_ns": 3}
+    assert precision(STRUCK_JOB, [fault], [epoch, done, strike]).result == "passed"
+    assert precision(STRUCK_JOB, [fault], [epoch, done | {"action": "1B0"}, strike]).result == "failed"
+
+
+def test_whoever_is_not_the_owner_may_be_anywhere() -> None:
+    fault = Fault("f", at(1, "1B0"), (Role("shadow"),))
+    strike = {"event": "fault", "fault": "f", "of": 0, "slot": [0, 1], "at_ns": 3}
+    assert not [*strike_accuracy.strike_accuracy(STRUCK_JOB, [fault], made_history([strike]))]
+
+
+def test_a_second_victim_may_be_anywhere() -> None:
+    fault = Fault("f", at(1, "1B0"), (Owner(0, 1), Owner(0, 2)))
+    strike = {"event": "fault", "fault": "f", "of": 2, "slot": [0, 2], "at_ns": 3}
+    assert not [*strike_accuracy.strike_accuracy(STRUCK_JOB, [fault], made_history([strike]))]
+
+
+# The checks of a run whose hosts were struck: each of them fails on a run that lacks what it checks.
+
+
+S = 1_000_000_000
+HOST_FAULT = HostFault("lost", "power-off", 3)
+STRIKE = HostStrike(HOST_FAULT, "h1", 3, 100 * S, (1, 2), ended_ns=5_000_000)
+CODES = {"h0": 0, "h1": -9, "h2": 0}
+STARTED = [StartedRecord(of=of, child=10 + of, slots=(), node=f"h{of // 2}") for of in range(4)]
+
+
+def host_epoch(number: int, *out: int, cause: Cause = Cause.NODE_LOST) -> EpochRecord:
+    verdict = tuple(Exclusion(each, "is out", cause) for each in out)
+    more = {"members": (), "reason": "", "planned": False, "owners": (), "shadows": ()}
+    return EpochRecord(epoch=number, verdict=verdict, **more)  # type: ignore[arg-type]
+
+
+def results(
+    records: Sequence[Record], strikes: Sequence[HostStrike] = (STRIKE,), codes: dict[str, int] | None = None
+) -> dict[str, str]:
+    """Returns the result of each check but those that passed."""
+    found = host_checks([HOST_FAULT], strikes, CODES if codes is None else codes, history_of(records), 5 * S)
+    return {each.name: each.result for each in found if each.result != "passed"}
+
+
+GOOD = [*STARTED, host_epoch(1), host_epoch(2, 1, 2)]
+
+
+def test_a_run_that_loses_a_host_in_one_epoch_passes() -> None:
+    assert results(GOOD) == {}
+    assert results([*GOOD, host_epoch(3)]) == {}  # a take-over puts nobody out
+    assert results([*GOOD, host_epoch(3, 0, cause=Cause.FINISHED)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("records", "check"),
+    [
+        ([*STARTED, host_epoch(1)], "epochs"),
+        ([*STARTED, host_epoch(1, 1), host_epoch(2, 2)], "epochs"),
+        ([*GOOD, host_epoch(3, 3)], "epochs"),
+        ([*GOOD, host_epoch(3, 1, 2)], "epochs"),
+        ([*GOOD, StartedRecord(of=3, child=99, slots=(), node="h1")], "processes"),
+        ([*GOOD, StartedRecord(of=3, child=13, slots=(), node="h2")], "processes"),
+        ([*GOOD, RestartRecord(number=1, reason="x")], "processes"),
+    ],
+)
+def test_a_loss_that_is_told_otherwise_fails(records: Sequence[Record], check: str) -> None:
+    assert results(records) == {check: "failed"}
+
+
+def test_agents_end_as_they_have_to() -> None:
+    assert results(GOOD, codes=CODES | {"h2": 69}) == {"agents": "failed"}
+    assert results(GOOD, codes=CODES | {"h1": 85}) == {"agents": "failed"}
+    cut = replace(STRIKE, fault=replace(HOST_FAULT, do="cut-host"), ended_ns=4 * S, spare_ns=S // 2)
+    assert results(GOOD, [cut], CODES | {"h1": 85}) == {}
+    led = replace(cut, ended_ns=6 * S)  # its member of etcd led, and answered one more renewal
+    assert results(GOOD, [led], CODES | {"h1": 85}) == {}
+    assert results(GOOD, [cut]) == {"agents": "failed"}
+    for late in (replace(cut, spare_ns=-1), replace(cut, ended_ns=8 * S), replace(cut, spare_ns=None)):
+        assert results(GOOD, [late], CODES | {"h1": 85}) == {"lease": "failed"}
+
+
+def test_a_fault_that_proved_nothing_makes_the_case_invalid() -> None:
+    assert results([*STARTED, host_epoch(1)], [], CODES | {"h1": 0}) == {"faults": "invalid"}
+    assert results(GOOD, [replace(STRIKE, ended_ns=None)]) == {"faults": "invalid"}
+
+
+def test_who_is_lost_and_what_is_recorded() -> None:
+    worker = HostStrike(HostFault("w", "kill-worker", 3, worker=2), "h1", 3, 7, (1, 2), 5)
+    leader = replace(STRIKE, fault=replace(HOST_FAULT, do="kill-etcd-leader"))
+    assert (STRIKE.lost, worker.lost, leader.lost) == ((1, 2), (2,), ())
+    first, second, last = STRIKE.records()
+    assert isinstance(first, FaultRecord) and isinstance(second, FaultRecord) and isinstance(last, ConfirmedRecord)
+    assert (first.of, second.of, first.at_ns, last.at_ns) == (1, 2, 100 * S, 100 * S + 5_000_000)
+    lost = replace(worker, fault=replace(worker.fault, id="lost"))
+    assert results([*STARTED, host_epoch(1), host_epoch(2, 2)], [lost]) == {"agents": "failed"}  # h1 has ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.links import HEADER_BYTES, MOST_BYTES, Frame, FrameReader, Incoming, aligned, unpacked
+from engine.core.links import HEADER_BYTES, MOST_BYTES, Frame, FrameReader, Incoming, RingSpace, aligned, unpacked
 from tests.core.link_bytes import OURS, Classes, End, Sent, stream_of
+from tests.doubles.faulty_links import KINDS, Fate, FaultyLinks, Kind, LinkFault
 
 
 def body(size: int, first: int = 0) -> bytes:
@@ -189,3 +191,130 @@ def test_a_reader_that_loses_half_a_header_is_found() -> None:
 def test_an_end_that_takes_any_piece_is_found() -> None:
     with pytest.raises(pytest.fail.Exception):
         refuses(Frame(5, 1, 10, 5, 5), Unasked)
+
+
+# The space of a ring against a model: nothing there is written over, and no room is wasted.
+
+
+SIZE = 100
+
+
+def play(moves: list[int], space: RingSpace) -> None:
+    """Places a piece for each positive number; each other one has the reader free the oldest piece."""
+    live: deque[tuple[int, int]] = deque()
+    freed = 0
+    for move in moves:
+        if move <= 0:
+            if live:
+                freed += live.popleft()[1]
+            continue
+        offset = space.place(move, freed)
+        if offset is None:
+            assert move > _room(live)
+            continue
+        assert 0 <= offset and offset + move <= SIZE
+        assert all(offset + move <= at or at + length <= offset for at, length in live), "two pieces overlap"
+        live.append((offset, move))
+
+
+def _room(live: deque[tuple[int, int]]) -> int:
+    """Returns the longest piece for which a ring has room: pieces lie behind one another, and wrap once."""
+    if not live:
+        return SIZE
+    first, end = live[0][0], sum(live[-1])
+    return first - end if live[-1][0] < first else max(SIZE - end, first)
+
+
+lengths = st.integers(-3, SIZE + 1) | st.integers(1, 30)
+
+
+@given(st.lists(lengths, max_size=60))
+def test_no_piece_overlaps_another_one_and_no_room_is_wasted(moves: list[int]) -> None:
+    play(moves, RingSpace(SIZE))
+
+
+def test_it_wraps_and_is_full_and_begins_again_when_it_is_empty() -> None:
+    space = RingSpace(SIZE)
+    assert [space.place(each, 0) for each in (40, 40, 30)] == [0, 40, None]
+    assert space.place(20, 0) == 80
+    assert space.place(1, 0) is None
+    assert space.place(30, 40) == 0  # behind the first one, which is free
+    assert space.place(10, 40) == 30
+    assert space.place(1, 40) is None
+    assert space.place(40, 80) == 40
+    assert space.place(SIZE, 80 + 20 + 30 + 10) is None
+    assert space.place(SIZE, 80 + 20 + 30 + 10 + 40) == 0
+    assert RingSpace(SIZE).place(SIZE + 1, 0) is None
+
+
+class Hasty(RingSpace):
+    """Takes what was told last for the whole of what is free: a planted bug."""
+
+    def place(self, length: int, freed: int) -> int | None:
+        """Frees one piece more than the reader has."""
+        if self._placed:
+            freed = max(freed, self._placed[0][2])
+        return super().place(length, freed)
+
+
+class Unwrapped(RingSpace):
+    """Does not see that it has wrapped: a planted bug."""
+
+    def _gap(self, length: int) -> int | None:
+        end = self._placed[-1][1] if self._placed else 0
+        return end if end + length <= self._size else 0
+
+
+@pytest.mark.parametrize("space", [Hasty(SIZE), Unwrapped(SIZE)])
+def test_planted_bugs_are_found(space: RingSpace) -> None:
+    with pytest.raises(AssertionError):
+        play([40, 40, 20, 0, 30, 30, 0, 30], space)
+
+
+# The faulty links of the simulated network hold up, lose, delay and repeat messages as they say.
+
+
+WAY, BACK = (0, 1), (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (LinkFault("silent", 50), [[(50, "whole")], [(50, "whole")], [(60, "whole")]]),
+        (LinkFault("silent"), [[], [], []]),
+        (LinkFault("late", 50, 5), [[(15, "whole")], [(25, "whole")], [(60, "whole")]]),
+        (LinkFault("late", 50, 45), [[(55, "whole")], [(65, "whole")], [(65, "whole")]]),
+        (LinkFault("reset", 50), [[(10, "broken")], [(20, "broken")], [(60, "whole")]]),
+        (LinkFault("duplicated", 50), [[(10, "whole")] * 2, [(20, "whole")] * 2, [(60, "whole")]]),
+        (LinkFault("middle", 50), [[(10, "part"), (50, "whole")], [(50, "whole")], [(60, "whole")]]),
+        (LinkFault("middle"), [[(10, "part")], [], []]),
+    ],
+)
+def test_the_fates_of_three_messages(fault: LinkFault, expected: list[list[tuple[int, str]]]) -> None:
+    links = FaultyLinks()
+    links.strike(WAY, fault)
+    assert [[tuple(fate) for fate in links.fates(now, WAY)] for now in (10, 20, 60)] == expected
+    assert links.fates(10, BACK) == (Fate(10, "whole"),), "the other way is as before"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_message_overtakes_another_and_none_is_lost_after_a_silence(kind: Kind) -> None:
+    links = FaultyLinks()
+    links.strike(WAY, LinkFault(kind, 30, 17))
+    come = [fate for now in range(60) for fate in links.fates(now, WAY) if fate.what == "whole"]
+    assert [each.at for each in come] == sorted(each.at for each in come)
+    assert len(come) == {"reset": 30, "duplicated": 90}.get(kind, 60)
+
+
+def test_a_healed_link_and_a_new_fault_begin_anew() -> None:
+    links = FaultyLinks()
+    links.strike(WAY, LinkFault("middle"))
+    assert [fate.what for fate in links.fates(1, WAY)] == ["part"]
+    assert links.are_cut(2, (0, 1, 2))
+    assert not links.are_cut(2, (1, 2))
+    links.heal(WAY)
+    assert links.fates(3, WAY) == (Fate(3, "whole"),)
+    assert not links.are_cut(3, (0, 1))
+    links.strike(WAY, LinkFault("middle", 9))
+    assert [fate.what for fate in links.fates(4, WAY)] == ["part", "whole"]
+    assert not links.are_cut(9, (0, 1))

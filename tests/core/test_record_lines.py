@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.errors import InvariantError
-from engine.core.history.record_lines import RECORDS, commit_fields, decoded, encoded
-from engine.core.history.run_records import VERSION, Record
+from engine.core.history.record_lines import (
+    AFTER,
+    BEFORE,
+    ENTRY_BYTES,
+    RECORDS,
+    StepFile,
+    actions_in,
+    as_ranges,
+    commit_fields,
+    decoded,
+    done_in,
+    encoded,
+    entry,
+    marked_steps,
+    span_of,
+    step_file,
+    superfluous,
+)
+from engine.core.history.run_records import VERSION, ActionRecord, Record
 from engine.core.job.job import Job
-from tests.core.made_records import SAMPLES, made
+from tests.core.made_records import SAMPLES, made, records_of
 
 
 def test_every_kind_of_record_has_a_sample() -> None:
@@ -103,3 +125,129 @@ def test_another_version_is_named_with_what_to_do(version: str, said: str) -> No
 def test_a_line_that_is_no_record_is_shown(line: str) -> None:
     with pytest.raises(InvariantError, match="expected one event as JSON, found"):
         decoded(line)
+
+
+# The form of the files of steps: names, ranges and entries come back as they were.
+
+
+NUMBER = st.integers(0, 2**32 - 1)
+WORK = st.builds(
+    lambda stage, op, microbatch, pipeline: Action(stage, op, WHOLE_STAGE if op in STAGE_OPS else microbatch, pipeline),
+    st.integers(0, 4095),
+    st.sampled_from(list(Op)),
+    st.integers(0, 65535),
+    st.integers(0, 4095),
+)
+
+
+@given(WORK, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**62), st.integers(0, 2**61))
+def test_an_action_comes_back_from_its_entry(
+    work: Action, epoch: int, step: int, start_ns: int, length_ns: int
+) -> None:
+    data = entry(epoch, step, str(work), start_ns, start_ns + length_ns)
+    assert len(data) == ENTRY_BYTES == 32
+    times = {"start_ns": start_ns, "end_ns": start_ns + length_ns}
+    expected = ActionRecord(worker=3, pid=7, epoch=epoch, step=step, action=str(work), **times)
+    assert list(actions_in(data, 3, 7)) == [expected]
+    assert list(done_in(data)) == [(step, epoch, start_ns + length_ns, work)]
+
+
+@pytest.mark.parametrize("damage", [b"", bytes(ENTRY_BYTES), b"\xff" * ENTRY_BYTES, b"{}" * 16])
+def test_an_unfinished_entry_and_other_bytes_cost_themselves_only(damage: bytes) -> None:
+    one, two = entry(1, 2, "0F0", 5, 6), entry(1, 3, "0F0", 7, 8)
+    assert [each.step for each in actions_in(one + damage + two + two[:17], 0)] == [2, 3]
+
+
+def test_names_come_back_and_other_names_are_none() -> None:
+    for each in (StepFile(0, 3), StepFile(12_000, 0), StepFile(500, None)):
+        assert step_file(str(each)) == each
+    for name in ("actions-1-05.bin", "actions-1-5.jsonl", "hashes-5.bin", "actions-5.bin", "x", "hashes-5.jsonl\n"):
+        assert step_file(name) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "span"),
+    [
+        (Job(), 100),
+        (Job(stages=1, microbatches=1), 2000),
+        (Job(stages=64, microbatches=512), 1),
+        (Job(stages=8, microbatches=16, pipelines=2), 10),
+    ],
+)
+def test_a_range_has_about_a_megabyte(job: Job, span: int) -> None:
+    assert span_of(job) == span
+
+
+# The ranges of steps that a run keeps: within its limit, evenly, and always those that recoveries are timed by.
+
+
+SIZES = st.integers(1, 300).flatmap(lambda count: st.lists(st.integers(0, 9), min_size=count, max_size=count))
+KEPT = st.frozensets(st.integers(0, 300), max_size=12)
+
+
+@given(SIZES, KEPT, st.integers(0, 900))
+def test_never_is_a_range_left_out_that_must_stay_and_never_more_bytes_stay_than_must(
+    sizes: list[int], kept: frozenset[int], limit: int
+) -> None:
+    num_bytes = dict(enumerate(sizes))
+    out = superfluous(num_bytes, kept, limit)
+    always = {0, len(sizes) - 1, len(sizes) - 2} | kept
+    assert out <= num_bytes.keys() - always
+    left = num_bytes.keys() - out
+    assert sum(num_bytes[each] for each in left) <= limit or left <= always
+
+
+@given(SIZES, KEPT, st.integers(0, 900))
+def test_nothing_is_left_out_within_the_limit_and_again_and_again_leaves_the_same(
+    sizes: list[int], kept: frozenset[int], limit: int
+) -> None:
+    num_bytes = dict(enumerate(sizes))
+    assert superfluous(num_bytes, kept, sum(sizes)) == set()
+    for number in superfluous(num_bytes, kept, limit):
+        del num_bytes[number]
+    assert superfluous(num_bytes, kept, max(limit, sum(num_bytes.values()))) == set()
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 300), st.integers(8, 50))
+def test_a_run_that_grows_keeps_ranges_that_lie_evenly(count: int, most: int) -> None:
+    there: dict[int, int] = {}
+    for number in range(count):
+        there[number] = 1
+        for each in superfluous(there, (), most):
+            del there[each]
+        assert len(there) <= most
+    assert max((later - earlier for earlier, later in pairwise(there)), default=0) <= max(1, 4 * count / (most - 4))
+
+
+def test_the_steps_around_a_failure_a_fault_and_an_epoch_are_marked() -> None:
+    def ran(*events: dict[str, Any]) -> set[int]:
+        begin: list[dict[str, Any]] = [
+            {"event": "epoch"},
+            {"event": "go"},
+            *({"event": "commit", "step": step} for step in range(10)),
+        ]
+        return marked_steps(records_of([*begin, *events]))
+
+    around = {*range(10 - BEFORE, 10 + AFTER + 1)}
+    signs: tuple[dict[str, Any], ...] = (
+        {"event": "epoch"},
+        {"event": "fault"},
+        {"event": "raised"},
+        {"event": "suspicion"},
+        {"event": "notice"},
+        {"event": "exit", "expected": False},
+    )
+    for event in signs:
+        assert ran(event) == around
+    assert ran({"event": "exit", "expected": True}, {"event": "validation"}) == set()
+
+
+def test_a_fault_in_the_first_step_after_a_checkpoint_is_marked_there() -> None:
+    begin: list[dict[str, Any]] = [{"event": "resumed", "step": 9}, {"event": "epoch"}, {"event": "go"}]
+    assert marked_steps(records_of([*begin, {"event": "fault"}])) == {*range(10 - BEFORE, 10 + AFTER + 1)}
+
+
+def test_ranges_that_touch_are_told_as_one() -> None:
+    assert as_ranges({1, 2, 5}, 100) == ((100, 299), (500, 599))
+    assert as_ranges((), 100) == ()

@@ -11,10 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.bench.figures import clock_widths_ms, commits_ns, gap_s, known_s, usual_ns
 from engine.core.checks import recoveries as recovery_log
-from engine.core.checks.recoveries import PHASES, Recovery, RecoveryLog, Stall
+from engine.core.checks.recoveries import (
+    PHASES,
+    USUAL,
+    Recovery,
+    RecoveryLog,
+    Stall,
+    StepLengths,
+    quantile,
+    with_later_steps,
+)
+from engine.core.errors import InvariantError
 from engine.core.exclusion import Cause, Exclusion, Position, Verdict, excluded, in_words
+from engine.core.history.process_records import ClockRecord, KnownRecord
 from engine.core.history.run_history import RunHistory
+from engine.core.history.run_records import CommitRecord, Record
 from engine.core.job.job import Job
 from tests.core.made_records import records_of
 
@@ -454,3 +467,122 @@ def test_no_phase_is_told_that_is_shorter_than_its_uncertainty() -> None:
     assert found.pause_ns == one_host.pause_ns
     (sure,) = recoveries([*on_hosts(0.1), *events])
     assert set(sure.reported_ns) == {*PHASES, "merged"}
+
+
+# How long training stood, from made-up commits.
+
+
+def lengths(*commits_ms: int, begin_ms: int | None = 0) -> StepLengths:
+    found = StepLengths()
+    if begin_ms is not None:
+        found.begin(begin_ms * MS)
+    for at_ms in commits_ms:
+        found.commit(at_ms * MS, recovered=False)
+    return found
+
+
+def test_a_stall_is_the_gap_less_the_median_step() -> None:
+    usual = lengths(900, 1000, 1100, 1230)  # the first step, which warms up, does not count
+    assert usual.stall(5330 * MS, 0, 0) == Stall(4000 * MS, 4000 * MS)
+    assert str(usual.stall(5330 * MS, 0, 0)) == "4.00 s"
+
+
+def test_a_step_that_took_less_than_usual_is_no_stall() -> None:
+    """A stall of -6.4 ms was printed before."""
+    assert lengths(900, 1000).stall(1093 * MS, 0, 0) == Stall(0, 0)
+
+
+def test_only_the_last_few_steps_are_usual() -> None:
+    assert list(lengths(*range(0, 5000, 500), *range(5000, 5001 + 9 * USUAL, 9)).usual) == [9 * MS] * USUAL
+
+
+def test_what_a_recovery_ends_and_the_step_after_it_are_not_usual() -> None:
+    found = lengths(100, 200, 300)
+    found.commit(2000 * MS, recovered=True)
+    found.commit(2400 * MS, recovered=False)  # restores the shadows
+    assert found.stall(3000 * MS, 0, 70 * MS) == Stall(70 * MS, 600 * MS)
+    found.commit(2550 * MS, recovered=False)
+    assert found.stall(3000 * MS, 0, 70 * MS) == Stall(300 * MS, 300 * MS)
+
+
+@pytest.mark.parametrize(
+    ("before", "resume_ms", "found", "text"),
+    [
+        (lengths(), 430, Stall(30 * MS, 430 * MS), "at least 30 ms, at most 430 ms"),
+        (lengths(400), 430, Stall(30 * MS, 30 * MS), "at least 30 ms, at most 30 ms"),
+        (lengths(begin_ms=None), 430, Stall(30 * MS, None), "at least 30 ms"),
+        (lengths(100, 200), None, Stall(5700 * MS, None), "at least 5.70 s"),
+        (lengths(), None, Stall(30 * MS, None), "at least 30 ms"),
+    ],
+)
+def test_what_is_not_known_is_a_bound(before: StepLengths, resume_ms: int | None, found: Stall, text: str) -> None:
+    stall = before.stall(None if resume_ms is None else resume_ms * MS, 6000 * MS, 30 * MS)
+    assert stall == found
+    assert str(stall) == (text if stall.bound else "30 ms")
+
+
+def test_steps_that_follow_make_a_stall_known() -> None:
+    commits_ns = [0, 90, 190, 290, 392]  # the first step restores the shadows
+    assert with_later_steps(Stall(10, 130), commits_ns) == Stall(30, 30)
+    assert with_later_steps(Stall(10, 130), commits_ns[:2]) == Stall(10, 130)
+    assert with_later_steps(Stall(10, None), commits_ns) == Stall(10, None)
+
+
+def test_bounds_of_a_quantile_are_quantiles_of_bounds() -> None:
+    stalls = [Stall(5, 5), Stall(3, 9), Stall(1, None)]
+    assert [quantile(stalls, part) for part in (0.3, 0.5, 1.0)] == [Stall(1, 5), Stall(3, 9), Stall(5, None)]
+
+
+# The times of a loss on several hosts, from records on one clock.
+
+
+S = 1_000_000_000
+
+
+def known(worker: int, of: int, at_s: float) -> Record:
+    return KnownRecord(worker=worker, of=of, at_ns=round(at_s * S))
+
+
+def commit(step: int, at_s: float) -> Record:
+    return CommitRecord(step=step, at_ns=round(at_s * S), loss=1.0, grad_norm=1.0, clip_factor=1.0, last=False)
+
+
+def test_a_loss_is_known_when_the_last_worker_of_the_last_host_was_told_of_it_first() -> None:
+    hosts = {
+        "a": [known(0, 2, 1.0), known(0, 4, 7.01), known(1, 4, 7.02), known(1, 5, 7.5)],
+        "b": [known(2, 5, 7.04), known(2, 4, 7.3)],
+        "c": [],
+    }
+    assert known_s(hosts, [4, 5], 7 * S, {"c"}) == pytest.approx(0.04)
+    assert known_s(hosts, [4], 7 * S, {"c"}) == pytest.approx(0.3)
+    with pytest.raises(InvariantError, match="host c"):
+        known_s(hosts, [4], 7 * S)
+    with pytest.raises(InvariantError, match="host b"):
+        known_s(hosts, [2], 0, {"c"})
+
+
+def test_a_gap_is_the_time_beyond_a_usual_step() -> None:
+    hosts = {
+        "a": [commit(0, 1.0), commit(1, 1.1), commit(2, 1.2), commit(3, 1.3)],
+        "b": [commit(3, 1.4), commit(4, 2.0), commit(5, 2.1)],
+    }
+    found = commits_ns(hosts)
+    assert [each / S for each in found] == [1.0, 1.1, 1.2, 1.3, 2.0, 2.1]
+    assert usual_ns(found) == pytest.approx(0.1 * S)
+    assert gap_s(found, round(1.35 * S)) == pytest.approx(0.6)
+    with pytest.raises(InvariantError, match="after it"):
+        gap_s(found, 3 * S)
+
+
+def test_a_bound_that_lacks_the_offset_is_counted() -> None:
+    def bound(of: str, least_ns: int, most_ns: int) -> Record:
+        return ClockRecord(of=of, least_ns=least_ns, most_ns=most_ns)
+
+    hosts = {
+        "a": [],
+        "b": [bound("a", -7_000_000, -5_000_000), bound("a", -6_000_000, -6_000_000), bound("a", 5_000_000, 7_000_000)],
+        "c": [bound("b", 4_999_999, 5_000_001), bound("b", 5_000_001, 6_000_001)],
+    }
+    widths, outside = clock_widths_ms(hosts, {"a": 0, "b": 6_000_000, "c": 1_000_000})
+    assert widths == pytest.approx([2.0, 0.0, 2.0, 0.000002, 1.0])
+    assert outside == 2

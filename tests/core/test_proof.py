@@ -1,13 +1,14 @@
-"""The twin of a job, the name of its trajectory, and the comparison with it."""
+"""The verdict on the weights, of hashes, losses and records as values: each contradiction alone, under no seal."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.core.checks.proof import BUILT_IN_DATA, compare, fingerprint
+from engine.core.checks.proof import BUILT_IN_DATA, Computation, Proof, StepHashes, compare, fingerprint, proved
 from engine.core.checks.trajectory import NO_MARKS, TrajectoryRow
 from engine.core.job.bit_fields import twin_of
 from engine.core.job.job import Job
@@ -15,7 +16,65 @@ from engine.core.job.job_rules import check_job
 from engine.models.model_registry import DATA
 from tests.core.made_records import made_history
 
-ROWS = [TrajectoryRow(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5) for step in range(3) for layer in range(2)]
+HISTORY = made_history(
+    [
+        {"event": "job", "steps": 2, "stages": 1},
+        *({"event": "commit", "step": step, "loss": 1.5} for step in range(2)),
+        {"event": "comparison", "compared": 2, "steps": 2, "last_step": 1, "difference": None, "disturbed": None},
+    ]
+)
+ROWS = [TrajectoryRow(step, layer, f"state-{step}-{layer}", "buffers", 1.5) for step in range(2) for layer in range(2)]
+
+
+def told_by_workers(step: int) -> StepHashes:
+    rows = [row for row in ROWS if row.step == step]
+    return StepHashes({row.layer: row.state for row in rows}, {(row.layer, 0): row.buffers for row in rows})
+
+
+def proof(changed: Mapping[int, TrajectoryRow] | None = None, **others: object) -> Proof:
+    rows = [(changed or {}).get(number, row) for number, row in enumerate(ROWS)]
+    run = Computation("", rows, {"events.jsonl": lambda step: 1.5}, 2, hashes=told_by_workers)
+    return proved(HISTORY, replace(run, **others), Computation("twin/", ROWS, {}, 2), (), "")  # type: ignore[arg-type]
+
+
+def test_what_fits_together_is_identical() -> None:
+    found = proof()
+    assert found.is_whole
+    assert found.comparison is not None
+    assert (found.comparison.compared, found.comparison.difference) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (replace(ROWS[1], state="other"), "step 0, layer 1: the workers have told another hash of the weights"),
+        (replace(ROWS[1], buffers="other"), "step 0, layer 1: the workers have told another hash of the buffers"),
+        (replace(ROWS[1], loss=99.0), "events.jsonl has 1.5"),
+        (replace(ROWS[1], layer=2), "step 0 has not one row for each layer"),
+    ],
+)
+def test_a_row_that_contradicts_what_was_told_is_a_flaw(row: TrajectoryRow, words: str) -> None:
+    (flaw, *_) = proof({1: row}).flaws
+    assert flaw.place == "trajectory.csv"
+    assert words in flaw.text
+
+
+def test_a_loss_that_is_recorded_nowhere_is_told_in_words() -> None:
+    flaw = proof(losses={"events.jsonl": lambda step: None}).flaws[0]
+    assert flaw.text == "step 0 has the loss 1.5, and events.jsonl has none"
+
+
+def test_a_hash_that_no_worker_has_told_is_a_flaw_unless_another_host_has_it() -> None:
+    assert "no worker has told this hash" in proof(hashes=lambda step: StepHashes()).flaws[0].text
+    assert proof(hashes=lambda step: StepHashes(), is_alone=False).is_whole
+
+
+# The twin of a job, the name of its trajectory, and the comparison with it.
+
+
+TWIN_ROWS = [
+    TrajectoryRow(step, layer, f"{step}{layer}" * 32, "0" * 64, 1.5) for step in range(3) for layer in range(2)
+]
 FACTS: dict[str, object] = {
     "python": "3.11",
     "torch": "2",
@@ -79,28 +138,28 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "commit", "step": 0},
     {"event": "commit", "step": 1},
 ]
-HISTORY = made_history(EVENTS)
+TWIN_HISTORY = made_history(EVENTS)
 
 
 def test_equal_rows_are_compared_step_by_step() -> None:
-    found = compare(ROWS, reversed(ROWS), HISTORY)
+    found = compare(TWIN_ROWS, reversed(TWIN_ROWS), TWIN_HISTORY)
     assert (found.compared, found.steps, found.last_step, found.difference) == (3, 4, 2, None)
     assert str(found) == "weights identical to the run without the fault, 3 of 4 steps"
 
 
 def test_steps_that_only_one_has_are_not_compared() -> None:
-    found = compare([row for row in ROWS if row.step != 1], ROWS[:-2], HISTORY)
+    found = compare([row for row in TWIN_ROWS if row.step != 1], TWIN_ROWS[:-2], TWIN_HISTORY)
     assert (found.compared, found.last_step, found.difference) == (1, 0, None)
-    assert compare([], ROWS, HISTORY).compared == 0
-    assert compare([], ROWS, HISTORY).last_step == -1
+    assert compare([], TWIN_ROWS, TWIN_HISTORY).compared == 0
+    assert compare([], TWIN_ROWS, TWIN_HISTORY).last_step == -1
 
 
 def test_a_difference_is_named_with_its_step_layer_and_tensor() -> None:
     names = ("weight", "bias", "weight.exp_avg")
     ours, its = ((names, marks) for marks in ("11111111" * 3, "1111111122222222" + "33333333"))
-    mine = replace(ROWS[3], state="ff", marks=(ours, NO_MARKS))
-    twin = [*ROWS[:3], replace(ROWS[3], marks=(its, NO_MARKS)), *ROWS[4:]]
-    found = compare([*ROWS[:3], mine, *ROWS[4:]], twin, HISTORY).difference
+    mine = replace(TWIN_ROWS[3], state="ff", marks=(ours, NO_MARKS))
+    twin = [*TWIN_ROWS[:3], replace(TWIN_ROWS[3], marks=(its, NO_MARKS)), *TWIN_ROWS[4:]]
+    found = compare([*TWIN_ROWS[:3], mine, *TWIN_ROWS[4:]], twin, TWIN_HISTORY).difference
     assert found is not None
     assert (found.step, found.layer, found.tensor) == (1, 1, "bias")
     assert str(found) == (
@@ -128,8 +187,8 @@ def test_a_difference_is_named_with_its_step_layer_and_tensor() -> None:
 def test_a_difference_before_the_first_failure_is_no_fault_of_the_recovery(
     failure: list[dict[str, Any]], disturbed: int | None, said: str
 ) -> None:
-    changed = [replace(row, state="x") if row.step == 1 else row for row in ROWS]
-    found = compare(changed, ROWS, made_history([*EVENTS, *failure]))
+    changed = [replace(row, state="x") if row.step == 1 else row for row in TWIN_ROWS]
+    found = compare(changed, TWIN_ROWS, made_history([*EVENTS, *failure]))
     assert (found.disturbed, found.is_random) == (disturbed, bool(said))
     assert said in str(found)
     assert ("deterministic" in str(found)) == bool(said)
