@@ -24,7 +24,7 @@ from importlib.metadata import packages_distributions, version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import psutil
 
@@ -35,30 +35,32 @@ from engine.runtime.ipc.link import new_ring
 from engine.runtime.process.subprocesses import inherited
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
 
-# What a host's GPUs, their driver and the build of torch allow, in words: a pure function of their facts.
+Status = Literal["ok", "warn", "missing"]
 
 
-# The first driver of each major version of CUDA (NVIDIA's table of compatibility).
-_FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """One verdict: `missing` prevents runs, `warn` costs speed or a feature. `fix` is empty if ok."""
 
-
-class GpuVerdict(NamedTuple):
-    """What was found, and the fix if something is missing."""
-
-    status: Literal["ok", "warn"]
+    name: str
+    status: Status
     found: str
     fix: str = ""
 
 
-def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
+# The first driver of each major version of CUDA (NVIDIA's compatibility table).
+_FIRST_DRIVER = {11: 450, 12: 525, 13: 580}
+
+
+def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> HostCheck:
     """Judges the GPUs by the facts of torch's probe (`version`, `num_gpus`, `nccl`) and of the host's files.
 
-    `nccl` is the version of NCCL, empty for none, `reconfigures` torch's own ways to form a group of it anew; `nvml`,
-    which may be added, says why there is no load of GPUs.
+    `nccl` is the version of NCCL, empty for none; `reconfigures` lists torch's own ways to reconfigure an NCCL group;
+    the optional `nvml` says why there is no load of GPUs.
     """
     usable, cuda = int(torch["num_gpus"]), host.torch_cuda
     if not usable and not host.num_gpus:
-        return GpuVerdict("ok", "none: workers run on the CPU, and play the faults of GPUs (without_gpu: double)")
+        return HostCheck("gpu", "ok", "none: workers run on the CPU, and play the faults of GPUs (without_gpu: double)")
     if not usable:
         return _unusable(torch, host)
     names = " and ".join(dict.fromkeys(host.names))
@@ -67,27 +69,31 @@ def judge_gpus(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
     text = ", ".join(parts)
     if len(set(host.names)) > 1:
         fix = "CUDA_VISIBLE_DEVICES with GPUs of one kind: others have other kernels, and so other bits"
-        return GpuVerdict("warn", f"{text}; GPUs of several kinds", fix)
-    nccl, least = (".".join(map(str, each)) for each in (torch["nccl"], LEAST_NCCL))
+        return HostCheck("gpu", "warn", f"{text}; GPUs of several kinds", fix)
+    nccl, least = (".".join(map(str, numbers)) for numbers in (torch["nccl"], LEAST_NCCL))
     if tuple(torch["nccl"]) < LEAST_NCCL:
         fix = f"install a build of torch with NCCL {least} or newer, or use --backend direct: tensors then go through "
-        return GpuVerdict("warn", f"{text}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory")
-    each = "a worker each with --device cuda, or several with --share-gpu for a test"
+        return HostCheck(
+            "gpu", "warn", f"{text}, {f'NCCL {nccl}: too old' if nccl else 'no NCCL'}", f"{fix}host memory"
+        )
+    use = "a worker each with --device cuda, or several with --share-gpu for a test"
     no_load = f"; no load of GPUs in reports: {torch['nvml']}" if torch.get("nvml") else ""
     ways = " and ".join(torch.get("reconfigures", ()))
     watched = f"; {ways} could form groups anew (not used yet)" if ways else ""
-    return GpuVerdict("ok", f"{text}, NCCL {nccl}; {each}{watched}{no_load}")
+    return HostCheck("gpu", "ok", f"{text}, NCCL {nccl}; {use}{watched}{no_load}")
 
 
-def _unusable(torch: Mapping[str, Any], host: Accelerators) -> GpuVerdict:
+def _unusable(torch: Mapping[str, Any], host: Accelerators) -> HostCheck:
     text = f"{counted(host.num_gpus, 'GPU')} that torch {torch['version']} cannot use"
     if not host.torch_cuda:
-        return GpuVerdict("warn", f"{text}: it was built without CUDA", "install a CUDA build of torch")
+        return HostCheck("gpu", "warn", f"{text}: it was built without CUDA", "install a CUDA build of torch")
     needed = _FIRST_DRIVER.get(_major(host.torch_cuda), 0)
     if host.driver and _major(host.driver) < needed:
         why = f"driver {host.driver}, and CUDA {host.torch_cuda} needs {needed} or newer"
-        return GpuVerdict("warn", f"{text}: {why}", "update the driver, or install torch for an older CUDA")
-    return GpuVerdict("warn", text, "install a CUDA build of torch that fits the driver; nvidia-smi tells its version")
+        return HostCheck("gpu", "warn", f"{text}: {why}", "update the driver, or install torch for an older CUDA")
+    return HostCheck(
+        "gpu", "warn", text, "install a CUDA build of torch that fits the driver; nvidia-smi tells its version"
+    )
 
 
 def _major(version: str) -> int:
@@ -95,9 +101,8 @@ def _major(version: str) -> int:
     return int(first) if first.isdecimal() else 0
 
 
-# Probes of this machine: they return plain values, which the host checks judge.
-#
-# A child probes torch: the import would cost this process seconds, and a broken build may end it.
+# Probes of this machine return plain values. A child probes torch, because the import takes seconds, and a broken build
+# may end the process.
 
 TORCH_TIMEOUT_S = 60.0
 _LOOPBACK = "127.0.0.1"
@@ -111,7 +116,7 @@ def num_cores() -> int:
 
 
 def missing_kernel_calls() -> list[str]:
-    """Returns the kernel calls that the fork server needs and this system lacks, each with the error."""
+    """Returns the system calls that the fork server needs and this kernel lacks, each with the error."""
 
     def pidfd() -> None:
         fd = os.pidfd_open(os.getpid())
@@ -123,12 +128,11 @@ def missing_kernel_calls() -> list[str]:
         if ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(death_signal), 0, 0, 0) != 0:
             raise OSError("refused")
 
+    def memfd() -> None:
+        os.close(os.memfd_create("bamboo-doctor"))
+
     missing = []
-    for name, call in (
-        ("pidfd", pidfd),
-        ("prctl", prctl),
-        ("memfd", lambda: os.close(os.memfd_create("bamboo-doctor"))),
-    ):
+    for name, call in (("pidfd", pidfd), ("prctl", prctl), ("memfd", memfd)):
         try:
             call()
         except (AttributeError, OSError) as error:
@@ -151,7 +155,7 @@ def loopback_error() -> str:
 
 
 def link_error() -> str:
-    """Returns why two processes of this host cannot get the ends of a link, or an empty string."""
+    """Returns why two processes of this host cannot share a link, or an empty string."""
     try:
         with contextlib.ExitStack() as stack:
             near, far = socket.socketpair()
@@ -166,14 +170,14 @@ def link_error() -> str:
 
 
 def own_namespaces() -> list[str]:
-    """Returns the options of `unshare` for a network, processes and mounts of one's own; rootless with a user, too."""
+    """Returns the options of `unshare` for private network, process and mount namespaces, also without root."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return [*user, "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
 
 
 def hosts_error() -> str:
-    """Returns the reason why hosts cannot be made of namespaces on this machine, or an empty string."""
-    if lacks := [each for each in ("unshare", "nsenter", "ip") if shutil.which(each) is None]:
+    """Returns why this machine cannot create hosts from namespaces, or an empty string."""
+    if lacks := [program for program in ("unshare", "nsenter", "ip") if shutil.which(program) is None]:
         return f"no {', no '.join(lacks)} (util-linux and iproute2 have them)"
     trial = ["unshare", "--time", "--monotonic", "1", "--fork", "sh", "-c", "ip link add trial type bridge"]
     command = ["unshare", *own_namespaces(), *trial]
@@ -185,7 +189,7 @@ def probe_folder(folder: Path) -> tuple[int, str]:
     """Returns (free bytes, error of creating a file) for `folder` or its nearest existing parent."""
     candidates = (folder.absolute(), *folder.absolute().parents)
     try:
-        existing = next(each for each in candidates if each.exists())
+        existing = next(candidate for candidate in candidates if candidate.exists())
         with tempfile.TemporaryFile(dir=existing):
             return shutil.disk_usage(existing).free, ""
     except OSError as error:
@@ -193,7 +197,7 @@ def probe_folder(folder: Path) -> tuple[int, str]:
 
 
 def start_torch_probe() -> subprocess.Popen[str]:
-    """Starts the probe of torch, which takes seconds, without its own and the current folder in `sys.path`."""
+    """Starts the slow probe of torch, without its own and the current folder in `sys.path`."""
     command = [sys.executable, "-P", str(Path(__file__).parents[1] / "runtime" / "device" / "torch_probe.py")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=inherited())
 
@@ -210,7 +214,6 @@ def finish_torch_probe(child: subprocess.Popen[str]) -> tuple[dict[str, Any], st
     return json.loads(out), ""
 
 
-# Probes of etcd and its client: they return plain values, which the host checks judge.
 _NUM_PUTS = 50
 _VERSION_TIMEOUT_S = 10.0
 
@@ -226,7 +229,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The distributions that own the package `etcd3`, versions of its dependencies, or the error of its import."""
+    """The distributions that own the package `etcd3`, the versions of its dependencies, or the import error."""
 
     owners: tuple[str, ...]
     protobuf: str = ""
@@ -237,7 +240,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Times of a private etcd in ms: from its start to the end of the first put, and of a later put (median)."""
+    """Times of a private etcd in ms: from its start to the end of the first put, and a later put (median)."""
 
     first_put_ms: float = 0.0
     put_ms: float = 0.0
@@ -293,8 +296,6 @@ def measure_latency() -> Latency:
     return Latency(durations_ms[0], median(durations_ms[1:]))
 
 
-Status = Literal["ok", "warn", "missing"]
-
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 10)
 MIN_MEMORY_BYTES = 2 << 30
@@ -303,16 +304,6 @@ MIN_COLUMNS = 80
 MIN_ETCD = (3, 4)
 ETCD_CLIENT = "etcd3==0.12.0 'protobuf>=4.25,<8' grpcio"
 SLOW_PUT_MS = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class HostCheck:
-    """One verdict: `missing` prevents runs, `warn` costs speed or a feature. `fix` is empty if ok."""
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
 
 
 def exit_code(checks: Iterable[HostCheck]) -> ExitCode:
@@ -340,7 +331,7 @@ def check_host(results: Path) -> tuple[HostCheck, ...]:
 
 
 def check_etcd() -> list[HostCheck]:
-    """Returns the checks of etcd and its client; the latency only if these two are present."""
+    """Returns the checks of etcd and its client, and if both are present the latency."""
     checks = [judge_etcd(probe_server()), judge_etcd_client(probe_client())]
     if exit_code(checks) == ExitCode.OK:
         checks.append(judge_etcd_latency(measure_latency()))
@@ -361,14 +352,13 @@ def judge_machine(num_cores: int, free_bytes: int) -> HostCheck:
     if free_bytes < MIN_MEMORY_BYTES:
         return HostCheck("machine", "warn", text, "free some memory, or use fewer stages or a smaller model")
     if num_cores < 2:
-        return HostCheck(
-            "machine", "warn", text, "use more cores: on one, stages take turns and a pipeline gains nothing"
-        )
+        fix = "use more cores: on one, stages take turns and a pipeline gains nothing"
+        return HostCheck("machine", "warn", text, fix)
     return HostCheck("machine", "ok", text)
 
 
 def judge_kernel(missing: list[str]) -> HostCheck:
-    """Judges the kernel calls that the fork server needs."""
+    """Judges the system calls that the fork server needs."""
     if missing:
         fix = "use Linux 5.4 or newer; in a container, allow pidfd_open, prctl and memfd_create"
         return HostCheck("fork server", "missing", f"no {', no '.join(missing)}", fix)
@@ -391,12 +381,11 @@ def judge_links(error: str) -> HostCheck:
 
 
 def judge_hosts(error: str) -> HostCheck:
-    """Judges whether hosts to break can be made of namespaces; only tests of several hosts need them."""
+    """Judges whether hosts can be created from namespaces, which only tests of several hosts need."""
     if error:
         fix = "run as root, or allow user namespaces: sysctl kernel.unprivileged_userns_clone=1"
-        return HostCheck(
-            "hosts", "warn", f"no hosts of namespaces, so faults of hosts are not tried here: {error}", fix
-        )
+        text = f"no hosts of namespaces, so faults of hosts are not tried here: {error}"
+        return HostCheck("hosts", "warn", text, fix)
     return HostCheck("hosts", "ok", "can be made of namespaces, so faults of hosts can be tried here")
 
 
@@ -423,7 +412,7 @@ def judge_etcd(server: Server) -> HostCheck:
 
 
 def judge_etcd_client(client: Client) -> HostCheck:
-    """Judges the package `etcd3`, whose name other distributions use too."""
+    """Judges the package `etcd3`, whose name is also used by other distributions."""
     fix = f"pip install --force-reinstall {ETCD_CLIENT}"
     others = [owner for owner in client.owners if owner.partition(" ")[0] != "etcd3"]
     if others:
@@ -434,9 +423,8 @@ def judge_etcd_client(client: Client) -> HostCheck:
     if others:
         return HostCheck("etcd3", "warn", text, fix)
     if client.implementation != "upb":
-        return HostCheck(
-            "etcd3", "warn", text, "unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION: messages take several times longer"
-        )
+        fix = "unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION: messages take several times longer"
+        return HostCheck("etcd3", "warn", text, fix)
     return HostCheck("etcd3", "ok", text)
 
 
@@ -475,14 +463,9 @@ def judge_torch(facts: dict[str, Any], error: str, gpus: Accelerators) -> list[H
     version = tuple(int(part) for part in facts["version"].split(".")[:2])
     if version < MIN_TORCH:
         return [HostCheck("torch", "missing", facts["version"], install)]
-    of_gpus = HostCheck("gpu", *judge_gpus(facts, gpus))
-    return [HostCheck("torch", "ok", facts["version"]), of_gpus, _arithmetic(facts)]
-
-
-def _arithmetic(facts: dict[str, Any]) -> HostCheck:
     text = f"{facts['isa']}, {facts['blas']}, {'oneDNN' if facts['onednn'] else 'no oneDNN'}"
+    arithmetic = HostCheck("arithmetic", "ok", text)
     if facts["isa"] == "DEFAULT" and facts["machine"] == "x86_64":
-        return HostCheck(
-            "arithmetic", "warn", text, "use a CPU with AVX2 or newer: without it, every step is several times slower"
-        )
-    return HostCheck("arithmetic", "ok", text)
+        fix = "use a CPU with AVX2 or newer: without it, every step is several times slower"
+        arithmetic = HostCheck("arithmetic", "warn", text, fix)
+    return [HostCheck("torch", "ok", facts["version"]), judge_gpus(facts, gpus), arithmetic]

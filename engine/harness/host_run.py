@@ -1,11 +1,11 @@
 """A run on several hosts, as one of their agents: it registers, waits for the others, and coordinates or serves.
 
-    every host      registers in the store, waits for the others, compares all that has to be equal
+    every host      registers in the store, waits for the others, and compares everything that must be equal
     one of them     is elected: it runs the job as on one host, with the fork servers of all hosts
-    the others      fork, relay, signal and see ends for it, until it tells the outcome
+    the others      fork, relay, signal and report exits for it, until it announces the outcome
 
-Rules: the line of the command is the same on all hosts, and so is the exit code. The outcome stays in the store for an
-hour, for an agent that has lost its stream or comes late.
+Rules: the command is the same on all hosts, and so is the exit code. The outcome stays in the store for an hour, for an
+agent that has lost its stream or is late.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from engine.core.hosts.ends import most_on_one
 from engine.core.hosts.host_options import HostOptions, RegisteredHost
 from engine.core.job.bit_fields import compared_facts
 from engine.core.job.job import Job
-from engine.core.kv import KV
 from engine.core.protocol.coordinator_state import STATE
 from engine.files.accelerators import refuse_what_this_host_lacks
 from engine.files.events_file import GrowingEvents
@@ -60,10 +59,10 @@ from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import breakable, holding
 from engine.runtime.store.etcd_settings import EtcdSettings
 
-# The outcome of a run that somebody else has started: of several hosts from their store, of any run from its folder.
+# The outcome of a run that was started elsewhere: of several hosts from their store, of any run from its folder.
 #
-# Rule: the folder of a host tells what that host has recorded. If the run may go on without it, only the store knows.
-
+# Rule: the folder of a host only has the records of that host. If the run may continue without it, only the store
+# knows.
 
 _POLL_S = 0.25
 _CALL_S = 2.0
@@ -76,7 +75,7 @@ def awaited_end(results: Path, run: str | None, etcd: EtcdSettings | None) -> tu
 
     Raises:
         NothingMatchedError: neither the store nor the folder of results knows the run.
-        CoordinatorUnavailableError: nobody is left who could tell the outcome.
+        CoordinatorUnavailableError: nothing is left that knows the outcome.
     """
     if run and etcd is not None and (outcome := _of_store(run, etcd)) is not None:
         return run, outcome
@@ -104,7 +103,7 @@ def _of_store(run_id: str, etcd: EtcdSettings) -> HostOutcome | None:
 
 
 def _run_id(folder: RunFolder) -> str:
-    """Returns the name of a run of several hosts in its store; empty if it is of one host."""
+    """Returns the name in the store of a run on several hosts; an empty string for one host."""
     host = GrowingEvents(folder.events, last_commits=True).read_on().first(HostRecord)
     return host.run_id if host is not None and host.node else ""
 
@@ -117,30 +116,30 @@ def _of_folder(folder: RunFolder, run_id: str) -> HostOutcome:
         if history.ended is None and not is_new and not launcher_runs(history, folder.path):
             history = events.read_on()
             if history.ended is None:
-                raise _unheard("the launcher is gone and did not record the end of the run", run_id)
+                raise _unknown("the launcher is gone and did not record the end of the run", run_id)
         if history.ended is not None:
             if history.ended.outcome == _LEFT:
-                raise _unheard("this host has left the run, which goes on without it", run_id)
+                raise _unknown("this host has left the run, which goes on without it", run_id)
             return HostOutcome(history.ended.exit_code, history.ended.outcome)
         with breakable():
             time.sleep(_POLL_S)
 
 
-def _unheard(why: str, run_id: str) -> CoordinatorUnavailableError:
+def _unknown(why: str, run_id: str) -> CoordinatorUnavailableError:
     hint = f"; its store may know more: bamboo status --wait {run_id} --etcd HOST:PORT" if run_id else ""
     return CoordinatorUnavailableError(why + hint)
 
 
-_LEASE_CALL_S, _REVOKE_S = 0.7, 2.0  # deadlines of calls: each kind has a client of its own
+_LEASE_CALL_S, _REVOKE_S = 0.7, 2.0  # deadlines of calls; each kind has its own client
 _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between hosts
 
 
 def run_on_hosts(
     job: Job, name: str, given: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen, run: RunOn
 ) -> HostRunEnd:
-    """Runs the agent of this host to the end of the run; where it coordinates, `run` makes it.
+    """Runs the agent of this host to the end of the run; if it coordinates, `run` runs the job.
 
-    Raises BambooError if the run could not be begun.
+    Raises BambooError if the run could not be started.
     """
     from engine.runtime.store.etcd_kv import EtcdKV
 
@@ -151,8 +150,8 @@ def run_on_hosts(
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(holding())
         kv, lease_kv, watch_kv = EtcdKV(etcd, root), EtcdKV(etcd, root, _LEASE_CALL_S), EtcdKV(etcd, root, _REVOKE_S)
-        for each in (kv, lease_kv, watch_kv):
-            stack.callback(each.close)
+        for client in (kv, lease_kv, watch_kv):
+            stack.callback(client.close)
         kept = KeptLease(lease_kv, given.lease_s)
         stack.callback(_give_back, kept)
         own = RegisteredHost(given.node, secrets.token_hex(8), given.address, kept.lease.lease_id, _facts(job, given))
@@ -169,12 +168,14 @@ def run_on_hosts(
         server = stack.enter_context(_forking(kept, own))
         elected = registry.elected()
         if elected is None:
-            _refuse_begun(registry, given.run_id, kv)
-            wire = WireServer(own.address, made := new_certificate(), screen.say)
+            if kv.get(STATE) is not None:
+                why = f"run {given.run_id} was begun before: {registry.holder()}, and is gone; choose another --run"
+                raise CoordinatorUnavailableError(why)
+            wire = WireServer(own.address, certificate := new_certificate(), screen.say)
             stack.callback(wire.close)
-            if registry.elect(hosts, place_of_host(own.address, wire.port), made):
-                away = [RemoteSpawner(each) for each in hosts if each.name != own.name]
-                servers = HostServers(server, away, watch_kv, given.workers, network_of(made, given.transfers))
+            if registry.elect(hosts, place_of_host(own.address, wire.port), certificate):
+                away = [RemoteSpawner(host) for host in hosts if host.name != own.name]
+                servers = HostServers(server, away, watch_kv, given.workers, network_of(certificate, given.transfers))
                 for other in away:
                     wire.admit(other.host, other.peer)
                 return coordinate(run, servers, registry, FailoverContext(kept.lease), partial(_give_back, kept))
@@ -185,15 +186,8 @@ def run_on_hosts(
         return serve(at, elected, server, interrupts, take_over)
 
 
-def _refuse_begun(registry: HostRegistry, run_id: str, kv: KV) -> None:
-    """Raises CoordinatorUnavailableError for a run whose state is there, but no host that coordinates it."""
-    if kv.get(STATE) is not None:
-        why = f"run {run_id} was begun before: {registry.holder()}, and is gone; choose another --run"
-        raise CoordinatorUnavailableError(why)
-
-
 def _facts(job: Job, given: HostOptions) -> dict[str, Any]:
-    """Returns the facts of this host, of its job and its options in which all hosts of a run have to agree."""
+    """Returns the facts of this host, its job and its options on which all hosts of a run must agree."""
     fields = {name: value for name, value in asdict(job.masked).items() if name not in _NOT_EQUAL}
     files = {"code files": code_files(job), "data files": data_files(job)}
     compared = compared_facts(host_facts(Path.cwd()), job)
@@ -209,7 +203,7 @@ def _give_back(kept: KeptLease) -> None:
 
 @contextlib.contextmanager
 def _forking(kept: KeptLease, own: RegisteredHost) -> Iterator[ForkServer]:
-    """Starts the fork server of this host, whose processes end before the lease of the host can expire."""
+    """Starts the fork server of this host, whose processes end before the host's lease can expire."""
     with ForkServer() as server:
         server.host, server.address = own.name, own.address
 

@@ -32,17 +32,13 @@ _OPTIMIZERS = "engine.runtime.stage.optimizer"
 
 
 def _named_problems(job: Job) -> list[Problem]:
-    return [*problems_of(job), *_optimizer_problems(job)]
-
-
-def _optimizer_problems(job: Job) -> list[Problem]:
-    """Returns the problems with the arguments of adamw and sgd; `engine.core.job.update_rules` has all others."""
-    if job.optimizer not in OWN_OPTIMIZERS:
-        return []
-    problems = argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
-    return problems + group_problems(
-        job.param_groups, lambda args: argument_problems("param_groups", _OPTIMIZERS, job.optimizer, args, ["lr"])
-    )
+    problems = [*problems_of(job)]
+    if job.optimizer in OWN_OPTIMIZERS:  # `engine.core.job.update_rules` checks the arguments of all others
+        problems += argument_problems("optimizer_args", _OPTIMIZERS, job.optimizer, job.optimizer_args)
+        problems += group_problems(
+            job.param_groups, lambda args: argument_problems("param_groups", _OPTIMIZERS, job.optimizer, args, ["lr"])
+        )
+    return problems
 
 
 def _argument_names(job: Job) -> list[str]:
@@ -50,49 +46,49 @@ def _argument_names(job: Job) -> list[str]:
     optimizer = optimizer_arguments(job.optimizer)
     return [
         *argument_names(job),
-        *(f"optimizer_args.{each}" for each in optimizer),
-        *(f"lr_args.{each}" for each in schedule),
+        *(f"optimizer_args.{name}" for name in optimizer),
+        *(f"lr_args.{name}" for name in schedule),
     ]
 
 
 def optimizer_arguments(name: str) -> dict[str, Scalar | None]:
-    """Returns the arguments of an optimizer with their defaults; none for code of the user's."""
+    """Returns the arguments of an optimizer with their defaults; none for user code."""
     if name in OWN_OPTIMIZERS:
         return dict(builtin_arguments(_OPTIMIZERS, name))
-    return (
-        {each: argument.default for each, argument in OPTIMIZERS[name].arguments.items()} if name in OPTIMIZERS else {}
-    )
+    arguments = OPTIMIZERS[name].arguments if name in OPTIMIZERS else {}
+    return {key: argument.default for key, argument in arguments.items()}
 
 
 def missing_modules(job: Job) -> list[Problem]:
-    """Returns the problems with the modules of a user's code that no file has, and with names that their files lack.
+    """Returns the problems with missing modules of user code, and with names missing in them.
 
-    None is imported. Only the top-level module is looked for: a package decides while it is imported where others are.
+    Nothing is imported. Only top-level modules are searched, because a package may extend its path when imported.
     """
-    named = [(field, name) for field in CODE_FIELDS for name in code_in(getattr(job, field))]
-    return [problem for each in named if (problem := _unfound(*each)) is not None]
-
-
-def _unfound(field: str, name: str) -> Problem | None:
-    if not _is_found(module := top_level(name)):
-        hint = _nearest_module(module) or "in this folder or PYTHONPATH"
-        return Problem(field, "a module that Python finds", repr(name), hint)
-    return missing_name(field, name)
+    problems: list[Problem | None] = []
+    for field in CODE_FIELDS:
+        for name in code_in(getattr(job, field)):
+            if _is_found(module := top_level(name)):
+                problems.append(missing_name(field, name))
+            else:
+                own = [path.stem for path in Path.cwd().glob("*.py")]
+                hint = nearest(module, own) or "in this folder or PYTHONPATH"
+                problems.append(Problem(field, "a module that Python finds", repr(name), hint))
+    return [problem for problem in problems if problem is not None]
 
 
 def samples_of(job: Job) -> int:
-    """Returns the training samples of a job, 0 for data without an end; raises BambooError if it cannot open them."""
+    """Returns the number of training samples of a job, 0 for endless data; raises BambooError if it cannot."""
     of_data = {name: getattr(job, name) for name in _OF_DATA}
     return _num_samples(json.dumps(of_data), str(Path.cwd()))
 
 
 def samples_without_code(job: Job) -> int | None:
-    """Returns the training samples of a job; None if only the user's code can tell, or if the data are not here."""
+    """Returns the number of training samples of a job; None if that needs user code, or the data are not here."""
     if any(code_in(getattr(job, name)) for name in ("data", "collate")):
         return None
     try:
         return samples_of(job)
-    except BambooError:  # the run will tell: it may be meant for another machine
+    except BambooError:  # the run, which may be for another machine, will report it
         return None
 
 
@@ -100,7 +96,7 @@ def samples_without_code(job: Job) -> int | None:
 def _num_samples(of_data: str, folder: str) -> int:
     answer = ask("engine.models.data_sources", json.loads(of_data))
     if problems := answer.get("problems"):
-        raise UserError([Problem(**each) for each in problems])
+        raise UserError([Problem(**problem) for problem in problems])
     if "raised" in answer:
         raise UserCodeError(answer["raised"])
     if "error" in answer:
@@ -111,15 +107,11 @@ def _num_samples(of_data: str, folder: str) -> int:
 def _is_found(module: str) -> bool:
     try:
         return module_spec(module) is not None
-    except (ImportError, ValueError):  # a finder of another package, or a module without a file: importing it will tell
+    except (ImportError, ValueError):  # another package's finder, or a module without a file: only importing can tell
         return True
 
 
-def _nearest_module(module: str) -> str:
-    return nearest(module, [path.stem for path in Path.cwd().glob("*.py")])
-
-
-# Enough for commands that only make the program.
+# For commands that only build the program.
 named = JobParts(
     _named_problems,
     _argument_names,
@@ -127,7 +119,7 @@ named = JobParts(
     smallest_stage=layers_of_smallest_stage,
     defaults=job_defaults,
 )
-# Also the cut of the model into stages, the modules of a user's own model and data, and the place of checkpoints.
+# Also checks the partition of the model, the modules of user code, and the place of checkpoints.
 offered = JobParts(
     lambda job: [
         *_named_problems(job),
@@ -141,7 +133,7 @@ offered = JobParts(
     smallest_stage=layers_of_smallest_stage,
     defaults=job_defaults,
 )
-# For dry runs and checks of files, which run no code of the user's.
+# For dry runs and checks of files, which do not run user code.
 readable = replace(offered, acts_on=(), samples_of=samples_without_code)
-# For faults in a running job: only the folder of its run is looked up.
+# For faults in a running job: only looks up the folder of its run.
 findable = replace(offered, acts_on=("results",), samples_of=None)

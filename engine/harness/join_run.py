@@ -1,8 +1,8 @@
 """Adds a worker to a running job: writes a request for its launcher, then follows the worker through the events.
 
-Rules: the launcher starts the worker, from the code that it has loaded; of several hosts where the fewest workers are.
-A command with other code or other arithmetic is refused before that. `AddedWorker` writes the request, readable by the
-user alone, and withdraws it if the launcher does not take it.
+Rules: the launcher starts the worker with the code it has loaded, on the host with the fewest workers. A command with
+other code or other arithmetic is refused first. `AddedWorker` writes the request, readable only by the user, and
+withdraws it if the launcher does not accept it.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from engine.runtime.process.interrupts import RunInterruptedError, breakable, pr
 _POLL_S = 0.1
 _HEARD_WITHIN_S = 10.0
 _MOST_TO_LEAVE_S = 86_400.0  # the run ends a worker after its grace; a second signal ends the command
-_ENDS_WITHIN_S = 5.0  # the run, after its worker was killed: then the worker did not end alone
+_ENDS_WITHIN_S = 5.0  # if the run ends this soon after its worker was killed, the worker did not die alone
 
 News = dict[str, Any]  # what has happened to the worker, as JSON; `text` says it in words
 
 
 def run_to_join(results: Path, run: str) -> RunFolder:
-    """Returns a run that goes on and takes workers of this host.
+    """Returns a live run that accepts workers from this host.
 
     Raises:
         NothingMatchedError: there is no such run, or it has ended.
-        UserError: it was started so that no worker can join it.
+        UserError: no worker can join it.
         EnvironmentLacksError: this command has other code or other arithmetic.
     """
     try:
@@ -86,20 +86,19 @@ def run_to_join(results: Path, run: str) -> RunFolder:
 
 
 def _others(run: str, results: Path) -> str:
-    """Returns the run that goes on with the nearest name, or all that go on, in words."""
+    """Returns in words the live run with the nearest name, or all live runs."""
     live = live_runs(results)
     return nearest(run, [*live, LATEST]) or (f"these go on: {', '.join(live)}" if live else "no run goes on there")
 
 
 def _refuse_other_bits(folder: RunFolder, job: Job) -> None:
-    """Raises EnvironmentLacksError for each fact of this host and of the code that is not that of a run."""
+    """Raises EnvironmentLacksError with each fact of this host and of the code that differs from those of a run."""
     there = json.loads(folder.run_json.read_text(encoding="utf-8"))
     before = {**compared_facts(there.get("host", {}), job), "sources": there.get("sources")}
     now = {**compared_facts(host_facts(Path.cwd()), job), "sources": own_sources()}
     if wrong := different_facts(before, now):
-        lines = [
-            f"{each.name}: expected {each.before!r} as in run {folder.path.name}, found {each.now!r}" for each in wrong
-        ]
+        run = folder.path.name
+        lines = [f"{fact.name}: expected {fact.before!r} as in run {run}, found {fact.now!r}" for fact in wrong]
         raise EnvironmentLacksError("\n".join([*lines, "a worker with other code or arithmetic gives other bits"]))
 
 
@@ -117,9 +116,9 @@ class AddedWorker:
         self._code: int | None = None
 
     def follow(self) -> Iterator[News]:
-        """Asks for the worker, and yields what happens to it until it or the run has ended.
+        """Requests the worker, and yields news about it until it or the run has ended.
 
-        A first interrupt gives the worker its notice; then it still follows the worker to its end.
+        A first interrupt gives the worker its notice, and then this still follows it to its end.
 
         Raises:
             NothingMatchedError: the run has ended, or its last step has begun.
@@ -127,7 +126,7 @@ class AddedWorker:
             BambooError: the launcher does not answer, or was killed; the worker has died.
             RunInterruptedError: at an interrupt before the launcher has answered.
         """
-        list(self._told())  # the state before
+        list(self._news())  # the state before
         path = _asked(self.folder, {"ask": "join", "standby": self._is_standby})
         try:
             yield from self._answered(path.name)
@@ -145,23 +144,23 @@ class AddedWorker:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the run, or 0 if the worker has left it before."""
+        """The exit code of the run, or 0 if the worker has left before."""
         ended = self._history.training_ended
         return 0 if ended is None else ended.exit_code
 
     def _withdraw(self, request: Path) -> None:
-        """Leaves no worker behind: the launcher gives its notice to one whose request is gone too soon."""
+        """Withdraws a request, or asks a worker that was started meanwhile to leave."""
         try:
             request.unlink()
         except FileNotFoundError:  # it was answered meanwhile
-            list(self._told(request.name))
+            list(self._news(request.name))
             if self.worker is not None:
                 _asked(self.folder, {"ask": "leave", "worker": self.worker})
 
     def _answered(self, request: str) -> Iterator[News]:
         until_s = time.monotonic() + _HEARD_WITHIN_S
         while self.worker is None:
-            yield from self._told(request)
+            yield from self._news(request)
             if self._is_over():
                 raise NothingMatchedError(f"{self.folder.path.name} has ended: name a run that goes on")
             if self.worker is None and time.monotonic() > until_s:
@@ -171,12 +170,12 @@ class AddedWorker:
                 _pause(is_breakable=True)
 
     def _lived(self, *, is_breakable: bool) -> Iterator[News]:
-        """Yields what happens to the worker until it has ended, or the run."""
+        """Yields news about the worker until it or the run has ended."""
         until_s = float("inf")
         while True:
-            yield from self._told()
+            yield from self._news()
             if self._is_over():
-                yield from self._told()
+                yield from self._news()
                 if self._history.training_ended is None:
                     text = f"{self.folder.path.name}: its launcher was killed, and all its workers with it"
                     raise BambooError(text, ExitCode.NOT_RECOVERED)
@@ -193,21 +192,20 @@ class AddedWorker:
     def _is_over(self) -> bool:
         return self._history.training_ended is not None or not launcher_runs(self._history, self.folder.path)
 
-    def _told(self, request: str = "") -> Iterator[News]:
+    def _news(self, request: str = "") -> Iterator[News]:
         for record in self._growing.news():
             self._history.add(record)
             if request and isinstance(record, RefusedRecord) and record.request == request:
-                raise self._refusal(record.reason)
+                if record.reason == TOO_LATE:
+                    name = self.folder.path.name
+                    raise NothingMatchedError(f"{name}: {record.reason}, and nothing can join it")
+                expected = "a worker that the run can take"
+                raise UserError([Problem("--join", expected, self.folder.path.name, record.reason)])
             if request and isinstance(record, AddedRecord) and record.request == request:
                 self.worker = record.of
                 yield self._said("started", f"worker {record.of} starts")
             elif self.worker is not None:
                 yield from self._of_worker(record)
-
-    def _refusal(self, reason: str) -> BambooError:
-        if reason == TOO_LATE:
-            return NothingMatchedError(f"{self.folder.path.name}: {reason}, and nothing can join it")
-        return UserError([Problem("--join", "a worker that the run can take", self.folder.path.name, reason)])
 
     def _of_worker(self, record: Record) -> Iterator[News]:
         worker = required(self.worker, "the launcher has answered")
@@ -227,8 +225,8 @@ class AddedWorker:
                 self._code = code
                 yield self._said("ended", f"worker {worker} has ended with code {code}", code=code)
             case TrainingEndedRecord(outcome=outcome):
-                told = {"outcome": outcome, "exit_code": record.exit_code}
-                yield self._said("run ended", f"the run has ended: {outcome}", **told)
+                end = {"outcome": outcome, "exit_code": record.exit_code}
+                yield self._said("run ended", f"the run has ended: {outcome}", **end)
 
     def _of_epoch(self, members: tuple[int, ...], owners: tuple[int, ...]) -> Iterator[News]:
         after = f"after step {self._history.committed}" if self._history.of(CommitRecord) else "before the first commit"

@@ -1,7 +1,6 @@
-"""Recoveries for the live picture: the owners of slots before and after, and the time taken.
+"""Recoveries for the live display: the owners of slots before and after, and the time taken.
 
-Rule: while no worker is gone, only the size of the events file is noted. After a worker is gone the file is read, from
-a little before that.
+Rule: only the size of the events file is noted until a worker is gone. Then the file is read from a little earlier.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from engine.files.events_file import read_events
 from engine.runtime.agent.run_state import RunView
 
 GONE = ("dead", "failed", "left")
-_MAX_LOOKS = 8  # reads of the events for one expected recovery; it may not come
+_MAX_LOOKS = 8  # reads of the events for one expected recovery, which may not happen
 
 
 class LiveRecoveries:
@@ -28,30 +27,32 @@ class LiveRecoveries:
         self.owners: dict[Slot, int] = {}  # after the last recovery or hand-over
         self._job = job
         self._events = events
-        # The last few (steps committed, size of the file, owners); the stall needs the usual steps before.
+        # The last few (steps committed, size of the file, owners); the stall is relative to the usual steps before.
         self._marks: deque[tuple[int, int, dict[Slot, int]]] = deque()
         self._slots: dict[int, tuple[Slot, ...]] = {}  # of each worker, while it ran
         self._known_gone: set[int] = set()
         self._looks_left = 0
         self._looked_at = 0  # steps committed
-        self._told = 0  # the epoch of the last reported recovery
+        self._reported = 0  # the epoch of the last reported recovery
 
     def slots(self, worker: int) -> tuple[Slot, ...]:
-        """Returns the slots that a worker owns, or owned last."""
+        """Returns the slots that a worker owns or last owned."""
         return self._slots.get(worker, ())
 
     def look(self, view: RunView) -> list[str]:
-        """Takes the next view; returns one line for each recovery that ended since the last view."""
-        self.owners = self.owners or {slot: each.worker for each in view.workers for slot in each.slots}
+        """Accepts the next view; returns one line for each recovery that ended since the last view."""
+        self.owners = self.owners or {slot: one.worker for one in view.workers for slot in one.slots}
         num_steps = view.run_state.committed + 1
-        gone = {each.worker for each in view.workers if each.state in GONE}
-        for each in view.workers:
-            if each.worker not in gone:
-                self._slots[each.worker] = tuple(slot for slot, owner in self.owners.items() if owner == each.worker)
+        gone = {one.worker for one in view.workers if one.state in GONE}
+        for worker in {one.worker for one in view.workers} - gone:
+            self._slots[worker] = tuple(slot for slot, owner in self.owners.items() if owner == worker)
         if gone - self._known_gone and num_steps < self._job.steps:
             self._looks_left, self._looked_at = _MAX_LOOKS, num_steps
         elif not self._looks_left:
-            self._follow_moves(view, gone)
+            # A worker that is out, but not yet gone, still shows its slots.
+            owned = [(slot, one.worker) for one in view.workers if one.worker not in gone for slot in one.slots]
+            if len(owned) == len(self.owners) == len(dict(owned)):
+                self.owners = dict(owned)
         self._known_gone |= gone
         if self._looks_left and num_steps > self._looked_at:
             self._looks_left, self._looked_at = self._looks_left - 1, num_steps
@@ -59,12 +60,6 @@ class LiveRecoveries:
         if not self._looks_left:
             self._note(num_steps)
         return []
-
-    def _follow_moves(self, view: RunView, gone: set[int]) -> None:
-        """Takes owners that a hand-over has changed; a worker that is out, and not yet gone, still shows its slots."""
-        owned = [(slot, each.worker) for each in view.workers if each.worker not in gone for slot in each.slots]
-        if len(owned) == len(self.owners) == len(dict(owned)):
-            self.owners = dict(owned)
 
     def _note(self, num_steps: int) -> None:
         """Keeps a mark before the open step; a worker may be a step ahead of the agent's run state."""
@@ -74,15 +69,15 @@ class LiveRecoveries:
             self._marks.popleft()
 
     def _read(self) -> list[str]:
-        # A mark before the first commit may lie before the first epoch, which is no recovery: then read all.
+        # A mark before the first commit may be before the first epoch, which is not a recovery: then read everything.
         num_steps, start, owners = self._marks[0] if self._marks else (0, 0, {})
         log = RecoveryLog(RunHistory(self._job, True, owners) if num_steps else RunHistory())
         try:
             read = read_events(self._events, start if num_steps else 0, max(0, num_steps - 1))
-            recoveries = [each for record in read for each in log.read(record) if each.epoch > self._told]
+            recoveries = [one for record in read for one in log.read(record) if one.epoch > self._reported]
         except StorageError:
-            return []  # a run must not end because of its picture
+            return []  # a run must not end because of its display
         if recoveries and not log.epochs:
-            self._looks_left, self._told = 0, recoveries[-1].epoch
+            self._looks_left, self._reported = 0, recoveries[-1].epoch
             self.owners = log.history.owners
         return [str(recovery) for recovery in recoveries] if not self._looks_left else []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run_cell(task: Plain, server: ForkServer) -> CellResult:
-    """Runs the cell of a task (see `MatrixRun.task`); returns its result, which is invalid if it could not be run."""
+    """Runs the cell of a task (see `MatrixRun.task`); the result is invalid if it could not be run."""
     from engine.files.atomic_write import make_folder
     from engine.files.jobs.form import scenario_text
     from engine.files.jobs.scenario_file import load_document
@@ -64,17 +64,17 @@ def _checked(cell: str, loaded: LoadedScenario, server: ForkServer, *, keep: boo
         shutil.rmtree(case.folder, ignore_errors=True)
     if is_interrupted:
         sys.exit(int(case.exit_code))
-    stalls = [each.stall for each in case.recoveries if each.stall]
-    longest = max(stalls, key=lambda each: each.least_ns, default=None)
+    stalls = [recovery.stall for recovery in case.recoveries if recovery.stall]
+    longest = max(stalls, key=lambda stall: stall.least_ns, default=None)
     checks = (Check("evidence", "failed", wrong),) if wrong else case.checks
     result = CellResult(cell, *judged(checks), run=case.folder.name, raised=case.exceptions())
     return replace(result, stall_ms=longest.least_ns / 1e6, stall_bound=longest.bound) if longest else result
 
 
 def contradiction(run: Path) -> str:
-    """Returns in words what the evidence in the folder of a passed run does not prove; empty if it proves all.
+    """Returns in words what the evidence in the folder of a passed run fails to prove, or an empty string.
 
-    The verdict came from the memory of the process that wrote it.
+    The verdict came from the memory of the process that wrote the evidence.
     """
     from engine.core.history.process_records import ComparisonRecord
     from engine.files.events_file import read_history
@@ -84,12 +84,12 @@ def contradiction(run: Path) -> str:
     folder = RunFolder(run)
     history = read_history(folder.events)
     proof = proof_of(folder, history)
-    missing = proof.missing if history.first(ComparisonRecord) else ""  # without a twin nothing is said of the weights
+    missing = proof.missing if history.first(ComparisonRecord) else ""  # without a twin, weights are not judged
     return str(proof.flaws[0]) if proof.flaws else missing
 
 
 def main(fd: int) -> None:
-    """Runs a case for each message, until the other end is closed; an interrupted case does not end its open step."""
+    """Runs a case for each message, until the other end is closed; an interrupted case does not finish its step."""
     from engine.core.messages import CaseMessage, DoneMessage
     from engine.harness.leak_check import mark_processes
     from engine.runtime.ipc.link import Link

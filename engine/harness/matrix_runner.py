@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 # number of the result, number of cells, result, expected seconds for the rest
 TellResult = Callable[[int, int, CellResult, float], None]
-TakeAnswer = Callable[[dict[str, Any], "Plain"], None]  # the answer to a task
-_MOST_OF_FILE_NAME = 200  # bytes; a file system takes 255, with the beginning and the ending of the name
+_MOST_OF_FILE_NAME = 200  # bytes; a file system allows 255, including prefix and suffix
 LANE = "engine.harness.matrix_lane"
 
 
@@ -59,7 +58,7 @@ class MatrixRun:
         """Runs cells, appends each result to the folder and reports it by `tell`; returns the results as they ended."""
         from engine.files.matrix_results import append_result
 
-        by_name = {each.cell.name: each for each in cells}
+        by_name = {planned.cell.name: planned for planned in cells}
         left_s = sum(expected_s[name] for name in by_name)
         started_s, expected_done_s = time.monotonic(), 0.0
         results: list[CellResult] = []
@@ -75,14 +74,14 @@ class MatrixRun:
             still_s = left_s * (time.monotonic() - started_s) / max(expected_done_s, 1e-9)
             tell(len(results), len(cells), result, still_s)
 
-        tasks = [self.task(each.cell.name, each.cell.values, self.settings) for each in cells]
+        tasks = [self.task(planned.cell.name, planned.cell.values, self.settings) for planned in cells]
         self._give(lanes, tasks, take)
         return results
 
     def _give(
         self, lanes: Lanes, tasks: Sequence[dict[str, Any]], take: Callable[[dict[str, Any], Plain], None]
     ) -> None:
-        """Runs tasks in lanes; behind the last one the link to the newest run leads to one that is kept, or is gone."""
+        """Runs tasks in lanes; afterwards points the link to the newest remaining run, or removes it."""
         from engine.files.run_folder import point_latest_to_newest
 
         try:
@@ -91,7 +90,6 @@ class MatrixRun:
             point_latest_to_newest(self.folder / "runs")
 
     def _result(self, planned: PlannedCell, answer: Plain) -> CellResult:
-
         labels = dict(planned.cell.labels)
         key = key_of(planned.cell.values, self.settings)
         if "result" in answer:
@@ -139,7 +137,7 @@ class MatrixRun:
 
 
 def _file_name(cell: str) -> str:
-    """Returns the name of a cell as a part of a file's name; a long one ends in its hash."""
+    """Returns the name of a cell for use in a file's name; a long one ends in its hash."""
     name = cell.replace("/", "-")
     whole = name.encode("utf-8", "replace")
     if len(whole) <= _MOST_OF_FILE_NAME:

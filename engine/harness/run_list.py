@@ -1,4 +1,4 @@
-"""The runs in a folder of results, each in one row, from the beginning and the end of its events."""
+"""The runs in a folder of results, one row each, from the beginning and the end of their events; leftovers; exports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from engine.files.trajectory_file import TWINS_FOLDER
 from engine.harness.case_runner import reusable_twins
 from engine.harness.dead_runs import dead_run, stores
 
-_END_BYTES = 131_072  # of the events: the records of the end and of the last step stand in them
+_END_BYTES = 131_072  # of the events, with the records of the end and of the last step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _row(run: Path) -> RunRow:
     try:
         started = started_at(run.name).isoformat(" ")
     except ValueError:
-        started = ""  # such as month 13: a folder of the user
+        started = ""  # such as month 13: the user's folder
     try:
         history = _ends(RunFolder(run).events)
     except StorageError:
@@ -79,7 +79,7 @@ def _row(run: Path) -> RunRow:
 
 
 def _verdict(history: RunHistory) -> str:
-    """Returns the first check that did not pass, else the error, else the weights; empty before the verdict."""
+    """Returns the first failed check, else the error, else the result about the weights; empty before the verdict."""
     if history.findings:
         return f"{history.findings[0].name} {history.findings[0].result}"
     if history.error and history.ended and history.ended.exit_code:
@@ -96,7 +96,7 @@ def _unfinished(run: Path) -> str:
 
 
 def _ends(events: Path) -> RunHistory:
-    """Returns the history of the first record and of the last ones; empty without events.
+    """Returns the history of the first and the last records; empty without events.
 
     Raises StorageError if the events cannot be read, or are of another version.
     """
@@ -116,17 +116,17 @@ def _ends(events: Path) -> RunHistory:
     return history_of(events_of(first + last, events))
 
 
-# Finds and deletes the leftovers in a folder of results: of killed runs, and of old runs where the user asks for that.
+# The leftovers in a folder of results: of killed runs, and if the user asks for that of old runs.
 #
-# Rules: a run or a matrix that goes on is left alone, also if it begins between the search and the deletion. Only files
-# that bamboo writes are deleted; links are not followed. A folder with a file of the user stays, with that file.
+# Rules: a live run or matrix is left alone, even if it starts between the search and the deletion. Only files that
+# bamboo writes are deleted; links are not followed. A folder with a user's file stays, with that file.
 
 _MOMENT_S = 60.0  # a younger temporary file may still be written
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Entries to delete in a folder of results, each folder behind its own entries.
+    """Entries to delete in a folder of results, each folder after its own entries.
 
     `user` is the run or matrix that may still use them.
     """
@@ -152,7 +152,7 @@ class OldRuns:
 
 
 def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[str]]:
-    """Returns the leftovers in a folder of results, and the names of the runs and matrices that go on."""
+    """Returns the leftovers in a folder of results, and the names of live runs and matrices."""
     entries: list[Leftover] = []
     busy: list[str] = []
     matrices = results / MATRICES
@@ -169,13 +169,17 @@ def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[
                     entries.append(Leftover(results, what, path, (*own_files(path, form), path), path))
                 else:
                     entries += _unfinished_runs(results, path, path)
-    gone = {each.path for each in entries}
+    gone = {leftover.path for leftover in entries}
     remaining = [RunFolder(results / name) for name in run_names(results) if results / name not in gone]
-    return [*entries, *_unusable_twins(results, remaining), *_old_links(results)], busy
+    entries += _unusable_twins(results, remaining)
+    for path in own_files(results, TEMPORARY_LINK) if results.is_dir() else ():
+        if _age_s(path) > _MOMENT_S:
+            entries.append(Leftover(results, "temporary file", path, (path,)))
+    return entries, busy
 
 
 def delete(leftover: Leftover) -> list[Path]:
-    """Deletes a leftover and returns its entries that are still there: in use again, or not bamboo's alone."""
+    """Deletes a leftover and returns the entries that remain: in use again, or not only bamboo's."""
     if leftover.user is None:
         return _delete(leftover)
     with dead_run(leftover.user) as is_dead:
@@ -184,7 +188,7 @@ def delete(leftover: Leftover) -> list[Path]:
 
 def _delete(leftover: Leftover) -> list[Path]:
     for path in leftover.entries:
-        with contextlib.suppress(OSError):  # gone already, or a folder with a file of the user
+        with contextlib.suppress(OSError):  # gone already, or a folder with a user's file
             delete_entry(path, leftover.results)
     return [path for path in leftover.entries if os.path.lexists(path)]
 
@@ -204,7 +208,7 @@ def _unfinished_runs(results: Path, run: Path, user: Path) -> Iterator[Leftover]
     with contextlib.suppress(StorageError):  # of another user
         for name in checkpoints_at(RunFolder(run).checkpoints, run).orphans():
             path = RunFolder(run).checkpoints / name
-            if is_part(name.rpartition("/")[2]):  # others are told above
+            if is_part(name.rpartition("/")[2]):  # others are listed above
                 yield Leftover(results, "part of an unfinished checkpoint", path, (path,), user)
     if run == user:
         for name in _inner_names(run / "runs"):  # of a matrix
@@ -221,12 +225,6 @@ def _unusable_twins(results: Path, runs: list[RunFolder]) -> Iterator[Leftover]:
             yield Leftover(results, "twin that no run here can use again", path, (path,))
 
 
-def _old_links(results: Path) -> Iterator[Leftover]:
-    for path in own_files(results, TEMPORARY_LINK) if results.is_dir() else ():
-        if _age_s(path) > _MOMENT_S:
-            yield Leftover(results, "temporary file", path, (path,))
-
-
 def _age_of_run_s(folder: Path) -> float:
     """Returns the time since the last event of a run or the last result of a matrix."""
     written = [path for path in (folder / "events.jsonl", folder / RESULTS) if path.is_file()]
@@ -237,9 +235,10 @@ def _age_s(path: Path) -> float:
     return time.time() - path.lstat().st_mtime
 
 
-# Writes the weights of the newest good checkpoint that a user names, or of one step.
 def export_weights(where: str, results: Path, output: Path, say: Callable[[str], object]) -> dict[str, Any]:
-    """Writes the weights of a checkpoint, and returns the facts about it; `say` gets a line about each refused one.
+    """Writes the weights of a run's newest good checkpoint, or of one step, and returns facts about it.
+
+    `say` gets a line about each refused checkpoint.
 
     Raises:
         NothingMatchedError: there is no such run, or it has no checkpoint.

@@ -1,4 +1,4 @@
-"""The output of a command while a run goes on."""
+"""The output of a command during a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Shows runs while they go on; the harness itself prints nothing.
+    """Shows live runs; the harness itself prints nothing.
 
-    `say` shows a line. `picture` takes a job and its events file, and yields a function that takes each view.
+    `say` shows a line. `picture` takes a job and its events file, and yields a function that shows each view.
     """
 
     say: Callable[[str], None]

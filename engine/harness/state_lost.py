@@ -1,17 +1,17 @@
-"""The loss of the state of a stage: goes on from a checkpoint, or explains it.
+"""The loss of the state of a stage: resumes from a checkpoint, or explains the loss.
 
 The explanation has the dead workers, the committed steps, the reason and the advice.
 
-Rules: the reason mentions only copies that this job could have had. Each advised option would have helped: with it, any
-equal number of workers may be gone at once. Nothing helps a model that hangs on every worker. A checkpoint that
-a worker refuses before training counts as a wrong one: the next older one is tried, unless the user named its step.
-Code of the user's that has changed since the workers began is not taken in silence: the run stops.
+Rules: the reason mentions only copies that this job could have had. Each advised option would have helped: with it, as
+many workers may die at once. Nothing helps a model that hangs on every worker. If a worker refuses a checkpoint before
+training, the next older one is tried, unless the user named its step. User code that has changed since the workers
+started is not used silently: the run stops.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 class LostState:
     """The loss of a state.
 
-    `workers` counts the workers at the last time when every slot had its shadows. `gone` describes each worker lost
-    since; `hung` has those of them that hung. Without redundancy shadows are never restored, so that time is the
-    beginning of the run.
+    `workers` is the number of workers when every slot last had its shadows. `gone` describes each worker lost since
+    then; `hung` has those that hung. Without redundancy shadows are never restored, so that was the start of the run.
     """
 
     job: Job
@@ -47,7 +46,7 @@ class LostState:
 
     @property
     def hangs_everywhere(self) -> bool:
-        """Whether the heirs hung too: then the cause is the model, and a further copy would hang as well."""
+        """Whether the heirs hung too: then the cause is the model, and another copy would hang as well."""
         return len(self.gone) > 1 and self.hung >= self.gone.keys()
 
     def why(self) -> str:
@@ -68,7 +67,7 @@ class LostState:
         )
 
     def advice(self) -> list[str]:
-        """Returns the options that each would have kept the state."""
+        """Returns options of which each would have preserved the state."""
         job, gone = self.job, len(self.gone)
         options = []
         if gone < self.workers:
@@ -77,7 +76,7 @@ class LostState:
             options += [" ".join(filter(None, (lazy, level)))] if lazy or level else []
         if job.fsdp:  # a shard is in one pipeline
             whole = replace(self, job=replace(job, fsdp=0))
-            return options or [f"--fsdp 0 {each}" for each in whole.advice()]
+            return options or [f"--fsdp 0 {option}" for option in whole.advice()]
         pipelines = job.pipelines + 1
         while fewest_holders(replace(job, pipelines=pipelines)) <= gone:
             pipelines += 1
@@ -85,12 +84,12 @@ class LostState:
 
 
 def fewest_holders(job: Job) -> int:
-    """Returns the smallest number of workers that hold a stage, in any pipeline, before failures; or a shard."""
+    """Returns the smallest number of workers with a copy of a stage, or of a shard, before failures."""
     return min(map(len, holders(job)))
 
 
 def lost_state_of(job: Job, records: Iterable[Record]) -> LostState:
-    """Returns the loss that the records of a run show."""
+    """Returns the loss recorded by a run."""
     log = RecoveryLog()
     lost = LostState(job, job.num_workers)
     members, is_quiet = lost.workers, True
@@ -110,7 +109,7 @@ def lost_state_of(job: Job, records: Iterable[Record]) -> LostState:
                         lost.hung.add(out.worker)
                 members = len(record.members)
             case CommitRecord():
-                # The step after a recovery restores the shadows: a step without an event ends with all of them.
+                # The step after a recovery restores the shadows, so a step without an event ends with all of them.
                 if is_quiet and job.redundancy != "none":
                     lost.workers, lost.gone = members, {}
                 is_quiet = True
@@ -132,26 +131,24 @@ def _how(worker: int, owners: Mapping[Slot, int], log: RecoveryLog) -> str:
 def state_lost_lines(job: Job, records: Iterable[Record], num_committed: int, resume: str = "") -> list[str]:
     """Returns the explanation as lines; `num_committed` is the number of committed steps.
 
-    `resume` is the command that goes on from a checkpoint, if there is one.
+    `resume` is the command that resumes from a checkpoint, if there is one.
     """
     lost = lost_state_of(job, records)
     done = f"steps 0 to {num_committed - 1} were committed" if num_committed else "no step was committed"
     done += ", and none was kept" if num_committed and not resume else ""
-    told = [*(f"died   {how}" for how in lost.gone.values()), f"done   {done}", f"why    {lost.why()}"]
+    lines = [*(f"died   {how}" for how in lost.gone.values()), f"done   {done}", f"why    {lost.why()}"]
     if lost.hangs_everywhere:
-        return [*told, "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"]
+        return [*lines, "next   each heir hung too: look for an endless loop or wait in the model; no redundancy helps"]
+    advice = " or ".join(lost.advice())
     if resume:
-        return [*told, f"next   {resume}", f"       with {' or '.join(lost.advice())} it would survive this"]
-    return [
-        *told,
-        "next   there is no checkpoint to resume from: start the run again, with",
-        f"       {' or '.join(lost.advice())} to survive this",
-    ]
+        return [*lines, f"next   {resume}", f"       with {advice} it would survive this"]
+    next_ = "next   there is no checkpoint to resume from: start the run again, with"
+    return [*lines, next_, f"       {advice} to survive this"]
 
 
 @dataclass(slots=True)
 class Restarts:
-    """The times at which one run goes on from a checkpoint after the loss of a state."""
+    """Resumes one run from a checkpoint after each loss of a state."""
 
     ladder: Ladder
     place: str  # of its checkpoints; empty if it keeps none
@@ -160,7 +157,7 @@ class Restarts:
     origin: Resumption | None = None  # of the run
 
     def revive(self, agent: Agent) -> Resumption | None:
-        """Returns the checkpoint to go on with; None for a run that ends, with the code of the ladder's end."""
+        """Returns the checkpoint to resume from; None for a run that ends, with the exit code of the ladder's end."""
         cause = agent.cause
         if cause is None or agent.interrupted is not None:
             return None
@@ -186,7 +183,10 @@ class Restarts:
         return good
 
     def _newest_good(self, agent: Agent, before: int | None) -> Resumption | None:
-        for place, run, step in ((self.place, self.run, None), *self._of_origin()):
+        places: list[tuple[str, str, int | None]] = [(self.place, self.run, None)]
+        if self.origin is not None:
+            places.append((self.origin.place, self.origin.run, self.origin.step if self.origin.is_named else None))
+        for place, run, step in places:
             if not place:
                 continue
             try:
@@ -201,7 +201,3 @@ class Restarts:
                 )
                 return replace(resumption, other_bits=self.origin is not None and self.origin.other_bits)
         return None
-
-    def _of_origin(self) -> Iterator[tuple[str, str, int | None]]:
-        if self.origin is not None:
-            yield self.origin.place, self.origin.run, self.origin.step if self.origin.is_named else None

@@ -1,4 +1,4 @@
-"""The hosts of a run that can take over: the one that coordinates, those that serve it, and the take-over."""
+"""The hosts of a run on several hosts: the one that coordinates, those that serve it, and the takeover."""
 
 from __future__ import annotations
 
@@ -44,18 +44,14 @@ from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import Interrupts
 
-# A host that coordinates: it runs the job with the fork servers of all hosts, and tells the outcome to all of them.
-
-
 OF_COORDINATOR = (ROLE, STATE, COMMIT, FACTS, *READERS)  # keys in the store, and prefixes
-RunOn = Callable[
-    [ForkServer, FailoverContext], Any
-]  # runs the job with the servers of all hosts; returns the result of its case
+# Runs the job with the servers of all hosts; returns the result of its case.
+RunOn = Callable[[ForkServer, FailoverContext], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class HostRunEnd:
-    """The end of a run on this host; `result` is there on the host that coordinated last."""
+    """The end of a run on this host; only the host that coordinated last has a `result`."""
 
     outcome: HostOutcome
     result: Any = None
@@ -63,13 +59,13 @@ class HostRunEnd:
 
 @dataclass(frozen=True, slots=True)
 class OwnHost:
-    """This host in a run; `label` is the name of the case and the id of the run."""
+    """This host in a run; `label` is the name of the case and the ID of the run."""
 
     job: Job
     label: str
     registry: HostRegistry
     lease: Lease
-    kv: KV  # to revoke leases with, and to read the state
+    kv: KV  # to revoke leases and to read the state
     screen: Screen
     run: RunOn
     give_back: Callable[[], None]  # the lease
@@ -79,9 +75,9 @@ class OwnHost:
 def coordinate(
     run: RunOn, servers: HostServers, registry: HostRegistry, seat: FailoverContext, give_back: Callable[[], None]
 ) -> HostRunEnd:
-    """Runs the job as on one host, with the workers of all hosts, and tells the outcome.
+    """Runs the job as on one host, with the workers of all hosts, and announces the outcome.
 
-    If all workers of this host have left after a notice, it gives its lease back, and with it the role.
+    If all workers of this host have left after a notice, it releases its lease, and with it the role.
     """
     result, error = None, None
     try:
@@ -91,8 +87,8 @@ def coordinate(
     except HandoverError:
         give_back()
         return HostRunEnd(left(registry.own.name))
-    except BambooError as found:
-        error, outcome = found, HostOutcome(int(found.exit_code), f"failed: {found}")
+    except BambooError as failure:
+        error, outcome = failure, HostOutcome(int(failure.exit_code), f"failed: {failure}")
     except BaseException:
         tell(HostOutcome(ExitCode.INTERNAL, "failed: the agent that coordinated it has ended"), servers, registry)
         raise
@@ -103,16 +99,16 @@ def coordinate(
 
 
 def left(name: str) -> HostOutcome:
-    """Returns the end of a host whose workers have handed over."""
+    """Returns the outcome on a host whose workers have handed over."""
     return HostOutcome(ExitCode.OK, f"left: host {name} has handed over, and the run goes on")
 
 
 def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> None:
-    """Tells the outcome to the store and to all hosts; a signal, which may have ended the run, breaks neither off."""
+    """Announces the outcome to the store and to all hosts, uninterrupted by the signal that may have ended the run."""
     servers.stop_watching()
 
     def to_store() -> None:
-        with contextlib.suppress(CoordinatorUnavailableError):  # then the hosts hear it over their streams alone
+        with contextlib.suppress(CoordinatorUnavailableError):  # then the hosts only learn it from their streams
             registry.tell(outcome)
             registry.forget(OF_COORDINATOR)
 
@@ -123,19 +119,19 @@ def tell(outcome: HostOutcome, servers: HostServers, registry: HostRegistry) -> 
 
 
 def place_of_host(address: str, port: int) -> str:
-    """Returns the place where a host listens, as one text."""
+    """Returns the address where a host listens."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-# A host that serves the one that coordinates; when that one is lost, one of the others goes on with the run.
+# A host serves the one that coordinates; when that one is lost, one of the others continues the run.
 #
-#     stream ends      the process is gone if its port refuses: its lease is revoked. Else its lease has to expire
-#     election         the first host that asks; each other one opens a stream to it, and says which processes it has
-#     take-over        the winner waits for these, and runs the job from the state in the store, as the host before did
+#     stream ends      if its port refuses, the process is gone and its lease is revoked; else its lease has to expire
+#     election         the first host that asks wins; the others open streams to it, and report their processes
+#     takeover         the winner waits for these, and runs the job from the state in the store, like its predecessor
 #
-# Rule: workers run on meanwhile.
+# Rule: workers keep running meanwhile.
 
-_STREAM_GONE_NS = 1_000_000_000  # of silence: from then on the store is asked who coordinates
+_STREAM_GONE_NS = 1_000_000_000  # of silence, after which the store is asked who coordinates
 _ASK_EVERY_S = 0.1
 _REFUSED_S = 0.2  # for an answer of the port
 
@@ -143,8 +139,8 @@ _REFUSED_S = 0.2  # for an answer of the port
 def serve(
     at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Interrupts, take_over: Callable[..., HostRunEnd]
 ) -> HostRunEnd:
-    """Serves the host that coordinates with the workers of this host, until the outcome is known; may take over."""
-    interrupts.let_wait()  # also while this host takes over: a signal is a notice for its workers
+    """Serves the coordinating host with the workers of this host, until the outcome is known; may take over."""
+    interrupts.let_wait()  # also during a takeover: a signal is a notice for its workers
     own, job, (name, run_id) = at.registry.own, at.job, at.label.rsplit("/", 1)
     host = replace(host_record(datetime.now()), node=own.name, run_id=run_id)
     with contextlib.ExitStack() as stack:
@@ -165,7 +161,7 @@ def serve(
                     recorder.write(EndedRecord(outcome=outcome.words.partition(":")[0], exit_code=outcome.code))
                     if wire.peer.ended_ns is None:
                         with contextlib.suppress(StorageError):
-                            recorder.settle()  # the last record is shipped from the disk
+                            recorder.settle()  # records are shipped from the disk
                         workers.lines.finish()
                     return HostRunEnd(outcome)
             if (stands := _stand(at, elected, workers)) is not None:
@@ -175,22 +171,22 @@ def serve(
                 stack.callback(wire_server.close)
                 stream = partial(_stream, at, chosen, workers)
                 return take_over(at, chosen, elected, wire_server, workers, (folder, scribe), stream)
-            with contextlib.suppress(CoordinatorUnavailableError):  # the lease of this host says how long it may wait
+            with contextlib.suppress(CoordinatorUnavailableError):  # this host's lease limits the wait
                 elected = at.registry.waited_for_elected() or elected
 
 
 def _refuse_requests(requests: RequestFiles, recorder: Recorder, chief: str) -> None:
-    """Refuses requests for faults in the folder of this host, which the one that coordinates does not see."""
+    """Refuses requests for faults in the folder of this host, which the coordinating one does not see."""
     if not recorder.look():
         return
-    for each in requests.new():
+    for request in requests.new():
         reason = f"host {chief} coordinates the run: inject there, into its folder"
-        recorder.write(RefusedRecord(request=each.name, reason=reason))
-        requests.remove(each)
+        recorder.write(RefusedRecord(request=request.name, reason=reason))
+        requests.remove(request)
 
 
 def _stand(at: OwnHost, before: ElectedHost, workers: HostWorkers) -> tuple[ElectedHost, WireServer] | None:
-    """Tries to make this host the next one that coordinates; one with a notice lets others go first."""
+    """Tries to make this host the next coordinating one; one with a notice lets others go first."""
     with contextlib.suppress(CoordinatorUnavailableError):
         if workers.num_notices and at.registry.waited_for_elected() is not None:
             return None
@@ -204,7 +200,7 @@ def _stand(at: OwnHost, before: ElectedHost, workers: HostWorkers) -> tuple[Elec
 
 @contextlib.contextmanager
 def _stream(at: OwnHost, elected: ElectedHost, workers: HostWorkers) -> Iterator[WireClient]:
-    """Opens the stream of this host to the one that coordinates; its end holds nothing up."""
+    """Opens the stream of this host to the coordinating one; closing it does not block."""
     own = at.registry.own
     workers.leave()
     wire = WireClient(own.name, own.incarnation, elected.place, elected.made, workers.deliver, workers.wake)
@@ -220,7 +216,7 @@ def _stream(at: OwnHost, elected: ElectedHost, workers: HostWorkers) -> Iterator
 
 
 def _end(at: OwnHost, workers: HostWorkers) -> HostOutcome | None:
-    """Returns the end of the run as this host knows it; None if there is none."""
+    """Returns the outcome as far as this host knows it, or None."""
     if workers.has_left:
         return left(at.registry.own.name)
     with contextlib.suppress(CoordinatorUnavailableError):
@@ -233,7 +229,7 @@ def _is_alone(wire: WireClient) -> bool:
 
 
 class _Look:
-    """Whether the host that coordinates is gone, or the run is over; asked while there is no stream."""
+    """Checks without a stream whether the coordinating host is gone, or the run is over."""
 
     def __init__(self, wire: WireClient, registry: HostRegistry, elected: ElectedHost):
         self._wire, self._registry, self._elected = wire, registry, elected
@@ -249,16 +245,14 @@ class _Look:
                 return False
             self._asked_s = time.monotonic()
             chief = self._registry.elected()
-            return chief is None or chief.incarnation != self._elected.incarnation or self._is_over()
+            is_gone = chief is None or chief.incarnation != self._elected.incarnation
+            return is_gone or self._registry.outcome() is not None
         except CoordinatorUnavailableError:
-            return False  # the lease of this host says how long it may wait
-
-    def _is_over(self) -> bool:
-        return self._registry.outcome() is not None
+            return False  # this host's lease limits the wait
 
 
 def refuses(place: str) -> bool:
-    """Whether no process listens at a place whose host answers: the process that did has ended."""
+    """Whether a host answers but no process listens at its address: the process there has ended."""
     address, _, port = place.rpartition(":")
     try:
         with socket.create_connection((address.strip("[]"), int(port)), _REFUSED_S):
@@ -269,19 +263,18 @@ def refuses(place: str) -> bool:
         return False
 
 
-# A host that takes over a run from one that is lost: it waits for the other hosts, and runs the job from the store.
+# A host that takes over a run from a lost one waits for the other hosts, and runs the job from the store.
 #
-#     others come      each says its processes, the decisions that this host has not heard, and words that come once
-#     only
-#     after a commit   the workers go on, as the same processes
-#     before one       they are ended, and all workers begin again on the hosts that are left
+#     others connect   each reports its processes, the decisions that this host lacks, and messages that are sent once
+#     after a commit   the workers continue as the same processes
+#     before one       they are ended, and all workers start again on the remaining hosts
 #
-# Rules: this host serves its own workers as those of others, over a stream to itself, so there is one path. A host that
-# does not come is lost. Nothing that is needed is on the disk of the lost host alone.
+# Rules: this host serves its own workers like remote ones, over a stream to itself, so there is one path. A host that
+# does not connect is lost. Nothing that is needed is only on the disk of the lost host.
 
-_COME_S = SILENT_NS / 1e9  # from the election until a host has to have come
+_COME_S = SILENT_NS / 1e9  # from the election until a host must have connected
 _LOOK_S = 0.05
-_END_S = 1.0  # from the outcome until the thread has ended that serves the workers of this host
+_END_S = 1.0  # from the outcome to the end of the thread that serves the workers of this host
 
 
 def take_over(
@@ -293,12 +286,12 @@ def take_over(
     own_place: tuple[RunFolder, Scribe],
     stream: Callable[[], AbstractContextManager[object]],
 ) -> HostRunEnd:
-    """Goes on with the run as the host that coordinates it; the workers of this host are served by a thread.
+    """Continues the run as the coordinating host; a thread serves the workers of this host.
 
-    `own_place` is the folder of this host, and the scribe that has written there. `stream` opens the stream of this
-    host to itself.
+    `own_place` is the folder of this host, and the scribe that has written there. `stream` opens this host's stream to
+    itself.
     """
-    away = {spawner.name: RemoteSpawner(spawner, takes_over=True) for spawner in at.registry.of_run(chosen)}
+    away = {host.name: RemoteSpawner(host, takes_over=True) for host in at.registry.of_run(chosen)}
     own = away[chosen.name]
     network = network_of(before.made, at.registry.own.facts["transfers"])
     servers = HostServers(own, [*away.values()], at.kv, at.room, network)
@@ -313,17 +306,16 @@ def take_over(
             if not spawner.has_said.is_set():
                 servers.lose(name, f"it did not come to host {chosen.name}, which coordinates now")
         try:
-            taken = _taken(at, before, away, servers, workers, own_place[0].path)
+            inherited = _inherited(at, before, away, servers, workers, own_place[0].path)
         except BambooError as error:
             tell(HostOutcome(int(error.exit_code), f"failed: {error}"), servers, at.registry)
             raise
-        return coordinate(
-            at.run, servers, at.registry, FailoverContext(at.lease, own_place[0], taken, own_place[1]), at.give_back
-        )
+        seat = FailoverContext(at.lease, own_place[0], inherited, own_place[1])
+        return coordinate(at.run, servers, at.registry, seat, at.give_back)
 
 
 def wait_for_words(away: Collection[RemoteSpawner], patience_s: float = _COME_S) -> None:
-    """Waits until each host has said all. Looks are counted: while this process stood still, it heard no host."""
+    """Waits until each host has reported. Counts looks, not time, because a suspended process receives nothing."""
     looks = round(patience_s / _LOOK_S)
     while looks and (missing := [each for each in away if not each.has_said.is_set()]):
         looks -= not missing[0].has_said.wait(_LOOK_S)
@@ -331,7 +323,7 @@ def wait_for_words(away: Collection[RemoteSpawner], patience_s: float = _COME_S)
 
 @contextlib.contextmanager
 def _served(workers: HostWorkers) -> Iterator[None]:
-    """Serves the workers of this host by a thread, until the outcome has come to it, or at most a little longer."""
+    """Serves the workers of this host in a thread, until that has received the outcome, or a little longer."""
     is_over = threading.Event()
     serving = threading.Thread(target=workers.run, args=(None, is_over.is_set, is_over.is_set), name="own", daemon=True)
     serving.start()
@@ -343,7 +335,7 @@ def _served(workers: HostWorkers) -> Iterator[None]:
         serving.join(_END_S)
 
 
-def _taken(
+def _inherited(
     at: OwnHost,
     before: ElectedHost,
     away: dict[str, RemoteSpawner],
@@ -351,12 +343,12 @@ def _taken(
     workers: HostWorkers,
     folder: Path,
 ) -> InheritedRun | None:
-    """Returns the run to go on with, None if all workers begin again; raises CoordinatorUnavailableError."""
+    """Returns the run to continue, or None if all workers start again; raises CoordinatorUnavailableError."""
     stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
-    texts = {key: each.value.decode() for key, each in stored.items() if each is not None}
-    living = {name: each for name, each in away.items() if not each.peer.is_lost}
+    texts = {key: item.value.decode() for key, item in stored.items() if item is not None}
+    living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
     results = workers.heard
-    results.complete(each.told for each in living.values())
+    results.complete(spawner.told for spawner in living.values())
     if begins_again(texts, has_results=bool(results.results.losses)):
         at.registry.forget(OF_COORDINATOR)
         servers.go_on_after(results)
@@ -364,48 +356,55 @@ def _taken(
             host.end_held()
         return None
     processes = []
-    held = {name: each.held for name, each in living.items()}
-    processes_there = succession(texts, held, before.name, results.results.committed)
-    for each in processes_there:
-        server = away[each.host]
-        processes.append(InheritedProcess(each.worker, each.host, partial(_adopt, server, each)))
+    held = {name: spawner.held for name, spawner in living.items()}
+    heirs = succession(texts, held, before.name, results.results.committed)
+    for heir in heirs:
+        server = away[heir.host]
+        processes.append(InheritedProcess(heir.worker, heir.host, partial(_adopt, server, heir)))
         for number, packet in server.words():
-            if number == each.number:
-                results.hear_again(each.worker, packet)
+            if number == heir.number:
+                results.hear_again(heir.worker, packet)
     servers.go_on_after(results)
-    servers.dealt = {each.worker: each.host for each in processes}
+    servers.dealt = {process.worker: process.host for process in processes}
 
     def hear_again() -> None:
         for server in away.values():
             server.hear_again()
 
     results.results.taken_over(now_ns())
-    welcomes, place = taught(away, {each.host for each in processes_there if not each.ended})
-    home = home_of(next(iter(welcomes.values()), None), folder)
-    taken = InheritedRun(
-        home, results.results, processes, hear_again, results.faults, before.name, welcomes, place, -1, 0
+    welcomes, place = taught(away, {heir.host for heir in heirs if not heir.ended})
+    return InheritedRun(
+        home_of(next(iter(welcomes.values()), None), folder),
+        results.results,
+        processes,
+        hear_again,
+        results.faults,
+        before.name,
+        welcomes,
+        place,
+        last_number(texts, heirs),
+        workers.num_notices,
     )
-    return taken._replace(last=last_number(texts, processes_there), notices=workers.num_notices)
 
 
 def taught(
     away: Mapping[str, RemoteSpawner], hosts: Collection[str]
 ) -> tuple[dict[int, WelcomeMessage], list[ToWorker]]:
-    """Returns the messages that the workers of hosts were told: the welcome of each, the cut and the borders.
+    """Returns the messages that the workers of hosts have received: their welcomes, the partition and the borders.
 
-    Another host may know an earlier start; a lost one has told nothing. One whose first worker has just come may lack
-    the cut and the borders.
+    Other hosts may know an earlier start; lost ones have reported nothing. A host whose first worker has just arrived
+    may lack the partition and the borders.
     """
-    known = [away[each].taught for each in sorted(hosts)]
-    welcomes = {each.worker: each for told in known for each in told if isinstance(each, WelcomeMessage)}
-    places = ([each for each in told if not isinstance(each, WelcomeMessage)] for told in known)
+    messages = [away[name].taught for name in sorted(hosts)]
+    welcomes = {one.worker: one for of_host in messages for one in of_host if isinstance(one, WelcomeMessage)}
+    places = ([one for one in of_host if not isinstance(one, WelcomeMessage)] for of_host in messages)
     return welcomes, max(places, key=len, default=[])
 
 
 def home_of(welcome: WelcomeMessage | None, folder: Path) -> Path:
-    """Returns the folder in which the run began: the checkpoints of all its hosts have the name of that one.
+    """Returns the folder in which the run began, whose name the checkpoints of all hosts have.
 
-    `folder` is that of this host. The folder of the first host may not be there; then the job names another place.
+    `folder` is that of this host. The folder of the first host may be missing; then the job names another place.
     """
     if welcome is None:
         return folder
@@ -413,5 +412,5 @@ def home_of(welcome: WelcomeMessage | None, folder: Path) -> Path:
     return inside if inside.name == welcome.run else folder.with_name(welcome.run)
 
 
-def _adopt(server: RemoteSpawner, taken: ProcessOnHost, far: int, board_fd: int) -> Child:
-    return server.adopt(taken.number, taken.worker, taken.pid, taken.ended, far, board_fd)
+def _adopt(server: RemoteSpawner, heir: ProcessOnHost, far: int, board_fd: int) -> Child:
+    return server.adopt(heir.number, heir.worker, heir.pid, heir.ended, far, board_fd)

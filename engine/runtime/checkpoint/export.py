@@ -201,8 +201,8 @@ class GivenWeights:
 
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor."""
-        found: Tensor = self._files[name].get_tensor(name) if name in self._files else self._tensors[name]
-        return found
+        tensor: Tensor = self._files[name].get_tensor(name) if name in self._files else self._tensors[name]
+        return tensor
 
     def _open(self, file: str, names: list[str] | None) -> None:
         from safetensors import SafetensorError, safe_open
