@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.bench.figures import BenchRow, Cases, in_turns, paired_row
-from engine.bench.redundancy import timed_flags
-from engine.bench.runs import run_bamboo, seconds_between_commits
+from engine.bench.runs import run_bamboo, seconds_between_commits, timed_flags
 from engine.core.job.job import Job
 from engine.core.units import Args
 from engine.models.layers import LayerSpec, Model

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, in_turns, interval_rows
-from engine.bench.runs import run_bamboo, run_python, seconds_between_commits
+from engine.bench.runs import flags, run_bamboo, run_python, seconds_between_commits
 from engine.bench.session import bench_pipeline
 from engine.core.errors import EnvironmentLacksError, required
 from engine.core.job.job import Job
@@ -90,15 +90,3 @@ def _run(job: Job, folder: Path) -> float:
 def _plain(job: Job, folder: Path) -> float:
     ended = run_python(folder, ["-m", "engine.bench.plain_peer", json.dumps(asdict(job))])
     return float(required(re.search(r"step_s=(\S+)", ended.stdout), "a plain loop tells its time")[1])
-
-
-def flags(job: Job) -> list[str]:
-    """Returns the settings of `bamboo run` for the fields of a job that are not their defaults."""
-    plain, usual = asdict(job), asdict(Job())
-    settings = []
-    for name, value in plain.items():
-        if isinstance(value, dict):
-            settings += [f"{name}.{key}={json.dumps(each)}" for key, each in value.items()]
-        elif value != usual[name]:
-            settings.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
-    return [part for each in settings for part in ("--set", each)]

@@ -24,8 +24,8 @@ from statistics import fmean, median
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, at_most, paired_row, row
-from engine.bench.redundancy import overhead_jobs, timed_flags
-from engine.bench.runs import run_bamboo, run_with_fault
+from engine.bench.redundancy import overhead_jobs
+from engine.bench.runs import run_bamboo, run_with_fault, timed_flags
 from engine.core.action import COMPUTE_OPS, FORWARD_OPS, parse_action
 from engine.core.errors import WorkerFailedError
 from engine.core.history.run_history import RunHistory
@@ -149,9 +149,8 @@ def _noticed(job: Job, at: Mapping[str, Any], folder: Path) -> RunHistory:
 
 def _calm_ms(job: Job, folder: Path) -> float:
     """Returns the sum that would be the stall, for a run without a notice."""
-    elastic = ["--elastic"] if job.elastic else []
-    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job), "--blocks", str(job.blocks), *elastic).history)
-    usual_ms = fmean(each for step, each in took_ms.items() if step >= _WARM and step not in _BETWEEN)
+    took_ms = _took_ms(run_bamboo(folder, *timed_flags(job)).history)
+    usual_ms = fmean(ms for step, ms in took_ms.items() if step >= _WARM and step not in _BETWEEN)
     return sum(took_ms[step] - usual_ms for step in _BETWEEN)
 
 

@@ -22,8 +22,7 @@ from statistics import median
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, at_most, in_turns, paired_row, redo_of, row
-from engine.bench.redundancy import timed_flags
-from engine.bench.runs import job_fields, run_bamboo, run_python, seconds_between_commits
+from engine.bench.runs import job_fields, run_bamboo, run_python, seconds_between_commits, timed_flags
 from engine.core.action import Op, parse_action
 from engine.core.checks.recoveries import PHASES, Recovery, recoveries
 from engine.core.errors import WorkerFailedError, ensure, required
@@ -293,7 +292,9 @@ def bench_blocks_step(num_rounds: int, num_steps: int, folder: Path) -> list[Ben
     """
 
     def measured(blocks: int) -> float:
-        return seconds_between_commits(run_bamboo(folder, *_blocks_flags(blocks, num_steps)))
+        return seconds_between_commits(
+            run_bamboo(folder, *timed_flags(replace(_BLOCKS_JOB, steps=num_steps, blocks=blocks)))
+        )
 
     taken = in_turns({blocks: partial(measured, blocks) for blocks in (_BLOCKS, 1)}, num_rounds)
     return [paired_row(_BLOCKS_SHAPE, "step s; peer: one block", taken[_BLOCKS], taken[1], _BLOCKS_STEP_GOAL)]
@@ -316,11 +317,9 @@ def bench_blocks_pause(num_kills: int, folder: Path) -> list[BenchRow]:
 def _phases_ms(blocks: int, folder: Path) -> dict[str, float]:
     """Returns the milliseconds of the pause after a kill, and of each of its phases."""
     kill = f"{STEP}:{_BLOCKS_VICTIM * blocks}:B:{_BLOCKS_MICROBATCHES // 2 - 1}:after"
-    run = run_bamboo(folder, *_blocks_flags(blocks, STEP + 3), "--kill", kill, "--no-twin")
+    run = run_bamboo(
+        folder, *timed_flags(replace(_BLOCKS_JOB, steps=STEP + 3, blocks=blocks)), "--kill", kill, "--no-twin"
+    )
     recovery = only(recoveries(run.history.records))
     pause_ns = required(recovery.pause_ns, "training went on")
     return {"pause": pause_ns / 1e6, **{phase: taken / 1e6 for phase, taken in recovery.phases_ns.items()}}
-
-
-def _blocks_flags(blocks: int, steps: int) -> list[str]:
-    return [*timed_flags(replace(_BLOCKS_JOB, steps=steps)), "--blocks", str(blocks)]

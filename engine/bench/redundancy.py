@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, in_turns, overhead_rows, paired_row
-from engine.bench.runs import run_bamboo, seconds_between_commits
+from engine.bench.runs import run_bamboo, seconds_between_commits, timed_flags
 from engine.core.job.job import Job
 from engine.core.ownership import Redundancy
 from engine.core.program.passes import overhead_floor
@@ -98,14 +98,3 @@ def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
 def _measured_mib(job: Job, mode: Redundancy, folder: Path, variables: Mapping[str, str]) -> float:
     run = run_bamboo(folder, *timed_flags(replace(job, redundancy=mode)), **variables)
     return float(sum(json.loads(run.stdout)["peak_memory_mib"].values()))
-
-
-def timed_flags(job: Job) -> list[str]:
-    """Returns the flags of `bamboo run` for a job without audit and validation."""
-    flags = ["--audit", "0", "--validate-every", "0", "--checkpoint-every", "0"]
-    for name in ("model", "stages", "microbatches", "redundancy", "log_every", "steps"):
-        flags += [f"--{name.replace('_', '-')}", str(getattr(job, name))]
-    for field in ("model_args", "data_args"):
-        for name, value in getattr(job, field).items():
-            flags += ["--set", f"{field}.{name}={value}"]
-    return flags

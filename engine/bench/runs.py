@@ -150,3 +150,20 @@ def run_python(folder: Path, arguments: list[str], **variables: str) -> BenchRun
     if child.returncode != 0:
         raise WorkerFailedError(f"{' '.join(arguments[:3])} exited with code {child.returncode}:\n{stderr}")
     return BenchRun(started_ns, stdout, RunHistory())
+
+
+def flags(job: Job) -> list[str]:
+    """Returns the settings of `bamboo run` for the fields of a job that are not their defaults."""
+    plain, usual = asdict(job), asdict(Job())
+    settings = []
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            settings += [f"{name}.{key}={json.dumps(part)}" for key, part in value.items()]
+        elif value != usual[name]:
+            settings.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def timed_flags(job: Job) -> list[str]:
+    """Returns the same for a job without audit, validation and checkpoints."""
+    return flags(replace(job, audit=0, validate_every=0, checkpoint_every="0"))

@@ -14,11 +14,6 @@ from engine.core.errors import StorageError
 from engine.files.atomic_write import make_folder, open_to_read, write_atomically
 
 
-def write_trajectory(path: Path, rows: Iterable[TrajectoryRow]) -> None:
-    """Writes the rows in the given order. Raises StorageError if the file could not be written."""
-    write_atomically(path, trajectory_text(rows))
-
-
 def trajectory_text(rows: Iterable[TrajectoryRow]) -> str:
     """Returns the rows as the text of trajectory.csv, from which every bit can be restored."""
     return "".join(",".join(line) + "\n" for line in (COLUMNS, *(row.texts() for row in rows)))

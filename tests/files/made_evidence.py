@@ -37,7 +37,7 @@ from engine.files.events_file import read_history
 from engine.files.evidence import seal_of
 from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
-from engine.files.trajectory_file import write_trajectory
+from engine.files.trajectory_file import trajectory_text
 from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
 
 LAYERS, WORKERS = 4, 3
@@ -48,14 +48,14 @@ def make_evidence(run: Path, steps: int = 12, *, is_compared: bool = True, wrong
     folder, job = RunFolder(run), Job(model="mlp", stages=WORKERS, microbatches=2, steps=steps)
     run.mkdir(parents=True)
     rows = _session(folder, job, wrong_step)
-    write_trajectory(folder.trajectory, rows)
+    folder.trajectory.write_text(trajectory_text(rows))
     folder.run_json.write_text(json.dumps({"job": {}, "result": None}))
     if is_compared:
         add_records(folder.events, ComparingRecord())
         folder.twin.path.mkdir()
         twin = _session(folder.twin, twin_of(job), -1)
         add_records(folder.twin.events, EndedRecord(outcome="finished", exit_code=0))
-        write_trajectory(folder.twin.trajectory, twin)
+        folder.twin.trajectory.write_text(trajectory_text(twin))
         losses = tuple(sorted({row.step: row.loss or 0.0 for row in twin}.items()))
         add_records(folder.events, TwinRecord(losses=losses), compare(rows, twin, read_history(folder.events)))
     add_records(folder.events, CheckRecord(name="trajectory", result="passed", text="identical in all steps"))

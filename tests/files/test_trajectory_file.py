@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.core.checks.trajectory import TrajectoryRow, first_difference, trajectory_hash
 from engine.core.errors import StorageError
-from engine.files.trajectory_file import trajectory_rows, trajectory_text, write_trajectory
+from engine.files.trajectory_file import trajectory_rows, trajectory_text
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 COUNTS = st.integers(min_value=0, max_value=10**6)
@@ -27,9 +27,9 @@ def test_round_trip(rows: list[TrajectoryRow]) -> None:
     assert trajectory_hash(again) == trajectory_hash(rows)
 
 
-def test_the_file_is_plain_csv(tmp_path: Path) -> None:
-    write_trajectory(tmp_path / "t.csv", [TrajectoryRow(0, 1, "ab", "cd", 0.1), TrajectoryRow(1, 1, "ef", "cd", None)])
-    assert (tmp_path / "t.csv").read_text() == "step,layer,state,buffers,loss\n0,1,ab,cd,0.1\n1,1,ef,cd,\n"
+def test_the_file_is_plain_csv() -> None:
+    rows = [TrajectoryRow(0, 1, "ab", "cd", 0.1), TrajectoryRow(1, 1, "ef", "cd", None)]
+    assert trajectory_text(rows) == "step,layer,state,buffers,loss\n0,1,ab,cd,0.1\n1,1,ef,cd,\n"
 
 
 @pytest.mark.parametrize(

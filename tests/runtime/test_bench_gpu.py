@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.bench import gpu
-from engine.bench.gpu import JOB, cases_of, flags, gpu_cases
+from engine.bench.gpu import JOB, cases_of, gpu_cases
 from engine.bench.plain_peer import step_seconds
+from engine.bench.runs import flags
 from engine.core.errors import EnvironmentLacksError
 from engine.core.job.job import Job
 from engine.core.units import Args

@@ -31,7 +31,7 @@ from engine.files.jobs.starter import WORKFLOW, starter, write_new
 from engine.files.linked_lines import add_records
 from engine.files.matrix_results import append_result, new_folder, newest_folder, read_results
 from engine.files.run_folder import RunFolder, create_run_folder, find_run, latest_name, run_names
-from engine.files.trajectory_file import keep_twin, write_trajectory
+from engine.files.trajectory_file import keep_twin, trajectory_text
 from engine.harness.attach import _request
 from engine.harness.dead_runs import delete_dead_stores
 from engine.harness.matrix_lane import run_cell
@@ -103,7 +103,7 @@ Write = Callable[[Path], object]
 # The file that is written, from the folder that bamboo uses -> the function that writes it.
 WRITERS: dict[str, Write] = {
     "run.json": lambda folder: write_atomically(folder / "run.json", '{"steps": 1}'),
-    "trajectory.csv": lambda folder: write_trajectory(folder / "trajectory.csv", ROWS),
+    "trajectory.csv": lambda folder: write_atomically(folder / "trajectory.csv", trajectory_text(ROWS)),
     "scenario.yaml": lambda folder: write_atomically(folder / "scenario.yaml", "name: x"),
     "twins/a.csv": lambda folder: keep_twin(folder, "a", ROWS),
     "bench/kv-20260304-120506.csv": lambda folder: write_bench(bench_folder(folder), "kv", NOON, []),

@@ -305,7 +305,7 @@ def unpacked(stream: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
     """Yields the parts of a stream as views of it."""
     at = 0
     for spec in specs:
-        yield stream[at : at + _size(spec)].view(spec.dtype).view(spec.shape)
+        yield stream[at : at + spec.num_bytes].view(spec.dtype).view(spec.shape)
         at += _room(spec)
 
 
@@ -322,9 +322,5 @@ def _filled(template: BufferSnapshot, parts: Iterator[Tensor]) -> BufferSnapshot
     return filled
 
 
-def _size(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
-
-
 def _room(spec: TensorSpec) -> int:
-    return -(-_size(spec) // _ALIGNED) * _ALIGNED
+    return -(-spec.num_bytes // _ALIGNED) * _ALIGNED

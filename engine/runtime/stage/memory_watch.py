@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -36,13 +35,13 @@ def stage_bytes(stage: Stage) -> StageBytes:
         trained=num_bytes(each for each in weights if each.requires_grad),
         optimizer=num_bytes(state for each in optimizers for named in each.state.values() for state in named.values()),
         buffers=num_bytes(stage.buffers()),
-        output=sum(prod(spec.shape) * spec.dtype.itemsize for spec in stage.border or ()),
+        output=sum(spec.num_bytes for spec in stage.border or ()),
     )
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the total size of the elements of these tensors."""
-    return sum(each.numel() * each.itemsize for each in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> MicrobatchBytes:

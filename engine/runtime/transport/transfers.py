@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,7 +154,7 @@ def send_bulk(channel: Channel[AnyKey], targets: Iterable[int], key: AnyKey, ten
 
 def post_bulk(channel: Channel[AnyKey], source: int, key: AnyKey, specs: Sequence[TensorSpec]) -> bool:
     """Posts the first receive of a bulk transfer ahead of `receive_bulk`; returns whether it is the only one."""
-    chunks = chunks_of([math.prod(spec.shape) * spec.dtype.itemsize for spec in specs])
+    chunks = chunks_of([spec.num_bytes for spec in specs])
     if chunks:
         channel.post(source, key, _border_of(chunks[0]))
     return len(chunks) < 2
@@ -176,7 +175,7 @@ def arriving(
 
     So a receiver that copies each to its place and drops it needs extra memory for one tensor and one chunk only.
     """
-    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+    sizes = [spec.num_bytes for spec in specs]
     yield from ((index, specs[index].empty(channel.device)) for index, size in enumerate(sizes) if size == 0)
     tensor: Tensor | None = None
     for number, chunk in enumerate(chunks_of(sizes)):
