@@ -57,7 +57,8 @@ def train(
     texts = {"--grace": grace, "--etcd": etcd, "--isa": isa, "--injectable": "" if injectable else "no"}
     options = [*_file(job), *_kills(kills), *flags]
     options += [word for name, text in texts.items() if text for word in (name, text)]
-    options += [] if resume is None else ["--resume", _place(resume)]
+    if resume is not None:
+        options += ["--resume", str(resume.folder) if isinstance(resume, TrainingRun) else os.fspath(resume)]
     given = _keywords(model, data, job, values, has_weights=resume is None)
     child = RunChild(options, given, _folders(given), quiet=quiet)
     try:
@@ -106,10 +107,6 @@ def _flags(**given: bool) -> list[str]:
 
 def _kills(kills: Sequence[str]) -> list[str]:
     return [word for kill in kills for word in ("--kill", kill)]
-
-
-def _place(resume: TrainingRun | str | os.PathLike[str]) -> str:
-    return str(resume.folder) if isinstance(resume, TrainingRun) else os.fspath(resume)
 
 
 def _keywords(

@@ -59,15 +59,13 @@ def gpu_cases(quick: bool) -> Cases:
 def cases_of(job: Job, num_rounds: int, num_iterations: int) -> Cases:
     """Returns the cases with a job of two workers without redundancy and audit."""
     alone, four = replace(job, stages=1), replace(job, stages=4, microbatches=8)
+    run, lazy, audited = partial(_run, job), replace(job, redundancy="lazy"), replace(job, audit=1)
+    free = partial(_run, replace(job, deterministic=False))
     sides: dict[str, tuple[_Measured, _Measured, float]] = {
         "one worker beside plain PyTorch": (partial(_run, alone), partial(_plain, alone), _PLAIN_GOAL),
-        "lazy beside none, 2 workers": (partial(_run, replace(job, redundancy="lazy")), partial(_run, job), _LAZY_GOAL),
-        "audit 1 beside 0, 2 workers": (partial(_run, replace(job, audit=1)), partial(_run, job), _AUDIT_GOAL),
-        "deterministic beside not, 2 workers": (
-            partial(_run, job),
-            partial(_run, replace(job, deterministic=False)),
-            _DETERMINISTIC_GOAL,
-        ),
+        "lazy beside none, 2 workers": (partial(_run, lazy), run, _LAZY_GOAL),
+        "audit 1 beside 0, 2 workers": (partial(_run, audited), run, _AUDIT_GOAL),
+        "deterministic beside not, 2 workers": (run, free, _DETERMINISTIC_GOAL),
     }
     cases: dict[str, _Measured] = {name: partial(_bench_runs, name, num_rounds, *each) for name, each in sides.items()}
     name = "four workers beside torch's pipeline"

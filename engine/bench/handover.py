@@ -86,7 +86,8 @@ def bench_handover(num_notices: int, num_kills: int, folder: Path) -> list[Bench
     notices, calm_ms = [], []
     for number in range(num_notices):
         stage = number % job.stages
-        history = _noticed(job, _an_action(chosen, stage, job, _ops_of(stage, job)), folder)
+        lacking = {0: {"RECV_F", "SEND_B"}, job.stages - 1: {"SEND_F", "RECV_B"}}.get(stage, set())
+        history = _noticed(job, _an_action(chosen, stage, job, [op for op in _OPS if op not in lacking]), folder)
         _refuse_work_done_twice(history)
         notices.append(_change(history))
         if number % _NOTICES_PER_CALM == 0:
@@ -127,11 +128,6 @@ def bench_blocks_handover(num_notices: int, folder: Path) -> list[BenchRow]:
         *_stall_rows(BLOCKS_CASE, notices, calm_ms),
         *_steady_rows(f"{BLOCKS_CASE}, handed over", metric, notices, _HALVES_FACTOR, _HALVES_GOAL),
     ]
-
-
-def _ops_of(stage: int, job: Job) -> list[str]:
-    lacking = {0: {"RECV_F", "SEND_B"}, job.stages - 1: {"SEND_F", "RECV_B"}}.get(stage, set())
-    return [op for op in _OPS if op not in lacking]
 
 
 def _an_action(chosen: random.Random, stage: int, job: Job, ops: Sequence[str]) -> Mapping[str, Any]:

@@ -165,7 +165,7 @@ def leftovers(results: Path, old: OldRuns | None) -> tuple[list[Leftover], list[
             with dead_run(path) as is_dead:
                 if not is_dead:
                     busy.append(name)
-                elif old and number >= old.keep and _age_of_run_s(path) > old.older_than_s:
+                elif old and number >= old.keep and _age_s(_last_written(path)) > old.older_than_s:
                     entries.append(Leftover(results, what, path, (*own_files(path, form), path), path))
                 else:
                     entries += _unfinished_runs(results, path, path)
@@ -225,10 +225,8 @@ def _unusable_twins(results: Path, runs: list[RunFolder]) -> Iterator[Leftover]:
             yield Leftover(results, "twin that no run here can use again", path, (path,))
 
 
-def _age_of_run_s(folder: Path) -> float:
-    """Returns the time since the last event of a run or the last result of a matrix."""
-    written = [path for path in (folder / "events.jsonl", folder / RESULTS) if path.is_file()]
-    return _age_s(written[0] if written else folder)
+def _last_written(folder: Path) -> Path:
+    return next((path for path in (folder / "events.jsonl", folder / RESULTS) if path.is_file()), folder)
 
 
 def _age_s(path: Path) -> float:

@@ -61,7 +61,10 @@ class LayerImage:
                 for name, tensor in given
             }
         )
-        memory = _page_aligned(len(header) + ends[-1])
+        size = len(header) + ends[-1]
+        memory = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu")
+        aligned = -memory.data_ptr() % _PAGE
+        memory = memory[aligned : aligned + size]
         self.data = memory.numpy().data
         """The bytes of the file."""
         self.data[: len(header)] = header
@@ -83,12 +86,6 @@ class LayerImage:
         with torch.no_grad():
             if named:
                 torch._foreach_copy_([self._copies[name] for name in named], list(named.values()))
-
-
-def _page_aligned(size: int) -> Tensor:
-    memory = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu")
-    begin = -memory.data_ptr() % _PAGE
-    return memory[begin : begin + size]
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:

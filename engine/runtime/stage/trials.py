@@ -313,7 +313,8 @@ class OptimizerTrial:
         shards = [_Replica(part) for part in self._parts(weights)] if self._job.fsdp else []
         for step in range(_STEPS):
             gradients = {name: value * _SIZE for name, value in drawn().items()}
-            self._step(instance, owner, gradients, step)
+            rates = dict.fromkeys(weights, self._job.lr * _RATES[step])
+            instance.step(cloned(gradients), rates, owner.state)
             shadow.state = {name: cloned(state) for name, state in shadow.state.items()}
             self._step_alone(shadow, gradients, groups, step)
             self._compare(owner, shadow, f"layer {index}: after step {step}", instance, before)
@@ -324,10 +325,6 @@ class OptimizerTrial:
         if changed := _changed(instance, before):
             raise _UnequalError(f"a step changes its attribute {changed!r}")
         return hash_tensors(owner.tensors())[:_MARK_DIGITS]
-
-    def _step(self, instance: ClassOptimizer, replica: _Replica, gradients: Mapping[str, Tensor], step: int) -> None:
-        rates = dict.fromkeys(replica.weights, self._job.lr * _RATES[step])
-        instance.step({name: gradients[name].clone() for name in replica.weights}, rates, replica.state)
 
     def _step_alone(
         self, replica: _Replica, gradients: Mapping[str, Tensor], groups: Mapping[str, Args], step: int

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import CoordinatorUnavailableError, LeaseLostError, ensure
-from engine.core.kv import Change, Condition, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
+from engine.core.kv import Condition, KeyValue, Lease, Put, StoreSnapshot, Txn, TxnOutcome, settled
 from engine.runtime.process.grpc_import import grpc
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.store.etcd3_import import import_etcd3
@@ -264,7 +264,12 @@ class EtcdKV:
         until_s = time.monotonic() + self._calls.deadline_s
         request = rpc.TxnRequest(
             compare=[self._compare(condition) for condition in txn.conditions],
-            success=[self._change(change) for change in txn.changes],
+            success=[
+                rpc.RequestOp(request_put=self._put_request(change))
+                if isinstance(change, Put)
+                else rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.far(change.key)))
+                for change in txn.changes
+            ],
             failure=[
                 rpc.RequestOp(request_range=rpc.RangeRequest(key=self._keys.far(condition.key)))
                 for condition in txn.conditions
@@ -325,8 +330,3 @@ class EtcdKV:
         if condition.value is None:
             return rpc.Compare(key=key, target=rpc.Compare.VERSION, result=rpc.Compare.EQUAL, version=0)
         return rpc.Compare(key=key, target=rpc.Compare.VALUE, result=rpc.Compare.EQUAL, value=condition.value)
-
-    def _change(self, change: Change) -> Any:
-        if isinstance(change, Put):
-            return rpc.RequestOp(request_put=self._put_request(change))
-        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.far(change.key)))
