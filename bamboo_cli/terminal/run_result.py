@@ -63,7 +63,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
     if summary["exit_code"] in (ExitCode.STATE_LOST, ExitCode.STOPPED_RESUMABLE):
         from engine.harness.state_lost import state_lost_lines
 
-        for line in state_lost_lines(resolved.job, result.seen.history.records, summary["steps"], resume):
+        for line in state_lost_lines(resolved.job, result.observation.history.records, summary["steps"], resume):
             echo(f"  {line}", err=True)
     if line := not_kept_words(summary["kept"], summary["not_kept"]):
         echo(line, err=as_json)
@@ -106,8 +106,8 @@ def _summary_parts(summary: dict[str, Any], result: CaseResult, resolved: Resolv
         parts.append(f"missing: {', '.join(summary['missing'])}")
     if summary["trajectory"]:
         parts.append(f"trajectory {summary['trajectory'][:12]}")
-    if result.is_interrupted and result.seen.twin is not None:
-        parts.append(f"not compared: {result.seen.twin}")
+    if result.is_interrupted and result.observation.twin is not None:
+        parts.append(f"not compared: {result.observation.twin}")
     return parts
 
 

@@ -78,8 +78,8 @@ def attach(loaded: LoadedScenario, folder: RunFolder, say: Callable[[str], None]
         request.unlink(missing_ok=True)  # an interrupted command must not leave faults behind
     history = read_history(folder.events)
     ended = history.training_ended
-    seen = Observation(ended.exit_code if ended else 0, history.error, history, since_ns=since_ns)
-    result = replace(judged(loaded.scenario, loaded.faults, folder.path, seen), is_scenario=True)
+    observation = Observation(ended.exit_code if ended else 0, history.error, history, since_ns=since_ns)
+    result = replace(judged(loaded.scenario, loaded.faults, folder.path, observation), is_scenario=True)
     add_records(folder.events, *result.records(request.name))
     return result
 

@@ -126,20 +126,20 @@ def _with_spare(strike: HostStrike, run: BedPlan) -> HostStrike:
 
 def _followed(agents: BedAgents, striker: HostStriker, job: Job, say: Callable[[str], None]) -> BambooError | None:
     """Follows a run to the ends of all agents, and strikes meanwhile; returns an error if the run stalls."""
-    told_s = moved_s = time.monotonic()
-    told, seen = -2, -1
+    said_s = moved_s = time.monotonic()
+    step, num_records = -2, -1
     while not agents.have_ended:
         with breakable():
             time.sleep(_LOOK_S)
         agents.look()
         striker.look()
         now_s = time.monotonic()
-        if agents.num_records != seen:
-            seen, moved_s = agents.num_records, now_s
-        if agents.committed != told and (told < 0 <= agents.committed or now_s - told_s > _TOLD_EVERY_S):
-            told, told_s = agents.committed, now_s
-            if told >= 0:
-                say(f"step {told} of {job.steps}; host {agents.coordinates} coordinates")
+        if agents.num_records != num_records:
+            num_records, moved_s = agents.num_records, now_s
+        if agents.committed != step and (step < 0 <= agents.committed or now_s - said_s > _TOLD_EVERY_S):
+            step, said_s = agents.committed, now_s
+            if step >= 0:
+                say(f"step {step} of {job.steps}; host {agents.coordinates} coordinates")
         if now_s - moved_s > _STILL_S:
             text = f"no host has recorded anything for {_STILL_S:g} s, so the bed was removed"
             return BambooError(text, ExitCode.NOT_RECOVERED)
@@ -167,22 +167,22 @@ def _concluded(
     history = read_history(folder.events)
     code = _code(end)
     error = str(end.error) if end.error else history.error or (_last_words(folder) if code else "")
-    seen = Observation(code, error, history, leftovers=left)
+    observation = Observation(code, error, history, leftovers=left)
     job, expect = case.scenario.job, case.scenario.expect
-    if why := why_no_twin(expect, (), seen):
+    if why := why_no_twin(expect, (), observation):
         scribe.add(folder.events, NotComparedRecord(why=why))
     else:
         rows = partial(trajectory_rows, folder.trajectory.read_text(encoding="utf-8"), folder.trajectory)
         run = partial(_run_twin, run_id=f"{folder.path.name}-twin", scribe=scribe, say=screen.say)
-        seen = replace(seen, twin=compared(job, history, rows, folder, scribe, run, screen.say))
-    result = judged(case.scenario, (), folder.path, seen)
+        observation = replace(observation, twin=compared(job, history, rows, folder, scribe, run, screen.say))
+    result = judged(case.scenario, (), folder.path, observation)
     own = host_checks(case.scenario.host_faults, end.strikes, end.codes, history, lease_s * 1_000_000_000)
     checks = (*own, *result.checks)
     if result.is_interrupted:
         checks = tuple(each if each in result.checks else replace(each, result="not judged") for each in checks)
         result = replace(result, checks=checks)
     else:
-        result = replace(result, checks=checks, exit_code=exit_code(checks, result.seen))
+        result = replace(result, checks=checks, exit_code=exit_code(checks, result.observation))
     summary = _summary(folder) | {"wall_s": round(wall_s, 3), "hosts": merged["hosts"]}
     result = replace(result, summary=summary, is_scenario=True, run_error=end.error)
     scribe.write(folder.run_json, facts_text(case, folder.path.name, result.to_plain()))

@@ -147,7 +147,7 @@ class CaseResult:
 
     folder: Path
     faults: tuple[Fault, ...]
-    seen: Observation
+    observation: Observation
     checks: tuple[Check, ...]
     exit_code: ExitCode
     recoveries: tuple[Recovery, ...]
@@ -173,7 +173,7 @@ class CaseResult:
     @property
     def error(self) -> BambooError | None:
         """The error that ended the run, or the first check that failed; None if all passed, or after a signal."""
-        if self.run_error is not None or self.seen.exit_code or self.verdict == "passed" or self.is_interrupted:
+        if self.run_error is not None or self.observation.exit_code or self.verdict == "passed" or self.is_interrupted:
             return self.run_error
         text = next(each.text for each in self.checks if each.result == self.verdict)
         if self.verdict == "invalid":
@@ -182,7 +182,7 @@ class CaseResult:
 
     def may_go_on(self, steps: int) -> bool:
         """Returns whether some of the `steps` are left to train, and no comparison has found the weights wrong."""
-        twin = self.seen.twin
+        twin = self.observation.twin
         is_wrong = isinstance(twin, ComparisonRecord) and twin.difference is not None
         return self.summary["steps"] < steps and not is_wrong
 
@@ -190,7 +190,7 @@ class CaseResult:
         """Returns one line per recovery; it says if a comparison with the twin proved identical weights."""
         if isinstance(self.run_error, UserCodeError):
             return []  # every worker would have raised it: no worker could take over
-        twin, proved = self.seen.twin, ""
+        twin, proved = self.observation.twin, ""
         if isinstance(twin, ComparisonRecord) and twin.difference is None and twin.compared:
             is_last = twin.last_step == self.summary["steps"] - 1
             proved = ", weights identical" + ("" if is_last else f" up to step {twin.last_step}")
@@ -198,7 +198,7 @@ class CaseResult:
 
     def exceptions(self) -> tuple[str, ...]:
         """Returns in words the exceptions in workers that no fault raised."""
-        history = self.seen.history
+        history = self.observation.history
         injected = {record.how for record in history.of(ConfirmedRecord)}
         return tuple(
             f"worker {record.of} {record.exception.in_step(record.step)}"
@@ -238,31 +238,33 @@ class CaseResult:
         if self.is_scenario:
             return {**summary, "case": self.as_dict()}
         twin: dict[str, Any] | None = None
-        if isinstance(self.seen.twin, ComparisonRecord):
-            difference = None if self.seen.twin.difference is None else str(self.seen.twin.difference)
-            twin = {"steps_compared": self.seen.twin.compared, "difference": difference}
-        elif self.seen.twin is not None:
-            twin = {"error": str(self.seen.twin)}
+        if isinstance(self.observation.twin, ComparisonRecord):
+            difference = None if self.observation.twin.difference is None else str(self.observation.twin.difference)
+            twin = {"steps_compared": self.observation.twin.compared, "difference": difference}
+        elif self.observation.twin is not None:
+            twin = {"error": str(self.observation.twin)}
         return {
             **summary,
             "error": None if self.error is None else str(self.error),
             # An interrupted long run is not read again.
-            "recoveries": None if self.seen.history.is_empty else [each.as_dict() for each in self.recoveries],
+            "recoveries": None if self.observation.history.is_empty else [each.as_dict() for each in self.recoveries],
             "exceptions": self.exceptions(),
-            "faults": [{"fault": fault.id, "fired": not why_not_struck(fault, self.seen)} for fault in self.faults],
+            "faults": [
+                {"fault": fault.id, "fired": not why_not_struck(fault, self.observation)} for fault in self.faults
+            ],
             "twin": twin,
         }
 
 
-def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, seen: Observation) -> CaseResult:
+def judged(scenario: Scenario, faults: tuple[Fault, ...], folder: Path, observation: Observation) -> CaseResult:
     """Returns the result of a case: the checks of its expectations, and of the actions at which its faults struck."""
     from engine.runtime.faults.registry import kinds
 
-    checks = check(scenario.expect, scenario.job, faults, kinds(), seen)
-    checks = (*checks, *strike_accuracy(scenario.job, faults, seen.history))
-    code = exit_code(checks, seen)
-    checks = decided(checks, seen) if code in BY_SIGNAL else checks
-    return CaseResult(folder, faults, seen, checks, code, tuple(seen.recoveries))
+    checks = check(scenario.expect, scenario.job, faults, kinds(), observation)
+    checks = (*checks, *strike_accuracy(scenario.job, faults, observation.history))
+    code = exit_code(checks, observation)
+    checks = decided(checks, observation) if code in BY_SIGNAL else checks
+    return CaseResult(folder, faults, observation, checks, code, tuple(observation.recoveries))
 
 
 def stall_figures(results: Sequence[CaseResult]) -> dict[str, Stall]:

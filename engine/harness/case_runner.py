@@ -145,8 +145,8 @@ def twin_rows(
     twin = None
     if name:
         try:
-            kept = scribe.ask("kept twin", job.results, name)
-            twin = None if kept is None else trajectory_rows(kept, folder.twin.trajectory)
+            stored = scribe.ask("kept twin", job.results, name)
+            twin = None if stored is None else trajectory_rows(stored, folder.twin.trajectory)
         except StorageError as error:
             say(f"the kept twin does not count: {error}")
     is_new = twin is None
@@ -238,10 +238,10 @@ def run_case(
         init = case.origin.init if case.origin else hash_as_given(job.init, case.init)
         case = replace(case, init=init, scenario=replace(case.scenario, job=with_whole_place(job)))
         job_layers.note(case.scenario.job)
-        known = seat.folder if seat else None
-        if known is not None:
-            with holding() as interrupts, interrupts.forcing(partial(note_forced_end, known, scribe)):
-                return _run_in(known, scribe, case, etcd, screen, server, started_s, seat)
+        own = seat.folder if seat else None
+        if own is not None:
+            with holding() as interrupts, interrupts.forcing(partial(note_forced_end, own, scribe)):
+                return _run_in(own, scribe, case, etcd, screen, server, started_s, seat)
         with in_new_folder(scribe, job.results, case.name, screen.say) as folder:
             scribe.tell("sweep", job.results, named="")
             return _run_in(folder, scribe, case, etcd, screen, server, started_s, seat)

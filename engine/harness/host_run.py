@@ -135,7 +135,7 @@ _NOT_EQUAL = ("results", "name")  # fields of a job that may differ between host
 
 
 def run_on_hosts(
-    job: Job, name: str, given: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen, run: RunOn
+    job: Job, name: str, options: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen, run: RunOn
 ) -> HostRunEnd:
     """Runs the agent of this host to the end of the run; if it coordinates, `run` runs the job.
 
@@ -145,72 +145,76 @@ def run_on_hosts(
 
     if problems := unreadable_files(job):
         raise UserError(problems)
-    refuse_what_this_host_lacks(job, num_workers=most_on_one(job.num_workers + job.standby, given.number))
-    root = f"/bamboo/{given.run_id}/"
+    refuse_what_this_host_lacks(job, num_workers=most_on_one(job.num_workers + job.standby, options.number))
+    root = f"/bamboo/{options.run_id}/"
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(holding())
         kv, lease_kv, watch_kv = EtcdKV(etcd, root), EtcdKV(etcd, root, _LEASE_CALL_S), EtcdKV(etcd, root, _REVOKE_S)
         for client in (kv, lease_kv, watch_kv):
             stack.callback(client.close)
-        kept = KeptLease(lease_kv, given.lease_s)
-        stack.callback(_give_back, kept)
-        own = RegisteredHost(given.node, secrets.token_hex(8), given.address, kept.lease.lease_id, _facts(job, given))
-        registry = HostRegistry(kv, own, kept.lease)
+        keeper = KeptLease(lease_kv, options.lease_s)
+        stack.callback(_give_back, keeper)
+        own = RegisteredHost(
+            options.node, secrets.token_hex(8), options.address, keeper.lease.lease_id, _facts(job, options)
+        )
+        registry = HostRegistry(kv, own, keeper.lease)
         if (outcome := registry.outcome()) is not None:
-            hint = f"run {given.run_id} has ended before (choose another --run to train again)"
+            hint = f"run {options.run_id} has ended before (choose another --run to train again)"
             return HostRunEnd(replace(outcome, words=f"{hint}: {outcome.words}"))
         registry.register()
-        screen.say(f"host {own.name} has registered, and waits for {given.number - 1} more")
+        screen.say(f"host {own.name} has registered, and waits for {options.number - 1} more")
         if (run_of := registry.outlived()) is not None:
             screen.say(f"the run goes on without host {own.name}, which was lost; its outcome is awaited")
             return HostRunEnd(registry.awaited(run_of))
-        hosts = registry.gathered(given.names, given.number, patience_s)
-        server = stack.enter_context(_forking(kept, own))
+        hosts = registry.gathered(options.names, options.number, patience_s)
+        server = stack.enter_context(_forking(keeper, own))
         elected = registry.elected()
         if elected is None:
             if kv.get(STATE) is not None:
-                why = f"run {given.run_id} was begun before: {registry.holder()}, and is gone; choose another --run"
+                why = f"run {options.run_id} was begun before: {registry.holder()}, and is gone; choose another --run"
                 raise CoordinatorUnavailableError(why)
             wire = WireServer(own.address, certificate := new_certificate(), screen.say)
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), certificate):
                 away = [RemoteSpawner(host) for host in hosts if host.name != own.name]
-                servers = HostServers(server, away, watch_kv, given.workers, network_of(certificate, given.transfers))
+                servers = HostServers(
+                    server, away, watch_kv, options.workers, network_of(certificate, options.transfers)
+                )
                 for other in away:
                     wire.admit(other.host, other.peer)
-                return coordinate(run, servers, registry, FailoverContext(kept.lease), partial(_give_back, kept))
+                return coordinate(run, servers, registry, FailoverContext(keeper.lease), partial(_give_back, keeper))
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
-        back, label = partial(_give_back, kept), f"{name}/{given.run_id}"
-        at = OwnHost(job, label, registry, kept.lease, watch_kv, screen, run, back, given.workers)
+        back, label = partial(_give_back, keeper), f"{name}/{options.run_id}"
+        at = OwnHost(job, label, registry, keeper.lease, watch_kv, screen, run, back, options.workers)
         return serve(at, elected, server, interrupts, take_over)
 
 
-def _facts(job: Job, given: HostOptions) -> dict[str, Any]:
+def _facts(job: Job, options: HostOptions) -> dict[str, Any]:
     """Returns the facts of this host, its job and its options on which all hosts of a run must agree."""
     fields = {name: value for name, value in asdict(job.masked).items() if name not in _NOT_EQUAL}
     files = {"code files": code_files(job), "data files": data_files(job)}
     compared = compared_facts(host_facts(Path.cwd()), job)
-    given_here = {"--hosts": ",".join(sorted(given.names)) or given.hosts, "faults": given.faults}
-    given_here["transfers"] = given.transfers
-    return {**fields, **compared, "sources": own_sources(), **files, **given_here}
+    own_options = {"--hosts": ",".join(sorted(options.names)) or options.hosts, "faults": options.faults}
+    own_options["transfers"] = options.transfers
+    return {**fields, **compared, "sources": own_sources(), **files, **own_options}
 
 
-def _give_back(kept: KeptLease) -> None:
+def _give_back(keeper: KeptLease) -> None:
     with contextlib.suppress(CoordinatorUnavailableError):
-        kept.close()
+        keeper.close()
 
 
 @contextlib.contextmanager
-def _forking(kept: KeptLease, own: RegisteredHost) -> Iterator[ForkServer]:
+def _forking(keeper: KeptLease, own: RegisteredHost) -> Iterator[ForkServer]:
     """Starts the fork server of this host, whose processes end before the host's lease can expire."""
     with ForkServer() as server:
         server.host, server.address = own.name, own.address
 
         def end_workers(why: str) -> None:
             server.kill_all()
-            since = f"{kept.unrenewed_s:.3f} s after the sending of the last renewal that was answered"
+            since = f"{keeper.unrenewed_s:.3f} s after the sending of the last renewal that was answered"
             os.write(2, f"bamboo: {why}; its workers were ended {since}\n".encode())
 
-        kept.end_workers = end_workers
+        keeper.end_workers = end_workers
         yield server

@@ -1,8 +1,7 @@
-"""The files with which something else places a run on several hosts, and their submission by its own program.
+"""The files with which another system launches a run on several hosts, and their submission by its own program.
 
-Rules: the job file goes with the manifests, since a pod has no other disk. Certificates and keys are in a file of
-their own, which only this user can read and which is never printed. A program that is not there is named, with exit
-code 4.
+Rules: the manifests contain the job file, because pods have no shared disk. Certificates and keys are in a file that
+only this user can read and that is never printed. A missing program is named, with exit code 4.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _MOST_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LaunchFile:
-    """A file; `shown` is its text as it may be printed."""
+    """A file; `shown` is its printable text."""
 
     name: str
     text: str
@@ -47,13 +46,13 @@ class LaunchFile:
 
 
 def launch_files(place: str, plan: LaunchPlan) -> list[LaunchFile]:
-    """Returns the files; the last one is sent."""
+    """Returns the files; the last one is submitted."""
     if place == "k8s":
         return _manifests(plan)
     name = f"{plan.name}{_SUFFIXES[place]}"
     if place == "slurm":
         text = _filled(place, plan)
-    else:  # these hosts get no environment: the same program, and the variables that let it into etcd
+    else:  # these hosts inherit no environment: they need the program, and the variables for etcd
         program = shutil.which("bamboo") or "bamboo"
         variables = {name: value for name in _LET_IN if (value := os.environ.get(name, ""))}
         run = f"{plan.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -81,50 +80,45 @@ def _manifests(plan: LaunchPlan) -> list[LaunchFile]:
 
 
 def refused_variables(place: str) -> list[Problem]:
-    """Returns the variables for etcd that do not reach the agents: a password stands in no file."""
+    """Returns problems for variables that would not reach the agents: a password is never written to a file."""
     lost = {"ssh": (PASSWORD,), "ray": (PASSWORD,), "k8s": (USER, PASSWORD, PASSWORD_FILE)}.get(place, ())
     hint = "certificates let the pods in" if place == "k8s" else f"{PASSWORD_FILE} names a file, on every host"
     return [Problem(name, f"none for {place}", "a value", hint) for name in lost if os.environ.get(name)]
 
 
 def write_files(files: Sequence[LaunchFile], folder: Path) -> None:
-    """Writes the files, which only this user can read; scripts can be run."""
+    """Writes the files, readable only by this user; scripts are executable."""
     with storage_errors("make", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for each in files:
-        path = folder / each.name
-        write_atomically(path, each.text)
-        if each.text.startswith("#!"):
+    for file in files:
+        path = folder / file.name
+        write_atomically(path, file.text)
+        if file.text.startswith("#!"):
             path.chmod(0o700)
 
 
 def submit(place: str, path: Path) -> str:
-    """Sends a file; returns the words of the program that took it.
+    """Submits a file; returns the output of the program that takes it.
 
-    Raises:
-        EnvironmentLacksError: the program is not there, or does not take the file.
+    Raises EnvironmentLacksError if the program is missing, or rejects the file.
     """
     words = [*_SENDERS[place], str(path)]
     for program in (words[0], _NEEDS.get(place, words[0])):
         if shutil.which(program) is None:
             text = f"{program} is not on the PATH of this machine: {_FOR[place]} has it; {path} can be sent elsewhere"
             raise EnvironmentLacksError(text)
-    if place == "ssh":  # which runs as long as the run
-        return _detached(words, path)
+    if place == "ssh":  # which lasts as long as the run
+        log = path.with_suffix(".log")
+        with open(open_to_append(log), "ab") as output:
+            child = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return f"process {child.pid} holds the connections; their words are in {log}"
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_MOST_S, check=False)
+        result = subprocess.run(words, capture_output=True, text=True, timeout=_MOST_S, check=False)
     except subprocess.TimeoutExpired:
         raise EnvironmentLacksError(f"{words[0]} did not answer within {_MOST_S:g} s") from None
-    if done.returncode:
-        told = done.stderr.strip() or done.stdout.strip()
-        raise EnvironmentLacksError(f"{words[0]} has ended with {done.returncode}: {told}")
-    return done.stdout.strip()
-
-
-def _detached(words: Sequence[str], path: Path) -> str:
-    log = path.with_suffix(".log")
-    with open(open_to_append(log), "ab") as output:
-        child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    return f"process {child.pid} holds the connections; their words are in {log}"
+    if result.returncode:
+        reason = result.stderr.strip() or result.stdout.strip()
+        raise EnvironmentLacksError(f"{words[0]} has ended with {result.returncode}: {reason}")
+    return result.stdout.strip()

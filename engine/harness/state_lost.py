@@ -59,11 +59,11 @@ class LostState:
             return f"there was one worker, and no other to hold a {job.slot_noun}"
         level = 1 if job.redundancy == "reroute" else job.redundancy_level
         name = job.redundancy if job.redundancy == "reroute" else f"{job.redundancy} redundancy of level {level}"
-        kept = min(level, self.workers - 1) + 1
+        copies = min(level, self.workers - 1) + 1
         gone = "one was" if len(self.gone) == 1 else f"{len(self.gone)} were"
         return (
-            f"{name} keeps each {'shard' if job.fsdp else job.slot_noun} on at least {kept} of {self.workers} workers; "
-            f"{gone} gone before others held it"
+            f"{name} keeps each {'shard' if job.fsdp else job.slot_noun} on at least {copies} of {self.workers} "
+            f"workers; {gone} gone before others held it"
         )
 
     def advice(self) -> list[str]:

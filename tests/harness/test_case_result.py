@@ -131,7 +131,9 @@ def test_a_run_that_failed_by_itself_says_its_own_error() -> None:
     error = BambooError("worker 2 raised")
     own = {**SUMMARY, "outcome": "failed", "exit_code": 3, "error": str(error)}
     found = result_of(fired=False)
-    found = replace(found, run_error=error, summary=own, seen=replace(found.seen, exit_code=3, error=str(error)))
+    found = replace(
+        found, run_error=error, summary=own, observation=replace(found.observation, exit_code=3, error=str(error))
+    )
     assert found.error is error
     assert {name: found.to_plain()[name] for name in own} == own
 
@@ -174,7 +176,7 @@ def test_only_a_run_with_steps_left_and_right_weights_goes_on(
 
 def test_a_scenario_that_expects_a_failure_passes_with_it() -> None:
     found = result_of(expect=Expect(outcome="state-lost"))
-    lost = replace(found.seen, exit_code=80, error="the state of stage 1 is lost")
+    lost = replace(found.observation, exit_code=80, error="the state of stage 1 is lost")
     own = {**SUMMARY, "outcome": "failed", "exit_code": 80}
     found = judged(replace(SCENARIO, expect=Expect(outcome="state-lost")), (FAULT,), Path("x"), lost)
     found = replace(found, summary=own, is_scenario=True)
