@@ -292,7 +292,6 @@ def test_the_sender_is_told_the_answer(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "request-1.json").chmod(0o600)
     run.look()
     monkeypatch.setattr(_Events, "is_over", lambda self: not self._update())
-    monkeypatch.setattr(_Events, "_wait_for_the_first", lambda self: None)
 
     class Folder:
         path, events = tmp_path, tmp_path / "events.jsonl"
