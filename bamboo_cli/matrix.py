@@ -9,6 +9,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -274,7 +275,7 @@ def _print(
     from engine.report.pages.matrix_page import grid_of, grid_parts
 
     if as_json:
-        cells = [each.to_plain() for each in done]
+        cells = [asdict(each) for each in done]
         values = {"matrix": found.name, "exit_code": code, "folder": str(run.folder), "shrunk": shrunk}
         missing = {"interrupted": code in BY_SIGNAL, "not_run": _not_run(chosen, done)}
         echo(json.dumps(values | missing | {"cells": cells}))

@@ -172,9 +172,9 @@ class Reader:
 
 
 def _status_in(run_id: str, settings: EtcdSettings) -> RunStatus | None:
+    from engine.codec.documents import status_of_keys
     from engine.core.errors import CoordinatorUnavailableError
     from engine.core.protocol.coordinator_state import ROLE
-    from engine.core.protocol.run_status import status_of_keys
     from engine.runtime.store.etcd_kv import EtcdKV
 
     kv = EtcdKV(settings, f"/bamboo/{run_id}/", deadline_s=2.0)

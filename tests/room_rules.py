@@ -16,9 +16,10 @@ MOST_STOREYS = 19
 _TABLE = """
 api: core.checks core.faults core.history core.job core.protocol files files.jobs harness observers report
     runtime.checkpoint runtime.faults runtime.process
-bench: core.checks core.history core.hosts core.job core.program core.protocol core.worker files harness models
+bench: codec core.checks core.history core.hosts core.job core.program core.protocol core.worker files harness models
     runtime.agent runtime.checkpoint runtime.device runtime.ipc runtime.process runtime.stage runtime.store
     runtime.transport runtime.worker
+codec: core.history core.job core.program core.protocol
 core.checks: core.faults core.history core.job core.program
 core.faults: core.history core.job core.program core.protocol
 core.history: core.job
@@ -27,29 +28,29 @@ core.job: core.program
 core.program:
 core.protocol: core.history core.job core.program
 core.worker: core.job core.program
-files: core.checks core.history core.job
-files.jobs: core.checks core.faults core.job core.program files
-harness: core.checks core.faults core.history core.hosts core.job core.protocol files files.jobs models observers
+files: codec core.checks core.history core.job
+files.jobs: codec core.checks core.faults core.job core.program files
+harness: codec core.checks core.faults core.history core.hosts core.job core.protocol files files.jobs models observers
     runtime.agent runtime.checkpoint runtime.faults runtime.hosts runtime.ipc runtime.process runtime.store
-models: core.job
+models: codec core.job
 models.traced: core.job models
 observers: core.checks core.history core.job files runtime.process
-report: core.checks core.history core.job core.program
+report: codec core.checks core.history core.job core.program
 report.pages: core.checks core.history core.job core.program engine report
-runtime.agent: core.checks core.faults core.history core.hosts core.job core.program core.protocol files files.jobs
-    runtime.faults runtime.ipc runtime.process runtime.store
+runtime.agent: codec core.checks core.faults core.history core.hosts core.job core.program core.protocol files
+    files.jobs runtime.faults runtime.ipc runtime.process runtime.store
 runtime.checkpoint: core.job core.worker files models runtime.device runtime.ipc runtime.stage
 runtime.device: core.checks
 runtime.faults: core.faults files runtime.device runtime.ipc runtime.stage runtime.transport
-runtime.hosts: core.faults core.history core.hosts core.job core.protocol files runtime.agent runtime.ipc
+runtime.hosts: codec core.faults core.history core.hosts core.job core.protocol files runtime.agent runtime.ipc
     runtime.process
 runtime.in_process: runtime.device runtime.ipc runtime.process runtime.transport
-runtime.ipc: core.history core.program core.protocol core.worker files
+runtime.ipc: codec core.history core.program core.protocol core.worker files
 runtime.process: files runtime.ipc
-runtime.stage: core.checks core.history core.job core.program models runtime.device runtime.transport
+runtime.stage: codec core.checks core.history core.job core.program models runtime.device runtime.transport
 runtime.store: core.history files runtime.ipc runtime.process
 runtime.transport: core.history core.program files models runtime.device runtime.ipc runtime.process
-runtime.worker: core.checks core.faults core.history core.job core.program core.worker files models
+runtime.worker: codec core.checks core.faults core.history core.job core.program core.worker files models
     runtime.checkpoint runtime.device runtime.faults runtime.ipc runtime.process runtime.stage runtime.transport
 """
 

@@ -76,13 +76,14 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
 
 def _found(text: str, folder: Path) -> CheckpointChoice:
     """Returns the checkpoint that `text` names; another process reads, as a disk may have stopped."""
+    from engine.codec.values import plain_of, value_of
     from engine.files.jobs.checkpoint_choice import CheckpointChoice, find_checkpoint
     from engine.runtime.agent.orders import READ_LIMIT_S, answered, heard, told
 
     def read() -> list[Any]:
         said: list[str] = []
         try:
-            return [said, find_checkpoint(text, folder, said.append).to_plain(), None]
+            return [said, plain_of(find_checkpoint(text, folder, said.append)), None]
         except BambooError as error:
             return [said, None, told(error)]
 
@@ -93,7 +94,7 @@ def _found(text: str, folder: Path) -> CheckpointChoice:
         echo(each, err=True)
     if error is not None:
         raise heard(error)
-    return CheckpointChoice.of_plain(found)
+    return value_of(found, CheckpointChoice, "the answer")
 
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from engine.bench.figures import BenchRow, Cases, limit_row
+from engine.codec.records import encoded
 from engine.core.errors import WorkerFailedError
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record_lines import FIELDS, FOLDER, StepFile, as_ranges, encoded, entry, span_of
 from engine.core.history.run_records import (
     AGENT,
     VERSION,
@@ -32,6 +32,7 @@ from engine.core.history.run_records import (
     Record,
     ThinnedRecord,
 )
+from engine.core.history.step_files import FIELDS, FOLDER, StepFile, as_ranges, entry, span_of
 from engine.core.job.job import Job, parse_size
 from engine.core.job.partition import initial_program
 from engine.files.run_folder import RunFolder, create_run_folder

@@ -20,7 +20,7 @@ from engine.core.errors import ensure
 from engine.core.history.process_records import ClockRecord, KnownRecord
 from engine.core.history.run_records import ActionRecord, CommitRecord, Record
 from engine.core.job.job import Job
-from engine.core.message_codec import ToAgent, ToWorker, message
+from engine.core.message_kinds import ToAgent, ToWorker, message
 from engine.core.ownership import Ownership
 from engine.core.program.build import on_owners
 from engine.core.program.passes import with_transfers

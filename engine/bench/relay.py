@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.figures import BenchRow, Cases, Round, limit_row
+from engine.codec.records import decoded
 from engine.core.errors import WorkerFailedError
 from engine.core.history.evidence import unlinked
 from engine.core.history.process_records import ExitRecord, KnownRecord
-from engine.core.history.record_lines import FOLDER, decoded
 from engine.core.history.run_records import AGENT, MarkRecord, Record
+from engine.core.history.step_files import FOLDER
 from engine.core.job.job import Job
 from engine.core.ownership import Grid, fresh
 from engine.core.protocol.coordinator_state import first_state

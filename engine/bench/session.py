@@ -24,10 +24,10 @@ from engine.bench.figures import (
     timed_job,
 )
 from engine.core.errors import WorkerFailedError
-from engine.core.history.record_lines import FOLDER
+from engine.core.history.step_files import FOLDER
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import (
     BorderMessage,
     ByeMessage,

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from engine.core.errors import ExitCode
 from engine.core.manifest import LayerHash, Part
-from engine.core.message_codec import TextsToAgent, ToAgent, ToWorker, message
+from engine.core.message_kinds import TextsToAgent, ToAgent, ToWorker, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.units import DURATION, EPOCHS, parse_duration, parse_epochs, whole_number

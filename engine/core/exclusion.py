@@ -5,9 +5,9 @@ Rule: decisions use the cause and the position; the sentence is only for people.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Cause(StrEnum):
@@ -46,7 +46,7 @@ class Exclusion(NamedTuple):
 
     worker: int
     why: str
-    cause: Cause
+    cause: Cause = Cause.DEATH  # of old, an entry had no cause
     seen: Position | None = None
     alive_ns: int | None = None
 
@@ -74,16 +74,3 @@ def excluded(
 def in_words(out: Iterable[Exclusion]) -> str:
     """Returns the sentences about all of the workers."""
     return "; ".join(f"worker {each.worker} {each.why}" for each in out)
-
-
-def verdict_of(event: Mapping[str, Any]) -> Verdict:
-    """Returns the verdict of an epoch's record."""
-    return tuple(map(exclusion_of, event["verdict"]))
-
-
-def exclusion_of(entry: Sequence[Any]) -> Exclusion:
-    """Returns an entry of a verdict from its form in JSON; an old entry without a cause is a death."""
-    worker, why, *more = entry
-    rest: list[Any] = [*more, *[Cause.DEATH, None, None][len(more) :]]
-    cause, seen, alive_ns = rest
-    return Exclusion(worker, why, Cause(cause), Position(*seen) if seen else None, alive_ns)

@@ -17,15 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from engine.core.errors import InvariantError, StorageError, ensure
-from engine.core.message_codec import reader_of, strict_text
+from engine.core.errors import StorageError
 
 FORMAT = 2
 MOST_BYTES = 16 << 20  # of a manifest: some 60,000 parts
 _MOST_VALUES = 1 << 10  # fields and arguments of the job
-_MOST_INNER = 1 << 20  # objects and lists, each of which takes some 200 bytes
+MOST_INNER = 1 << 20  # objects and lists, each of which takes some 200 bytes
 _MOST_PIPELINES = 1 << 12
 _STEP = re.compile(r"step-([0-9]{8,12})")
 _MANIFEST = re.compile(r"manifest-[0-9a-f]{16}\.json")
@@ -114,7 +113,6 @@ class Manifest:
 
 
 _LAYER = attrgetter("layer")
-_, _READ = reader_of(Manifest)
 
 
 def step_folder(step: int) -> str:
@@ -166,80 +164,17 @@ def is_manifest(file: str) -> bool:
     return _MANIFEST.fullmatch(file) is not None
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """Returns the bytes of a manifest, always the same for the same values.
-
-    Raises:
-        InvariantError: it is not whole: a layer or a shard is missing, or a value has not the form.
-    """
-    for problem in _problems(manifest):
-        raise InvariantError(f"no manifest: {problem}")
-    data = draft(manifest).encode()
-    ensure(can_be_parsed(data), "no manifest: no reader would take one as large")
-    return data
-
-
-def draft(manifest: Manifest) -> str:
-    """Returns the text of a manifest, which may not be whole yet."""
-    return strict_text(manifest, sort_keys=True, default=_plain) + "\n"
-
-
-def draft_of(text: str) -> Manifest:
-    """Returns the manifest of which bamboo made this text."""
-    manifest: Manifest = _READ(json.loads(text))
-    return manifest
-
-
 def manifest_file(data: bytes) -> str:
     """Returns the name of the manifest with these bytes."""
     return f"manifest-{hashlib.sha256(data).hexdigest()[:16]}.json"
 
 
-def manifest_of(name: str, data: bytes) -> Manifest:
-    """Returns the manifest that `data` is, which was read from ``FOLDER/FILE``, its name.
-
-    Raises:
-        DamagedCheckpointError: it is no whole manifest, or belongs to another name.
-    """
-    folder, _, file = name.rpartition("/")
-
-    def refuse(why: str) -> NoReturn:
-        raise DamagedCheckpointError(f"{name}: {why}")
-
-    if manifest_file(data) != file:
-        refuse(f"its SHA-256 begins with {manifest_file(data)[9:25]}, not with the digits in its name")
-    if not can_be_parsed(data):
-        refuse(f"expected at most {MOST_BYTES} bytes, with at most {_MOST_INNER} objects and lists in them")
-    try:
-        plain = json.loads(data)
-    except (ValueError, RecursionError):
-        refuse("expected one object of JSON")
-    if type(plain) is not dict or plain.get("format") != FORMAT:
-        version = plain.get("format") if type(plain) is dict else plain
-        refuse(f"the field 'format': expected {FORMAT}, found {version!r:.80}; another bamboo wrote it")
-    try:
-        manifest: Manifest = _READ(plain)
-    except InvariantError as error:
-        refuse(str(error))
-    for problem in _problems(manifest):
-        refuse(problem)
-    if draft(manifest).encode() != data:
-        refuse("expected the canonical text of its values")
-    if folder.rpartition("/")[2] != manifest.folder:
-        refuse(f"it is a manifest of step {manifest.step}, which belongs into {manifest.folder}")
-    return manifest
-
-
 def can_be_parsed(data: bytes, most: int = MOST_BYTES) -> bool:
     """Returns whether a text of JSON can be parsed in bounded memory."""
-    return len(data) <= most and data.count(b"{") + data.count(b"[") <= _MOST_INNER
+    return len(data) <= most and data.count(b"{") + data.count(b"[") <= MOST_INNER
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
-
-
-def _problems(manifest: Manifest) -> Iterator[str]:
+def manifest_problems(manifest: Manifest) -> Iterator[str]:
     """Yields for each wrong field its name, and the reason."""
     for name in ("step", "epoch"):
         if not 0 <= (value := getattr(manifest, name)) < _MOST:

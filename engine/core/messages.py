@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.core.errors import Problem, WorkerException
-from engine.core.message_codec import CUT, LastWords, Message, Plain, TextsToAgent, ToAgent, ToWorker, message
+from engine.core.message_kinds import CUT, LastWords, Message, Plain, TextsToAgent, ToAgent, ToWorker, message
 from engine.core.ownership import Slot
 from engine.core.units import Scalar
 

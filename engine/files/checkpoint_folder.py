@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from engine.codec.manifests import manifest_bytes, manifest_of
 from engine.core.checkpoint_rules import may_go
 from engine.core.errors import StorageError
 from engine.core.manifest import (
@@ -30,9 +31,7 @@ from engine.core.manifest import (
     Strides,
     is_manifest,
     layer_in,
-    manifest_bytes,
     manifest_file,
-    manifest_of,
     nonce_of,
     owner_of,
     part_file,

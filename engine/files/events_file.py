@@ -9,35 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+from engine.codec.records import TornLineError, decoded, refuse_other_version, whole_end
 from engine.core.errors import InvariantError, StorageError
 from engine.core.history.evidence import unlinked
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record_lines import (
-    ENTRY_BYTES,
-    FOLDER,
-    StepFile,
-    TornLineError,
-    actions_in,
-    commit_fields,
-    decoded,
-    marked_steps,
-    refuse_other_version,
-    span_of,
-    step_file,
-    whole_end,
-)
 from engine.core.history.run_history import ActionFiles, ReplicatedDecisions, RunHistory, history_of
 from engine.core.history.run_records import ActionRecord, Record, UnreadLine
+from engine.core.history.step_files import ENTRY_BYTES, FOLDER, StepFile, actions_in, marked_steps, span_of, step_file
 from engine.files.atomic_write import open_to_read
 from engine.files.run_folder import refuse_size
 
 
 class StepReader(ActionFiles):
-    """The files of the actions of a run, as they are now; `core.history.record_lines` has their format.
+    """The files of the actions of a run, as they are now; `core.history.step_files` has their format.
 
     A file that has vanished since the folder was listed was dropped meanwhile, and counts as one that never existed.
     """
@@ -120,9 +108,8 @@ def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
     It has the actions by which recoveries are timed, or every action; `files` gives access to all of them. A run has
     millions, and reading one as a record takes a hundred times longer than as bytes.
     """
-    history, files, heard = RunHistory(), StepReader(path.parent), ReplicatedDecisions()
-    for begin, data in whole_lines(path, 0):
-        _add_lines(history, data, path, begin, heard)
+    history, files, heard = RunHistory(), StepReader(path.parent), ReplicatedDecisions(decoded)
+    _add(history, recorded(path), heard)
     refuse_impossible(history, path)
     marked, span = marked_steps(history.records_of_recoveries), span_of(history.job)
     near = {step - step % span for step in marked}
@@ -250,22 +237,11 @@ class _Records:
             yield record
 
 
-def _add_lines(history: RunHistory, data: bytes, path: Path, start: int, decisions: ReplicatedDecisions) -> None:
-    """Adds the records in whole lines to a history; commits, of which a day has a million, are added in bulk."""
-    commits: list[tuple[str, ...]] = []
-    records = _Records(path, start)
-    for number, line in enumerate(_unlinked_lines(data)):
-        fields = commit_fields(line) if number or start else None
-        if fields is not None:
-            commits.append(fields)
-            continue
-        history.add_commits(commits)
-        commits = []
-        for record in records.of(line, number):
-            history.add(record)
-            if (decision := decisions.decision(record)) is not None:
-                history.add(decision)
-    history.add_commits(commits)
+def _add(history: RunHistory, records: Iterable[Record], decisions: ReplicatedDecisions) -> None:
+    for record in records:
+        history.add(record)
+        if (decision := decisions.decision(record)) is not None:
+            history.add(decision)
 
 
 def _is_commit(line: str) -> bool:
@@ -294,7 +270,7 @@ class GrowingEvents:
     def __init__(self, path: Path, *, last_commits: bool = False):
         self.path = path
         self._last_commits = last_commits
-        self._history, self._decisions = RunHistory(), ReplicatedDecisions()
+        self._history, self._decisions = RunHistory(), ReplicatedDecisions(decoded)
         self._num_bytes = 0  # read so far, always whole lines
 
     def read_on(self) -> RunHistory:
@@ -305,10 +281,7 @@ class GrowingEvents:
         Raises StorageError if the file cannot be read, is of another version, or a line is no event.
         """
         known = len(self._history.commits)
-        for record in self.news():
-            self._history.add(record)
-            if (decision := self._decisions.decision(record)) is not None:
-                self._history.add(decision)
+        _add(self._history, self.news(), self._decisions)
         refuse_impossible(self._history, self.path, known)
         return self._history
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from engine.codec.records import TornLineError, decoded
 from engine.core.checks.proof import Computation, Flaw, Proof, StepHashes, proved
 from engine.core.checks.trajectory import COLUMNS, TrajectoryRow
 from engine.core.errors import InvariantError, StorageError
@@ -23,9 +24,9 @@ from engine.core.history.evidence import (
     unlinked,
 )
 from engine.core.history.process_records import HostRecord, LeftBehindRecord, SealRecord, TwinRecord
-from engine.core.history.record_lines import FOLDER, StepFile, TornLineError, decoded, span_of, step_file
 from engine.core.history.run_history import RunHistory
 from engine.core.history.run_records import UNSEALED, AuditRecord, JobRecord, PartitionRecord
+from engine.core.history.step_files import FOLDER, StepFile, span_of, step_file
 from engine.core.job.bit_fields import twin_of
 from engine.files.events_file import read_history
 from engine.files.linked_lines import evidence, evidence_lines, parts

@@ -14,12 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.codec.records import decoded, encoded
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError
 from engine.core.history.evidence import EVENTS, linked_lines
 from engine.core.history.merging import HostRecords, MergedHistory, SharedClock, merged
 from engine.core.history.process_records import EndedRecord, HostRecord, SealRecord, StoreRecord, on_clock
-from engine.core.history.record_lines import ENTRY_BYTES, FOLDER, encoded, moved_entries, step_file
 from engine.core.history.run_records import AuditRecord, CommitRecord, JobRecord, Record, StampedRecord
+from engine.core.history.step_files import ENTRY_BYTES, FOLDER, moved_entries, step_file
 from engine.files.atomic_write import make_folder, write_atomically
 from engine.files.events_file import events_of, recorded
 from engine.files.evidence import chain_flaws, seal_of
@@ -113,7 +114,7 @@ def collect(folders: Sequence[RunFolder], output: Path | None = None) -> dict[st
         for path, records in files.items()
     }
     hosts = [_host(node, files, nodes, copies) for node in dict.fromkeys(nodes.values())]
-    history = merged(hosts)
+    history = merged(hosts, decoded)
     below = folders[0].path if output is None else output
     is_whole, output = output is None, folders[0].path / COLLECTED if output is None else output
     make_folder(output / FOLDER, below)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from engine.codec.records import encoded
 from engine.core.errors import StorageError
 from engine.core.history.evidence import linked
-from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import AGENT, StampedRecord
 from engine.files.atomic_write import open_below, open_in, open_to_append, storage_errors
 from engine.files.run_folder import refuse_size

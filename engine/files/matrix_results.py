@@ -6,7 +6,6 @@ run again, its last line counts. An unfinished line, left by a killed writer, is
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -14,8 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from engine.core.checks.cell_result import CellResult, from_plain
-from engine.core.errors import NothingMatchedError
+from engine.codec.values import read, text_of
+from engine.core.checks.cell_result import CellResult
+from engine.core.errors import InvariantError, NothingMatchedError
 from engine.files.atomic_write import make_folder, open_to_append, storage_errors
 from engine.files.run_folder import RUN_NAME, RunFolder, run_names
 
@@ -50,7 +50,7 @@ def newest_folder(results: Path, name: str) -> Path:
 
 def append_result(folder: Path, result: CellResult) -> None:
     """Appends one result. Raises StorageError if it could not be written."""
-    line = (json.dumps(result.to_plain(), separators=(",", ":")) + "\n").encode()
+    line = f"{text_of(result)}\n".encode()
     fd = open_to_append(folder / RESULTS, is_read=True)
     try:
         with storage_errors("write", folder / RESULTS):
@@ -72,8 +72,8 @@ def read_results(path: Path) -> dict[str, CellResult]:
     results = {}
     for line in lines:
         try:
-            result = from_plain(json.loads(line))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            result = read(line, CellResult, "result", is_whole=False)
+        except InvariantError:
             continue
         if not result.run or re.fullmatch(RUN_NAME, result.run):  # it names a folder, to which a page may be written
             results[result.cell] = result

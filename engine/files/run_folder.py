@@ -23,7 +23,7 @@ from typing import Union
 
 from engine.core.errors import NothingMatchedError, Problem, StorageError, UserError, ensure, nearest
 from engine.core.history.evidence import EVENTS
-from engine.core.history.record_lines import FOLDER
+from engine.core.history.step_files import FOLDER
 from engine.core.units import finite
 from engine.files.atomic_write import BLOCK_BYTES, is_hollow, open_below, storage_errors
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine.codec.records import encoded
 from engine.core.checks.expectations import HostStrike
 from engine.core.errors import EnvironmentLacksError
 from engine.core.faults.fault import LEADER, HostFault, chosen_host
 from engine.core.history.evidence import linked_lines
 from engine.core.history.process_records import EndedRecord, on_clock
-from engine.core.history.record_lines import FOLDER, encoded, moved_entries, step_file
 from engine.core.history.run_records import CommitRecord, JobRecord, Record, StampedRecord
+from engine.core.history.step_files import FOLDER, moved_entries, step_file
 from engine.files.atomic_write import open_to_append, write_atomically
 from engine.files.events_file import GrowingEvents, events_of, recorded
 from engine.files.host_folders import collect

@@ -6,7 +6,6 @@ has the results, and the lines that `bamboo inject` would print.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -20,7 +19,7 @@ from engine.core.checks.expectations import Check
 from engine.core.errors import BY_SIGNAL, BambooError
 
 if TYPE_CHECKING:
-    from engine.core.message_codec import Plain
+    from engine.core.message_kinds import Plain
     from engine.files.jobs.scenario_file import LoadedScenario
     from engine.runtime.process.fork_client import ForkServer
 
@@ -90,6 +89,7 @@ def contradiction(run: Path) -> str:
 
 def main(fd: int) -> None:
     """Runs a case for each message, until the other end is closed; an interrupted case does not finish its step."""
+    from engine.codec.values import plain_of, text_of
     from engine.core.messages import CaseMessage, DoneMessage
     from engine.harness.leak_check import mark_processes
     from engine.runtime.ipc.link import Link
@@ -102,8 +102,8 @@ def main(fd: int) -> None:
         interrupts.step_grace_s = 0.0
         while isinstance(message := link.receive(), CaseMessage):
             result = run_cell(message.task, server)
-            print(json.dumps(result.to_plain()), flush=True)
-            link.send(DoneMessage(result.to_plain()))
+            print(text_of(result), flush=True)
+            link.send(DoneMessage(plain_of(result)))
 
 
 if __name__ == "__main__":

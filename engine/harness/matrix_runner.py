@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checks.cell_result import CellResult, from_plain, key_of
+from engine.codec.values import value_of
+from engine.core.checks.cell_result import CellResult, key_of
 from engine.core.job.job import Job
 from engine.core.texts import trust_words
 
 if TYPE_CHECKING:
     from engine.core.faults.matrix import SmallestScenario
     from engine.core.faults.scenario import Scenario
-    from engine.core.message_codec import Plain
+    from engine.core.message_kinds import Plain
     from engine.files.jobs.matrix_file import PlannedCell
     from engine.runtime.process.fork_client import Lanes
 
@@ -93,7 +94,8 @@ class MatrixRun:
         labels = dict(planned.cell.labels)
         key = key_of(planned.cell.values, self.settings)
         if "result" in answer:
-            return replace(from_plain(answer["result"]), labels=labels, line=planned.line, key=key)
+            result = value_of(answer["result"], CellResult, "the answer of a lane")
+            return replace(result, labels=labels, line=planned.line, key=key)
         loaded = planned.loaded
         do = loaded.faults[0].do if loaded.faults else ""
         text = f"the lane ended with code {answer['ended']}; its log is in {self.folder}"

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError
+from engine.codec.documents import resume
+from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError, required
 from engine.core.history.process_records import EndedRecord, RefusedRecord
 from engine.core.hosts.ends import SILENT_NS
 from engine.core.job.job import Job
 from engine.core.job.update_rules import preloads
 from engine.core.kv import KV, Lease
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import WelcomeMessage
 from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE
 from engine.core.protocol.succession import ProcessOnHost, begins_again, last_number, succession
@@ -346,10 +347,11 @@ def _inherited(
     """Returns the run to continue, or None if all workers start again; raises CoordinatorUnavailableError."""
     stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
     texts = {key: item.value.decode() for key, item in stored.items() if item is not None}
+    known = resume(at.job, texts, 0) if texts.keys() == stored.keys() else None
     living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
     results = workers.heard
     results.complete(spawner.told for spawner in living.values())
-    if begins_again(texts, has_results=bool(results.results.losses)):
+    if begins_again(known, has_results=bool(results.results.losses)):
         at.registry.forget(OF_COORDINATOR)
         servers.go_on_after(results)
         for host in away.values():
@@ -357,7 +359,7 @@ def _inherited(
         return None
     processes = []
     held = {name: spawner.held for name, spawner in living.items()}
-    heirs = succession(texts, held, before.name, results.results.committed)
+    heirs = succession(known, held, before.name, results.results.committed)
     for heir in heirs:
         server = away[heir.host]
         processes.append(InheritedProcess(heir.worker, heir.host, partial(_adopt, server, heir)))
@@ -372,6 +374,7 @@ def _inherited(
             server.hear_again()
 
     results.results.taken_over(now_ns())
+    state = required(known, "a run without a state is not taken over").membership
     welcomes, place = taught(away, {heir.host for heir in heirs if not heir.ended})
     return InheritedRun(
         home_of(next(iter(welcomes.values()), None), folder),
@@ -382,7 +385,7 @@ def _inherited(
         before.name,
         welcomes,
         place,
-        last_number(texts, heirs),
+        last_number(state, heirs),
         workers.num_notices,
     )
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from engine.codec.messages import cut
 from engine.core.errors import WorkerException
-from engine.core.message_codec import cut
 from engine.core.texts import counted, printable
 
 _MOST_OF_NAME, _MOST_OF_ERROR, _MOST_OF_FRAMES, _MOST_OF_TRACEBACK = 1_000, 4_000, 4_000, 20_000  # bytes in a message

@@ -16,7 +16,8 @@ import pandas as pd
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE, Action, LegendEntry, Op, StepPosition, ops_at, parse_action
 from engine.core.history.process_records import StartedRecord
-from engine.core.history.record_lines import (
+from engine.core.history.run_history import ActionFiles, RunHistory
+from engine.core.history.step_files import (
     ENTRY_BYTES,
     FIELDS,
     OPS,
@@ -26,7 +27,6 @@ from engine.core.history.record_lines import (
     span_of,
     superfluous,
 )
-from engine.core.history.run_history import ActionFiles, RunHistory
 from engine.core.program.remaining_tasks import work_of
 
 # The actions of a run as arrays, from the bytes of its files: fast enough for tens of millions of them.

@@ -20,11 +20,11 @@ from typing import Any
 
 import pandas as pd
 
+from engine.codec.records import RECORDS
 from engine.core.checks.moves import moves_in_words
 from engine.core.checks.proof import UNREAD, Proof
 from engine.core.exclusion import in_words
 from engine.core.history.process_records import DeadlyRecord, ExitRecord, HostRecord, TwinRecord
-from engine.core.history.record_lines import RECORDS, span_of
 from engine.core.history.run_history import RunHistory, gaps, left_out_steps
 from engine.core.history.run_records import (
     EpochRecord,
@@ -35,6 +35,7 @@ from engine.core.history.run_records import (
     StampedRecord,
     kind_of,
 )
+from engine.core.history.step_files import span_of
 from engine.core.job.job import Job
 from engine.core.texts import counted, numbered
 from engine.report.actions import MOST_ACTIONS, actions_of

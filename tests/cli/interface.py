@@ -10,8 +10,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from bamboo_cli.app import COMMANDS, load
+from engine.codec.records import RECORDS
 from engine.core.errors import ExitCode
-from engine.core.history.record_lines import RECORDS
 
 
 def interface() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.core import messages
 from engine.core.history.run_records import StampedRecord
 from engine.core.job.job import Job
-from engine.core.message_codec import Message, ToWorker
+from engine.core.message_kinds import Message, ToWorker
 from engine.core.program.ballot import SlotVote, VoteMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage
 from engine.core.protocol.coordinator import step

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from engine.codec.records import _NEEDED, decoded, encoded
 from engine.core.exclusion import Cause, Position, excluded
 from engine.core.history.process_records import (
     CheckRecord,
@@ -47,7 +48,6 @@ from engine.core.history.process_records import (
     WaitingRecord,
     WayOutRecord,
 )
-from engine.core.history.record_lines import _NEEDED, StepFile, decoded, encoded, entry, span_of
 from engine.core.history.run_history import ActionFiles, RunHistory, history_of
 from engine.core.history.run_records import (
     VERSION,
@@ -86,6 +86,7 @@ from engine.core.history.run_records import (
     ValidationRecord,
     kind_of,
 )
+from engine.core.history.step_files import StepFile, entry, span_of
 from engine.core.job.job import Job
 
 AGENT: dict[str, Any] = {"worker": -1, "pid": 7, "at_ns": 11}

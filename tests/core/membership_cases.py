@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage, SuspicionMessage, WaitingMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage
 from engine.core.protocol.events import (

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from engine.codec.values import read, text_of
 from engine.core.checks.cell_result import (
     CellResult,
     counts_text,
     failure_of,
-    from_plain,
     judged,
     key_of,
     matrix_exit_code,
 )
 from engine.core.checks.expectations import Check
-from engine.core.errors import ExitCode
+from engine.core.errors import ExitCode, InvariantError
 from engine.core.history.process_records import Result
 
 GOOD, BAD, VOID = Check("faults", "passed", "a"), Check("culprit", "failed", "b"), Check("faults", "invalid", "c")
@@ -71,9 +71,9 @@ def test_counts() -> None:
 
 def test_it_goes_to_disk_and_back() -> None:
     result = CellResult("a", "failed", "hang", "t", "kill", 2.5, 3, "r", {"stage": "first"}, 7, "k")
-    assert from_plain(result.to_plain()) == result
-    with pytest.raises(TypeError):
-        from_plain({"cell": "a"})
+    assert read(text_of(result), CellResult, "result") == result
+    with pytest.raises(InvariantError, match="lacks its field 'result'"):
+        read('{"cell":"a"}', CellResult, "result", is_whole=False)
 
 
 def test_keys_tell_scenarios_and_settings_apart() -> None:

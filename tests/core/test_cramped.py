@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.codec.documents import state_of, state_text
 from engine.core.history.run_records import CrampedRecord
 from engine.core.job.job import Job
 from engine.core.job.memory_model import StageBytes
@@ -12,7 +13,7 @@ from engine.core.protocol.coordinator import step as coordinate
 from engine.core.protocol.coordinator_state import begin as begin_coordinator
 from engine.core.protocol.events import ExitSeen, MemoryShortage, Notice, WorkerWord
 from engine.core.protocol.inputs_outputs import Note, Write
-from engine.core.protocol.state import State, resume, to_json
+from engine.core.protocol.state import State
 from engine.core.protocol.wishes import LOOK_AGAIN_NS, MemoryLook, look_for_memory
 from engine.core.protocol.worker_times import WorkerTimes
 from tests.core.membership_cases import running, told
@@ -81,7 +82,7 @@ def test_it_is_looked_at_seldom_unless_something_changes() -> None:
 def test_a_verdict_leaves_a_cramped_worker_waiting() -> None:
     state = told(running(), waits(), waits(4, joins=False), MemoryShortage(6, FULL), ExitSeen(8, 1, -9))
     assert (state.members, state.waiting, dict(state.cramped)) == ((0, 2, 4), (3,), FULL)
-    assert resume(to_json(state), 0).cramped == FULL, "the next coordinator knows it"
+    assert state_of(state_text(state), 0).cramped == FULL, "the next coordinator knows it"
     assert told(state, ExitSeen(9, 3, -9)).cramped == {}
     assert told(running(), MemoryShortage(6, {0: "waits on"})).cramped == {}, "a member is none"
 

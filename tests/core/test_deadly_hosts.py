@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+from engine.codec.documents import documents, resume
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
 from engine.core.messages import ReadyMessage
 from engine.core.ownership import with_shadows
-from engine.core.protocol.coordinator_state import CoordinatorState, begin, documents, resume
+from engine.core.protocol.coordinator_state import CoordinatorState, begin
 from engine.core.protocol.events import LeaseExpired, WorkerWord
 from engine.core.protocol.inputs_outputs import Note, ProcessExit
 from engine.core.protocol.recorded_status import live_status, status_of_history

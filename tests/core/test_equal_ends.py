@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from engine.codec.documents import documents, resume
 from engine.core.errors import WorkerException
 from engine.core.messages import RaisedMessage
-from engine.core.protocol.coordinator_state import CoordinatorState, documents, resume
+from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.inputs_outputs import Place, ProcessExit, Stop
 from engine.core.protocol.orders import survives
 from tests.core.coordinator_cases import answers, given, training

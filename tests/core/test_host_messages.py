@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.codec.messages import encode
 from engine.core.errors import InvariantError
 from engine.core.hosts import host_messages
-from engine.core.hosts.host_messages import (
+from engine.core.hosts.host_messages import WorkerSign
+from engine.core.message_kinds import MAX_BYTES, Message
+from engine.core.messages import HeartbeatMessage, KeyMessage, PingMessage
+from engine.runtime.hosts.frames import (
     MOST_BYTES,
-    WorkerSign,
     frame,
     read_frame,
     read_from_coordinator,
     read_from_host,
+    sign_frames,
 )
-from engine.core.message_codec import MAX_BYTES, Message, encode
-from engine.core.messages import HeartbeatMessage, KeyMessage, PingMessage
 
 HEARTBEAT = encode(HeartbeatMessage(1, 5, 7, True)).decode()
 SIGN = WorkerSign(3, HEARTBEAT, (5, 7, "0F1"), (1, 5, 9, 1, 10**6, 2 * 10**6, 0), ("R", 12, 34), 2, 10**7)
@@ -31,7 +34,7 @@ HEADERS: list[Message] = [
     host_messages.UnforkedHostMessage(1, "no memory"),
     host_messages.SignalHostMessage(1, 9),
     host_messages.EndedHostMessage(1, -9),
-    host_messages.SignsHostMessage(4, 5, (tuple(SIGN),)),  # type: ignore[arg-type]
+    host_messages.SignsHostMessage(4, 5, (SIGN,)),
     host_messages.TickHostMessage(9, 10, (11, 12)),
     host_messages.HoldsHostMessage(((1, 0, 4711),), 12),
     host_messages.LeavesHostMessage(),
@@ -53,7 +56,7 @@ def test_a_control_message_travels_behind_its_header() -> None:
         host_messages.TaughtHostMessage(),
     ):
         assert read_frame(frame(header, packet)) == (header, packet)
-    assert WorkerSign._make(read_frame(frame(HEADERS[7]))[0].signs[0]) == SIGN  # type: ignore[attr-defined]
+    assert read_frame(frame(HEADERS[7]))[0].signs[0] == SIGN  # type: ignore[attr-defined]
 
 
 def test_the_longest_control_message_has_room_and_a_longer_frame_is_refused() -> None:
@@ -109,9 +112,10 @@ def test_words_of_workers_and_to_them_go_both_ways() -> None:
 
 @given(st.lists(st.integers(), max_size=9), st.lists(st.integers() | st.text(max_size=3), max_size=4), st.text())
 def test_no_sign_raises_another_error(place: list[int], times: list[int | str], text: str) -> None:
-    sign = SIGN._replace(place=tuple(place), times=tuple(times), heartbeat=text)
+    parts: Any = {"place": tuple(place), "times": tuple(times)}
+    sign = SIGN._replace(heartbeat=text, **parts)
     with contextlib.suppress(InvariantError):
-        read_from_host(encode(host_messages.SignsHostMessage(1, 2, (tuple(sign),))))  # type: ignore[arg-type]
+        read_from_host(encode(host_messages.SignsHostMessage(1, 2, (sign,))))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 40, 256])
@@ -119,6 +123,6 @@ def test_signs_of_many_workers_that_all_tell_their_counts_fit_their_frames(num_w
     counts = tuple((peer, 10**6, 10**6, 10**6) for peer in range(num_workers))
     heartbeat = encode(HeartbeatMessage(1, 5, 7, False, 10**9, counts)).decode()
     signs = [SIGN._replace(process=process, heartbeat=heartbeat) for process in range(num_workers)]
-    headers = [read_frame(each)[0] for each in host_messages.sign_frames(4, 5, signs)]
+    headers = [read_frame(each)[0] for each in sign_frames(4, 5, signs)]
     assert headers and all(isinstance(each, host_messages.SignsHostMessage) for each in headers)
     assert [each[0] for header in headers for each in header.signs] == [*range(num_workers)]  # type: ignore[attr-defined]

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from engine.codec.documents import state_of, state_text
 from engine.core.errors import ExitCode, Impossible, InvariantError
 from engine.core.exclusion import Cause, Exclusion, Position, excluded
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import FinishedMessage
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage
 from engine.core.protocol.events import (
@@ -39,7 +40,7 @@ from engine.core.protocol.membership import (
     pending_effects,
     step,
 )
-from engine.core.protocol.state import GATHERING, Edge, Phase, Sighting, State, by_suspicion, resume, to_json
+from engine.core.protocol.state import GATHERING, Edge, Phase, Sighting, State, by_suspicion
 from engine.core.protocol.verdicts import leavers
 from tests.core.membership_cases import (
     JOINED,
@@ -239,7 +240,7 @@ def test_a_replica_that_was_healed_in_the_open_step_is_a_shadow_in_the_plan() ->
         holds(31, 2, 2, "", (0, 2)),
     )
     assert (state.owners, state.shadows) == ((0, 0, 2), ((2,), (), (0,)))
-    assert resume(to_json(state), 0).decided() == state.decided()
+    assert state_of(state_text(state), 0).decided() == state.decided()
 
 
 def test_whoever_stays_takes_over_before_one_who_is_leaving() -> None:
@@ -546,7 +547,7 @@ def test_the_end_is_repeated_too(phase: Phase) -> None:
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.FAILING_OVER, Phase.RECONFIGURING, Phase.DRAINING])
 def test_another_coordinator_asks_all_members_again(phase: Phase) -> None:
     state = in_phase(phase)
-    new, effects = step(resume(to_json(state), 40), Takeover(40))
+    new, effects = step(state_of(state_text(state), 40), Takeover(40))
     assert (new.phase, new.epoch, new.verdict, new.planned) == (Phase.FAILING_OVER, state.epoch + 1, (), False)
     assert (new.members, new.owners, new.committed, new.out) == (
         state.members,

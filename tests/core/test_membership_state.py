@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from engine.codec.documents import state_of, state_text
 from engine.core.errors import InvariantError
 from engine.core.protocol.events import ExitSeen, Notice
-from engine.core.protocol.state import Phase, State, resume, to_json
+from engine.core.protocol.state import Phase, State
 from tests.core.membership_cases import S, holds, in_phase, plans, running, suspects, told
 
 GATHERED = told(in_phase(Phase.FAILING_OVER), *(holds(6, worker, 2, '{"1": [2]}') for worker in (0, 1)))
@@ -23,16 +24,16 @@ STATES = [
 
 @pytest.mark.parametrize("state", STATES)
 def test_the_next_coordinator_goes_on_from_what_was_decided(state: State) -> None:
-    text = to_json(state)
-    again = resume(text, 77 * S)
+    text = state_text(state)
+    again = state_of(text, 77 * S)
     assert again.decided() == state.decided()
-    assert to_json(again) == text
+    assert state_text(again) == text
     assert "\n" not in text
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_times_begin_afresh(state: State) -> None:
-    again = resume(to_json(state), 77 * S)
+    again = state_of(state_text(state), 77 * S)
     assert {again.moved_ns, again.repeated_ns, again.looked_ns, again.ticked_ns} == {77 * S}
     assert {seen.heard_ns for seen in again.sightings.values()} <= {77 * S}
     assert set(again.sightings) == set(state.members) & set(state.nodes)
@@ -46,11 +47,11 @@ def test_times_begin_afresh(state: State) -> None:
         "null",
         "[]",
         "{}",
-        to_json(running()).replace("running", "walking"),
-        json.dumps({**json.loads(to_json(running())), "more": 1}),
-        to_json(running()).replace('"epoch"', '"age"'),
+        state_text(running()).replace("running", "walking"),
+        json.dumps({**json.loads(state_text(running())), "more": 1}),
+        state_text(running()).replace('"epoch"', '"age"'),
     ],
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(InvariantError, match="no state of the membership protocol"):
-        resume(text, 0)
+        state_of(text, 0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from engine.codec.records import RECORDS, decoded, encoded
 from engine.core.exclusion import Cause, Verdict, excluded
 from engine.core.history.merging import (
     DRIFT_PPM,
@@ -34,7 +35,6 @@ from engine.core.history.process_records import (
     LostRecord,
     on_clock,
 )
-from engine.core.history.record_lines import RECORDS, encoded
 from engine.core.history.run_records import (
     AGENT,
     CommitRecord,
@@ -141,7 +141,7 @@ def test_the_records_of_three_hosts_become_the_history_of_the_run(seed: int) -> 
     draw = random.Random(seed)  # noqa: S311
     run = run_of(5, draw)
     hosts = on_hosts(run, draw)
-    found = merged(hosts)
+    found = merged(hosts, decoded)
     assert (found.reference, found.incomplete) == ("a", {})
     assert isinstance(found.records[0], JobRecord) and found.records[0].job.results == "a"
     for kind in (JobRecord, EndedRecord):
@@ -160,7 +160,7 @@ def test_by_time_alone_orders_stand_before_their_causes() -> None:
     for seed in range(20):
         draw = random.Random(seed)  # noqa: S311
         hosts = on_hosts(run_of(5, draw), draw)
-        found = merged(hosts)
+        found = merged(hosts, decoded)
         by_time = [
             on_clock(each, partial(on_shared, found.clock, host.node))
             for host in hosts
@@ -190,7 +190,7 @@ def test_without_the_coordinators_folder_its_decisions_are_those_that_others_hea
         b, c = (replace(host, records=[*host.records, *more[host.node]]) for host in (b, c))
     else:
         c = b
-    found = merged([b, c] if knows else [b])
+    found = merged([b, c] if knows else [b], decoded)
     assert found.reference == ("a" if knows else "b")
     assert found.incomplete["a"] == ("no folder of it was given",)
     for kind in (EpochRecord, PlanRecord, GoRecord, CommitRecord):
@@ -205,7 +205,7 @@ def test_hosts_with_incomplete_records_are_named_with_the_reason() -> None:
     torn = UnreadLine(number=8)
     lost = LostRecord(**stamp(b.of(StampedRecord)[-1].at_ns, 1), records=3, why="No space left on device")
     b = HostRecords("b", [*b.records[:-1], torn, lost], is_cut=True)
-    found = merged([a, b, replace(c, node="d")])
+    found = merged([a, b, replace(c, node="d")], decoded)
     assert found.incomplete["b"][:3] == (
         "line 8 of its events could not be read",
         "its events end inside of a line",

@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from engine.codec.messages import decode, encode
 from engine.core.errors import InvariantError
-from engine.core.message_codec import Message, ToAgent, decode, encode, kinds, message
+from engine.core.message_kinds import Message, ToAgent, kinds, message
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, HeartbeatMessage, InflictMessage
 from engine.core.program.ballot import SlotVote, VoteMessage
 from tests.test_house import MODULES
@@ -68,7 +69,7 @@ SCALARS: dict[Any, tuple[Any, ...]] = {
 def value_of(hint: Any, draw: Random) -> Any:
     """Returns some value of the annotation of a field."""
     origin, arguments = get_origin(hint), get_args(hint)
-    if is_dataclass(hint):
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
         return made_of(hint, draw)
     if hint in SCALARS or origin is Literal:
         return draw.choice(SCALARS.get(hint, arguments))
@@ -179,7 +180,7 @@ def test_a_field_of_a_wrong_type_is_named(name: str, value: object) -> None:
 def test_a_wrong_field_of_a_message_inside_another_is_named() -> None:
     found = json.loads(encode(WHOLE))
     del found["inner"]["step"]
-    with pytest.raises(InvariantError, match="a message 'commit' lacks its field 'step'"):
+    with pytest.raises(InvariantError, match=r"the field 'inner' of a message 'everything' .* missing .*`step`"):
         decode(json.dumps(found).encode())
 
 
@@ -211,9 +212,9 @@ def test_an_annotation_that_no_reader_knows_is_refused() -> None:
     class Strange(Message):
         """Has a field that JSON cannot hold."""
 
-        field: set[int]
+        field: complex
 
-    with pytest.raises(InvariantError, match="no field of a message can be"):
+    with pytest.raises(InvariantError, match="the field 'field' of a message 'strange' is not right"):
         decode(b'{"kind":"strange","field":[]}')
 
 

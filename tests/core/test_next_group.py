@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.codec.documents import documents, resume
 from engine.core.errors import ExitCode, InvariantError
 from engine.core.messages import (
     ByeMessage,
@@ -19,7 +20,7 @@ from engine.core.messages import (
 )
 from engine.core.program.inventory import PreparedMessage, PrepareMessage
 from engine.core.protocol.coordinator import is_to_be_kept
-from engine.core.protocol.coordinator_state import CoordinatorState, NextGroup, attempted, documents, resume
+from engine.core.protocol.coordinator_state import CoordinatorState, NextGroup, attempted
 from engine.core.protocol.events import Notice, WantedOwners
 from engine.core.protocol.inputs_outputs import Kill, Note, Tell
 from engine.core.protocol.state import Phase

@@ -6,21 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from engine.codec.values import read, text_of
 from engine.core.errors import InvariantError
-from engine.core.hosts.host_options import RegisteredHost, differences, registered_host
+from engine.core.hosts.host_options import RegisteredHost, differences
 
 FACTS = {"torch": "2.13.0", "isa": ["avx2", "fma"], "stages": 4, "data files": []}
 A = RegisteredHost("a", "1f", "10.0.0.1", 7, FACTS)
 
 
 def test_a_host_travels_as_text() -> None:
-    assert registered_host(A.to_json()) == A
+    assert read(text_of(A), RegisteredHost, "host") == A
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "a"}', "null"])
 def test_another_text_is_no_host(text: str) -> None:
     with pytest.raises(InvariantError, match="no host"):
-        registered_host(text)
+        read(text, RegisteredHost, "host of a run")
 
 
 def test_each_difference_names_the_field_both_values_and_both_hosts() -> None:

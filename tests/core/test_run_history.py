@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from engine.codec.records import decoded, encoded
 from engine.core.history.process_records import ClockRecord, ExitRecord, HeardRecord
-from engine.core.history.record_lines import encoded
 from engine.core.history.run_history import ReplicatedDecisions, RunHistory, coordinating_host, gaps
 from engine.core.history.run_records import CommitRecord, EpochRecord, FaultRecord, StaysRecord
 from engine.core.job.job import Job
@@ -106,7 +106,7 @@ def clock(least_ns: int, most_ns: int) -> ClockRecord:
 
 
 def test_a_decision_comes_onto_the_clock_of_the_host_that_has_heard_it() -> None:
-    known = ReplicatedDecisions()
+    known = ReplicatedDecisions(decoded)
     assert known.decision(clock(3_990, 4_010)) is None
     told = known.decision(heard(COMMIT, 1_500))
     assert isinstance(told, CommitRecord)
@@ -114,13 +114,13 @@ def test_a_decision_comes_onto_the_clock_of_the_host_that_has_heard_it() -> None
 
 
 def test_before_the_clock_is_known_a_decision_has_the_time_at_which_it_was_heard() -> None:
-    told = ReplicatedDecisions().decision(heard(COMMIT, 1_500))
+    told = ReplicatedDecisions(decoded).decision(heard(COMMIT, 1_500))
     assert told is not None
     assert told.at_ns == 1_500
 
 
 def test_all_times_of_a_decision_move() -> None:
-    known = ReplicatedDecisions()
+    known = ReplicatedDecisions(decoded)
     known.decision(clock(4_000, 4_000))
     told = known.decision(
         heard(ExitRecord(**{**AGENT, "at_ns": 5_000}, of=1, code=-9, expected=False, seen_ns=4_900), 1_500)
@@ -130,7 +130,7 @@ def test_all_times_of_a_decision_move() -> None:
 
 
 def test_own_records_are_no_heard_ones() -> None:
-    assert ReplicatedDecisions().decision(COMMIT) is None
+    assert ReplicatedDecisions(decoded).decision(COMMIT) is None
 
 
 def test_the_host_that_coordinates_is_the_one_that_was_heard_last() -> None:
@@ -139,7 +139,7 @@ def test_the_host_that_coordinates_is_the_one_that_was_heard_last() -> None:
     )
     of_b = [HeardRecord(**AGENT, of="b", line=encoded(each)) for each in (epoch, COMMIT)]
     of_c = HeardRecord(**AGENT, of="c", line=encoded(replace(epoch, epoch=2)))
-    known, history = ReplicatedDecisions(), RunHistory()
+    known, history = ReplicatedDecisions(decoded), RunHistory()
     assert coordinating_host(history) == ""
     for each, chief in ((of_b[0], "b"), (of_b[1], "b"), (of_c, "c"), (replace(epoch, epoch=3), "")):
         history.add(each)

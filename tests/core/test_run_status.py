@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from bamboo_cli.terminal.status_picture import headline
+from engine.codec.documents import state_text, status_of_keys
 from engine.core.errors import InvariantError
 from engine.core.messages import WaitingMessage
 from engine.core.protocol.events import ExitSeen, Notice, WorkerWord
 from engine.core.protocol.recorded_status import live_status, status_of_history
-from engine.core.protocol.run_status import RunStatus, WorkerStatus, status_of_keys
-from engine.core.protocol.state import to_json
+from engine.core.protocol.run_status import RunStatus, WorkerStatus
 from tests.core.made_records import made_history
 from tests.core.membership_cases import committed, running, told
 
@@ -27,7 +27,7 @@ def keys(**others: bytes) -> dict[str, bytes]:
     state = told(committed(committed(running())), ExitSeen(30, 1, -9))
     return {
         "coordinator": b"host:1",
-        "state": to_json(state).encode(),
+        "state": state_text(state).encode(),
         "verdicts": json.dumps([[1, "every worker has joined"], [2, state.reason]]).encode(),
         "heartbeats": b'{"at_ns":7000,"ages":{"0":0.25,"1":3.0}}',
         "members/2": json.dumps(MEMBER).encode(),
@@ -112,7 +112,7 @@ def test_a_status_tells_slow_workers_and_the_last_answer_of_the_policy() -> None
 
 def test_keys_say_who_has_given_notice_and_cannot_leave() -> None:
     state = told(running(), *(Notice(5, worker, 1) for worker in range(3)))
-    assert [each.state for each in status_of_keys("mine", keys(state=to_json(state).encode()), NOW_NS).workers] == [
+    assert [each.state for each in status_of_keys("mine", keys(state=state_text(state).encode()), NOW_NS).workers] == [
         "cannot leave"
     ] * 3
 
@@ -218,7 +218,7 @@ def test_a_worker_that_is_no_member_waits_or_starts() -> None:
     state = told(running(), WorkerWord(5, 3, WaitingMessage(), "host"), WorkerWord(6, 5, WaitingMessage(), "host"))
     state = told(state, ExitSeen(7, 5, -9))
     more = {f"members/{worker}": json.dumps(MEMBER | {"now": []}).encode() for worker in (3, 4, 5)}
-    found = status_of_keys("run", keys(state=to_json(state).encode(), **more), NOW_NS)
+    found = status_of_keys("run", keys(state=state_text(state).encode(), **more), NOW_NS)
     assert {each.worker: each.state for each in found.workers if each.worker > 2} == {
         3: "waiting",
         4: "starting",

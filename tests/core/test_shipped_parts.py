@@ -10,20 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.core.history.record_lines import ENTRY_BYTES
+from engine.core.history.step_files import ENTRY_BYTES
 from engine.core.hosts.host_messages import (
     EVENTS,
-    MOST_BYTES,
     MOST_SHIPPED_BYTES,
     ShippedHostMessage,
     ShippedPart,
-    frame,
     is_shipped,
-    read_frame,
-    shipped_frame,
-    shipped_parts,
     whole_bytes,
 )
+from engine.runtime.hosts.frames import MOST_BYTES, frame, read_frame, shipped_frame, shipped_parts
 
 ACTIONS = "steps/actions-0-0.bin"
 
@@ -36,7 +32,7 @@ def read(data: bytes) -> list[tuple[ShippedPart, bytes]]:
 
 def refused(*parts: tuple[str, str, int, int], packet: bytes = b"") -> str:
     with pytest.raises(InvariantError) as caught:
-        shipped_parts(ShippedHostMessage(parts, is_last=False), packet)
+        shipped_parts(ShippedHostMessage(tuple(map(ShippedPart._make, parts)), is_last=False), packet)
     return str(caught.value)
 
 
@@ -79,8 +75,8 @@ def test_a_host_has_a_name_that_is_no_path(node: str) -> None:
 
 def test_bytes_are_those_of_the_parts() -> None:
     packet = zlib.compress(b"abc")
-    one = ("a", EVENTS, 0, 3)
-    assert shipped_parts(ShippedHostMessage((one,), is_last=False), packet) == [(ShippedPart(*one), b"abc")]
+    one = ShippedPart("a", EVENTS, 0, 3)
+    assert shipped_parts(ShippedHostMessage((one,), is_last=False), packet) == [(one, b"abc")]
     for length in (2, 4):
         assert "do not have" in refused(("a", EVENTS, 0, length), packet=packet)
     assert "do not have" in refused(one, packet=packet + b"more")

@@ -6,11 +6,12 @@ import random
 
 import pytest
 
+from engine.codec.documents import documents, resume
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.exclusion import Cause, Exclusion
 from engine.core.history.run_records import CommitRecord
 from engine.core.messages import CommitMessage
-from engine.core.protocol.coordinator_state import STATE, CoordinatorState, documents, resume
+from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.events import ExitSeen, LeaseExpired, Takeover
 from engine.core.protocol.inputs_outputs import Tell, Write, recorded_first
 from engine.core.protocol.membership import step
@@ -28,7 +29,7 @@ def trained() -> CoordinatorState:
 
 def test_every_worker_of_a_host_that_is_there_goes_on() -> None:
     held = {"node-0": ((1, 0, 70), (2, 1, 71)), "node-1": ((1, 2, 72),)}
-    assert succession(documents(trained()), held, "node-2", 0) == (
+    assert succession(trained(), held, "node-2", 0) == (
         ProcessOnHost(0, "node-0", 1, 70),
         ProcessOnHost(1, "node-0", 2, 71),
         ProcessOnHost(2, "node-1", 1, 72),
@@ -36,12 +37,12 @@ def test_every_worker_of_a_host_that_is_there_goes_on() -> None:
 
 
 def test_the_workers_of_a_lost_host_have_no_end_of_their_own() -> None:
-    found = succession(documents(trained()), {"node-0": ((1, 0, 70), (2, 1, 71))}, "node-1", 0)
+    found = succession(trained(), {"node-0": ((1, 0, 70), (2, 1, 71))}, "node-1", 0)
     assert found[2] == ProcessOnHost(2, "node-1", -3, 0, ())
 
 
 def test_a_worker_that_its_host_does_not_hold_any_more_has_ended() -> None:
-    found = succession(documents(trained()), {"node-0": ((1, 0, 70, -9),), "node-1": ((1, 2, 72),)}, "node-2", 0)
+    found = succession(trained(), {"node-0": ((1, 0, 70, -9),), "node-1": ((1, 2, 72),)}, "node-2", 0)
     assert found[0] == ProcessOnHost(0, "node-0", 1, 70, (-9,))
     assert found[1] == ProcessOnHost(1, "node-0", -2, 0, (-9,))
 
@@ -49,7 +50,7 @@ def test_a_worker_that_its_host_does_not_hold_any_more_has_ended() -> None:
 def test_a_worker_whose_end_is_known_needs_no_process() -> None:
     state = trained()
     membership, _ = step(state.membership, ExitSeen(9, 1, -9))
-    found = succession(documents(state._replace(membership=membership)), {"node-0": ((1, 0, 70),)}, "node-1", 0)
+    found = succession(state._replace(membership=membership), {"node-0": ((1, 0, 70),)}, "node-1", 0)
     assert [each.worker for each in found] == [0, 2]
 
 
@@ -59,14 +60,13 @@ def test_a_worker_whose_end_is_known_needs_no_process() -> None:
     ids=["no state", "before training", "in the first step", "after a commit"],
 )
 def test_all_workers_begin_again_before_the_first_commit(state: CoordinatorState | None, is_so: bool) -> None:
-    texts = {} if state is None else documents(state)
-    assert begins_again(texts, has_results=False) is is_so
-    assert not begins_again(texts, has_results=True)
+    assert begins_again(state, has_results=False) is is_so
+    assert not begins_again(state, has_results=True)
 
 
 def test_a_run_that_was_to_go_on_after_a_checkpoint_is_not_taken_over() -> None:
     with pytest.raises(CoordinatorUnavailableError, match="host a, which coordinated the run, is lost before"):
-        succession(documents(begun()), {}, "a", 0)
+        succession(begun(), {}, "a", 0)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -84,7 +84,7 @@ def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(se
         )
         for host in {"node-0", "node-1"} - {lost}
     }
-    found = succession(documents(state), held, lost, known.committed)
+    found = succession(state, held, lost, known.committed)
     assert sorted(each.worker for each in found) == sorted(known.members)
     gone = {each.worker for each in found if each.host == lost}
     assert gone == {worker for worker in known.members if known.nodes[worker] == lost}
@@ -99,14 +99,9 @@ def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(se
 def test_a_host_that_has_not_heard_of_two_commits_does_not_make_up_results() -> None:
     state = committed(committed(trained())[0])[0]
     held = {"node-0": ((1, 0, 70), (2, 1, 71)), "node-1": ((1, 2, 72),)}
-    assert len(succession(documents(state), held, "a", state.membership.committed - 1)) == 3
+    assert len(succession(state, held, "a", state.membership.committed - 1)) == 3
     with pytest.raises(CoordinatorUnavailableError, match="its results after step 0 with it: step 2 is committed"):
-        succession(documents(state), held, "a", 0)
-
-
-def test_a_state_of_another_form_is_refused() -> None:
-    with pytest.raises(Exception, match="state of the membership protocol"):
-        succession(documents(trained()) | {STATE: "{}"}, {}, "a", 0)
+        succession(state, held, "a", 0)
 
 
 def test_a_host_hears_of_a_commit_before_its_workers_do() -> None:
@@ -121,9 +116,11 @@ def test_a_host_hears_of_a_commit_before_its_workers_do() -> None:
 
 def test_a_newcomer_gets_the_number_of_no_worker_that_was_ever_there() -> None:
     state = trained()
-    texts, found = documents(state), (ProcessOnHost(2, "node-1", 1, 72),)
-    assert last_number(texts, found) == 2
-    assert last_number(texts, (*found, ProcessOnHost(5, "node-1", 2, 73))) == 5  # it loads, and nobody knows it yet
+    found = (ProcessOnHost(2, "node-1", 1, 72),)
+    assert last_number(state.membership, found) == 2
+    assert (
+        last_number(state.membership, (*found, ProcessOnHost(5, "node-1", 2, 73))) == 5
+    )  # it loads, and nobody knows it yet
     gone, _ = step(state.membership, ExitSeen(9, 1, -9))
     for changed in (
         gone._replace(exited=(1, 6)),
@@ -131,4 +128,4 @@ def test_a_newcomer_gets_the_number_of_no_worker_that_was_ever_there() -> None:
         gone._replace(out={6: EXCLUDED}),
         gone._replace(lost={6: EXCLUDED}),
     ):
-        assert last_number(documents(state._replace(membership=changed)), found) == 6
+        assert last_number(changed, found) == 6

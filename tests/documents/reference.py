@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import bamboo
 from bamboo_cli.app import COMMANDS, app, load
-from engine.core.history.record_lines import RECORDS
+from engine.codec.records import RECORDS
 from engine.core.history.run_records import StampedRecord
 from engine.core.job import job as jobs
 from engine.core.units import duration_text

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.codec.records import RECORDS
 from engine.core.errors import ExitCode
-from engine.core.history.record_lines import RECORDS
 from engine.core.job import job as jobs
 from engine.core.job.job import Job
 from engine.runtime.faults.registry import kinds

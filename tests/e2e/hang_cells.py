@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.core.exclusion import Cause, Exclusion, verdict_of
+from engine.codec.values import value_of
+from engine.core.exclusion import Cause, Exclusion, Verdict
 from tests.e2e.recorded import events_of
 
 NUM_CELLS = 36
@@ -30,7 +31,9 @@ class Found(NamedTuple):
 def found_in(runs: Path, cell: Mapping[str, Any]) -> Found:
     """Returns the last verdict of the run of a cell, by its events."""
     epochs = [each for each in events_of(runs / cell["run"] / "events.jsonl") if each["event"] == "epoch"]
-    at_ns, verdict = [(each["at_ns"], out) for each in epochs for out in verdict_of(each) if out.is_loss][-1]
+    at_ns, verdict = [
+        (each["at_ns"], out) for each in epochs for out in value_of(each["verdict"], Verdict, "it") if out.is_loss
+    ][-1]
     return Found(cell["cell"], verdict, (at_ns - (verdict.alive_ns or 0)) / 1e6)
 
 

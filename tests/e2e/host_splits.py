@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from engine.codec.records import encoded
 from engine.core.history.process_records import (
     ClockRecord,
     EndedRecord,
@@ -15,7 +16,6 @@ from engine.core.history.process_records import (
     StartedRecord,
     on_clock,
 )
-from engine.core.history.record_lines import FOLDER, encoded, moved_entries, step_file
 from engine.core.history.run_records import (
     AGENT,
     CommitRecord,
@@ -27,6 +27,7 @@ from engine.core.history.run_records import (
     Record,
     StampedRecord,
 )
+from engine.core.history.step_files import FOLDER, moved_entries, step_file
 from engine.files.events_file import recorded
 
 DECIDED = (EpochRecord, HeirsRecord, PlanRecord, GoRecord, CommitRecord)

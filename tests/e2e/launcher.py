@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
+from engine.codec.records import decoded
 from engine.core.history.evidence import unlinked
-from engine.core.history.record_lines import decoded
 from engine.files.events_file import read_history
 from engine.files.evidence import proof_of
 from engine.files.run_folder import RunFolder

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.core.history.record_lines import encoded
+from engine.codec.records import encoded
 from engine.files.events_file import read_events
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from engine.core.history.record_lines import ENTRY_BYTES, actions_in, encoded
+from engine.codec.records import encoded
+from engine.core.history.step_files import ENTRY_BYTES, actions_in
 
 Event = dict[str, Any]
 Moment = Callable[[Event], bool]

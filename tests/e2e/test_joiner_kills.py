@@ -14,7 +14,7 @@ import pytest
 from engine.core.errors import ExitCode
 from engine.core.hosts.ends import HostOutput
 from engine.core.job.job import Job
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import EpochMessage, GoMessage, NextGroupFormedMessage, NextGroupMessage, WaitingMessage
 from engine.core.program.ballot import VoteMessage
 from engine.core.program.inventory import PreparedMessage, PrepareMessage

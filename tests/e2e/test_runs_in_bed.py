@@ -15,8 +15,8 @@ import pytest
 
 from engine.core.checks.recoveries import recoveries
 from engine.core.history.process_records import ClockRecord
-from engine.core.history.record_lines import done_in
 from engine.core.history.run_records import ActionRecord, CommitRecord
+from engine.core.history.step_files import done_in
 from engine.files.events_file import read_history
 from engine.files.host_folders import collect, folders_of
 from engine.harness.host_checks import hosts_error

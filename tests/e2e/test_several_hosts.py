@@ -16,10 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
+from engine.codec.records import decoded
 from engine.core.errors import ExitCode
 from engine.core.history.evidence import unlinked
-from engine.core.history.record_lines import FOLDER, decoded
 from engine.core.history.run_records import ActionRecord, AuditRecord, CommitRecord
+from engine.core.history.step_files import FOLDER
 from engine.core.hosts.ends import USUAL_S
 from engine.core.job.job import Job
 from engine.files.events_file import read_history

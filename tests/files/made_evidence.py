@@ -19,7 +19,6 @@ from engine.core.history.process_records import (
     TwinRecord,
     VerdictRecord,
 )
-from engine.core.history.record_lines import FOLDER, span_of
 from engine.core.history.run_records import (
     AGENT,
     VERSION,
@@ -31,6 +30,7 @@ from engine.core.history.run_records import (
     MarkRecord,
     PartitionRecord,
 )
+from engine.core.history.step_files import FOLDER, span_of
 from engine.core.job.bit_fields import twin_of
 from engine.core.job.job import Job
 from engine.files.events_file import read_history

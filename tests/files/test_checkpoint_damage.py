@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from engine.core import manifest as manifest_module
-from engine.core.manifest import DamagedCheckpointError, Manifest, manifest_bytes, manifest_file
+from engine.codec import manifests as manifest_module
+from engine.codec.manifests import manifest_bytes
+from engine.core.manifest import DamagedCheckpointError, Manifest, manifest_file
 from engine.files.checkpoint_folder import CheckpointFolder, CheckpointName, checkpoints_at
 from engine.files.checkpoint_stores import FolderStorage
 from tests.doubles.power_disk import PowerDisk

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.codec.records import encoded
 from engine.core.errors import StorageError
 from engine.core.history.process_records import FailedRecord, TwinRecord
-from engine.core.history.record_lines import FOLDER, encoded
 from engine.core.history.run_records import AGENT, VERSION, ActionRecord, UnreadLine
+from engine.core.history.step_files import FOLDER
 from engine.files.events_file import read_events
 from engine.files.linked_lines import add_records
 from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bamboo_cli.matrix import _tell
-from engine.core.checks.cell_result import CellResult, from_plain
+from engine.codec.values import plain_of, value_of
+from engine.core.checks.cell_result import CellResult
 from engine.core.checks.expectations import Check, Observation
 from engine.core.errors import ExitCode
 from engine.core.history.run_history import history_of
@@ -33,7 +34,7 @@ def test_an_exception_that_no_fault_raised_is_shown_with_the_cell(capsys: pytest
     assert raised == ("worker 2 raised ValueError: mine, in the loss of step 4 (mine.py:3, in loss)",)
     cell = CellResult("kill/B", "passed", "", "", "kill", 1.0, 0, "", raised=raised)
     assert case.as_dict()["exceptions"] == raised
-    assert from_plain(cell.to_plain()) == cell
+    assert value_of(plain_of(cell), CellResult, "it") == cell
     _tell(1, 2, cell, 3.0)
     assert capsys.readouterr().err.splitlines()[1] == f"    kill/B: {raised[0]}"
 

@@ -10,10 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from engine.codec.records import encoded
 from engine.core.checks.proof import Proof
 from engine.core.history.evidence import linked_lines
 from engine.core.history.process_records import ComparisonRecord
-from engine.core.history.record_lines import FOLDER, StepFile, encoded
+from engine.core.history.step_files import FOLDER, StepFile
 from engine.files.run_folder import create_run_folder
 from engine.report.load import RunTables
 from engine.report.load import load as load_history

@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from engine.core.history import record_lines
-from engine.core.history.record_lines import FOLDER
+from engine.core.history import step_files
 from engine.core.history.run_records import ActionRecord, UnreadLine
+from engine.core.history.step_files import FOLDER
 from engine.files.events_file import read_history
 from engine.report.load import RunTables, load
 from tests.core.made_records import made_history
@@ -24,14 +24,14 @@ def _run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two recoveries, in ranges of two steps."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_lines, "_RANGE_BYTES", 20_000)
+        patch.setattr(step_files, "_RANGE_BYTES", 20_000)
         write_run(folder, EVENTS)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_lines, "_RANGE_BYTES", 20_000)
+    monkeypatch.setattr(step_files, "_RANGE_BYTES", 20_000)
 
 
 def same(one: RunTables, other: RunTables, tables: tuple[str, ...] = TABLES) -> None:

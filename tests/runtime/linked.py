@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import LinkMessage, LinkWantedMessage
 from engine.runtime.in_process.thread_server import Turn
 from engine.runtime.ipc.control import Wakeups

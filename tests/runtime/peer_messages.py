@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.message_codec import Message, ToAgent, ToWorker, message
+from engine.core.message_kinds import Message, ToAgent, ToWorker, message
 from engine.core.messages import EpochMessage
 
 

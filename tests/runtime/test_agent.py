@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from engine.codec.messages import decode
 from engine.core.errors import ExitCode, WorkerFailedError
 from engine.core.job.job import Job
-from engine.core.message_codec import decode
 from engine.core.messages import CommitMessage, CutMessage, ExitMessage
 from engine.core.protocol.coordinator import step
 from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput

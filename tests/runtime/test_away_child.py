@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.codec.messages import encode
 from engine.core.hosts.host_messages import WorkerSign
-from engine.core.message_codec import encode
 from engine.core.messages import HeartbeatMessage
 from engine.core.protocol.events import HostWord
 from engine.runtime.agent import worker_handles
@@ -60,14 +60,15 @@ def test_the_signs_of_a_host_are_one_decision_of_a_tick_and_no_message_each(monk
         far.close()
         members.append(WorkerHandle(worker, (), child, link, Path("log"), host="b"))
     try:
-        heartbeat = encode(HeartbeatMessage(1, 0, 4, True)).decode()
+        beat = HeartbeatMessage(1, 0, 4, True)
+        heartbeat = encode(beat).decode()
         for each in members:
             assert isinstance(each.child, RemoteProcess)
             place = (1, 0, 4, 1, S // 5, 0, 0)
             each.child.sees(WorkerSign(each.worker, heartbeat, (0, 0, ""), place, ("S", 1, 1), 0, S // 10))
         clock_ns += S // 2  # the next signs are late: nothing grows
         sights, unseen, words = sights_of(members, board)
-        assert words == dict.fromkeys(range(3), HostWord(S // 10, heartbeat))
+        assert words == dict.fromkeys(range(3), HostWord(S // 10, beat))
         assert {each.inside_ns for each in sights.values()} == {S // 5}
         assert unseen == ()
         assert sights_of(members, board)[2] == dict.fromkeys(range(3), HostWord(S // 10)), "a heartbeat is told once"

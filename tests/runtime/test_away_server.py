@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.codec.messages import encode
+from engine.codec.records import encoded
 from engine.core.errors import InvariantError, WorkerFailedError
-from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import HeirsRecord
 from engine.core.hosts.host_messages import (
     HeardHostMessage,
@@ -18,12 +19,11 @@ from engine.core.hosts.host_messages import (
     TaughtHostMessage,
     ToldHostMessage,
 )
-from engine.core.hosts.host_messages import read_frame as read
 from engine.core.hosts.host_options import RegisteredHost
 from engine.core.job.job import Job
-from engine.core.message_codec import encode
 from engine.core.messages import PartitionMessage
 from engine.runtime.hosts import host_servers as heard_results
+from engine.runtime.hosts.frames import read_frame as read
 from engine.runtime.hosts.host_servers import HostServers, ReplicatedResults
 from engine.runtime.hosts.remote_workers import RemoteSpawner
 from engine.runtime.ipc.link import Link

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.hosts.host_messages import SignalHostMessage, SignsHostMessage, WorkerSign, read_frame
+from engine.core.hosts.host_messages import SignalHostMessage, SignsHostMessage, WorkerSign
 from engine.runtime.hosts import host_workers
+from engine.runtime.hosts.frames import read_frame
 from engine.runtime.hosts.host_workers import HeartbeatReporter, LocalProcess
 from engine.runtime.hosts.remote_workers import UNKNOWN, RemoteProcess
 from engine.runtime.hosts.wire import StreamEnd
@@ -60,7 +61,7 @@ def _own(tmp_path: Path) -> Iterator[LocalProcess]:
 
 
 def sign(state: str, num_signals: int) -> WorkerSign:
-    return WorkerSign(1, "", (0, 0, ""), (), (state, 5, 5), num_signals)
+    return WorkerSign(1, "", (0, 0, ""), None, (state, 5, 5), num_signals)
 
 
 def test_a_stop_is_seen_by_a_look_after_its_signal_only(away: tuple[RemoteProcess, list[bytes]]) -> None:
@@ -84,9 +85,9 @@ def test_the_place_of_a_worker_comes_before_its_end(
     away: tuple[RemoteProcess, list[bytes]], board: ProgressBoard
 ) -> None:
     child, _ = away
-    child.sees(WorkerSign(1, "", (7, 3, "1B2"), (), RUNS))
+    child.sees(WorkerSign(1, "", (7, 3, "1B2"), None, RUNS))
     child.ended(-9)
-    child.sees(WorkerSign(1, "", (8, 4, "1F0"), (), RUNS))  # a late one
+    child.sees(WorkerSign(1, "", (8, 4, "1F0"), None, RUNS))  # a late one
     assert board.read(0).action == "1B2"
 
 
@@ -95,7 +96,7 @@ def signs_in(end: StreamEnd) -> list[WorkerSign]:
     end.resume(connection, 0)
     end.close()
     found = [read_frame(each)[0] for each in chain.from_iterable(end.bundles(connection))]
-    return [WorkerSign._make(each) for one in found if isinstance(one, SignsHostMessage) for each in one.signs]
+    return [each for one in found if isinstance(one, SignsHostMessage) for each in one.signs]
 
 
 def test_a_host_tells_at_once_that_a_worker_stands_still(own: LocalProcess, board: ProgressBoard) -> None:
@@ -110,7 +111,7 @@ def test_a_host_tells_at_once_that_a_worker_stands_still(own: LocalProcess, boar
     finally:
         signs.close()
     assert ("T", 1) in {(each.times[0], each.num_signals) for each in told if each.times}
-    assert all(each.times[0] != "T" for each in told if not each.num_signals)
+    assert all(each.times and each.times[0] != "T" for each in told if not each.num_signals)
 
 
 def test_all_workers_of_a_host_are_told_in_one_message(own: LocalProcess, board: ProgressBoard) -> None:

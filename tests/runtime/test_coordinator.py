@@ -6,11 +6,12 @@ import json
 
 import pytest
 
+from engine.codec.documents import documents
 from engine.core import messages
 from engine.core.errors import CoordinatorUnavailableError, InvariantError
 from engine.core.kv import KV, Lease
 from engine.core.program.inventory import PreparedMessage, PrepareMessage
-from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState, documents
+from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState
 from engine.core.protocol.events import Notice, Takeover
 from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput, CoordinatorOutput, Stop
 from engine.core.protocol.state import Phase

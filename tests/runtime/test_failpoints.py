@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.action import Action, Op
 from engine.core.faults.fault import At, Fault, slot_owner
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import FiredMessage, InflictMessage, StopMessage, StrikeMessage, SufferedMessage
 from engine.runtime.device.device import HOST
 from engine.runtime.ipc.clock import now_ns

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from engine.codec.messages import encode
+from engine.codec.records import encoded
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, ReplicasDifferError
 from engine.core.history.process_records import ResumedRecord
-from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import (
     AuditRecord,
     CommitRecord,
@@ -20,7 +21,6 @@ from engine.core.history.run_records import (
     ValidationRecord,
 )
 from engine.core.job.job import Job
-from engine.core.message_codec import encode
 from engine.core.messages import AuditMessage, CutMessage, FinishedMessage, NoticeMessage, ReadyMessage
 from engine.core.protocol.worker_times import WorkerTimes
 from engine.runtime.agent.run_state import RunState

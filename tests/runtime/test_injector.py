@@ -17,7 +17,7 @@ import pytest
 from engine.core.action import Action, Op
 from engine.core.faults.fault import After, At, Fault, Role, Victim, Worker, slot_owner
 from engine.core.job.job import Job
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import ArmMessage, FiredMessage
 from engine.core.protocol.state import Options, Phase, State, begin
 from engine.runtime.agent.injector import Injector

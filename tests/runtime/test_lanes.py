@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.core.message_codec import Plain
+from engine.core.message_kinds import Plain
 from engine.core.messages import CaseMessage, DoneMessage
 from engine.runtime.ipc.link import Link
 from engine.runtime.process.fork_client import Lanes

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.history.record_lines import entry
-from engine.core.hosts.host_messages import KeptHostMessage, TickHostMessage, frame, read_frame
+from engine.core.history.step_files import entry
+from engine.core.hosts.host_messages import KeptHostMessage, TickHostMessage
 from engine.core.hosts.host_options import RegisteredHost
+from engine.runtime.hosts.frames import frame, read_frame
 from engine.runtime.hosts.remote_workers import CoordinatorLines, RemoteSpawner, ServedLines
 from engine.runtime.hosts.wire import StreamEnd
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.message_codec import MAX_BYTES
+from engine.core.message_kinds import MAX_BYTES
 from engine.core.messages import KeyMessage, StopMessage
 from engine.runtime.ipc.control import Control
 from engine.runtime.ipc.link import Link

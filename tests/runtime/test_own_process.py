@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from engine.codec.messages import encode
 from engine.core.errors import ExitCode
-from engine.core.message_codec import encode
 from engine.core.messages import PingMessage, StopMessage
 from engine.runtime.hosts.host_workers import LocalProcess
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from engine.codec.records import decoded
 from engine.core.history.evidence import unlinked
 from engine.core.history.process_records import FailedRecord, KnownRecord, StoreEndedRecord
-from engine.core.history.record_lines import ENTRY_BYTES, FOLDER, decoded
 from engine.core.history.run_records import ActionRecord, AuditRecord, MovedRecord, PreparedRecord
+from engine.core.history.step_files import ENTRY_BYTES, FOLDER
 from engine.files.events_file import StepReader
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps

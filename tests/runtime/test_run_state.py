@@ -11,7 +11,7 @@ import pytest
 from engine.core.errors import ExitCode, Problem, WorkerException
 from engine.core.history.run_records import CommitRecord
 from engine.core.job.job import Job
-from engine.core.message_codec import ToAgent, kinds
+from engine.core.message_kinds import ToAgent, kinds
 from engine.core.messages import CutMessage, FailedMessage, NoticeMessage, RaisedMessage, RefusedMessage
 from engine.core.protocol.coordinator import RULES
 from engine.runtime.agent.agent import _OWN_PARTS

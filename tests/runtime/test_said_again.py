@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from engine.codec.messages import encode
 from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.manifest import Part
-from engine.core.message_codec import encode
 from engine.core.messages import BorderMessage, PartitionMessage, PingMessage, ReadyMessage, WelcomeMessage
 from engine.runtime.hosts.host_servers import ReplayBuffer, WelcomeCache
 

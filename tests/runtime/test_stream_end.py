@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.hosts.host_messages import MOST_BYTES
+from engine.runtime.hosts.frames import MOST_BYTES
 from engine.runtime.hosts.wire import StreamEnd
 
 pytestmark = pytest.mark.timeout(20)

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import pytest
 
+from engine.codec.messages import decode, encode
 from engine.core.faults.injection import InheritedFaults
-from engine.core.hosts.host_messages import TaughtHostMessage, WordsHostMessage, read_frame
+from engine.core.hosts.host_messages import TaughtHostMessage, WordsHostMessage
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership
-from engine.core.message_codec import decode, encode
 from engine.core.messages import PartitionMessage, WelcomeMessage
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent import session, start_up
@@ -26,6 +26,7 @@ from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.agent.run_state import FailoverContext, InheritedProcess, InheritedRun, RunState
 from engine.runtime.agent.start_up import LaunchSpec
 from engine.runtime.agent.worker_handles import WorkerHandle
+from engine.runtime.hosts.frames import read_frame
 from engine.runtime.hosts.host_workers import HostWorkers
 from engine.runtime.hosts.wire import StreamEnd
 from engine.runtime.ipc.progress_board import ProgressBoard

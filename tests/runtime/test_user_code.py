@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from engine.codec.messages import decode, encode
 from engine.core.errors import WorkerException
-from engine.core.message_codec import decode, encode
 from engine.core.messages import RaisedMessage
 from engine.models.user_code import blame, exception_of
 from engine.runtime.ipc.link import packet

@@ -12,18 +12,12 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.core.hosts import host_messages
-from engine.core.hosts.host_messages import (
-    HelloHostMessage,
-    SignalHostMessage,
-    TickHostMessage,
-    WordsHostMessage,
-    bundle,
-    frame,
-)
+from engine.codec.messages import encode
+from engine.core.hosts.host_messages import HelloHostMessage, SignalHostMessage, TickHostMessage, WordsHostMessage
 from engine.core.hosts.host_options import MOST_HOSTS
-from engine.core.message_codec import Message, encode
+from engine.core.message_kinds import Message
 from engine.core.messages import KeyMessage, PingMessage
+from engine.runtime.hosts.frames import MOST_BYTES, bundle, frame
 from engine.runtime.hosts.host_registry import NAME, RunCertificate, new_certificate
 from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
 
@@ -153,7 +147,7 @@ def test_a_stream_of_no_host_of_the_run_is_refused(bed: Bed, first: bytes) -> No
     assert bed.came.empty()
 
 
-@pytest.mark.parametrize("broken", [b"{", WORDS + b"x" * host_messages.MOST_BYTES, frame(WordsHostMessage(1))[:-1]])
+@pytest.mark.parametrize("broken", [b"{", WORDS + b"x" * MOST_BYTES, frame(WordsHostMessage(1))[:-1]])
 def test_a_broken_or_oversized_frame_ends_the_stream(bed: Bed, broken: bytes) -> None:
     assert bed.say(bed.made, HELLO, WORDS, broken, WORDS) is not grpc.StatusCode.OK
     until(lambda: bed.peer.ended_ns is not None)

@@ -27,7 +27,7 @@ def add_the_field() -> None:
 
 def shown(secret: str) -> dict[str, str]:
     """Returns what files, messages and commands have of a job with a secret in the field, by their names."""
-    from engine.core.history.record_lines import encoded
+    from engine.codec.records import encoded
     from engine.core.history.run_records import JobRecord
     from engine.core.job.bit_fields import bit_differences
     from engine.core.job.job_rules import ANYTHING

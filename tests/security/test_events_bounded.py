@@ -12,13 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from bamboo_cli.app import app
+from engine.codec.records import encoded
 from engine.core.checks.samples import miscounted
 from engine.core.errors import StorageError
 from engine.core.history.evidence import linked, linked_lines
 from engine.core.history.process_records import HeardRecord, KnownRecord
-from engine.core.history.record_lines import FOLDER, encoded, entry, span_of
 from engine.core.history.run_history import gaps, left_out_steps
 from engine.core.history.run_records import VERSION, AuditRecord, FaultRecord, JobRecord, StampedRecord, UnreadLine
+from engine.core.history.step_files import FOLDER, entry, span_of
 from engine.core.job.job import Job
 from engine.files.events_file import StepReader, read_events, read_history
 from engine.report.load import load

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import cast
@@ -349,7 +350,7 @@ def test_a_run_name_with_an_impossible_date_is_listed(tmp_path: Path) -> None:
 def test_a_result_that_names_another_folder_is_none(tmp_path: Path) -> None:
     """Before, a result in a matrix from elsewhere could name the folder into which a page was written."""
     bad = ("../../../home", "/etc", "20260304-120506-gpt-0a1f\n", "20260304-120506-gpt-0a1f/../..")
-    lines = [json.dumps(CELL.to_plain() | {"cell": name, "run": name}) for name in (*bad, "20260304-120506-gpt-0a1f")]
+    lines = [json.dumps(asdict(CELL) | {"cell": name, "run": name}) for name in (*bad, "20260304-120506-gpt-0a1f")]
     (tmp_path / "results.jsonl").write_text("\n".join([*lines, "[" * 60_000, "7", "{}"]) + "\n")
     assert list(read_results(tmp_path)) == ["20260304-120506-gpt-0a1f"]
 

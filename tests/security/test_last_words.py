@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.codec.messages import cut, decode, encode, in_messages
 from engine.core.errors import InvariantError, Problem, WorkerException
-from engine.core.message_codec import MAX_BYTES, TextsToAgent, cut, decode, encode, in_messages
+from engine.core.message_kinds import MAX_BYTES, TextsToAgent
 from engine.core.messages import (
     CutMessage,
     DoneMessage,

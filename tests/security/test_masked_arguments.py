@@ -20,9 +20,9 @@ from bamboo_cli.app import main
 from bamboo_cli.matrix import _print, _replay
 from bamboo_cli.terminal.run_result import _next_commands
 from engine.api.scenario_tests import _failure
+from engine.codec.records import decoded, encoded
 from engine.core.checks.cell_result import CellResult
 from engine.core.errors import MASK, Problem, UserError, is_secret
-from engine.core.history.record_lines import decoded, encoded
 from engine.core.history.run_records import JobRecord
 from engine.core.job.job import Job
 from engine.core.job.job_rules import ANYTHING

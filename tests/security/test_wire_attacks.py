@@ -18,11 +18,13 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.codec.messages import encode
 from engine.core.hosts import host_messages as said
-from engine.core.hosts.host_messages import MOST_BYTES, WorkerSign, bundle, frame
-from engine.core.message_codec import MAX_BYTES, Message, encode
+from engine.core.hosts.host_messages import WorkerSign
+from engine.core.message_kinds import MAX_BYTES, Message
 from engine.core.messages import KeyMessage, PingMessage
 from engine.runtime.hosts import host_registry, wire
+from engine.runtime.hosts.frames import MOST_BYTES, bundle, frame
 from engine.runtime.hosts.host_registry import NAME, RunCertificate, new_certificate
 from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
 from tests.runtime.test_wire import spoken

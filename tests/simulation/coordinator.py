@@ -11,11 +11,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from engine.codec.documents import documents, resume
 from engine.core.job.job import Job
 from engine.core.program.ballot import VoteMessage
 from engine.core.protocol import inputs_outputs
 from engine.core.protocol.coordinator import is_to_be_kept, step
-from engine.core.protocol.coordinator_state import CoordinatorState, documents, resume
+from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.events import WorkerWord
 from engine.core.protocol.inputs_outputs import CoordinatorInput
 from tests.simulation.case import Violation

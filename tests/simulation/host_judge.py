@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.history.run_records import CommitRecord, StampedRecord
 from engine.core.manifest import joined_buffers
-from engine.core.message_codec import ToAgent, ToWorker
+from engine.core.message_kinds import ToAgent, ToWorker
 from engine.core.messages import CommitMessage, NoticeMessage, WaitingMessage
 from engine.core.ownership import Grid
 from engine.core.protocol.coordinator_state import CoordinatorState

@@ -15,19 +15,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from engine.codec.documents import documents, resume
+from engine.codec.messages import decode, encode
+from engine.codec.records import encoded
 from engine.core import messages
 from engine.core.checkpoint_rules import Gathering, KeptMessage
 from engine.core.errors import KILLED, CoordinatorUnavailableError
-from engine.core.history.record_lines import encoded
 from engine.core.history.run_records import StampedRecord
 from engine.core.hosts.ends import BACK_NS, LATER_NS, SILENT_NS, deal, host_for_one_more
-from engine.core.message_codec import ToAgent, ToWorker, decode, encode
+from engine.core.message_kinds import ToAgent, ToWorker
 from engine.core.messages import NoticeMessage
 from engine.core.ownership import Ownership, with_shadows
 from engine.core.program.ballot import VoteMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage
 from engine.core.protocol import inputs_outputs
-from engine.core.protocol.coordinator_state import documents, resume
+from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.events import LeaseExpired, Notice, Takeover, WorkerWord
 from engine.core.protocol.state import State
 from engine.core.protocol.succession import ProcessOnHost, succession
@@ -441,10 +443,10 @@ class HostWorld(World):
         heir = self.heir
         if term != self.term or heir is None:
             return
-        texts = documents(self.written)
+        known = resume(self.job, documents(self.written), self.now)
         heir.heard.complete(told for _, told in self.told.values())
         try:
-            taken = succession(texts, self.held, self.before, heir.heard.results.committed)
+            taken = succession(known, self.held, self.before, heir.heard.results.committed)
         except CoordinatorUnavailableError as error:
             self.judge.may_end_early(str(error))
             self.stop_run()
@@ -453,11 +455,11 @@ class HostWorld(World):
             for number, packet in self.words[name]:
                 heir.heard.hear_again(number, packet)
         heir.heard.results.taken_over(self.now)
-        self._take_over_with(heir, texts, taken)
+        self._take_over_with(heir, known, taken)
 
-    def _take_over_with(self, heir: HostAgent, texts: dict[str, str], taken: tuple[ProcessOnHost, ...]) -> None:
+    def _take_over_with(self, heir: HostAgent, known: CoordinatorState, taken: tuple[ProcessOnHost, ...]) -> None:
         self.turns.add(AGAIN if TAKEN in self.turns else TAKEN)
-        self.written = resume(self.job, texts, self.now)
+        self.written = known
         self.coordinator = self.coordinator_of(self, self.written)
         lost, self.before = self.before, heir.name
         self.chief, self.heir = heir, None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.core import messages
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from tests.simulation.executor import Executor
 from tests.simulation.replica import first_replica
 

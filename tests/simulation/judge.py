@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import required
 from engine.core.exclusion import Cause
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import EpochMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.ballot import Commit as Outcome

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from engine.core.history.record_lines import decoded
+from engine.codec.documents import documents
+from engine.codec.documents import resume as resumed
+from engine.codec.records import decoded
 from engine.core.history.run_records import CommitRecord
 from engine.core.program.ballot import Ballot, open_ballot
 from engine.core.protocol import membership as protocol
 from engine.core.protocol import orders, transitions
-from engine.core.protocol.coordinator_state import CoordinatorState, documents
-from engine.core.protocol.coordinator_state import resume as resumed
+from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.events import LeaseExpired, Takeover
 from engine.core.protocol.inputs_outputs import ProcessExit
 from engine.core.protocol.state import Phase

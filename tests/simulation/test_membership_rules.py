@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from engine.codec import documents
 from engine.core import messages
 from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.program.inventory import PlannedMessage
 from engine.core.protocol import events, failure_detector, transitions, verdicts
 from engine.core.protocol import membership as membership_orders
 from engine.core.protocol import membership as protocol
-from engine.core.protocol import state as membership_state
 from engine.core.protocol.state import Phase, Rule, State
 from engine.core.worker import machine
 from engine.core.worker.machine import Stepped
@@ -252,19 +252,19 @@ def a_job_that_cannot_go_on_has_finished(patch: Patch) -> None:
 
 @planted(taken, "without its reduced gradient|is committed")
 def another_coordinator_forgets_the_commits(patch: Patch) -> None:
-    real = membership_state.resume
-    patch.setattr(membership_state, "resume", lambda *words: real(*words)._replace(committed=-1))
+    real = documents.state_of
+    patch.setattr(documents, "state_of", lambda *words: real(*words)._replace(committed=-1))
 
 
 @planted(taken, "had finished and left, but nothing was done to it")
 def another_coordinator_forgets_the_verdicts(patch: Patch) -> None:
-    real = membership_state.resume
+    real = documents.state_of
 
     def resume(text: str, now_ns: int) -> State:
         state = real(text, now_ns)
         return state._replace(members=tuple(sorted(set(state.members) | set(state.out))))
 
-    patch.setattr(membership_state, "resume", resume)
+    patch.setattr(documents, "state_of", resume)
 
 
 @planted(taken, "did not report its inventory|clock had to rule")
@@ -314,7 +314,7 @@ def test_every_change_of_phase_is_one_of_the_table(monkeypatch: Patch) -> None:
             assert isinstance(rule, Rule) and new.phase in rule.leads_to, (state.phase, event, new.phase)
             taken.add((state.phase, new.phase))
         if new.decided() != state.decided():
-            written.append(membership_state.to_json(new))
+            written.append(documents.state_text(new))
         return new, found
 
     monkeypatch.setattr("engine.core.protocol.orders.step", noting)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.codec.documents import resume
 from engine.core.messages import CommitMessage, EpochMessage
 from engine.core.program import ballot as commit
 from engine.core.program import planner as recovery
@@ -15,7 +16,6 @@ from engine.core.program.ballot import VoteMessage
 from engine.core.program.inventory import PlanMessage
 from engine.core.protocol import coordinator as hearing
 from engine.core.protocol import coordinator as machine
-from engine.core.protocol import coordinator_state as state
 from engine.core.protocol import membership as protocol
 from engine.core.protocol import orders, preparation
 from engine.core.protocol import transitions as membership_rules
@@ -342,7 +342,6 @@ def test_ballot_is_lost_at_a_take_over(monkeypatch: Patch) -> None:
 
 
 def test_commit_is_lost_at_a_take_over(monkeypatch: Patch) -> None:
-    resume = state.resume
     monkeypatch.setattr(coordinator, "resume", lambda *words: resume(*words)._replace(commit=None, told=None))
     caught(take_overs(SMALL), "is committed|in step|no commit|the votes decide")
 
@@ -459,7 +458,7 @@ def test_a_step_is_taken_before_it_is_copied(monkeypatch: Patch) -> None:
 
 
 def test_the_next_coordinator_forgets_that_a_commit_is_kept(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(coordinator, "resume", lambda *words: state.resume(*words)._replace(kept=-1))
+    monkeypatch.setattr(coordinator, "resume", lambda *words: resume(*words)._replace(kept=-1))
     monkeypatch.setattr(orders, "_go", lambda of, go=orders._go: replace(go(of), keep=False))
     caught((replace(SMALL, deaths=(at,)) for at in range(1, 60)), "is not kept")
 

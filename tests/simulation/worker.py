@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core import messages
 from engine.core.checkpoint_rules import KeptMessage
 from engine.core.manifest import Part
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import NextGroupMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage

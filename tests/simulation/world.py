@@ -16,7 +16,7 @@ from typing import Any
 from engine.core import checkpoint_rules, messages
 from engine.core.checkpoint_rules import AbandonedCheckpoint, CompleteCheckpoint, Gathering, KeptMessage
 from engine.core.manifest import LayerHash
-from engine.core.message_codec import ToAgent, ToWorker
+from engine.core.message_kinds import ToAgent, ToWorker
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 from engine.core.program.ballot import VoteMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage

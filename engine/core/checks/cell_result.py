@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.core.checks.expectations import Check, verdict
@@ -54,19 +54,10 @@ class CellResult:
         reason = [] if self.result == "passed" else [self.text]
         return [*reason, *(f"{self.cell}: {each}" for each in self.raised)]
 
-    def to_plain(self) -> dict[str, Any]:
-        """Returns the result as JSON values."""
-        return asdict(self)
-
 
 def key_of(scenario: Mapping[str, Any], settings: Sequence[str]) -> str:
     """Returns a hash of a scenario, as plain values, and its settings: a changed cell under an old name differs."""
     return hashlib.sha256(json.dumps([scenario, list(settings)], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def from_plain(plain: Mapping[str, Any]) -> CellResult:
-    """Returns the result that `to_plain` turned into these values; raises TypeError for other fields."""
-    return CellResult(**{**plain, "raised": tuple(plain.get("raised", ()))})  # JSON has no tuples
 
 
 def judged(checks: Sequence[Check]) -> tuple[Result, Failure, str]:

@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 from engine.core.action import OP_TABLE, Action, Op, OpRow
 from engine.core.errors import ensure
 from engine.core.history.process_records import ResumedRecord
-from engine.core.history.record_lines import done_in, span_of
 from engine.core.history.run_history import RunHistory, left_out_steps
+from engine.core.history.step_files import done_in, span_of
 from engine.core.job.job import Job
 from engine.core.ownership import Slot
 from engine.core.program.passes import is_streamed

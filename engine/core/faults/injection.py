@@ -37,7 +37,7 @@ from engine.core.faults.fault import (
 from engine.core.history.process_records import RequestRecord
 from engine.core.history.run_records import ConfirmedRecord, EpochRecord, FaultRecord, HeirsRecord, UnconfirmedRecord
 from engine.core.job.job import Job
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import ArmMessage, FiredMessage, InflictMessage
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.protocol.events import RecoveryPhase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -22,7 +22,6 @@ from engine.core.history.process_records import (
     TrainingEndedRecord,
     on_clock,
 )
-from engine.core.history.record_lines import decoded, encoded
 from engine.core.history.run_records import (
     CommitRecord,
     ConfirmedRecord,
@@ -319,6 +318,7 @@ _ENDS = (TrainingEndedRecord, EndedRecord)
 _HEARING_NS = 1_000_000_000  # the longest time from a decision until another host has recorded its copy
 _S = 1e9
 S = TypeVar("S", bound=StampedRecord)
+ReadLine = Callable[[str], Record]  # the codec of records
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,20 +350,20 @@ class MergedHistory:
     incomplete: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def merged(hosts: Sequence[HostRecords]) -> MergedHistory:
+def merged(hosts: Sequence[HostRecords], read: ReadLine) -> MergedHistory:
     """Returns the records of all hosts as one history; there is at least one host, and all have the same job."""
     facts = [
         ClockFact(host.node, clock.of, clock.at_ns, OffsetBounds(clock.least_ns, clock.most_ns))
         for host in hosts
         for clock in host.of(ClockRecord)
     ]
-    clock = SharedClock(_first_coordinator(hosts), facts)
+    clock = SharedClock(_first_coordinator(hosts, read), facts)
     if not any(clock.knows(host.node) for host in hosts):
         clock = SharedClock(hosts[0].node, facts)
     known = [host for host in hosts if clock.knows(host.node)]
     last = _last_coordinator(known, clock)
     files = [[*_rising(_own(host, clock, is_last=host.node == last))] for host in known]
-    files.append(_copies(known, clock))
+    files.append(_copies(known, clock, read))
     reference_first = sorted(hosts, key=lambda host: host.node != clock.reference)
     job = next(job for host in reference_first for job in host.of(JobRecord))
     stamps = ((host.node, record.at_ns) for host in known for record in host.of(StampedRecord))
@@ -374,10 +374,10 @@ def merged(hosts: Sequence[HostRecords]) -> MergedHistory:
     return MergedHistory(clock.reference, (job, *ordered), clock, _incomplete(hosts, clock, ordered))
 
 
-def _first_coordinator(hosts: Sequence[HostRecords]) -> str:
+def _first_coordinator(hosts: Sequence[HostRecords], read: ReadLine) -> str:
     """Returns the host that made the first epoch; of a run without one, the first host."""
     epochs = [(own.epoch, host.node) for host in hosts for own in host.of(EpochRecord)]
-    copies = ((copy.of, decoded(copy.line)) for host in hosts for copy in host.of(HeardRecord))
+    copies = ((copy.of, read(copy.line)) for host in hosts for copy in host.of(HeardRecord))
     epochs += [(record.epoch, of) for of, record in copies if isinstance(record, EpochRecord)]
     return min(epochs, default=(0, hosts[0].node))[1]
 
@@ -418,24 +418,24 @@ def _rising(records: Iterable[StampedRecord]) -> Iterator[StampedRecord]:
         yield record if record.at_ns == reached_ns else replace(record, at_ns=reached_ns)
 
 
-def _copies(hosts: Sequence[HostRecords], clock: SharedClock) -> list[StampedRecord]:
+def _copies(hosts: Sequence[HostRecords], clock: SharedClock, read: ReadLine) -> list[StampedRecord]:
     """Returns the decisions whose own record is missing, from the copies of other hosts, in the order of time."""
     decisions: dict[tuple[str, str], StampedRecord] = {}
     for host in hosts:
         for copy in host.of(HeardRecord):
-            record = decoded(copy.line)
+            record = read(copy.line)
             if not isinstance(record, StampedRecord):
                 continue
+            key = copy.of, repr(record)
             if clock.knows(copy.of):
                 record = on_clock(record, partial(_at, clock, copy.of))
             else:
                 record = replace(record, at_ns=_at(clock, host.node, copy.at_ns))
-            first = decisions.setdefault((copy.of, copy.line), record)
-            decisions[copy.of, copy.line] = min(first, record, key=attrgetter("at_ns"))
+            decisions[key] = min(decisions.get(key, record), record, key=attrgetter("at_ns"))
     deciders = {of for of, _ in decisions}
     for host in hosts:
         for own in host.of(StampedRecord) if host.node in deciders else ():
-            decisions.pop((host.node, encoded(own)), None)
+            decisions.pop((host.node, repr(own)), None)
     return sorted(decisions.values(), key=attrgetter("at_ns"))
 
 

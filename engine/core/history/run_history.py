@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -31,7 +31,6 @@ from engine.core.history.process_records import (
     WaitingRecord,
     on_clock,
 )
-from engine.core.history.record_lines import decoded
 from engine.core.history.run_records import (
     ActionRecord,
     CommitRecord,
@@ -85,21 +84,6 @@ class Commits(Sequence[CommitRecord]):
         self.losses.append(commit.loss)
         self.grad_norms.append(commit.grad_norm)
         self._clip_factors.append(commit.clip_factor)
-
-    def add_fields(self, commits: Sequence[tuple[str, ...]], place: int, epoch: int) -> None:
-        """Adds the next commits, each as the texts of the fields in its line; raises ValueError for another text."""
-        workers, pids, at_ns, steps, losses, grad_norms, clip_factors, lasts = zip(*commits, strict=True)
-        writer = (int(workers[0]), int(pids[0]))
-        if not self._writers or self._writers[max(self._writers)] != writer:
-            self._writers[len(self)] = writer
-        self._last.update(len(self) + number for number, last in enumerate(lasts) if last == "true")
-        self.steps.extend(map(int, steps))
-        self.at_ns.extend(map(int, at_ns))
-        self.losses.extend(map(float, losses))
-        self.grad_norms.extend(map(float, grad_norms))
-        self._clip_factors.extend(map(float, clip_factors))
-        self.places.extend([place] * len(commits))
-        self.epochs.extend([epoch] * len(commits))
 
     def forget_after(self, step: int) -> None:
         """Drops the commits behind a step: they are lost, and come again."""
@@ -204,11 +188,6 @@ class RunHistory:
                 self.is_training = False
                 self.commits.forget_after(record.step)
                 self._of.pop(FailedRecord, None)  # the checkpoint has made up for it
-
-    def add_commits(self, commits: Sequence[tuple[str, ...]]) -> None:
-        """Adds the next commits, each as the texts of the fields in its line."""
-        if commits:
-            self.commits.add_fields(commits, len(self._others), self.epochs[-1].epoch if self.epochs else 0)
 
     def add_actions(self, actions: Iterable[ActionRecord]) -> None:
         """Adds actions in the order of time: each before the first record that was written after its end."""
@@ -428,7 +407,8 @@ _EPOCH = '{"event":"epoch",'
 class ReplicatedDecisions:
     """Reads copies of decisions as records of the host that has them, with times roughly on its clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[str], Record]) -> None:
+        self._read = read  # the codec of records
         self._offsets_ns: dict[str, int] = {}  # of the clock of each other host, as last recorded
 
     def decision(self, record: Record) -> StampedRecord | None:
@@ -437,7 +417,7 @@ class ReplicatedDecisions:
             self._offsets_ns[record.of] = (record.least_ns + record.most_ns) // 2
         if not isinstance(record, HeardRecord):
             return None
-        decision = decoded(record.line)
+        decision = self._read(record.line)
         if not isinstance(decision, StampedRecord):
             return None
         offset_ns = self._offsets_ns.get(record.of, decision.at_ns - record.at_ns)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from engine.core.checkpoint_rules import keeps_any
-from engine.core.errors import InvariantError, Problem
+from engine.core.errors import Problem
 from engine.core.hosts.ends import LEAST_S, MOST_S, USUAL_S
 from engine.core.job.bit_fields import different_facts
 from engine.core.job.job import Job
@@ -158,18 +157,6 @@ class RegisteredHost:
     address: str
     lease_id: int
     facts: Mapping[str, Any]
-
-    def to_json(self) -> str:
-        """Returns the value of its key."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def registered_host(text: str) -> RegisteredHost:
-    """Returns the host of a key's value; raises InvariantError for another text."""
-    try:
-        return RegisteredHost(**json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise InvariantError(f"this is no host of a run: {text[:100]!r}") from error
 
 
 def differences(hosts: Sequence[RegisteredHost]) -> list[str]:

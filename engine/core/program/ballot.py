@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from engine.core.action import Action, Op
 from engine.core.errors import ensure, required
-from engine.core.message_codec import ToAgent, message
+from engine.core.message_kinds import ToAgent, message
 from engine.core.ownership import Ownership, Slot
 
 # Votes for the commit of a step: one message of each worker, with the votes of all its replicas.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from engine.core.errors import InvariantError
-from engine.core.message_codec import ToAgent, ToWorker, message
+from engine.core.message_kinds import ToAgent, ToWorker, message
 from engine.core.ownership import Slot
 from engine.core.value import Kind, Value
 

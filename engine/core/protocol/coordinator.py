@@ -17,7 +17,7 @@ from engine.core.history.run_records import (
     SuspicionRecord,
     ValidationRecord,
 )
-from engine.core.message_codec import LastWords, Message
+from engine.core.message_kinds import LastWords, Message
 from engine.core.messages import KeyMessage, NextGroupFormedMessage
 from engine.core.program.ballot import NO_NORM, SKIP, VoteMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage, PreparedMessage

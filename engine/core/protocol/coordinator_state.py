@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from engine.core.checkpoint_rules import KeepRule, keeping_of
-from engine.core.errors import InvariantError, required
+from engine.core.errors import required
 from engine.core.history.process_records import DeadlyRecord
 from engine.core.job.job import Job
 from engine.core.messages import CommitMessage, EpochMessage, NextGroupFormedMessage, NextGroupMessage
@@ -218,38 +217,11 @@ def first_state(job: Job, ownership: Ownership, at_ns: int, begun: int = -1, lat
     return begin(job, membership_state.begin(options, ownership.owners, shadows, job.steps - 1, at_ns), at_ns)
 
 
-def documents(state: CoordinatorState) -> dict[str, str]:
-    """Returns the value of each key in the store, as one line of JSON."""
-    facts = {name: getattr(state, name) for name in ("started", "validated", "kept", "raised", "codes", "deadly")}
-    found = {STATE: membership_state.to_json(state.membership), FACTS: json.dumps(facts, sort_keys=True)}
-    return found if state.commit is None else found | {COMMIT: json.dumps(state.commit._asdict())}
-
-
-def _raised(step: int, kind: str, words: str, of_gpu: list[int] | None) -> RaisedException:
-    return RaisedException(step, kind, words, None if of_gpu is None else tuple(of_gpu))
-
-
-def resume(job: Job, found: Mapping[str, str], now_ns: int) -> CoordinatorState:
-    """Returns the state that another coordinator has kept in `documents`, on this one's clock.
-
-    Raises InvariantError if one of them is of another form.
-    """
-    membership = membership_state.resume(found[STATE], now_ns)
-    try:
-        facts = json.loads(found[FACTS])
-        commit = Commit(**json.loads(found[COMMIT])) if COMMIT in found else None
-        raised = {int(worker): _raised(*each) for worker, each in facts["raised"].items()}
-        codes = {int(worker): int(code) for worker, code in facts["codes"].items()}
-        new = begin(job, membership, now_ns)._replace(
-            started=int(facts["started"]),
-            validated=int(facts["validated"]),
-            kept=int(facts["kept"]),
-            raised=raised,
-            codes=codes,
-            deadly=str(facts["deadly"]),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvariantError(f"these are no facts and no commit of a coordinator: {error!r}") from error
+def resumed(
+    job: Job, membership: State, facts: Mapping[str, Any], commit: Commit | None, now_ns: int
+) -> CoordinatorState:
+    """Returns the state that goes on from that of another coordinator: its `facts`, by name, and its last commit."""
+    new = begin(job, membership, now_ns)._replace(**facts)
     if commit is not None and commit.step <= membership.committed:  # not one of a life before
         then: Literal["end", "step"] = "end" if membership.is_over else "step"
         told = CommitMessage(commit.step, commit.clip_factor, then, keep=new.kept == commit.step)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from engine.core.message_codec import Message
-from engine.core.messages import FinishedMessage, SuspicionMessage
+from engine.core.message_kinds import Message
+from engine.core.messages import FinishedMessage, HeartbeatMessage, SuspicionMessage
 from engine.core.program.inventory import InventoryMessage, PlannedMessage
 
 RecoveryPhase = Literal["detect", "agree", "fence", "regroup", "inventory", "plan", "replay", "merged", "heal"]
@@ -60,11 +60,11 @@ class Sight(NamedTuple):
 class HostWord(NamedTuple):
     """What the agent of another host tells of a worker: how long ago it spoke, as that agent saw it.
 
-    `heartbeat` is the last one that was not told yet, as it travels; empty for none.
+    `heartbeat` is the last one that was not told yet.
     """
 
     age_ns: int
-    heartbeat: str = ""
+    heartbeat: HeartbeatMessage | None = None
 
 
 class Evidence(NamedTuple):

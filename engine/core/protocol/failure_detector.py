@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from engine.core.exclusion import Cause, Position, Verdict, excluded
-from engine.core.message_codec import decode
 from engine.core.messages import HeartbeatMessage
 from engine.core.protocol.events import HostWord, Loading, Sight, after, unwatched_ns
 from engine.core.protocol.state import Counts, Edge, Options, Report, Sighting, State, dark_edges, deadline_ns
@@ -55,9 +54,8 @@ def told(state: State, words: Mapping[int, HostWord], now_ns: int) -> State:
     for worker, word in words.items():
         if worker not in state.members and worker not in state.waiting:
             continue
-        beat = decode(word.heartbeat.encode()) if word.heartbeat else None
-        if isinstance(beat, HeartbeatMessage):
-            state = heard(state, now_ns, worker, beat)
+        if word.heartbeat is not None:
+            state = heard(state, now_ns, worker, word.heartbeat)
         if (seen := state.sightings.get(worker)) is not None:
             spoke = seen._replace(heard_ns=max(now_ns - word.age_ns, state.watched_ns))
             state = state._replace(sightings={**state.sightings, worker: spoke})

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from engine.core.history.run_records import CommitRecord, StampedRecord
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import FailedMessage, RaisedMessage, RefusedMessage
 from engine.core.protocol.events import (
     HostWord,

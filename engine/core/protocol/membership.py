@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.core.errors import Impossible, InvariantError
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import FinishedMessage, HeartbeatMessage, ReadyMessage, SuspicionMessage, WaitingMessage
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage
 from engine.core.protocol.events import (

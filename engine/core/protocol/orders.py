@@ -25,7 +25,7 @@ from engine.core.history.run_records import (
     StaysRecord,
 )
 from engine.core.job.job import is_due
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import ByeMessage, RaisedMessage
 from engine.core.program.ballot import open_ballot
 from engine.core.protocol import membership as effects

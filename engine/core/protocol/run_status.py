@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from engine.core.errors import InvariantError
 from engine.core.ownership import Slot, by_slot
-from engine.core.protocol.state import State, resume
+from engine.core.protocol.state import State
 from engine.core.protocol.verdicts import unable_to_leave
 
 Slots = tuple[Slot, ...]
@@ -67,39 +64,45 @@ class RunStatus:
     deadly: str = ""
 
 
-def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:
-    """Returns the status of a live run from its keys at a time of the launcher's clock.
+Verdicts = tuple[tuple[int, str], ...]  # epoch and reason of the latest ones
 
-    Raises:
-        InvariantError: they have another form.
-    """
-    try:
-        state = resume(keys["state"].decode(), 0)
-        verdicts = tuple((int(epoch), str(why)) for epoch, why in json.loads(keys.get("verdicts", b"[]")))
-        beats: dict[str, Any] = {"at_ns": now_ns, "ages": {}}
-        if "heartbeats" in keys:
-            beats = json.loads(keys["heartbeats"])
-        unwritten_s = max(0, now_ns - beats["at_ns"]) / 1e9
-        heard_s = {int(worker): age_s + unwritten_s for worker, age_s in beats["ages"].items()}
-        found = {
-            int(key.removeprefix("members/")): json.loads(value)
-            for key, value in keys.items()
-            if key.startswith("members/")
-        }
-        held = unable_to_leave(state)
-        workers = [
-            WorkerStatus(
-                worker,
-                member["pid"],
-                member["node"],
-                *_now_and_before(worker, member, state),
-                CANNOT_LEAVE if worker in held else _state_word(worker, state),
-                heard_s.get(worker),
-            )
-            for worker, member in sorted(found.items())
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError, InvariantError) as error:
-        raise InvariantError(f"the keys of run {run_id} hold something else: {error!r}") from error
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker as its host has written it into the store: its slots now and before."""
+
+    pid: int
+    node: str
+    now: Slots
+    before: Slots = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeats:
+    """The age of the last message of each worker in seconds, at a time of the launcher's clock."""
+
+    at_ns: int
+    ages: Mapping[int, float] = field(default_factory=dict)
+
+
+def status_of(
+    run_id: str, state: State, verdicts: Verdicts, beats: Heartbeats, members: Mapping[int, Member], now_ns: int
+) -> RunStatus:
+    """Returns the status of a live run from what its keys hold, at a time of the launcher's clock."""
+    unwritten_s = max(0, now_ns - beats.at_ns) / 1e9
+    heard_s = {worker: age_s + unwritten_s for worker, age_s in beats.ages.items()}
+    held = unable_to_leave(state)
+    workers = [
+        WorkerStatus(
+            worker,
+            member.pid,
+            member.node,
+            *_now_and_before(worker, member, state),
+            CANNOT_LEAVE if worker in held else _state_word(worker, state),
+            heard_s.get(worker),
+        )
+        for worker, member in sorted(members.items())
+    ]
     return RunStatus(
         run_id,
         str(state.phase),
@@ -119,12 +122,7 @@ def _state_word(worker: int, state: State) -> str:
     return "in" if worker in state.members else WAITS if worker in state.waiting else LOADS
 
 
-def _now_and_before(worker: int, member: Mapping[str, Any], state: State) -> tuple[Slots, Slots]:
+def _now_and_before(worker: int, member: Member, state: State) -> tuple[Slots, Slots]:
     """Returns the slots of a worker by the state, which knows the heirs at once; its own key follows each second."""
     now = tuple(slot for slot, owner in by_slot(state.owners, state.options.stages).items() if owner == worker)
-    told = _slots(member["now"])
-    return now, _slots(member["before"]) if now == told else told
-
-
-def _slots(value: Iterable[Iterable[int]]) -> Slots:
-    return tuple((pipeline, stage) for pipeline, stage in value)
+    return now, member.before if now == member.now else member.now

@@ -1,22 +1,20 @@
 """The state of the membership protocol: one immutable value with all that a coordinator needs to continue.
 
-Rules: the state round-trips to JSON, so that the next coordinator can resume it from the store. Times that decide are
-left out: they belong to the monotonic clock of one coordinator. The state is a named tuple, because simulations copy it
-millions of times and a data class takes seven times as long to copy.
+Rules: the state round-trips to JSON (`engine/codec/documents.py`), so that the next coordinator can resume it from the
+store. Times that decide are left out: they belong to the monotonic clock of one coordinator. The state is a named
+tuple, because simulations copy it millions of times and a data class takes seven times as long to copy.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
-from engine.core.errors import InvariantError
-from engine.core.exclusion import Cause, Exclusion, Verdict, excluded, exclusion_of, verdict_of
+from engine.core.exclusion import Cause, Exclusion, Verdict, excluded
 from engine.core.protocol.events import Evidence, Loading
 
 # Broken edges: pairs of workers between which transfers fail, and the order in which their ends are suspected.
@@ -302,11 +300,11 @@ class State(NamedTuple):
 
     def decided(self) -> tuple[object, ...]:
         """Returns all fields but the times."""
-        return self[:_NUM_DECIDED]
+        return self[: len(DECIDED)]
 
 
 _CLOCK = ("moved_ns", "repeated_ns", "looked_ns", "ticked_ns", "watched_ns", "committed_ns", "steps_ns", "sightings")
-_NUM_DECIDED = len(State._fields) - len(_CLOCK)
+DECIDED = State._fields[: -len(_CLOCK)]
 
 
 def begin(
@@ -323,45 +321,10 @@ def _just_now(workers: Iterable[int], now_ns: int) -> dict[str, Any]:
     return {**dict.fromkeys(_CLOCK, now_ns), "steps_ns": (), "sightings": sightings}
 
 
-def to_json(state: State) -> str:
-    """Returns the state as one line of JSON, without its times."""
-    fields = {name: value for name, value in state._asdict().items() if name not in _CLOCK}
-    return json.dumps({**fields, "options": asdict(state.options)}, sort_keys=True, separators=(",", ":"))
-
-
-def resume(text: str, now_ns: int) -> State:
-    """Returns the state that another coordinator has written, on this one's clock; its `pending_effects` are due again.
-
-    Raises InvariantError if `text` is no such state.
-    """
-    try:
-        fields = json.loads(text)
-        options = Options(**fields.pop("options"))
-        phase, verdict = Phase(fields.pop("phase")), verdict_of(fields)
-        out, lost = (
-            {int(worker): exclusion_of(entry) for worker, entry in fields[name].items()} for name in ("out", "lost")
-        )
-        look = tuple(Edge(*edge) for edge in fields["look"])
-        known = {name: _frozen(value) for name, value in fields.items()} | {
-            "verdict": verdict,
-            "out": out,
-            "lost": lost,
-            "look": look,
-        }
-        joined = [worker for worker in (*known["members"], *known["waiting"]) if worker in known["nodes"]]
-        known |= {"options": options, "phase": phase, **_just_now(joined, now_ns)}
-        return State(**{name: known.pop(name) for name in State._fields}, **known)  # each field, and no other
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvariantError(f"this is no state of the membership protocol: {error!r}: {text[:200]!r}") from error
-
-
-def _frozen(value: Any) -> Any:
-    """Returns a JSON value with tuples in place of lists and integers in place of numeric keys."""
-    if isinstance(value, list):
-        return tuple(_frozen(each) for each in value)
-    if isinstance(value, dict):
-        return {int(key) if key.isdigit() else key: _frozen(each) for key, each in value.items()}
-    return value
+def again(decided: Mapping[str, Any], now_ns: int) -> State:
+    """Returns the state whose fields another coordinator has decided, on this one's clock."""
+    joined = (worker for worker in (*decided["members"], *decided["waiting"]) if worker in decided["nodes"])
+    return State(**decided, **_just_now(joined, now_ns))
 
 
 # A rule of the membership protocol: the transition for an event, which a cell of the table names.

@@ -7,13 +7,12 @@ no step is lost.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from engine.core.errors import KILLED, CoordinatorUnavailableError
-from engine.core.protocol import state as membership_state
-from engine.core.protocol.coordinator_state import FACTS, STATE
+from engine.core.protocol.coordinator_state import CoordinatorState
+from engine.core.protocol.state import State
 
 
 class ProcessOnHost(NamedTuple):
@@ -26,32 +25,31 @@ class ProcessOnHost(NamedTuple):
     ended: tuple[int, ...] = ()
 
 
-def begins_again(texts: Mapping[str, str], *, has_results: bool) -> bool:
-    """Returns whether all workers begin again with the next host; `texts` are the values of the run in the store.
+def begins_again(before: CoordinatorState | None, *, has_results: bool) -> bool:
+    """Returns whether all workers begin again with the next host; `before` is the state in the store.
 
     `has_results`: a step was committed, perhaps one that was lost since.
     """
-    if has_results or STATE not in texts or FACTS not in texts:
+    if has_results or before is None:
         return not has_results
-    state = membership_state.resume(texts[STATE], 0)
-    return state.committed == state.options.begun
+    return before.membership.committed == before.membership.options.begun
 
 
 def succession(
-    texts: Mapping[str, str], held: Mapping[str, Sequence[Sequence[int]]], lost: str, heard: int
+    before: CoordinatorState | None, held: Mapping[str, Sequence[Sequence[int]]], lost: str, heard: int
 ) -> tuple[ProcessOnHost, ...]:
-    """Returns the processes of a run whose coordinator was on host `lost`; `texts` are its values in the store.
+    """Returns the processes of a run whose coordinator was on host `lost`; `before` is its state in the store.
 
     `held` has of each host that is there the processes: number, worker, pid, and the exit code of one that has ended.
     `heard` is the last commit of which a host that is left has heard; the one after it is in the store. Raises
     CoordinatorUnavailableError for a run whose workers were to begin again after a checkpoint, and for one of whose
     results more is lost.
     """
-    if STATE not in texts or FACTS not in texts or not json.loads(texts[FACTS])["started"]:
+    if before is None or not before.started:
         raise CoordinatorUnavailableError(
             f"host {lost}, which coordinated the run, is lost before training has gone on"
         )
-    state = membership_state.resume(texts[STATE], 0)
+    state = before.membership
     if heard < state.committed - 1:
         why = f"and its results after step {heard} with it: step {state.committed} is committed"
         raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost, {why}")
@@ -67,8 +65,7 @@ def succession(
     return tuple(found[worker] for worker in sorted(found))
 
 
-def last_number(texts: Mapping[str, str], found: Iterable[ProcessOnHost]) -> int:
+def last_number(state: State, found: Iterable[ProcessOnHost]) -> int:
     """Returns the greatest number that a worker has or had, also one whose process is gone: a newcomer has none."""
-    state = membership_state.resume(texts[STATE], 0)
     known = (*state.members, *state.waiting, *state.out, *state.lost, *state.exited)
     return max((*known, *(each.worker for each in found)))

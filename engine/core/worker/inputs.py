@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import CommitMessage, EpochMessage, Evaluation, StopMessage
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import PlanMessage, from_json

@@ -18,7 +18,7 @@ from engine.core import messages
 from engine.core.checkpoint_rules import shares_of
 from engine.core.errors import ExitCode, Impossible, InvariantError, ensure, required
 from engine.core.job.job import is_due
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.messages import (
     ByeMessage,
     CommitMessage,

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from engine.core.checkpoint_rules import StateShare
-from engine.core.message_codec import ToAgent
+from engine.core.message_kinds import ToAgent
 from engine.core.messages import CommitMessage, EpochMessage, GoMessage, NextGroupMessage, OwnPhase
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.inventory import PlanMessage, PrepareMessage

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from engine.core.checkpoint_rules import Resumption
 from engine.core.errors import BambooError, NothingMatchedError, Problem, StorageError, UserError
 from engine.core.job.bit_fields import OF_TENSORS, BitDifference, bit_differences, is_same_job
 from engine.core.job.job import Job
-from engine.core.manifest import Manifest, draft, draft_of
+from engine.core.manifest import Manifest
 from engine.core.texts import counted, trust_words
 from engine.files.checkpoint_folder import CheckpointName, NewestGood, checkpoints_at
 from engine.files.host_facts import fixed_instruction_set, host_facts
@@ -59,16 +59,6 @@ class CheckpointChoice(NamedTuple):
         paths += ((name, key) for name, value in self.job.items() if isinstance(value, dict) for key in value)
         places = dict.fromkeys(paths, (1, 1))
         return Document(self.source, dict(self.job), places, places)
-
-    def to_plain(self) -> list[Any]:
-        """Returns it as plain values, for another process."""
-        return [asdict(self.origin), draft(self.manifest), self.heir]
-
-    @classmethod
-    def of_plain(cls, plain: list[Any]) -> CheckpointChoice:
-        """Returns what another process has found."""
-        origin, manifest, heir = plain
-        return cls(Resumption(**origin), draft_of(manifest), None if heir is None else ResumedRun(*heir))
 
     @property
     def words(self) -> str:

@@ -30,7 +30,7 @@ from engine.core.history.run_records import GoRecord, PaceRecord
 from engine.core.hosts import ends
 from engine.core.hosts.ends import HostAgent, HostEnd, HostOutput
 from engine.core.job.job import Job
-from engine.core.message_codec import Message, ToWorker
+from engine.core.message_kinds import Message, ToWorker
 from engine.core.messages import (
     BusyMessage,
     ExitMessage,

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from engine.codec.values import plain_of
 from engine.core import checkpoint_rules as gathering
 from engine.core.checkpoint_rules import (
     AbandonedCheckpoint,
@@ -27,8 +28,8 @@ from engine.core.checkpoint_rules import (
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import BambooError, StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
-from engine.core.manifest import LayerHash, Manifest, draft
-from engine.core.message_codec import ToWorker
+from engine.core.manifest import LayerHash, Manifest
+from engine.core.message_kinds import ToWorker
 from engine.core.protocol.state import State
 from engine.files.checkpoint_folder import CheckpointName, NewestGood, RefusedCheckpoint
 from engine.runtime.agent.keeper import Keeper
@@ -228,6 +229,6 @@ class Checkpoints:
             parts=whole.parts,
             names=tuple(self._run_state.layers),
         )
-        file, size = self._ask("publish", draft(manifest))
+        file, size = self._ask("publish", plain_of(manifest))
         times = {each: getattr(under_way, each) for each in ("copy_ns", "write_ns", "sync_ns")}
         return KeptRecord(step=whole.step, manifest=file, bytes=size, parts=len(whole.parts), **times)

@@ -19,22 +19,22 @@ their number does not grow with the steps:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
+from engine.codec.documents import documents, resume, verdicts_of
+from engine.codec.values import plain_of, text_of
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, LeaseLostError, required
 from engine.core.history.process_records import KeysLeftRecord, StoreRecord
 from engine.core.kv import KV, Change, Delete, KeyValue, Lease, Put, Txn, absent, equal
 from engine.core.ownership import by_slot
 from engine.core.protocol.coordinator import is_to_be_kept, step
-from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState, documents, resume
+from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState
 from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput
 from engine.core.protocol.membership import plan_document
-from engine.core.protocol.run_status import Slots
+from engine.core.protocol.run_status import Heartbeats, Member, Slots
 from engine.core.protocol.state import State
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.recorder import Recorder
@@ -116,9 +116,9 @@ def _resume(first: CoordinatorState, found: Mapping[str, KeyValue], now_ns: int)
 
 def _read_verdicts(found: KeyValue | None) -> list[tuple[int, str]]:
     try:
-        return [(int(epoch), str(reason)) for epoch, reason in json.loads(found.value)] if found is not None else []
-    except (TypeError, ValueError) as error:
-        raise InvariantError(f"the key 'verdicts' of this run is not of a coordinator: {error!r}") from error
+        return [] if found is None else [*verdicts_of(found.value)]
+    except InvariantError as error:
+        raise InvariantError(f"the key 'verdicts' of this run is not of a coordinator: {error}") from error
 
 
 def _changes(old: CoordinatorState, new: CoordinatorState, verdicts: list[tuple[int, str]]) -> list[Change]:
@@ -127,12 +127,12 @@ def _changes(old: CoordinatorState, new: CoordinatorState, verdicts: list[tuple[
     changes: list[Change] = [Put("status", now.phase.encode())]
     if now.epoch != was.epoch:
         changes.append(Put("epoch", str(now.epoch).encode()))
-        changes.append(Put("verdicts", json.dumps(verdicts).encode()))
+        changes.append(Put("verdicts", text_of(verdicts).encode()))
         if now.planned:
-            changes.append(Put("reconfigured", json.dumps({"epoch": now.epoch, "reason": now.reason}).encode()))
+            changes.append(Put("reconfigured", text_of({"epoch": now.epoch, "reason": now.reason}).encode()))
     if new.planned != old.planned:
-        plan = asdict(plan_document(now)) | {"verdict": now.verdict}
-        changes.append(Put("plan", json.dumps(plan).encode()))
+        plan = plain_of(plan_document(now)) | {"verdict": now.verdict}
+        changes.append(Put("plan", text_of(plan).encode()))
     return changes
 
 
@@ -188,9 +188,9 @@ class Node:
 
     def enrol(self, worker: int, pid: int, now: Slots, before: Slots = (), host: str = "") -> None:
         """Writes the key of a worker: its pid, its host if that is not this one, its slots, and those before."""
-        value = {"pid": pid, "node": host or self.name, "now": now, "before": before}
+        value = Member(pid, host or self.name, now, before)
         with self._in_or_out():
-            self._kv.put(_key(worker), json.dumps(value).encode(), self._lease)
+            self._kv.put(_key(worker), text_of(value).encode(), self._lease)
         self._enrolled[worker] = (pid, now, host)
 
     def report(self, now_ns: int) -> None:
@@ -205,7 +205,7 @@ class Node:
                 self.enrol(worker, pid, now, before, host)
         ages = {worker: round((now_ns - seen.heard_ns) / 1e9, 3) for worker, seen in sightings.items()}
         with self._in_or_out():
-            self._kv.put("heartbeats", json.dumps({"at_ns": now_ns, "ages": ages}).encode(), self._lease)
+            self._kv.put("heartbeats", text_of(Heartbeats(now_ns, ages)).encode(), self._lease)
 
     def strike_off(self, worker: int) -> None:
         """Deletes the key of a worker that has ended, before its lease expires."""

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine.codec.values import value_of
 from engine.core.errors import StorageError
 from engine.core.job.bit_fields import bit_facts
 from engine.core.job.job import Job
-from engine.core.manifest import Manifest, draft_of, owner_of
+from engine.core.manifest import Manifest, owner_of
 from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at, claimed, sweep
 from engine.files.host_facts import host_facts
 from engine.files.jobs.checkpoint_place import weights_hash
@@ -73,10 +74,10 @@ def _begin(work: _Work, init: str | None, code: list[list[Any]] | None) -> tuple
     return work.init, work.code
 
 
-def _publish(work: _Work, draft: str) -> tuple[str, int]:
+def _publish(work: _Work, draft: dict[str, Any]) -> tuple[str, int]:
     if not work.fixed:  # it reads the files of the data once
         work.fixed = {"facts": bit_facts(host_facts(Path.cwd())), "data_files": data_files(work.job)}
-    manifest = replace(draft_of(draft), init=work.init, code_files=work.code, **work.fixed)
+    manifest = replace(value_of(draft, Manifest, "the draft"), init=work.init, code_files=work.code, **work.fixed)
     return work.folder.publish(manifest).file, manifest.num_bytes
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from engine.core.history.run_records import PolicyRecord
 from engine.core.job.job import Job
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import BorderMessage, PartitionMessage, PingMessage, StopMessage
 from engine.core.protocol.events import MemoryShortage, WantedOwners, unwatched_ns
 from engine.core.protocol.state import State

@@ -32,7 +32,7 @@ from engine.core.history.process_records import TrainingEndedRecord
 from engine.core.history.run_records import AuditRecord, CommitRecord, EpochRecord, GoRecord, StampedRecord
 from engine.core.job.job import FACTORY, Job, is_due
 from engine.core.kv import Lease
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import (
     AuditMessage,
     CutMessage,

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from engine.codec.records import encoded
 from engine.core.errors import StorageError
 from engine.core.history.process_records import EndedRecord
-from engine.core.history.record_lines import encoded, span_of
 from engine.core.history.run_records import AGENT, AuditRecord, Record, StampedRecord
+from engine.core.history.step_files import span_of
 from engine.core.job.job import Job, parse_size
 from engine.core.texts import counted
 from engine.files.linked_lines import stamped

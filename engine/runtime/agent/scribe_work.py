@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.codec.records import decoded, encoded
 from engine.core.errors import BY_SIGNAL
 from engine.core.history.process_records import EndedRecord, FailedRecord, TrainingEndedRecord
-from engine.core.history.record_lines import FOLDER, decoded, encoded
 from engine.core.history.run_records import AGENT
+from engine.core.history.step_files import FOLDER
 from engine.core.job.job import Job
 from engine.files.atomic_write import make_folder, open_to_read, storage_errors, write_atomically
 from engine.files.events_file import read_history

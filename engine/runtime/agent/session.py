@@ -29,7 +29,7 @@ from engine.core.hosts.notice_answer import NoticeFrom
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership, shadowed
 from engine.core.job.update_rules import preloads
-from engine.core.message_codec import Message
+from engine.core.message_kinds import Message
 from engine.core.ownership import Ownership
 from engine.core.protocol.coordinator_state import first_state
 from engine.core.protocol.events import JobRestart, Takeover

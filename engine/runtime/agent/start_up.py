@@ -12,8 +12,8 @@ from pathlib import Path
 from engine.core.checkpoint_rules import Resumption
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.history.process_records import HostRecord, PairsRecord, StartedRecord
-from engine.core.history.record_lines import FOLDER, span_of
 from engine.core.history.run_records import AGENT, VERSION, JobRecord
+from engine.core.history.step_files import FOLDER, span_of
 from engine.core.job.job import Job, parse_size
 from engine.core.messages import WelcomeMessage
 from engine.core.ownership import Ownership

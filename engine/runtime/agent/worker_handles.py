@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from engine.core.message_codec import ToWorker
+from engine.core.message_kinds import ToWorker
 from engine.core.messages import BusyMessage
 from engine.core.ownership import Ownership
 from engine.core.protocol.events import HostWord, Sight

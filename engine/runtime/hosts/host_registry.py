@@ -13,27 +13,26 @@ incarnation holds is refused. Who may read these keys may be a host of the run: 
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from ipaddress import ip_address
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
+from engine.codec.values import read, text_of
 from engine.core.errors import (
     CoordinatorUnavailableError,
     EnvironmentLacksError,
     ExitCode,
-    InvariantError,
     LeaseLostError,
     Problem,
     UserError,
 )
 from engine.core.hosts.ends import LeaseTime
-from engine.core.hosts.host_options import CLEAR, RegisteredHost, differences, registered_host
+from engine.core.hosts.host_options import CLEAR, RegisteredHost, differences
 from engine.core.kv import KV, Lease, Put, Txn, absent
 from engine.runtime.process.interrupts import breakable
 
@@ -184,6 +183,14 @@ class HostOutcome:
     words: str
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The reason for which these hosts, by their incarnations, begin no run."""
+
+    hosts: tuple[str, ...]
+    why: str
+
+
 class HostKeys:
     """The keys of the hosts of one run, for who reads them."""
 
@@ -193,27 +200,17 @@ class HostKeys:
     def hosts(self) -> list[RegisteredHost]:
         """Returns the hosts that have registered, in the order in which they came."""
         found = sorted(self._kv.read_prefix(_HOSTS).items, key=lambda each: each.create_revision)
-        return [registered_host(each.value.decode()) for each in found]
+        return [read(each.value, RegisteredHost, "host of a run") for each in found]
 
     def elected(self) -> ElectedHost | None:
         """Returns the host that coordinates the run, None if there is none."""
         found = self._kv.get(_ELECTED)
-        if found is None:
-            return None
-        plain: dict[str, Any] = json.loads(found.value)
-        try:
-            certificate, key = plain["certificate"]
-            names, lives = tuple(plain["hosts"]), tuple(plain["incarnations"])
-            pair, lease_id = (certificate, key), int(plain["lease_id"])
-            heard = int(plain["heard"])
-            return ElectedHost(plain["name"], plain["incarnation"], plain["place"], names, lives, pair, lease_id, heard)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvariantError("the key 'elected' of this run is not of a host") from error
+        return None if found is None else read(found.value, ElectedHost, "elected host")
 
     def outcome(self) -> HostOutcome | None:
         """Returns the outcome of the run, None if it has none yet."""
         found = self._kv.get(_OUTCOME)
-        return None if found is None else HostOutcome(**json.loads(found.value))
+        return None if found is None else read(found.value, HostOutcome, "outcome of a run")
 
     def end(self) -> HostOutcome | None:
         """Waits for the end of the run, also of one that is refused; returns its outcome, None for no such run.
@@ -241,9 +238,9 @@ class HostKeys:
 
     def _refusal(self) -> HostOutcome | None:
         found = self._kv.get(_REFUSED) if self.elected() is None else None
-        return (
-            None if found is None else HostOutcome(ExitCode.ENVIRONMENT, f"refused: {json.loads(found.value)['why']}")
-        )
+        if found is None:
+            return None
+        return HostOutcome(ExitCode.ENVIRONMENT, f"refused: {read(found.value, Refusal, 'refusal').why}")
 
 
 class HostRegistry(HostKeys):
@@ -257,9 +254,9 @@ class HostRegistry(HostKeys):
     def register(self) -> None:
         """Writes the key of this host; raises UserError for a name that is taken."""
         key = _HOSTS + self.own.name
-        found = self._kv.transact(Txn((absent(key),), (Put(key, self.own.to_json().encode(), self._lease),)))
+        found = self._kv.transact(Txn((absent(key),), (Put(key, text_of(self.own).encode(), self._lease),)))
         if not found.succeeded and found.found[0] is not None:
-            other = registered_host(found.found[0].value.decode())
+            other = read(found.found[0].value, RegisteredHost, "host of a run")
             if other.incarnation != self.own.incarnation:
                 hint = f"it is at {other.address}; give each host its own name with --node"
                 raise UserError([Problem("--node", "a name that no other host of the run has", self.own.name, hint)])
@@ -288,15 +285,14 @@ class HostRegistry(HostKeys):
 
     def _refuse(self, hosts: Sequence[RegisteredHost], why: str) -> NoReturn:
         """Ends the beginning of a run, also for those hosts that look when others of them have left."""
-        value = json.dumps({"hosts": [each.incarnation for each in hosts], "why": why}).encode()
-        self._kv.put(_REFUSED, value, self._kv.grant(_REFUSED_S))
+        refusal = Refusal(tuple(each.incarnation for each in hosts), why)
+        self._kv.put(_REFUSED, text_of(refusal).encode(), self._kv.grant(_REFUSED_S))
         raise EnvironmentLacksError(why)
 
     def _look_for_refusal(self) -> None:
         found = self._kv.get(_REFUSED)
-        told = {"hosts": []} if found is None else json.loads(found.value)
-        if self.own.incarnation in told["hosts"]:
-            raise EnvironmentLacksError(str(told["why"]))
+        if found is not None and self.own.incarnation in (told := read(found.value, Refusal, "refusal")).hosts:
+            raise EnvironmentLacksError(told.why)
 
     def elect(self, hosts: Sequence[RegisteredHost], place: str, made: RunCertificate) -> bool:
         """Tries to make this host the one that coordinates; returns whether it is."""
@@ -316,7 +312,7 @@ class HostRegistry(HostKeys):
         return value if self._stands(value) else None
 
     def _stands(self, value: ElectedHost) -> bool:
-        text = json.dumps(asdict(value), sort_keys=True).encode()
+        text = text_of(value).encode()
         begun = f"host {value.name} at {value.place} coordinated hosts {', '.join(value.hosts)}"
         is_free = (absent(_ELECTED), absent(_OUTCOME))
         written = (Put(_ELECTED, text, self._lease), Put(_BEGUN, begun.encode()))
@@ -356,7 +352,7 @@ class HostRegistry(HostKeys):
 
     def tell(self, outcome: HostOutcome) -> None:
         """Writes the outcome, which stays for an hour."""
-        self._kv.put(_OUTCOME, json.dumps(asdict(outcome)).encode(), self._kv.grant(_OUTCOME_S))
+        self._kv.put(_OUTCOME, text_of(outcome).encode(), self._kv.grant(_OUTCOME_S))
 
     def forget(self, prefixes: Sequence[str]) -> None:
         """Deletes the keys that another host would have gone on with: the run is over."""

@@ -16,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from engine.codec.messages import decode
+from engine.codec.records import decoded, encoded
 from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.errors import BambooError, CoordinatorUnavailableError, WorkerFailedError, ensure
 from engine.core.faults.injection import InheritedFaults
 from engine.core.history.process_records import DeadlyRecord, ExitRecord, RequestRecord, ResumedRecord, StartedRecord
-from engine.core.history.record_lines import decoded, encoded
 from engine.core.history.run_records import (
     AGENT,
     AuditRecord,
@@ -42,7 +43,7 @@ from engine.core.history.run_records import (
 from engine.core.hosts.ends import LATER_NS, HostSight, deal, host_for_one_more, unheard
 from engine.core.job.job import Job
 from engine.core.kv import KV, Lease
-from engine.core.message_codec import MAX_BYTES, Message, decode, head_of
+from engine.core.message_kinds import MAX_BYTES, Message, head_of
 from engine.core.messages import (
     AuditMessage,
     BorderMessage,

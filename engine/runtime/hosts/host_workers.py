@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.codec.messages import encode
 from engine.core.errors import EnvironmentLacksError, ExitCode, required
 from engine.core.history.merging import OffsetBounds, OffsetWatch
 from engine.core.history.process_records import ClockRecord, HeardRecord
@@ -46,15 +47,14 @@ from engine.core.hosts.host_messages import (
     UnforkedHostMessage,
     WordsHostMessage,
     WorkerSign,
-    frame,
-    sign_frames,
 )
 from engine.core.job.job import Job
-from engine.core.message_codec import MAX_BYTES, Message, encode, head_of
+from engine.core.message_kinds import MAX_BYTES, Message, head_of
 from engine.core.messages import HeartbeatMessage, PingMessage, StopMessage
 from engine.core.protocol.events import unwatched_ns
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.worker_handles import fork_linked
+from engine.runtime.hosts.frames import frame, sign_frames
 from engine.runtime.hosts.host_registry import HostOutcome
 from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults, WelcomeCache, hashes_of
 from engine.runtime.hosts.remote_workers import ServedLines
@@ -111,13 +111,9 @@ class LocalProcess:
         heartbeat, self.heartbeat = self.heartbeat.decode(), b""
         num_signals = self.num_signals  # before the look at the process, which they may have changed
         at, place, times = board.read(self.worker), board.place_of(self.worker), self.child.times()
-        where: tuple[Any, ...] = ()
-        if place is not None:
-            aged = place._replace(since_ns=now_ns() - place.since_ns)
-            where = tuple(map(int, aged))
+        where: Any = place and tuple(map(int, place._replace(since_ns=now_ns() - place.since_ns)))
         progress = (at.step, at.num_computed, at.action)
-        seen: tuple[Any, ...] = () if times is None else tuple(times)
-        return WorkerSign(self.number, heartbeat, progress, where, seen, num_signals, now_ns() - self.heard_ns)
+        return WorkerSign(self.number, heartbeat, progress, where, times, num_signals, now_ns() - self.heard_ns)
 
 
 # Signs of life of the workers of this host, for the host that coordinates: four times a second, in few messages.

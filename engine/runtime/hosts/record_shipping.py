@@ -11,20 +11,18 @@ from functools import lru_cache
 from pathlib import Path
 
 from engine.core.errors import StorageError
-from engine.core.history.record_lines import FOLDER, step_file
+from engine.core.history.step_files import FOLDER, step_file
 from engine.core.hosts.host_messages import (
     EVENTS,
     MOST_SHIPPED_BYTES,
     KeptHostMessage,
     ShippedHostMessage,
     ShippedPart,
-    frame,
-    shipped_frame,
-    shipped_parts,
     whole_bytes,
 )
 from engine.files.atomic_write import make_folder, open_to_append, open_to_read
 from engine.files.run_folder import HOSTS_FOLDER
+from engine.runtime.hosts.frames import frame, shipped_frame, shipped_parts
 from engine.runtime.hosts.wire import StreamEnd
 
 # Ships the records of this host to another one: what its files have more than the other end keeps.

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.codec.messages import decode, encode
+from engine.codec.records import decoded
 from engine.core.errors import KILLED, EnvironmentLacksError, ensure, required
-from engine.core.history.record_lines import decoded
 from engine.core.hosts.host_messages import (
     EndedHostMessage,
     ForkedHostMessage,
@@ -34,12 +35,12 @@ from engine.core.hosts.host_messages import (
     UnforkedHostMessage,
     WordsHostMessage,
     WorkerSign,
-    frame,
 )
 from engine.core.hosts.host_options import RegisteredHost
-from engine.core.message_codec import Message, ToWorker, decode, encode
-from engine.core.messages import PingMessage
+from engine.core.message_kinds import Message, ToWorker
+from engine.core.messages import HeartbeatMessage, PingMessage
 from engine.core.protocol.events import Loading
+from engine.runtime.hosts.frames import frame
 from engine.runtime.hosts.record_shipping import RecordReceiver, RecordShipper
 from engine.runtime.hosts.wire import HostPeer, StreamEnd
 from engine.runtime.ipc.clock import now_ns
@@ -126,8 +127,7 @@ class RemoteProcess(Child):
                 for each in Loading:
                     self._board.load(self.worker, each, each is not Loading.NONE and each == loading)
             if sign.times:
-                state, thread_ns, process_ns = sign.times
-                self._times = ProcessTimes(str(state), int(thread_ns), int(process_ns))
+                self._times = ProcessTimes(*sign.times)
                 self._num_seen = sign.num_signals
 
     def ended(self, code: int, lost: str = "") -> None:
@@ -149,11 +149,12 @@ class RemoteProcess(Child):
         """Returns the time of its last sign of life."""
         return self._seen_ns
 
-    def word(self) -> tuple[int, str] | None:
+    def word(self) -> tuple[int, HeartbeatMessage | None]:
         """Returns how long ago it spoke, by its last sign of life, and takes its heartbeat."""
         with self._ending:
             heartbeat, self._heartbeat = self._heartbeat, ""
-            return self._age_ns, heartbeat
+        beat = decode(heartbeat.encode()) if heartbeat else None
+        return self._age_ns, beat if isinstance(beat, HeartbeatMessage) else None
 
     def state(self) -> str | None:
         """Returns its state as its host saw it last, `UNKNOWN` before a look; None if it has ended."""
@@ -270,8 +271,8 @@ class RemoteSpawner(ForkServer):
         match header:
             case SignsHostMessage(sent_ns=sent_ns, signs=signs):
                 self._heard = (sent_ns, now_ns())
-                for each in map(WorkerSign._make, signs):
-                    self._with(each.process, "sees", each)
+                for sign in signs:
+                    self._with(sign.process, "sees", sign)
             case WordsHostMessage(process=process):
                 self._with(process, "hear", packet)
             case EndedHostMessage(process=process, code=code):

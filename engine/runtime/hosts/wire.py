@@ -15,13 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.core.errors import EnvironmentLacksError, InvariantError
-from engine.core.hosts.host_messages import (
+from engine.core.hosts.host_messages import HailedHostMessage, HelloHostMessage, SignsHostMessage, TickHostMessage
+from engine.core.hosts.host_options import MOST_HOSTS
+from engine.core.message_kinds import Message
+from engine.runtime.hosts.frames import (
     MOST_BUNDLE_BYTES,
-    HailedHostMessage,
-    HelloHostMessage,
     Packets,
-    SignsHostMessage,
-    TickHostMessage,
     bundle,
     bundled_bytes,
     fits,
@@ -30,8 +29,6 @@ from engine.core.hosts.host_messages import (
     read_from_coordinator,
     read_from_host,
 )
-from engine.core.hosts.host_options import MOST_HOSTS
-from engine.core.message_codec import Message
 from engine.runtime.hosts.host_registry import NAME, RunCertificate
 from engine.runtime.process.grpc_import import grpc
 

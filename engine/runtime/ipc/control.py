@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from engine.core.errors import ExitCode
 from engine.core.history.process_records import KnownRecord
-from engine.core.message_codec import Message, ToAgent, ToWorker
+from engine.core.message_kinds import Message, ToAgent, ToWorker
 from engine.core.messages import (
     ArmMessage,
     EpochMessage,

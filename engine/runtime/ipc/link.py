@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from engine.codec.messages import decode, encode
 from engine.core.errors import ensure
-from engine.core.message_codec import MAX_BYTES, Message, decode, encode, head_of
+from engine.core.message_kinds import MAX_BYTES, Message, head_of
 from engine.core.messages import LinkMessage, LinkWantedMessage
 
 _MAX_FDS = 16

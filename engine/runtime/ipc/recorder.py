@@ -16,17 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.codec.records import encoded
 from engine.core.errors import InvariantError, StorageError
 from engine.core.history.process_records import LostRecord, StartedRecord
-from engine.core.history.record_lines import MarkedSteps, StepFile, as_ranges, encoded, entry, superfluous
 from engine.core.history.run_records import AGENT, AuditRecord, CommitRecord, Record, StampedRecord, ThinnedRecord
+from engine.core.history.step_files import MarkedSteps, StepFile, as_ranges, entry, superfluous
 from engine.files.atomic_write import open_to_append
 from engine.files.linked_lines import Chain, chain_of
 from engine.runtime.ipc.clock import now_ns
 
 
 class LogRetention:
-    """Drops ranges of steps from a run that exceeds its limit; `record_lines` has the rule.
+    """Drops ranges of steps from a run that exceeds its limit; `step_files` has the rule.
 
     The files, of `span` steps each, are in the folder `folder_fd`; together with the events file they may take `limit`
     bytes. The launcher of each host decides at the first commit in each new range. It records the steps that it drops
@@ -87,7 +88,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 class StepWriter:
     """Appends to the files of one worker, or of the hashes, in the folder `folder_fd`; each has `span` steps.
 
-    `core.history.record_lines` has their format.
+    `core.history.step_files` has their format.
     """
 
     def __init__(self, folder_fd: int, worker: int | None, span: int):

@@ -20,13 +20,14 @@ from types import TracebackType
 from typing import TypeVar
 
 from engine.core.errors import EnvironmentLacksError, required
-from engine.core.message_codec import Message, Plain
+from engine.core.message_kinds import Message, Plain
 from engine.core.messages import (
     BeginMessage,
     CaseMessage,
     DoneMessage,
     ForkedMessage,
     ForkMessage,
+    HeartbeatMessage,
     LeaveMessage,
     LeftMessage,
     UnforkedMessage,
@@ -77,7 +78,7 @@ class Child:
         """Returns the time at which its host saw it last: of this host, now."""
         return time.monotonic_ns()
 
-    def word(self) -> tuple[int, str] | None:
+    def word(self) -> tuple[int, HeartbeatMessage | None] | None:
         """Returns how long ago it spoke, and a new heartbeat, as the agent of another host tells; None on this one."""
         return None
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.codec.messages import cut
 from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
-from engine.core.message_codec import CUT, cut
+from engine.core.message_kinds import CUT
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.dependencies import crosses
 from engine.core.value import Value

@@ -15,12 +15,13 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.codec.messages import cut, in_messages
 from engine.core.checks.determinism import without_form
 from engine.core.checks.trajectory import DATA, OPTIMIZER, DigestByName, impure_layer
 from engine.core.errors import Problem, UserError
 from engine.core.history.run_records import PureCheckRecord
 from engine.core.job.job import Job
-from engine.core.message_codec import CUT, cut, in_messages
+from engine.core.message_kinds import CUT
 from engine.core.messages import PureMessage
 from engine.core.ownership import Ownership
 from engine.models.data import Data, keyed_generator

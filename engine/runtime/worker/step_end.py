@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from engine.codec.messages import in_messages
 from engine.core.action import Action
 from engine.core.checks.trajectory import LoadedMarks
 from engine.core.job.job import Job, is_due
-from engine.core.message_codec import in_messages
 from engine.core.messages import AuditMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.ballot import SlotVote, VoteMessage

@@ -19,11 +19,11 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+from engine.codec.messages import in_messages
 from engine.core import messages
 from engine.core.action import Action, Program
 from engine.core.errors import TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord, PreparedRecord
-from engine.core.message_codec import in_messages
 from engine.core.messages import NextGroupMessage
 from engine.core.ownership import Grid, Ownership, Slot, healed
 from engine.core.program.build import build_program

@@ -40,7 +40,7 @@ from engine.core.errors import (
     ensure,
 )
 from engine.core.faults.fault import from_plain
-from engine.core.history.record_lines import span_of
+from engine.core.history.step_files import span_of
 from engine.core.job.job import Job
 from engine.core.job.partition import partition
 from engine.core.messages import BusyMessage, RaisedMessage, WelcomeMessage

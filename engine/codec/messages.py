@@ -1,0 +1,120 @@
+"""Control messages as they travel: a message is one JSON object that names its kind, with every field of its class.
+
+A message has at most `MAX_BYTES`. Texts of a user may have any length: the class of a message with such texts has a
+`cut_note`, and its longest texts are cut so that it fits. Any other message that does not fit is a bug.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.codec.values import other_plain, parsed, plain_of, value_of
+from engine.core.errors import InvariantError
+from engine.core.message_kinds import MAX_BYTES, Message, class_of, head_of, kind_of
+
+_LEAST_BYTES = 8  # of a text that is cut
+_BESIDE_ROWS = 1_000  # bytes of a message beside its rows
+_HEAD = b'{"kind":"'
+
+Row = TypeVar("Row")
+_encoder = msgspec.json.Encoder(enc_hook=other_plain)
+_decoder = cache(msgspec.json.Decoder)  # of a class
+_head = cache(head_of)
+_wire = json.JSONEncoder(separators=(",", ":"), default=plain_of).encode  # with numbers that are not finite
+
+
+def encode(of: Message) -> bytes:
+    """Returns a message as it travels; its longest texts are cut if it is too long and has a `cut_note`."""
+    data = _text(of)
+    if len(data) <= MAX_BYTES or not of.cut_note:
+        return data
+    whole, most = plain_of(of), MAX_BYTES // 4
+    while len(data) > MAX_BYTES and most >= _LEAST_BYTES:
+        data = _wire({"kind": kind_of(type(of)), **_with_cut_texts(whole, most, of.cut_note)}).encode()
+        most //= 2
+    return data
+
+
+def _text(of: Message) -> bytes:
+    try:
+        data = _encoder.encode(of)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        data = b""
+    if not data.isascii() or not data or b"null" in data:  # which a number that is not finite has become
+        data = _wire(of).encode()
+    made: Any = type(of)
+    return _head(made) + (b"," if len(data) > 2 else b"") + data[1:]
+
+
+def decode(data: bytes) -> Message:
+    """Returns the message that `encode` made these bytes of; raises InvariantError for any other bytes."""
+    made: Any = class_of(data[len(_HEAD) : data.find(b'"', len(_HEAD))].decode(errors="replace"))
+    try:
+        if made is not None:
+            message: Message = _decoder(made).decode(data)
+            if _text(message) == data:
+                return message
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        pass
+    return _looked_at(data)
+
+
+def _looked_at(data: bytes) -> Message:
+    """Returns the message in bytes that are not as `encode` makes them; names the mistake, unless it means the same."""
+    try:
+        plain = parsed(data)
+        kind = plain.pop("kind", None)
+        made = class_of(kind)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise InvariantError(f"these bytes are no message: {data[:100]!r}") from error
+    if made is None:
+        raise InvariantError(f"no message is of the kind {kind!r:.100}")
+    return value_of(plain, made, f"a message {kind!r}")
+
+
+def _with_cut_texts(value: Any, most: int, note: str) -> Any:
+    """Returns plain values in which no text has more than `most` bytes."""
+    if isinstance(value, str):
+        return cut(value, most, note)
+    if isinstance(value, (list, tuple)):
+        return [_with_cut_texts(item, most, note) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_cut_texts(item, most, note) for name, item in value.items()}
+    return value
+
+
+def cut(text: str, most: int, note: str) -> str:
+    """Returns a text that has at most `most` bytes in a message; a longer one is cut, and ends in the note."""
+    if len(text) <= most and _size(text) <= most:
+        return text
+    if 2 * _size(note) > most:
+        note = "..."
+    room = most - _size(note)
+    length = bisect_right(range(min(len(text), room) + 1), room, key=lambda number: _size(text[:number])) - 1
+    return text[:length] + note
+
+
+def in_messages(rows: Iterable[Row]) -> Iterator[tuple[Row, ...]]:
+    """Yields rows in order, as many together as one message takes."""
+    part: list[Row] = []
+    room = 0
+    for row in rows:
+        size = len(_wire(row)) + 1
+        if part and size > room:
+            yield tuple(part)
+            part = []
+        room = (room if part else MAX_BYTES - _BESIDE_ROWS) - size
+        part.append(row)
+    if part:
+        yield tuple(part)
+
+
+def _size(text: str) -> int:
+    """Returns the bytes that a text has in a message, without its quotes."""
+    return len(_wire(text)) - 2

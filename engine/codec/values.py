@@ -1,0 +1,134 @@
+"""Values of any class of the core as JSON, and back: msgspec reads the form of a class off its annotations.
+
+Rules: a data class is an object, a tuple and a named tuple are lists, an enum is its value. JSON has no number that is
+not finite: a text of `NOT_FINITE` stands in its place. A text that is kept (a record, a manifest, a key in the store)
+has ASCII only, and floats as Python writes them, so a value has the same text in every version of bamboo: hashes and
+comparisons depend on it. The standard library writes these texts; msgspec reads all. An error names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.core.errors import InvariantError
+
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path: a field, the place in a list, some key of a mapping
+_MOST = 300  # characters of a wrong value in an error
+
+Made = TypeVar("Made")
+
+
+def other_plain(value: Any) -> Any:
+    """Returns a value that msgspec does not know as one that it knows: a mapping as a dict."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"JSON has no {type(value).__name__}")
+
+
+def plain_of(value: Any) -> Any:
+    """Returns a value as values of JSON; tuples stay tuples."""
+    return msgspec.to_builtins(value, str_keys=True, enc_hook=other_plain)
+
+
+_TEXTS = {
+    is_sorted: json.JSONEncoder(separators=(",", ":"), sort_keys=is_sorted, allow_nan=False, default=plain_of).encode
+    for is_sorted in (False, True)
+}
+
+
+def text_of(value: Any, *, sort_keys: bool = False) -> str:
+    """Returns the text of a value, in one line; equal values have the same text."""
+    try:
+        return _TEXTS[sort_keys](value)
+    except ValueError:
+        known = json.loads(json.dumps(value, default=plain_of), parse_constant=str)
+        return _TEXTS[sort_keys](known)
+
+
+def parsed(text: str | bytes) -> Any:
+    """Returns the values of JSON in a text; raises ValueError, or RecursionError where it is nested too deep."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError):
+        return json.loads(text)  # which takes halves of surrogate pairs, as names of files have them, and NaN
+
+
+def read(text: str | bytes, made: type[Made], called: str, *, is_whole: bool = True) -> Made:
+    """Returns the value of a class in a text; raises InvariantError, which calls it so, for any other text."""
+    try:
+        return value_of(parsed(text), made, "it", is_whole=is_whole)
+    except (ValueError, RecursionError, InvariantError) as error:
+        raise InvariantError(f"this is no {called}: {error}: {text[:_MOST]!r}") from error
+
+
+def value_of(plain: Any, made: type[Made], called: str, *, is_whole: bool = True) -> Made:
+    """Returns the value of a class that has these plain values.
+
+    No object has another field than its class. With `is_whole` each has all of them; without it, those with a default
+    may be missing. Raises InvariantError that names the first wrong field.
+    """
+    value = converted(plain, made, called)
+    try:
+        _compare(plain, plain_of(value), called, is_whole)
+    except RecursionError as error:
+        raise InvariantError(f"{called} is nested too deep") from error
+    return value
+
+
+def converted(plain: Any, made: type[Made], called: str) -> Made:
+    """Returns the value as `value_of` does, but leaves out fields that the class does not have."""
+    while True:
+        try:
+            return msgspec.convert(plain, made, str_keys=True)
+        except msgspec.ValidationError as error:
+            if not _mended(plain, str(error)):
+                raise InvariantError(_worded(str(error), called)) from None
+
+
+def _mended(plain: Any, error: str) -> bool:
+    """Puts numbers in the place of texts of `NOT_FINITE` where an error has found them; returns whether it did."""
+    found = _STEP.findall(error.rpartition("$")[2])
+    way = [int(place) if place.isdigit() else field or place for field, place in found]
+    try:
+        holders = [plain]
+        for step in way[:-1]:
+            holders = [holder[key] for holder in holders for key in _keys(holder, step)]
+        places = [(holder, key) for holder in holders for key in _keys(holder, way[-1]) if holder[key] in NOT_FINITE]
+        for holder, key in places:
+            holder[key] = float(holder[key])
+    except (LookupError, TypeError):
+        return False
+    return bool(places)
+
+
+def _keys(holder: Any, step: int | str) -> list[Any]:
+    return list(holder) if step == "..." else [step]
+
+
+def _worded(error: str, called: str) -> str:
+    fields = re.findall(r"\.(\w+)", error.rpartition("$")[2])
+    if not fields and (missing := _MISSING.match(error)):
+        return f"{called} lacks its field {missing[1]!r}"
+    where = f"the field {fields[-1]!r} of {called}" if fields else called
+    return f"{where} is not right: {error[:_MOST]}"
+
+
+def _compare(plain: Any, built: Any, called: str, is_whole: bool) -> None:
+    """Refuses plain values in which an object has other fields than in those of the value that was built of them."""
+    if isinstance(plain, list):
+        for one, other in zip(plain, built, strict=False):
+            _compare(one, other, called, is_whole)
+    elif isinstance(plain, dict):
+        if is_whole and (missing := built.keys() - plain.keys()):
+            raise InvariantError(f"{called} lacks its field {min(missing)!r}")
+        if unknown := plain.keys() - built.keys():
+            raise InvariantError(f"{called} has no field {min(unknown)!r}")
+        for name, value in plain.items():
+            _compare(value, built[name], called, is_whole)
