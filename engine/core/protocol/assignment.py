@@ -1,59 +1,250 @@
-"""The policy: from measured facts, members and present replicas to the wanted owners and shadows, with the reason.
+"""The policy: from measured facts, members and present replicas to the wanted owners, with the reason.
 
-Rules: a move gives each worker one run of consecutive slots in a pipeline at most. The step with the shortest dry run
-wins, and of several such the one with the fewest bytes that move. Slots move only if the next hundred steps pay the
-move back: the price of an ownership is the time of a hundred steps, and the time of the hand-over. So a worker keeps
-the two runs that a death has left it while no move is better. A worker whose memory does not suffice for one slot gets
-none. A slow worker keeps one if the step is little longer for it. Pipelines, microbatches and the order of samples
-stay, so no bit depends on an owner. The same facts give the same owners in each process: no loop follows the order of
-a set.
+    slots     0 1 2 3 4 5 | 6 7 8 9 10 11        two pipelines, one behind the other
+    workers   a a a a b b | b c c c c  c         b has a run in each of them
+
+Rules: all slots stand in a row and are cut into one piece per worker, in the order of the present owners. A newcomer
+takes the place of a worker that is gone, or stands beside workers of its host. The limit of a piece is the least time
+at which all pieces together reach the end; of all cuts within it, the one that moves the fewest bytes wins. Looser
+limits move fewer bytes still. So a worker has one run of consecutive slots in a pipeline at most. Where workers or
+pipelines wait for each other in other ways than in a row, borders move by a slot while that is better.
+
+Slots move only if the next hundred steps pay the move back: the price of an ownership is the time of a hundred steps,
+and the time of the hand-over. So a worker keeps the two runs that a death has left it while no move is better. A worker
+whose memory does not suffice for one slot gets none. A slow worker keeps one if the step is little longer for it.
+Pipelines, microbatches and the order of samples stay, so no bit depends on an owner. The same facts give the same
+owners in each process: no loop follows the order of a set.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-from engine.core.errors import ensure, required
-from engine.core.ownership import Grid, Ownership, Redundancy, Slot, with_shadows
-from engine.core.protocol.candidates import (
-    MeasuredFacts,
-    Owners,
-    are_alike,
-    are_whole,
-    cuts,
-    host_borders,
-    in_order,
-    load_of,
-    neighbours,
-    runs_of,
-    step_time,
-)
+from engine.core.errors import ensure
+from engine.core.ownership import Grid, Ownership, Slot
+from engine.core.program.remaining_tasks import in_flight, starts
 from engine.core.texts import counted, numbered, size_text
 
+BYTES_PER_S, PAUSE_S = 1e9, 0.05  # first guesses
 HORIZON_STEPS = 100  # in which a move must have paid
+_UNIT_FORWARD, _UNIT_BACKWARD = 1.0, 2.0
 _LEAST_GAIN = 0.02  # of a step, below which nothing moves of the policy's own will
-_MOST_TASKS, _FEW_TASKS = 12_000, 3_000  # in the dry runs of a search, with several pipelines and with one
 _FURTHER_RUN = 0.02  # of a step, for the transfers of each run, which a dry run does not count
-_NEAR = 0.005  # of the best price: then the fewest bytes count
-_EVEN = 1.001  # times the mean
+_LOOSER = (1.0, 1.25, 2.0)  # times the least limit
 _KEPT = 1.08  # times the step, in which a slow worker keeps a slot
-_Shadows = tuple[tuple[int, ...], ...]
+_STEADY = 16  # microbatches; any further one takes as long as the slowest worker
+_TOLERANCE = 1 + 1e-9  # sums of the same seconds in another order differ by less
+_HALVINGS = 60
+_MOST_TASKS = 12_000  # in the dry runs of a climb
+
+Owners = tuple[int, ...]  # by place
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredFacts:
+    """The facts that are known; without seconds each stage costs one unit forward and two backward.
+
+    Tuples have one entry per stage, because the slots of a stage are alike in all pipelines. Empty means unknown.
+    """
+
+    forward_s: tuple[float, ...] = ()
+    backward_s: tuple[float, ...] = ()
+    speed: Mapping[int, float] = field(default_factory=dict)  # worker -> 1 as usual, 0.5 if all takes twice as long
+    replica_bytes: tuple[int, ...] = ()  # of weights and optimizer state, which a move copies
+    owned_bytes: tuple[int, ...] = ()  # of all that an owner holds for a slot
+    memory: Mapping[int, int] = field(default_factory=dict)  # worker -> bytes for slots; an absent worker has enough
+    host_of: Mapping[int, str] = field(default_factory=dict)  # worker -> host; empty: all on one
+    bytes_per_s: float = BYTES_PER_S  # between two workers
+    pause_s: float = PAUSE_S  # of training, for a prepared hand-over
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether times are seconds, and not units."""
+        return bool(self.forward_s)
+
+    def forwards(self, grid: Grid) -> tuple[float, ...]:
+        """Returns the time of one forward of each stage on a worker of usual speed."""
+        return self.forward_s or (_UNIT_FORWARD,) * grid.stages
+
+    def backwards(self, grid: Grid) -> tuple[float, ...]:
+        """Returns the time of one backward of each stage on a worker of usual speed."""
+        return self.backward_s or (_UNIT_BACKWARD,) * grid.stages
+
+    def moved_bytes(self, stage: int) -> int:
+        """Returns the bytes of a replica of a stage; 1 if unknown, so that the fewest slots move."""
+        return self.replica_bytes[stage] if self.replica_bytes else 1
+
+    def needed_bytes(self, stage: int) -> int:
+        """Returns the bytes that an owner of a stage needs; 0 if unknown."""
+        return self.owned_bytes[stage] if self.owned_bytes else 0
+
+    def speed_of(self, worker: int) -> float:
+        """Returns the speed of a worker; 1 if unknown."""
+        return self.speed.get(worker, 1.0)
 
 
 class Assignment(NamedTuple):
-    """The wanted owners of all slots by place, the reason in words, and the wanted shadows; `gain` is of a step's time.
+    """The wanted owners of all slots by place, and the reason in words.
 
     `gain` is the part of a step's time that the owners save: 0 if nothing moves, below 0 if there are fewer workers.
     """
 
     owners: Owners
     why: str
-    shadows: _Shadows = ()
     gain: float = 0.0
+
+
+# The time of a step: that of the list scheduler, with runs of consecutive slots of one worker in place of slots.
+
+
+class SlotRun(NamedTuple):
+    """The slots of stages `first` to ``end - 1`` of a pipeline, which `worker` owns."""
+
+    pipeline: int
+    first: int
+    end: int
+    worker: int
+
+
+def runs_of(owners: Sequence[int], grid: Grid) -> list[list[SlotRun]]:
+    """Returns the runs of each pipeline, in the order of its stages."""
+    lines: list[list[SlotRun]] = []
+    for pipeline in range(grid.pipelines):
+        lines.append([])
+        first = 0
+        for worker, group in groupby(owners[pipeline * grid.stages : (pipeline + 1) * grid.stages]):
+            end = first + len(list(group))
+            lines[-1].append(SlotRun(pipeline, first, end, worker))
+            first = end
+    return lines
+
+
+def step_time(owners: Sequence[int], grid: Grid, measured: MeasuredFacts) -> float:
+    """Returns the time of a step, in seconds or units, without transfers."""
+    lines = runs_of(owners, grid)
+    microbatches = min(grid.microbatches, max(_STEADY, 2 * max(map(len, lines))))
+    order = sorted((run for line in lines for run in line), key=lambda run: (-run.first, run.pipeline))
+    forward, backward = (
+        [sum(times[run.first : run.end]) / measured.speed_of(run.worker) for run in order]
+        for times in (measured.forwards(grid), measured.backwards(grid))
+    )
+    loads: dict[int, float] = {}
+    for run, one, other in zip(order, forward, backward, strict=True):
+        loads[run.worker] = loads.get(run.worker, 0.0) + one + other
+    workers = [run.worker for run in order] * (2 * microbatches)
+    needs = _needs(lines, order, microbatches, in_flight(Ownership(grid, tuple(owners))))
+    time = starts(workers, forward * microbatches + backward * microbatches, needs)[1]
+    return time + (grid.microbatches - microbatches) * max(loads.values())
+
+
+def _needs(
+    lines: list[list[SlotRun]], order: list[SlotRun], microbatches: int, windows: Mapping[Slot, int]
+) -> list[list[int]]:
+    """Returns for each task the tasks that end before it starts: the forwards of all microbatches, then the backwards.
+
+    The number of a task is its priority.
+    """
+    number, width = {run: number for number, run in enumerate(order)}, len(order)
+    half = width * microbatches
+    needs: list[list[int]] = [[] for _ in range(2 * half)]
+    for line in lines:
+        for at, run in enumerate(line):
+            here, window = number[run], windows[run.pipeline, run.first] * width
+            for first in range(0, half, width):
+                task = first + here
+                needs[half + task].append(task)
+                if at > 0:
+                    needs[task].append(first + number[line[at - 1]])
+                if at + 1 < len(line):
+                    needs[half + task].append(half + first + number[line[at + 1]])
+                if first > 0:
+                    needs[task].append(task - width)
+                    needs[half + task].append(half + task - width)
+                if first >= window:
+                    needs[task].append(half + task - window)
+    return needs
+
+
+# The cut: all slots in a row, in one piece per worker.
+
+
+def in_order(present: Owners, workers: Sequence[int], measured: MeasuredFacts) -> list[int]:
+    """Returns the workers in the order of their slots; a newcomer in the place of another, or beside its host."""
+    order, host_of = list(dict.fromkeys(present)), measured.host_of.get
+    newcomers = [worker for worker in workers if worker not in order]
+    for at, gone in enumerate(order):
+        if gone not in workers and newcomers:
+            order[at] = min(newcomers, key=lambda worker: (host_of(worker) != host_of(gone), worker))
+            newcomers.remove(order[at])
+    order = [worker for worker in order if worker in workers]
+    for worker in newcomers:
+        beside = [at for at, other in enumerate(order) if host_of(other) == host_of(worker)] or range(len(order))
+        order.insert(beside[len(beside) // 2] + 1, worker)
+    return order
+
+
+class _Row:
+    """All slots in a row, and the workers in the order of their pieces; those in `keep` get a slot at least."""
+
+    def __init__(self, options: _Options, workers: Sequence[int], keep: Collection[int]):
+        grid, measured = options.grid, options.measured
+        stages = [stage for _, stage in grid.slots()]
+        costs = [sum(each) for each in zip(measured.forwards(grid), measured.backwards(grid), strict=True)]
+        self.workers, self.measured, self.price, self.length = workers, measured, options.price, len(stages)
+        self.least = [int(worker in keep) for worker in workers]
+        self.behind = [sum(self.least[at + 1 :]) for at in range(len(workers))]
+        self.work = list(accumulate((costs[stage] for stage in stages), initial=0.0))
+        self.need = list(accumulate(map(measured.needed_bytes, stages), initial=0))
+
+    def least_limit(self) -> float | None:
+        """Returns the least time of the slowest worker over all cuts; None if memory suffices for none of them."""
+        low, high = 0.0, self.work[-1] / min(map(self.measured.speed_of, self.workers))
+        if not self._fits(high):
+            return None
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._fits(middle) else (middle, high)
+        return high * _TOLERANCE
+
+    def cut(self, limit: float) -> Owners:
+        """Returns the owners of the least price of moves, then the most even ones, with no worker above a limit."""
+        best: dict[int, tuple[int, float, Owners]] = {0: (0, 0.0, ())}
+        for at, worker in enumerate(self.workers):
+            moved = list(accumulate((self.price(worker, place) for place in range(self.length)), initial=0))
+            new: dict[int, tuple[int, float, Owners]] = {}
+            for begin, (price, uneven, owners) in best.items():
+                for end in range(begin + self.least[at], self._reach(at, begin, limit) + 1):
+                    load = (self.work[end] - self.work[begin]) / self.measured.speed_of(worker)
+                    found = price + moved[end] - moved[begin], uneven + load * load
+                    if end not in new or found < new[end][:2]:
+                        new[end] = (*found, (*owners, *(worker,) * (end - begin)))
+            best = new
+        return best[self.length][2]
+
+    def _fits(self, limit: float) -> bool:
+        end = 0
+        for at, least in enumerate(self.least):
+            begin, end = end, self._reach(at, end, limit)
+            if end < begin + least:
+                return False
+        return end == self.length
+
+    def _reach(self, at: int, begin: int, limit: float) -> int:
+        """Returns the furthest end of a worker's piece from `begin` on."""
+        worker, memory = self.workers[at], self.measured.memory
+        end = bisect_right(self.work, self.work[begin] + limit * self.measured.speed_of(worker)) - 1
+        if worker in memory:
+            end = min(end, bisect_right(self.need, self.need[begin] + memory[worker]) - 1)
+        return min(end, self.length - self.behind[at])
+
+
+# The choice: a move must pay.
 
 
 class _Option(NamedTuple):
@@ -61,14 +252,12 @@ class _Option(NamedTuple):
 
     price: float
     moved: int
-    borders: int  # between hosts
-    number: int
     owners: Owners
     time: float
 
 
 class _Options:
-    """The owners that were tried, each once, with their prices."""
+    """The prices of owners."""
 
     def __init__(
         self, ownership: Ownership, measured: MeasuredFacts, whole: Mapping[int, Collection[Slot]], num_workers: int
@@ -76,8 +265,6 @@ class _Options:
         self.present, self.grid, self.measured = ownership.owners, ownership.grid, measured
         self.num_workers = num_workers
         self.held = {worker: {self.grid.place(slot) for slot in slots} for worker, slots in whole.items()}
-        self.tried: dict[Owners, _Option] = {}
-        self.num_tasks = 0
 
     def price(self, worker: int, place: int) -> int:
         """Returns the price of a move: the bytes that are copied, and one for a change of the owner."""
@@ -86,45 +273,67 @@ class _Options:
         return 1 if place in self.held.get(worker, ()) else 1 + self.measured.moved_bytes(place % self.grid.stages)
 
     def option(self, owners: Owners) -> _Option:
-        """Returns the option for some owners, by a dry run if they are new."""
-        if owners not in self.tried:
-            time = step_time(owners, self.grid, self.measured)
-            moved = sum(self.price(owner, place) for place, owner in enumerate(owners))
-            hand_over_s = self.move_time(moved) if moved else 0.0
-            num_runs = sum(map(len, runs_of(owners, self.grid)))
-            self.num_tasks += 2 * num_runs * self.grid.microbatches
-            transfers = 1 + _FURTHER_RUN * num_runs
-            # Nine digits: the same sum in another order is the same price.
-            price = float(f"{HORIZON_STEPS * time * transfers + hand_over_s:.9g}")
-            borders = host_borders(owners, self.measured)
-            self.tried[owners] = _Option(price, moved, borders, len(self.tried), owners, time)
-        return self.tried[owners]
+        """Returns the option for some owners, by a dry run."""
+        time = step_time(owners, self.grid, self.measured)
+        moved = sum(self.price(owner, place) for place, owner in enumerate(owners))
+        transfers = 1 + _FURTHER_RUN * sum(map(len, runs_of(owners, self.grid)))
+        # Nine digits: the same sum in another order is the same price.
+        price = float(f"{HORIZON_STEPS * time * transfers + (self.move_time(moved) if moved else 0.0):.9g}")
+        return _Option(price, moved, owners, time)
 
     def move_time(self, moved: int) -> float:
         """Returns the time of a hand-over; in units, to copy all replicas takes as long as a step at the best."""
         if self.measured.in_seconds:
             return self.measured.pause_s + moved / self.measured.bytes_per_s
-        stages, all_work = range(self.grid.stages), self.grid.microbatches * sum(self.measured.costs(self.grid))
-        return moved / sum(map(self.measured.moved_bytes, stages)) * all_work / self.num_workers
+        step = self.grid.microbatches * self.grid.stages * (_UNIT_FORWARD + _UNIT_BACKWARD) / self.num_workers
+        return moved / sum(map(self.measured.moved_bytes, range(self.grid.stages))) * step
 
-    def fits(self, owners: Owners) -> bool:
-        """Returns whether the memory of each owner suffices."""
-        needs: dict[int, int] = {}
+    def candidates(self, able: list[int]) -> list[_Option]:
+        """Returns cuts; none if memory suffices for none. A slow owner with a slot can be seen to be well again."""
+        order = in_order(self.present, able, self.measured)
+        slow = [worker for worker in able if self.measured.speed_of(worker) < 1 and worker in self.present]
+        cuts = self._cuts(order, ())
+        if not cuts or {*slow} <= {*min(cuts).owners}:
+            return cuts
+        kept = self._cuts(order, slow)
+        return kept if kept and min(kept).time <= _KEPT * min(cut.time for cut in cuts) else cuts
+
+    def _cuts(self, order: Sequence[int], keep: Collection[int]) -> list[_Option]:
+        row = _Row(self, order, keep)
+        limit = row.least_limit()
+        if limit is None:
+            return []
+        cuts = [self.option(row.cut(limit * looser)) for looser in _LOOSER]
+        are_alike = len(set(map(self.measured.speed_of, order))) == 1
+        return cuts if are_alike and self.grid.pipelines == 1 else [self._climbed(min(cuts)), *cuts]
+
+    def _climbed(self, best: _Option) -> _Option:
+        """Returns the last of a chain of options, each better than the one before, and with one border moved by a slot.
+
+        A cut knows nothing of the order in which runs wait for each other, which counts with unlike workers or runs.
+        """
+        left, shifts = _MOST_TASKS, _shifts(best.owners, self.grid)
+        while left > 0 and (owners := next(shifts, None)) is not None:
+            if len({*owners}) == len({*best.owners}) and self._fits(owners):
+                left -= 2 * self.grid.microbatches * sum(map(len, runs_of(owners, self.grid)))
+                option = self.option(owners)
+                if option < best:
+                    best, shifts = option, _shifts(owners, self.grid)
+        return best
+
+    def _fits(self, owners: Owners) -> bool:
+        needs = Counter[int]()
         for place, owner in enumerate(owners):
-            needs[owner] = needs.get(owner, 0) + self.measured.needed_bytes(place % self.grid.stages)
+            needs[owner] += self.measured.needed_bytes(place % self.grid.stages)
         return all(need <= self.measured.memory.get(owner, need) for owner, need in needs.items())
 
-    def least_price(self, owners: Owners) -> float:
-        """Returns a price that the owners exceed at least: the slowest worker does nothing but work."""
-        runs = runs_of(owners, self.grid)
-        slowest = max(load_of(runs, self.grid, self.measured).values())
-        return HORIZON_STEPS * self.grid.microbatches * slowest * (1 + _FURTHER_RUN * sum(map(len, runs)))
 
-    def is_even(self, owners: Owners, num_workers: int) -> bool:
-        """Returns whether no other owners can be better: all workers have one run, and work equally long."""
-        runs = runs_of(owners, self.grid)
-        loads = list(load_of(runs, self.grid, self.measured).values())
-        return num_workers == sum(map(len, runs)) and max(loads) * num_workers <= _EVEN * sum(loads)
+def _shifts(owners: Owners, grid: Grid) -> Iterator[Owners]:
+    """Yields the owners with one border moved by a slot."""
+    for one, other in (pair for line in runs_of(owners, grid) for pair in pairwise(line)):
+        border = one.pipeline * grid.stages + other.first
+        yield (*owners[: border - 1], other.worker, *owners[border:])
+        yield (*owners[:border], one.worker, *owners[border + 1 :])
 
 
 def assign(
@@ -132,10 +341,8 @@ def assign(
     workers: Collection[int],
     measured: MeasuredFacts | None = None,
     whole: Mapping[int, Collection[Slot]] | None = None,
-    redundancy: Redundancy = "none",
-    level: int = 0,
 ) -> Assignment:
-    """Returns the wanted owners of all slots, and their shadows.
+    """Returns the wanted owners of all slots.
 
     `ownership` is the present one, `workers` are the members that may own, `whole` has the slots of which a worker
     holds a whole replica, beside those that it owns. Raises InvariantError if `workers` is empty.
@@ -144,20 +351,18 @@ def assign(
     known, grid = measured or MeasuredFacts(), ownership.grid
     able, words = _able(sorted(workers), known, grid)
     options = _Options(ownership, known, whole or {}, len(able))
-    found = _best(options, able)
-    if found is None:
+    cuts = options.candidates(able)
+    if not cuts:
         words.append("the memory of all workers together does not suffice, and is left out of account")
         options = _Options(ownership, replace(known, memory={}), whole or {}, len(able))
-        found = required(_best(options, able), "without limits of memory there is a cut")
-    found = _with_slow(options, found, able)
-    stays = options.option(ownership.owners) if {*ownership.owners} <= {*able} else None
-    if stays is not None and (found.price >= stays.price or found.time > (1 - _LEAST_GAIN) * stays.time):
-        found = stays
-    words = [*_move_words(options, found, stays), *words]
-    wanted = _kept_shadows(ownership, found.owners, able, redundancy, level)
-    shadows = with_shadows(wanted, redundancy, level, able, host_of=known.host_of).shadows
-    before = options.option(ownership.owners).time
-    return Assignment(found.owners, "; ".join(words), shadows, 1 - found.time / before)
+        cuts = options.candidates(able)
+    before, best = options.option(ownership.owners), min(cuts)
+    stays = {*ownership.owners} <= {*able} and (
+        best.price >= before.price or best.time > (1 - _LEAST_GAIN) * before.time
+    )
+    chosen = before if stays else best
+    words.insert(0, _words_of_none(options, before, cuts) if stays else _words_of_move(options, before, best))
+    return Assignment(chosen.owners, "; ".join(words), 1 - chosen.time / before.time)
 
 
 def _able(workers: list[int], measured: MeasuredFacts, grid: Grid) -> tuple[list[int], list[str]]:
@@ -173,99 +378,31 @@ def _able(workers: list[int], measured: MeasuredFacts, grid: Grid) -> tuple[list
     return able or workers, words
 
 
-def _best(options: _Options, able: list[int]) -> _Option | None:
-    """Returns the best option that the search finds; None if memory suffices for no cut."""
-    grid, measured = options.grid, options.measured
-    order = in_order(options.present, able, grid, measured, options.price)
-    found = cuts(order, grid, measured, options.price)
-    if not found[0]:
-        return None
-    starts, others = ([options.option(owners) for owners in each] for each in found)
-    good = [*starts, *others]
-    if not are_alike(able, measured) or (grid.pipelines > 1 and not options.is_even(min(good).owners, len(able))):
-        start = min(starts, key=lambda each: (-len({*each.owners}), each))
-        good.append(_climbed(options, start, able))
-    limit = min(good).price * (1 + _NEAR)
-    return min((each for each in good if each.price <= limit), key=lambda each: (each.moved, each))
+def _words_of_none(options: _Options, before: _Option, cuts: list[_Option]) -> str:
+    unit, shortest = "s" if options.measured.in_seconds else "units", min(cut.time for cut in cuts)
+    words = f"nothing moves: a step is predicted to take {before.time:.4g} {unit}, and "
+    if shortest >= before.time:
+        return f"{words}no better cut was found"
+    return f"{words}one of {shortest:.4g} {unit} would not pay for the move in {HORIZON_STEPS} steps"
 
 
-def _with_slow(options: _Options, found: _Option, able: list[int]) -> _Option:
-    """Returns owners in which each slow owner keeps a slot, if the step takes little longer.
-
-    A worker that computes nothing could not be seen to be well again.
-    """
-    for worker in able:
-        if options.measured.speed_of(worker) == 1 or worker in found.owners or worker not in options.present:
-            continue
-        places = range(len(found.owners))
-        others = [(*found.owners[:place], worker, *found.owners[place + 1 :]) for place in places]
-        kept = [
-            options.option(owners)
-            for owners in others
-            if {*found.owners} <= {*owners} and are_whole(runs_of(owners, options.grid)) and options.fits(owners)
-        ]
-        best = min(kept, default=found)
-        found = best if best.time <= _KEPT * found.time else found
-    return found
-
-
-def _climbed(options: _Options, best: _Option, workers: list[int]) -> _Option:
-    """Returns the last of a chain of neighbours, each better than the one before."""
-    grid, measured = options.grid, options.measured
-    most = options.num_tasks + (_MOST_TASKS if grid.pipelines > 1 else _FEW_TASKS)
-    steps = neighbours(best.owners, workers, grid, measured)
-    while options.num_tasks < most and (owners := next(steps, None)) is not None:
-        if options.least_price(owners) < best.price and options.fits(owners):
-            found = options.option(owners)
-            if found.price < best.price:
-                best, steps = found, neighbours(found.owners, workers, grid, measured)
-    return best
-
-
-def _kept_shadows(
-    ownership: Ownership, owners: Owners, able: Collection[int], redundancy: Redundancy, level: int
-) -> Ownership:
-    """Returns the wanted owners with the shadows that hold a replica already, up to the wanted number."""
-    lines = []
-    for slot, owner in zip(ownership.grid.slots(), owners, strict=True):
-        holders = [each for each in ownership.replicas(*slot) if each != owner and each in able]
-        lines.append(tuple(holders[:level]))
-    return replace(ownership, owners=owners, shadows=tuple(lines) if redundancy != "none" else ())
-
-
-def _move_words(options: _Options, found: _Option, stays: _Option | None) -> list[str]:
+def _words_of_move(options: _Options, before: _Option, best: _Option) -> str:
     """Returns the move in words: the slots, the time of a step before and after, and the steps that pay it back."""
-    measured, present = options.measured, options.present
+    measured, grid, present = options.measured, options.grid, before.owners
     unit = "s" if measured.in_seconds else "units"
-    if found is stays:
-        best = min(options.tried.values(), key=lambda option: (option.time, option))
-        if best is stays:
-            return [f"nothing moves: a step is predicted to take {stays.time:.4g} {unit}, and no better cut was found"]
-        return [
-            f"nothing moves: a step is predicted to take {stays.time:.4g} {unit}, and one of {best.time:.4g} {unit} "
-            f"would not pay for the move in {HORIZON_STEPS} steps"
-        ]
-    changed = [place for place, (was, owner) in enumerate(zip(present, found.owners, strict=True)) if was != owner]
-    copied = found.moved - len(changed)
-    before = options.option(present).time
-    words = f"{counted(len(changed), options.grid.noun)} of {len(present)} move{_in_pipelines(changed, options.grid)}"
-    words += f", {size_text(copied)} are copied" if measured.replica_bytes else ""
-    words += f": a step is predicted to take {found.time:.4g} {unit} instead of {before:.4g}"
-    if stays is not None:
-        words += f", which pays in {counted(math.ceil(options.move_time(found.moved) / (before - found.time)), 'step')}"
-    gone = sorted({*present} - {*found.owners})
-    new = sorted({*found.owners} - {*present})
-    parts = [words]
+    changed = [place for place, (was, owner) in enumerate(zip(present, best.owners, strict=True)) if was != owner]
+    numbers = Counter(place // grid.stages for place in changed)
+    words = f"{counted(len(changed), grid.noun)} of {len(present)} move"
+    if grid.pipelines > 1:
+        words += f" ({', '.join(f'{numbers[pipeline]} of pipeline {pipeline}' for pipeline in sorted(numbers))})"
+    words += f", {size_text(best.moved - len(changed))} are copied" if measured.replica_bytes else ""
+    words += f": a step is predicted to take {best.time:.4g} {unit} instead of {before.time:.4g}"
+    gone, new = sorted({*present} - {*best.owners}), sorted({*best.owners} - {*present})
+    if not gone:
+        steps = math.ceil(options.move_time(best.moved) / (before.time - best.time))
+        words += f", which pays in {counted(steps, 'step')}"
     if gone:
-        parts.append(f"{numbered('worker', gone)} {'owns' if len(gone) == 1 else 'own'} none any more")
+        words += f"; {numbered('worker', gone)} {'owns' if len(gone) == 1 else 'own'} none any more"
     if new:
-        parts.append(f"{numbered('worker', new)} {'is a new owner' if len(new) == 1 else 'are new owners'}")
-    return parts
-
-
-def _in_pipelines(places: Collection[int], grid: Grid) -> str:
-    """Returns how many of some slots each pipeline has, in words; nothing if there is one pipeline."""
-    if grid.pipelines == 1:
-        return ""
-    numbers = Counter(place // grid.stages for place in places)
-    return f" ({', '.join(f'{numbers[each]} of pipeline {each}' for each in sorted(numbers))})"
+        words += f"; {numbered('worker', new)} {'is a new owner' if len(new) == 1 else 'are new owners'}"
+    return words

@@ -173,7 +173,7 @@ def wish(
     ownership = Ownership(job.grid, known.owners, known.shadows)
     whole = {worker: ownership.held_by(worker) for worker in workers}
     measured = facts(times, job, ownership, workers, known.nodes, free_bytes())
-    found = assign(ownership, workers, measured, whole, job.redundancy, job.redundancy_level)
+    found = assign(ownership, workers, measured, whole)
     why, owners, going_on = found.why, found.owners, known.wanted or known.owners
     # A wish that is carried out goes on: a leaver must lose its slots, and a joiner get them.
     may_go_on = {*going_on} <= {*workers} and owners not in (known.owners, going_on)
