@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from bamboo_cli.app import COMMANDS, app, load
 from engine.core.errors import ExitCode
-from engine.core.job.job import FIELD_HELP
 from engine.core.program.schedules import SCHEDULES
+from engine.files.jobs.job_value import FIELD_HELP
 from engine.models.model_registry import DATA, MODELS
 from engine.runtime.faults.registry import kinds
 from tests.cli.interface import interface

@@ -21,8 +21,8 @@ from bamboo_cli.options.run import caller_layer
 from bamboo_cli.options.trust import TrustCode, tell_untrusted
 from bamboo_cli.terminal.echo import echo
 from engine.core.errors import BambooError, Problem, UserError, noting, problems_of
-from engine.core.job.job import ARGS_FIELDS, FIELD_HELP, Job
-from engine.files.jobs.job_value import FIELD_TYPES
+from engine.core.job.job import ARGS_FIELDS, Job
+from engine.files.jobs.job_value import FIELD_HELP, FIELD_TYPES
 from engine.files.jobs.resolved_job import ResolvedJob
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from bamboo_cli.options.job import FLAG_FIELDS, takes_job
 from engine.core.errors import UserError
 from engine.core.faults.fault import At
 from engine.core.faults.kill_text import kill_moment
-from engine.core.job.job import FIELD_HELP, Job
+from engine.core.job.job import Job
 from engine.files.accelerators import Accelerators
 from engine.files.jobs import job_file
+from engine.files.jobs.job_value import FIELD_HELP
 from engine.files.jobs.resolved_job import ResolvedJob
 from tests.files.test_checkpoint_choice import keep
 

@@ -24,7 +24,7 @@ from engine.core.protocol.events import (
     WantedOwners,
     WorkerWord,
 )
-from engine.core.protocol.membership import Effect, step
+from engine.core.protocol.membership import step
 from engine.core.protocol.state import Options, Phase, Report, State, begin
 
 S = 1_000_000_000
@@ -76,13 +76,8 @@ def forming(redundant: bool = True, last_step: int = 9, max_repeats: int = 2) ->
 def told(state: State, *events: Event) -> State:
     """Returns the state after some events."""
     for event in events:
-        state, _ = step(state, event)
+        state = step(state, event)
     return state
-
-
-def heard(state: State, *events: Event) -> tuple[Effect, ...]:
-    """Returns what the last of some events brings about."""
-    return step(told(state, *events[:-1]), events[-1])[1]
 
 
 def running(redundant: bool = True, last_step: int = 9, max_repeats: int = 2) -> State:

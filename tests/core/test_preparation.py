@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import PreparedMessage, PrepareMessage
-from engine.core.protocol import preparation
+from engine.core.protocol import orders
 from engine.core.protocol.coordinator_state import Preparation
 from engine.core.protocol.events import Event, ExitSeen, Notice, StepCommitted, WantedOwners
 from engine.core.protocol.state import Phase, State
@@ -21,23 +21,23 @@ class Prepared:
 
     def __init__(self, grace_ns: int = 120 * S, elastic: bool = False):
         self.orders: list[PrepareMessage] = []
-        self.of = preparation.noticed(Preparation(NOW_NS, elastic=elastic), 2, NOW_NS + grace_ns)
+        self.of = orders.noticed(Preparation(NOW_NS, elastic=elastic), 2, NOW_NS + grace_ns)
 
     def look(self, state: State) -> None:
         """Looks at a state, with the shadows that it has."""
         ownership = Ownership(GRID, state.owners, state.shadows)
-        self.of, order = preparation.looked(self.of, state, ownership, NOW_NS)
+        self.of, order = orders.looked(self.of, state, ownership, NOW_NS)
         self.orders += [order] if order else []
 
     def answered(self, worker: int, number: int, digest: str, epoch: int = 2) -> None:
         """Takes the answer of a worker."""
-        self.of = preparation.answered(self.of, worker, PreparedMessage(epoch, number, digest))
+        self.of = orders.answered(self.of, worker, PreparedMessage(epoch, number, digest))
 
     def commit(self, state: State) -> tuple[Event, ...]:
         """Returns the events that are decided with the commit of the open step."""
         event = StepCommitted(NOW_NS + 1, state.epoch, state.committed + 1, state.shadows)
         ownership = Ownership(GRID, state.owners, state.shadows)
-        self.of, events = preparation.at_commit(self.of, event, state, ownership)
+        self.of, events = orders.at_commit(self.of, event, state, ownership)
         return events
 
 

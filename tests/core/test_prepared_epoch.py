@@ -7,8 +7,8 @@ import pytest
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import from_json
 from engine.core.protocol.events import Notice, StepCommitted
-from engine.core.protocol.membership import AnnounceCommit, PublishPlanInput, step
-from engine.core.protocol.preparation import PreparedEpoch, held_at_boundary, prepare_epoch
+from engine.core.protocol.membership import plan_document, step
+from engine.core.protocol.orders import PreparedEpoch, held_at_boundary, prepare_epoch
 from engine.core.protocol.state import Phase, State
 from engine.core.protocol.verdicts import leavers
 from tests.core.membership_cases import S, committed, in_phase, recovered, running, told
@@ -26,12 +26,10 @@ def test_a_hand_over_is_foreseen_as_it_comes() -> None:
     prepared = prepared_in(state)
     assert prepared is not None
     assert prepared.events[0] == StepCommitted(7, 1, 0, state.shadows)
-    new, effects = step(state, StepCommitted(7, 1, 0))
+    new = step(state, StepCommitted(7, 1, 0))
     assert new.phase is Phase.RECONFIGURING
-    for answer in prepared.events[1:]:
-        new, effects = step(new, answer)
-    assert [each.document for each in effects if isinstance(each, PublishPlanInput)] == [prepared.document]
-    assert len(effects) == 1
+    new = told(new, *prepared.events[1:])
+    assert plan_document(new) == prepared.document
     assert (prepared.document.owners, prepared.document.leaving) == (new.owners, (2,))
 
 
@@ -69,9 +67,8 @@ def test_nothing_is_foreseen_of_the_last_step() -> None:
 
 def test_who_may_stay_hands_over_one_step_later() -> None:
     state = told(running(), Notice(5, 2, 120 * S))
-    state, effects = step(state, StepCommitted(6, 1, 0, waits=True))
+    state = step(state, StepCommitted(6, 1, 0, waits=True))
     assert (state.phase, state.epoch, state.committed, leavers(state)) == (Phase.RUNNING, 1, 0, (2,))
-    assert effects == (AnnounceCommit(1, 0, "step"),)
     assert committed(state).phase is Phase.RECONFIGURING
 
 

@@ -45,7 +45,7 @@ class Pipeline:
         self.moves = self._plan()
 
     def tell(self, event: object) -> None:
-        self.state, _ = step(self.state, event)  # type: ignore[arg-type]
+        self.state = step(self.state, event)  # type: ignore[arg-type]
 
     def _plan(self) -> list[tuple[int, int]]:
         last = self.num_workers - 1

@@ -13,7 +13,7 @@ from engine.core.ownership import Grid, Ownership, Redundancy, Slot, fresh, with
 from engine.core.program.build import build_program
 from engine.core.program.passes import with_end_of_step
 from engine.core.program.verify import verify
-from engine.core.protocol.preparation import held_at_boundary
+from engine.core.protocol.orders import held_at_boundary
 from tests.core.drawing import program_of
 from tests.core.recovery_cases import heirs, seeded
 

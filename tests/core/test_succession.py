@@ -49,7 +49,7 @@ def test_a_worker_that_its_host_does_not_hold_any_more_has_ended() -> None:
 
 def test_a_worker_whose_end_is_known_needs_no_process() -> None:
     state = trained()
-    membership, _ = step(state.membership, ExitSeen(9, 1, -9))
+    membership = step(state.membership, ExitSeen(9, 1, -9))
     found = succession(state._replace(membership=membership), {"node-0": ((1, 0, 70),)}, "node-1", 0)
     assert [each.worker for each in found] == [0, 2]
 
@@ -88,8 +88,8 @@ def test_a_take_over_and_the_loss_of_the_host_are_two_epochs_with_one_verdict(se
     assert sorted(each.worker for each in found) == sorted(known.members)
     gone = {each.worker for each in found if each.host == lost}
     assert gone == {worker for worker in known.members if known.nodes[worker] == lost}
-    after, _ = step(known, Takeover(1))
-    after, _ = step(after, LeaseExpired(2, lost))
+    after = step(known, Takeover(1))
+    after = step(after, LeaseExpired(2, lost))
     assert after.epoch == known.epoch + 2
     assert {out.worker for out in after.verdict} == gone
     assert after.phase in (Phase.FAILING_OVER, Phase.HALTED)
@@ -121,7 +121,7 @@ def test_a_newcomer_gets_the_number_of_no_worker_that_was_ever_there() -> None:
     assert (
         last_number(state.membership, (*found, ProcessOnHost(5, "node-1", 2, 73))) == 5
     )  # it loads, and nobody knows it yet
-    gone, _ = step(state.membership, ExitSeen(9, 1, -9))
+    gone = step(state.membership, ExitSeen(9, 1, -9))
     for changed in (
         gone._replace(exited=(1, 6)),
         gone._replace(waiting=(6,)),

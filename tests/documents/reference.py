@@ -23,7 +23,7 @@ from engine.codec.records import RECORDS
 from engine.core.history.run_records import StampedRecord
 from engine.core.job import job as jobs
 from engine.core.units import duration_text
-from engine.files.jobs.job_value import FIELD_TYPES
+from engine.files.jobs.job_value import FIELD_HELP, FIELD_TYPES
 from engine.report.load import TABLES
 from engine.runtime.faults.registry import kinds
 from tests.cli.interface import interface
@@ -62,7 +62,7 @@ def job_fields() -> Iterator[dict[str, str]]:
             "type": f"one of {choices}" if choices else _TYPES[get_origin(kind) or kind],
             "default": "" if default == '""' else default,
             "bounds": _bounds(field.name),
-            "meaning": cell(jobs.FIELD_HELP[field.name]),
+            "meaning": cell(FIELD_HELP[field.name]),
         }
 
 

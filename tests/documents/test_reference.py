@@ -11,6 +11,7 @@ from engine.codec.records import RECORDS
 from engine.core.errors import ExitCode
 from engine.core.job import job as jobs
 from engine.core.job.job import Job
+from engine.files.jobs.job_value import FIELD_HELP
 from engine.runtime.faults.registry import kinds
 from tests.documents import reference
 
@@ -38,7 +39,7 @@ def test_pages_have_every_part() -> None:
 
 
 def test_a_new_field_gets_a_row_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(jobs.FIELD_HELP, "stages", "another | meaning")
+    monkeypatch.setitem(FIELD_HELP, "stages", "another | meaning")
     monkeypatch.setitem(jobs.AT_MOST, "stages", 7)
     (row,) = [each for each in reference.job_fields() if each["name"] == "stages"]
     assert (row["flag"], row["default"], row["bounds"]) == ("--stages", "4", "1 to 7")

@@ -14,8 +14,7 @@ from engine.core.errors import ExitCode
 from engine.core.exclusion import Cause, excluded
 from engine.core.message_kinds import Message
 from engine.core.program.inventory import PlannedMessage
-from engine.core.protocol import events, failure_detector, transitions, verdicts
-from engine.core.protocol import membership as membership_orders
+from engine.core.protocol import events, failure_detector, orders, transitions, verdicts
 from engine.core.protocol import membership as protocol
 from engine.core.protocol.state import Phase, Rule, State
 from engine.core.worker import machine
@@ -166,12 +165,15 @@ def training_starts_with_the_first_plan(patch: Patch) -> None:
 
 @planted(killed, "own or shadow a slot, and there is no inventory")
 def the_plan_is_made_from_some_inventories(patch: Patch) -> None:
-    real = membership_orders._gathering
-    patch.setattr(
-        membership_orders,
-        "_gathering",
-        lambda state: real(state._replace(members=state.members[: max(1, len(state.inventories))])),
-    )
+    real = orders._send_plan
+
+    def sends(state: Any) -> Any:
+        known = state.membership
+        some = known._replace(members=known.members[: max(1, len(known.inventories))])
+        new, outputs = real(state._replace(membership=some))
+        return new._replace(membership=known), outputs
+
+    patch.setattr(orders, "_send_plan", sends)
 
 
 @planted(left, "has left, but nothing was done to it")
@@ -308,16 +310,24 @@ def test_every_change_of_phase_is_one_of_the_table(monkeypatch: Patch) -> None:
     written: list[str] = []
 
     def noting(state: State, event: events.Event) -> Any:
-        new, found = protocol.step(state, event)
+        new = protocol.step(state, event)
         if new.phase is not state.phase:
             rule = protocol.TABLE[state.phase, kind_of(event)]
             assert isinstance(rule, Rule) and new.phase in rule.leads_to, (state.phase, event, new.phase)
             taken.add((state.phase, new.phase))
         if new.decided() != state.decided():
             written.append(documents.state_text(new))
-        return new, found
+        return new
 
-    monkeypatch.setattr("engine.core.protocol.orders.step", noting)
+    foresees = orders.prepare_epoch
+
+    def unnoted(*words: Any, **more: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(orders, "step", protocol.step)
+            return foresees(*words, **more)
+
+    monkeypatch.setattr(orders, "step", noting)
+    monkeypatch.setattr(orders, "prepare_epoch", unnoted)  # what it foresees is not written
     early = (
         replace(SMALL, faults=(Fault(1, point, 1, kind),))
         for point in ("welcome", "ready")

@@ -17,11 +17,10 @@ from engine.core.program.inventory import PlanMessage
 from engine.core.protocol import coordinator as hearing
 from engine.core.protocol import coordinator as machine
 from engine.core.protocol import membership as protocol
-from engine.core.protocol import orders, preparation
+from engine.core.protocol import orders
 from engine.core.protocol import transitions as membership_rules
 from engine.core.protocol import verdicts as membership_verdicts
 from engine.core.protocol.events import Takeover, WorkerWord
-from engine.core.protocol.membership import AnnounceCommit, PublishEpoch
 from engine.core.worker import machine as recovery_rules
 from engine.core.worker import machine as worker_machine
 from engine.core.worker import state as outputs
@@ -196,13 +195,13 @@ def test_group_of_an_older_epoch_is_taken_for_the_new_one(monkeypatch: Patch) ->
 
 
 def test_prepared_plan_is_made_from_another_inventory(monkeypatch: Patch) -> None:
-    held = preparation.held_at_boundary
+    held = orders.held_at_boundary
 
     def less(*words: Any) -> Any:
         found = held(*words)
         return replace(found, whole=found.whole[:1]) if found.worker == 1 else found
 
-    monkeypatch.setattr(preparation, "held_at_boundary", less)
+    monkeypatch.setattr(orders, "held_at_boundary", less)
     caught([LEAVING], "another inventory than in epoch|lost")
 
 
@@ -285,11 +284,11 @@ def test_vote_of_an_old_epoch_counts(monkeypatch: Patch) -> None:
     publish = orders._publish_epoch
     add = commit.Ballot.add
 
-    def keeps(state: Any, effect: Any) -> Any:
-        new, found = publish(state, effect)
+    def keeps(state: Any) -> Any:
+        new, found = publish(state)
         return new._replace(ballot=state.ballot), found
 
-    monkeypatch.setitem(orders._CARRY_OUT, PublishEpoch, keeps)
+    monkeypatch.setattr(orders, "_publish_epoch", keeps)
     monkeypatch.setattr(
         commit.Ballot, "add", lambda self, worker, vote: add(self, worker, replace(vote, epoch=self.epoch))
     )
@@ -380,9 +379,7 @@ def test_replaced_coordinator_writes(monkeypatch: Patch) -> None:
 def test_commit_is_told_twice(monkeypatch: Patch) -> None:
     """An order that is repeated is told again, and opens the ballot of the step after it."""
     send = orders._send_commit
-    monkeypatch.setitem(
-        orders._CARRY_OUT, AnnounceCommit, lambda state, effect: send(state._replace(told=None), effect)
-    )
+    monkeypatch.setattr(orders, "_send_commit", lambda state: send(state._replace(told=None)))
     caught(troubled(2000, ("pause", "link", "suspect")), "vote for step|stuck|clock had to rule|is committed, and")
 
 
@@ -404,7 +401,7 @@ def test_startup_death_is_not_retried(monkeypatch: Patch) -> None:
 
 
 def test_answer_to_an_older_preparation_counts(monkeypatch: Patch) -> None:
-    answered = preparation.answered
+    answered = orders.answered
 
     def any_number(state: Any, worker: int, told: Any) -> Any:
         epoch = told.epoch if state.document is None else state.document.epoch
@@ -420,7 +417,7 @@ def test_answer_to_an_older_preparation_counts(monkeypatch: Patch) -> None:
 
 
 def test_hand_over_that_not_all_have_prepared(monkeypatch: Patch) -> None:
-    at_commit = preparation.at_commit
+    at_commit = orders.at_commit
 
     def hasty(state: Any, *words: Any) -> Any:
         digests = dict.fromkeys(range(3), next(iter(state.digests.values()), None)) if state.digests else {}

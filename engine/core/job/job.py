@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from engine.core.errors import MASK, Problem, is_secret, nearest
 from engine.core.ownership import Grid, PlacementChoice, Redundancy
-from engine.core.program.schedules import SCHEDULES
 from engine.core.texts import counted
 from engine.core.units import Args, Scalar, whole_units
 
@@ -263,10 +262,6 @@ def is_due(every: int, step: int, is_last: bool) -> bool:
     """Returns whether periodic work follows `step`: after each `every` steps and after the last; never if 0."""
     return every > 0 and ((step + 1) % every == 0 or is_last)
 
-
-# The help texts of a job's fields, with the names of the built-in schedules.
-_SCHEDULES = ", ".join(sorted(SCHEDULES))
-FIELD_HELP = {each.name: str(each.metadata["help"]).replace("{schedules}", _SCHEDULES) for each in fields(Job)}
 
 # The metrics of a job: their names, and the function that each stands for.
 #

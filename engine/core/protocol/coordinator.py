@@ -9,11 +9,13 @@ from typing import Any
 
 from engine.core import messages
 from engine.core.errors import DivergedError, ExitCode
+from engine.core.history.process_records import WayOutRecord
 from engine.core.history.run_records import (
     FinishedRecord,
     NoticeRecord,
     PartitionRecord,
     RaisedRecord,
+    StaysRecord,
     SuspicionRecord,
     ValidationRecord,
 )
@@ -25,7 +27,9 @@ from engine.core.protocol import membership as protocol
 from engine.core.protocol.coordinator_state import CoordinatorState, begin, heard_of, ready_joiners
 from engine.core.protocol.events import (
     Answer,
+    Departure,
     ExitSeen,
+    HandOver,
     JobRestart,
     LeaseExpired,
     MemoryShortage,
@@ -53,19 +57,23 @@ from engine.core.protocol.inputs_outputs import (
 )
 from engine.core.protocol.orders import (
     Decided,
+    Outputs,
+    answered,
+    at_commit,
     commit_record,
     decide,
-    looks_at_ways,
+    noticed,
+    patient,
     prepare,
-    says_who_stays,
     survives,
     tell_all,
     tell_waiting_too,
 )
-from engine.core.protocol.preparation import answered, at_commit, noticed
 from engine.core.protocol.state import Phase
 from engine.core.protocol.state import begin as begin_membership
-from engine.core.protocol.verdicts import may_restart
+from engine.core.protocol.verdicts import may_restart, unable_to_leave
+from engine.core.protocol.wishes import LeaveStrategy, departs, has_heirs, until_boundary_ns, way_out
+from engine.core.texts import numbered
 
 # Hearing: the rule for each kind of message of a worker.
 
@@ -206,6 +214,69 @@ RULES: dict[type[Message], MessageRule] = {
 }
 
 
+# Leaving: the way out of each worker that has given notice, said at once, and carried out when its time comes.
+#
+# Rule: the ways are looked at with each notice and at each tick of the clock. Inside a step a worker hands over only
+# while training runs; else the next tick looks again.
+
+
+def says_who_stays(state: CoordinatorState) -> Decided:
+    """Returns the state with the leaving workers that no other worker can replace, and says each once.
+
+    One that can be replaced again, because another worker waits, is looked at as any other.
+    """
+    staying: dict[int, str] = {}
+    outputs: Outputs = ()
+    for worker, stages in unable_to_leave(state.membership).items():
+        slots, grace_s = numbered(state.job.slot_noun, stages), state.graces_ns.get(worker, 0) / 1e9
+        text = f"is to leave within {grace_s:g} s, but no other worker can take over {slots}"
+        staying[worker] = text
+        if state.staying.get(worker) != text:
+            outputs = (*outputs, Note(f"worker {worker} {text}"), Write(StaysRecord(of=worker, text=text)))
+    return (state._replace(staying=staying) if staying != state.staying else state), outputs
+
+
+def looks_at_ways(state: CoordinatorState, now_ns: int) -> Decided:
+    """Returns the state and the outputs after a look at the time that is left to leaving workers."""
+    outputs: Outputs = ()
+    for worker in state.membership.leaving:
+        until_ns = state.preparation.deadlines_ns.get(worker)
+        known = state.membership
+        if until_ns is None or worker not in known.members or known.phase is not Phase.RUNNING or known.is_over:
+            continue
+        event: HandOver | Departure | None = None
+        if worker in known.owners and worker not in known.going:
+            state, told = _says(state, worker, until_ns - now_ns, now_ns)
+            outputs = (*outputs, *told)
+            event = HandOver(now_ns, worker) if state.ways.get(worker) is LeaveStrategy.INSIDE else None
+        elif worker not in known.owners and departs(until_ns - now_ns, state.graces_ns[worker]):
+            event = Departure(now_ns, worker)
+        if event is not None:
+            state, found = decide(state, event)
+            outputs = (*outputs, *found)
+    return state, outputs
+
+
+def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> Decided:
+    """Returns the state with the way out of a worker, and its record and line if it is a new one."""
+    known = state.membership
+    spent_ns = now_ns - known.committed_ns
+    way = way_out(left_ns, spent_ns, known.steps_ns, has_heirs(known, worker))
+    if way is state.ways.get(worker) or worker in state.staying:
+        return state, ()
+    step, rest_s = known.committed + 1, until_boundary_ns(spent_ns, known.steps_ns) / 1e9
+    short = f"the next step boundary is about {rest_s:.1f} s away, and {max(0, left_ns) / 1e9:.1f} s are left"
+    later = f" or a few later, when the wanted owners hold its {state.job.slot_noun}s"
+    is_patient = worker in patient(state.preparation, known, now_ns)
+    text = {
+        LeaveStrategy.BOUNDARY: f"hands over at the boundary after step {step}{later if is_patient else ''}",
+        LeaveStrategy.INSIDE: f"hands over inside step {step}: {short}",
+        LeaveStrategy.NONE: f"cannot hand over in time, and its end will be a death: {short}",
+    }[way]
+    record = WayOutRecord(of=worker, way=way, step=step, text=text)
+    return state._replace(ways={**state.ways, worker: way}), (Write(record), Note(f"worker {worker} {text}"))
+
+
 # The machine of the coordinator: `step(state, input) -> (state, outputs)`, a pure function given by two tables.
 #
 #     dead worker      coordinator                            other workers
@@ -300,7 +371,7 @@ def _takes_over(state: CoordinatorState, taken: Takeover) -> Decided:
 
 def _is_restarted(state: CoordinatorState, restarted: JobRestart) -> Decided:
     """Forgets all that the ended workers have said."""
-    membership, _ = protocol.step(state.membership, restarted)
+    membership = protocol.step(state.membership, restarted)
     return begin(state.job, membership, restarted.now_ns)._replace(restarts=state.restarts), ()
 
 

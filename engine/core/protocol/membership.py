@@ -1,9 +1,8 @@
-"""The membership protocol: `step(state, event) -> (state, effects)`, a pure function given by one table."""
+"""The membership protocol: `step(state, event) -> state`, a pure function given by one table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from engine.core.errors import Impossible, InvariantError
 from engine.core.message_kinds import Message
@@ -25,7 +24,7 @@ from engine.core.protocol.events import (
     WantedOwners,
     WorkerWord,
 )
-from engine.core.protocol.state import GATHERING, Phase, Rule, State, is_unknown
+from engine.core.protocol.state import GATHERING, Phase, Rule, State
 from engine.core.protocol.transitions import (
     agrees,
     changes_nothing,
@@ -54,106 +53,6 @@ from engine.core.protocol.transitions import (
     wants,
 )
 
-# Effects of the membership protocol: its orders to workers and agents, a pure function of the state.
-#
-# Rules: an effect has the number of its epoch, and states a result, which it finds in the state. Transitions only
-# change the state. An order that is new is sent at once; all orders are repeated if the job makes no progress. An order
-# that was lost, sent twice, or decided by a coordinator that has ended therefore needs no rule.
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """One effect, in the epoch that it belongs to."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class PublishEpoch(Effect):
-    """Tells every worker the members of the epoch; while they gather, each freezes and answers with its inventory."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishPlanInput(Effect):
-    """Sends every member the document of the plan; each answers with the digest of its plan."""
-
-    document: PlanMessage
-
-
-@dataclass(frozen=True, slots=True)
-class StartTraining(Effect):
-    """Every member runs its plan; in the first epoch, its program."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnnounceCommit(Effect):
-    """`step` is committed; `then` the next step begins, the job ends, or all members wait for another epoch."""
-
-    step: int
-    then: Literal["step", "end", "epoch"]
-
-
-@dataclass(frozen=True, slots=True)
-class Evict(Effect):
-    """The agent of `worker` kills it."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fence(Effect):
-    """Tells `worker`, whose messages are ignored, the current epoch."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class OrderRestart(Effect):
-    """No step is committed: all workers are ended, and then started again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Halt(Effect):
-    """The job ends before its last step is committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish(Effect):
-    """Every step is committed and all workers may exit; `cut_short` is the reason if later work is incomplete."""
-
-    cut_short: str = ""
-
-
-def pending_effects(state: State) -> tuple[Effect, ...]:
-    """Returns all effects that are due in this state, in the order of sending."""
-    epoch, phase = state.epoch, state.phase
-    if phase is Phase.HALTED:
-        return (Halt(epoch),)
-    if phase is Phase.FINISHED:
-        is_whole = state.members and len(state.done) == len(state.members)
-        return (Finish(epoch, "" if is_whole else state.reason),)
-    if phase is Phase.RESTARTING:
-        return (OrderRestart(epoch),)
-    found: list[Effect] = []
-    if phase is Phase.RECONFIGURING:
-        found.append(AnnounceCommit(epoch - 1, state.committed, "epoch"))  # ends the previous epoch
-    if epoch and phase is not Phase.FORMING:  # after a restart
-        found.append(PublishEpoch(epoch))
-    found += (Evict(epoch, worker) for worker in (*state.out, *state.lost) if worker not in state.exited)
-    if phase in GATHERING:
-        found += _gathering(state)
-    elif phase is not Phase.FORMING:
-        found.append(StartTraining(epoch))
-        if state.committed >= 0:
-            found.append(AnnounceCommit(epoch, state.committed, "end" if phase is Phase.DRAINING else "step"))
-    return tuple(found)
-
-
-def _gathering(state: State) -> list[Effect]:
-    if len(state.inventories) < len(state.members):
-        return []
-    return [PublishPlanInput(state.epoch, plan_document(state))]
-
 
 def _hosts(state: State) -> tuple[int, ...]:
     """Returns a number for the host of each member, by which the members place shadows; empty if all are on one."""
@@ -177,12 +76,12 @@ def plan_document(state: State) -> PlanMessage:
     )
 
 
-# The membership protocol: `step(state, event) -> (state, effects)`, a pure function given by one table.
+# The membership protocol: `step(state, event) -> state`, a pure function given by one table.
 #
 # Rules: the rule for an event is `TABLE[phase, type of event]`, for a worker's message `TABLE[phase, type of message]`.
-# A rule changes only the state. The effects are the new `pending_effects` of the state; if the job makes no progress,
-# all orders are repeated. Messages of a worker that is out, and answers from another epoch, are ignored. The
-# coordinator writes the new state by compare-and-swap before it carries out an effect; a coordinator that has been
+# A rule changes only the state: `orders.py` makes outputs of what workers and agents have not been told of it.
+# Messages of a worker that is out, and answers from another epoch, are ignored.
+# The coordinator writes the new state by compare-and-swap before it carries out an output; a coordinator that has been
 # replaced fails at this write and does nothing. An event from before the coordinator watched is one that it is told
 # again, after the end of another: it counts as of the beginning of its watch.
 
@@ -247,37 +146,29 @@ TABLE: dict[tuple[Phase, type[Event] | type[Message]], Rule | Impossible] = {
 }
 
 
-def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
-    """Returns the state after an event, and the effects to carry out.
-
-    Raises InvariantError if the event is impossible in this phase.
-    """
+def step(state: State, event: Event) -> State:
+    """Returns the state after an event; raises InvariantError if the event is impossible in this phase."""
     if event.now_ns < state.watched_ns:
         event = replace(event, now_ns=state.watched_ns)
-    about: Event | Message = event
-    if isinstance(event, WorkerWord):
-        about = event.message
-        waits = isinstance(about, WaitingMessage)
-        waits = waits or (event.worker in state.waiting and isinstance(about, HeartbeatMessage))
-        is_past = isinstance(about, Answer) and about.epoch < state.epoch
-        if (event.worker not in state.members and not waits) or is_past:
-            # A newcomer that is still being started is no member yet.
-            return state, () if is_unknown(state, event.worker) else (Fence(state.epoch, event.worker),)
+    about = event.message if isinstance(event, WorkerWord) else event
+    if is_ignored(state, event):
+        return state
     if isinstance(about, Answer | StepCommitted) and about.epoch != state.epoch:
-        return state, ()  # late if the epoch is lower; if it is higher, this coordinator has been replaced
+        return state  # late if the epoch is lower; if it is higher, this coordinator has been replaced
     rule = TABLE[state.phase, type(about)]
     if isinstance(rule, Impossible):
         raise InvariantError(f"{type(about).__name__} while {state.phase}: {rule.reason}")
     new = rule.decide(state, event)
-    if isinstance(event, Tick) and _is_quiet(new, event.now_ns):
-        return new._replace(repeated_ns=event.now_ns), pending_effects(new)
-    if isinstance(event, Takeover):
-        return new, pending_effects(new)
-    if new.decided() == state.decided():
-        return new, ()
-    before = pending_effects(state)
-    return new, tuple(order for order in pending_effects(new) if order not in before)
+    is_quiet = event.now_ns - max(new.moved_ns, new.repeated_ns) >= new.options.repeat_ns
+    return new._replace(repeated_ns=event.now_ns) if isinstance(event, Tick) and is_quiet else new
 
 
-def _is_quiet(state: State, now_ns: int) -> bool:
-    return now_ns - max(state.moved_ns, state.repeated_ns) >= state.options.repeat_ns
+def is_ignored(state: State, event: Event) -> bool:
+    """Returns whether an event is a message that counts for nothing: of no member, or an answer in an earlier epoch."""
+    if not isinstance(event, WorkerWord):
+        return False
+    worker, message = event.worker, event.message
+    waits = isinstance(message, WaitingMessage)
+    waits = waits or (worker in state.waiting and isinstance(message, HeartbeatMessage))
+    is_past = isinstance(message, Answer) and message.epoch < state.epoch
+    return (worker not in state.members and not waits) or is_past

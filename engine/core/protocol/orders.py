@@ -1,20 +1,23 @@
-"""Orders: the membership protocol decides on events as one, and its effects become outputs.
+"""Orders: what workers and agents have not been told of the state of the membership protocol, as outputs.
 
-Rule: an effect states a result and may come again. The second time it has no output.
+Rules: an order states a result, which it finds in the state. It is told once: the state of the coordinator has what was
+told last. If the job makes no progress, kills and farewells are repeated; a worker that answers an earlier epoch hears
+the present one. So an order that was lost, sent twice, or decided by a coordinator that has ended needs no rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from engine.core import messages
 from engine.core.action import COMPUTE_OPS, Action, parse_action
 from engine.core.errors import GPU_ERROR, ScheduleError, ensure, required
-from engine.core.exclusion import Cause, Exclusion, Verdict, in_words
-from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord, WayOutRecord
+from engine.core.exclusion import Cause, Exclusion, in_words
+from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
 from engine.core.history.run_records import (
     CommitRecord,
     CrampedRecord,
@@ -22,22 +25,31 @@ from engine.core.history.run_records import (
     GoRecord,
     HeirsRecord,
     PlanRecord,
-    StaysRecord,
 )
 from engine.core.job.job import is_due
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import ByeMessage, RaisedMessage
+from engine.core.ownership import Ownership
 from engine.core.program.ballot import open_ballot
-from engine.core.protocol import membership as effects
+from engine.core.program.inventory import Inventory as Held
+from engine.core.program.inventory import (
+    InventoryMessage,
+    PlanMessage,
+    PlannedMessage,
+    PreparedMessage,
+    PrepareMessage,
+    to_json,
+)
 from engine.core.protocol.coordinator_state import (
     CoordinatorState,
+    Preparation,
     RaisedException,
     attempted,
     healed_soon,
     ready_joiners,
     warned_of,
 )
-from engine.core.protocol.events import Departure, Event, HandOver
+from engine.core.protocol.events import Event, StepCommitted, Takeover, WorkerWord
 from engine.core.protocol.inputs_outputs import (
     Arm,
     CoordinatorOutput,
@@ -50,11 +62,9 @@ from engine.core.protocol.inputs_outputs import (
     Tell,
     Write,
 )
-from engine.core.protocol.membership import step
-from engine.core.protocol.preparation import looked, patient
-from engine.core.protocol.state import GATHERING, Phase, State
-from engine.core.protocol.verdicts import heirs, unable_to_leave
-from engine.core.protocol.wishes import LeaveStrategy, departs, has_heirs, until_boundary_ns, way_out
+from engine.core.protocol.membership import is_ignored, plan_document, step
+from engine.core.protocol.state import GATHERING, Phase, State, is_unknown
+from engine.core.protocol.verdicts import heirs
 from engine.core.texts import numbered
 
 # The rule of equal ends, and survivable exceptions: when the cause is the user's code, and not a worker.
@@ -141,8 +151,139 @@ def _where(state: CoordinatorState, worker: int) -> str:
     return f" in {at[1]} of step {at[0]}" if at else ""
 
 
+# The preparation of an epoch that begins with a commit: slots move, or a worker leaves after a hand-over.
+#
+#     coordinator                         workers
+#     PrepareMessage(plan) ------------>  make the plan while they train
+#     <---------- PreparedMessage(digest)
+#     commit: with all answers, commit + epoch + start are one decision; else the usual messages of a recovery
+#
+# Rules: the protocol is pure, so its table can be applied to events that have not happened yet. The inventories follow
+# from the commit: every replica has voted for it and is therefore whole at the boundary, and no worker has begun the
+# next step. If another event comes first, the prepared epoch is not used. An answer counts only for the plan that the
+# commit then needs. No worker waits for an answer: if one is missing, the epoch comes one step later, provided that the
+# grace of each leaving worker is long enough, and one step only. Another coordinator prepares anew.
+#
+# In an elastic job a leaving worker with much time keeps its slots for some steps, until the owners that the policy
+# wants hold whole replicas. So the slots move once, and not to a shadow first.
+
+_STEPS_TO_LEAVE = 5  # steps of the present duration: a worker leaves within three, and later steps take longer
+_STEPS_TO_SETTLE = 5  # in which the policy is asked, the members learn of its wish, and replicas are sent
+
+
+def noticed(preparation: Preparation, worker: int, until_ns: int, committed: int = -1) -> Preparation:
+    """Returns the preparation after the notice of a worker, which came after the commit of a step."""
+    return preparation._replace(
+        deadlines_ns={worker: until_ns, **preparation.deadlines_ns},
+        noticed_after={worker: committed, **preparation.noticed_after},
+    )
+
+
+def patient(preparation: Preparation, state: State, now_ns: int) -> tuple[int, ...]:
+    """Returns the leaving workers that keep their slots at the next commit, unless the wanted owners can take them."""
+    if not preparation.elastic or not state.steps_ns:
+        return ()
+    leaves_at_ns = now_ns + (_STEPS_TO_SETTLE + _STEPS_TO_LEAVE) * max(state.steps_ns)
+    return tuple(
+        worker
+        for worker in state.leaving
+        if preparation.deadlines_ns.get(worker, 0) > leaves_at_ns
+        and state.committed - preparation.noticed_after.get(worker, state.committed) < _STEPS_TO_SETTLE
+    )
+
+
+def looked(
+    preparation: Preparation, state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = ()
+) -> tuple[Preparation, PrepareMessage | None]:
+    """Returns the order to prepare the epoch that the commit of the open step will begin, if its plan has changed.
+
+    The workers in `joins` become members with it.
+    """
+    prepared = prepare_epoch(state, ownership, now_ns, joins, patient(preparation, state, now_ns))
+    if prepared is None or prepared.document == preparation.document:
+        return preparation, None
+    number = preparation.number + 1
+    new = preparation._replace(number=number, document=prepared.document, digests={})
+    return new, PrepareMessage(number, prepared.document)
+
+
+def answered(preparation: Preparation, worker: int, answer: PreparedMessage) -> Preparation:
+    """Returns the preparation after the answer of a worker; an answer to an older plan is ignored.
+
+    The numbers of a coordinator that takes over begin anew, but it makes an epoch first, so no answer fits by chance.
+    """
+    document = preparation.document
+    if document is None or (answer.epoch, answer.number) != (document.epoch, preparation.number):
+        return preparation
+    return preparation._replace(digests={**preparation.digests, worker: answer.digest})
+
+
+def at_commit(
+    preparation: Preparation, commit: StepCommitted, state: State, ownership: Ownership, joins: tuple[int, ...] = ()
+) -> tuple[Preparation, tuple[Event, ...]]:
+    """Returns the events to decide on at a commit: the commit alone, or with the events of the prepared epoch.
+
+    No member waits for the workers in `joins`: they join with a prepared epoch only.
+    """
+    new = preparation._replace(begun_ns=commit.now_ns)
+    commit = replace(commit, patient=patient(preparation, state, commit.now_ns))
+    prepared = prepare_epoch(state, ownership, commit.now_ns, joins, commit.patient)
+    if prepared is None:
+        return new, (commit,)
+    document, digests = prepared.document, preparation.digests
+    if document == preparation.document and all(worker in digests for worker in document.members):
+        answers = {each: PlannedMessage(document.epoch, digests[each], ()) for each in document.members}
+        return new, (*prepared.events, *(WorkerWord(commit.now_ns, each, answer) for each, answer in answers.items()))
+    if joins and prepare_epoch(state, ownership, commit.now_ns, (), commit.patient) is None:
+        return new, (commit,)
+    leaves_at_ns = commit.now_ns + _STEPS_TO_LEAVE * (commit.now_ns - preparation.begun_ns)
+    has_time = leaves_at_ns < min((preparation.deadlines_ns.get(worker, 0) for worker in state.leaving), default=inf)
+    if preparation.waited_in < state.epoch and has_time:
+        return new._replace(waited_in=state.epoch), (replace(commit, waits=True),)
+    return new, (commit,)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEpoch:
+    """A prepared epoch: the events that lead to it (the commit, the inventories), and the input of its plan."""
+
+    events: tuple[Event, ...]
+    document: PlanMessage
+
+
+def prepare_epoch(
+    state: State, ownership: Ownership, now_ns: int, joins: tuple[int, ...] = (), patient: tuple[int, ...] = ()
+) -> PreparedEpoch | None:
+    """Returns the epoch that the commit of the open step, with this ownership, begins; None if it begins none."""
+    if state.phase is not Phase.RUNNING or not (state.leaving or state.wanted or joins):
+        return None
+    commit = StepCommitted(now_ns, state.epoch, state.committed + 1, ownership.shadows, joins=joins, patient=patient)
+    new = step(state, commit)
+    if new.phase is not Phase.RECONFIGURING:
+        return None
+    held = (held_at_boundary(worker, new.committed + 1, ownership) for worker in new.members)
+    answers = tuple(
+        WorkerWord(now_ns, each.worker, InventoryMessage(new.epoch, to_json(each), ownership.grid.places(each.whole)))
+        for each in held
+    )
+    for answer in answers:
+        new = step(new, answer)
+    ensure(new.phase is Phase.RECONFIGURING, f"the last inventory of a prepared epoch led to the phase {new.phase}")
+    return PreparedEpoch((commit, *answers), plan_document(new))
+
+
+def held_at_boundary(worker: int, step: int, ownership: Ownership) -> Held:
+    """Returns the inventory of a worker at the boundary before `step`, after a step with this ownership."""
+    slots = tuple(sorted(ownership.held_by(worker)))
+    nothing = dict.fromkeys(slots, 0)
+    return Held(worker, step, slots, nothing, nothing, (), ())
+
+
+# The orders.
+
 Outputs = tuple[CoordinatorOutput, ...]
 Decided = tuple[CoordinatorState, Outputs]
+Order = Callable[[CoordinatorState], Decided]
 _TRAINING = (Phase.RUNNING, Phase.DRAINING)
 
 
@@ -153,16 +294,36 @@ def decide(state: CoordinatorState, *events: Event) -> Decided:
     """
     if state.is_stopping:
         return state, ()
-    membership, due = state.membership, list[effects.Effect]()
+    before, membership, outputs = state.membership, state.membership, list[CoordinatorOutput]()
     for event in events:
-        membership, found = step(membership, event)
-        due += found
-    new, outputs = _carry_out(state._replace(membership=membership), due)
-    outputs = (*outputs, *_waiting(state, membership))
-    if membership.decided() == state.membership.decided():
-        return new, outputs
-    new, orders = prepare(new, events[-1].now_ns)
-    return new, (*outputs, *orders)
+        if isinstance(event, WorkerWord) and state.epoch is not None and is_ignored(membership, event):
+            # A newcomer that is still being started is no member yet.
+            outputs += [] if is_unknown(membership, event.worker) else [Tell((event.worker,), state.epoch)]
+        membership = step(membership, event)
+    again = isinstance(events[-1], Takeover) or membership.repeated_ns != before.repeated_ns
+    is_news = membership.decided() != before.decided()
+    state = state._replace(membership=membership)
+    evict = partial(_evict, ordered=() if again or membership.epoch != before.epoch else (*before.out, *before.lost))
+    for order in _orders(membership.phase, evict) if is_news or again else ():
+        if not state.is_stopping or order is evict:
+            state, orders = order(state)
+            outputs += orders
+    outputs += _waiting(state, before)
+    if not is_news:
+        return state, tuple(outputs)
+    state, orders = prepare(state, events[-1].now_ns)
+    return state, (*outputs, *orders)
+
+
+def _orders(phase: Phase, evict: Order) -> tuple[Order, ...]:
+    """Returns the orders that may be due in a phase, in the order of sending; a commit ends the epoch before it."""
+    of_phase: dict[Phase, tuple[Order, ...]] = {
+        Phase.FORMING: (evict,),
+        Phase.RESTARTING: (_restart,),
+        Phase.FINISHED: (_finish,),
+        Phase.HALTED: (_end_epoch, _halt),
+    }
+    return of_phase.get(phase, (_end_epoch, _publish_epoch, evict, _send_plan, _start_training, _send_commit))
 
 
 def prepare(state: CoordinatorState, now_ns: int) -> Decided:
@@ -182,12 +343,12 @@ def prepare(state: CoordinatorState, now_ns: int) -> Decided:
     return state, tuple(outputs)
 
 
-def _waiting(state: CoordinatorState, new: State) -> Iterable[CoordinatorOutput]:
+def _waiting(state: CoordinatorState, old: State) -> Iterable[CoordinatorOutput]:
     """Yields the records on workers that now wait or were lost while they waited; lines, if training goes on.
 
     One that must wait for memory is told, and that it may join again.
     """
-    old, ends = state.membership, new.last_step < state.job.steps - 1
+    new, ends = state.membership, state.membership.last_step < state.job.steps - 1
     for worker in new.waiting if new.waiting is not old.waiting else ():
         if worker not in old.waiting:
             yield Write(WaitingRecord(of=worker, lost=""))
@@ -202,16 +363,6 @@ def _waiting(state: CoordinatorState, new: State) -> Iterable[CoordinatorOutput]
             yield Write(WaitingRecord(of=out.worker, lost=out.why))
             if not ends:
                 yield Note(f"worker {out.worker}, which was no member yet, {out.why}")
-
-
-def _carry_out(state: CoordinatorState, due: Iterable[effects.Effect]) -> Decided:
-    """Returns the state and the outputs after some effects; a run that ends only kills."""
-    outputs: list[CoordinatorOutput] = []
-    for effect in due:
-        if not state.is_stopping or isinstance(effect, effects.Evict):
-            state, found = _CARRY_OUT[type(effect)](state, effect)
-            outputs += found
-    return state, tuple(outputs)
 
 
 def tell_all(state: CoordinatorState, message: ToWorker) -> Tell:
@@ -240,14 +391,14 @@ def stopped(state: CoordinatorState, stop: Stop) -> Decided:
     return state._replace(is_stopping=True), (stop,)
 
 
-def _publish_epoch(state: CoordinatorState, effect: effects.PublishEpoch) -> Decided:
+def _publish_epoch(state: CoordinatorState) -> Decided:
     if state.membership.out and not state.started:  # before training there are no heirs, by any coordinator's verdict
         return stopped(state, _not_recovered(state.membership.out.values()))
-    if state.epoch is not None and effect.epoch <= state.epoch.epoch:
-        return state, ()
     known = state.membership
+    if not _is_new_epoch(state):
+        return state, ()
     epoch = messages.EpochMessage(
-        epoch=effect.epoch,
+        epoch=known.epoch,
         members=known.members,
         gather=known.phase in GATHERING,
         regroup=known.phase is Phase.FAILING_OVER,
@@ -257,7 +408,7 @@ def _publish_epoch(state: CoordinatorState, effect: effects.PublishEpoch) -> Dec
         group=state.next_group.number if state.next_group.is_entered and known.phase not in GATHERING else 0,
     )
     record = EpochRecord(
-        epoch=effect.epoch,
+        epoch=known.epoch,
         members=known.members,
         verdict=known.verdict,
         reason=known.reason,
@@ -266,7 +417,7 @@ def _publish_epoch(state: CoordinatorState, effect: effects.PublishEpoch) -> Dec
         shadows=known.shadows,
     )
     new = state._replace(epoch=epoch, ballot=None, owners=known.owners)
-    outputs = (tell_all(new, epoch), Write(record), PhaseReached("agree", effect.epoch))
+    outputs = (tell_all(new, epoch), Write(record), PhaseReached("agree", known.epoch))
     if known.verdict and (stop := repeated(new)):
         return new._replace(is_stopping=True), (*outputs, stop)
     return new, (*outputs, *put_out(new, state.owners))
@@ -276,35 +427,39 @@ def _not_recovered(verdict: Iterable[Any]) -> Stop:
     return Stop("training did not recover: " + in_words(verdict))
 
 
-def _send_plan(state: CoordinatorState, effect: effects.PublishPlanInput) -> Decided:
-    if effect.epoch <= state.planned:
+def _is_new_epoch(state: CoordinatorState) -> bool:
+    return state.epoch is None or state.membership.epoch > state.epoch.epoch
+
+
+def _send_plan(state: CoordinatorState) -> Decided:
+    known, number = state.membership, state.membership.epoch
+    if number <= state.planned or len(known.inventories) < len(known.members):
         return state, ()
-    document = effect.document
+    document = plan_document(known)
     leaving, wanted, hosts = document.leaving, document.wanted, document.hosts
-    new = state._replace(planned=effect.epoch, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
+    new = state._replace(planned=number, leaving=leaving, wanted=wanted, hosts=hosts, owners=document.owners)
     outputs: list[CoordinatorOutput] = []
     if document.owners != state.owners:  # an heir became known by its inventory
-        heirs = HeirsRecord(epoch=effect.epoch, owners=document.owners, shadows=document.shadows)
-        outputs.append(Write(heirs))
-    is_prepared = state.membership.phase not in GATHERING
+        outputs.append(Write(HeirsRecord(epoch=number, owners=document.owners, shadows=document.shadows)))
+    is_prepared = known.phase not in GATHERING
     if not is_prepared:
         outputs.append(tell_all(new, document))
-    plan = PlanRecord(epoch=effect.epoch, committed=document.committed, prepared=is_prepared)
+    plan = PlanRecord(epoch=number, committed=document.committed, prepared=is_prepared)
     # In a prepared epoch no worker sends an inventory.
-    reached = (PhaseReached("inventory", effect.epoch), PhaseReached("plan", effect.epoch))
-    return new, (*outputs, Write(plan), *reached)
+    return new, (*outputs, Write(plan), PhaseReached("inventory", number), PhaseReached("plan", number))
 
 
-def _start_training(state: CoordinatorState, effect: effects.StartTraining) -> Decided:
-    if effect.epoch <= state.started:
+def _start_training(state: CoordinatorState) -> Decided:
+    known = state.membership
+    if known.phase in GATHERING or known.epoch <= state.started:
         return state, ()
-    ballot = open_ballot(effect.epoch, state.membership.committed + 1, state.ownership, state.job.clip_norm)
-    new, go = state._replace(started=effect.epoch, ballot=ballot), _go(state)
+    ballot = open_ballot(known.epoch, known.committed + 1, state.ownership, state.job.clip_norm)
+    new, go = state._replace(started=known.epoch, ballot=ballot), _go(state)
     epoch = required(state.epoch, "training starts in an epoch")
     told = (tell_all(new, go),) if epoch.go is None else ()
     new, warned = warned_of(new, healed_soon(new, ballot.ownership))
-    go_on = Write(GoRecord(epoch=effect.epoch, end=go.end))
-    return new, (Arm(), *told, go_on, PhaseReached("replay", effect.epoch), *warned)
+    go_on = Write(GoRecord(epoch=known.epoch, end=go.end))
+    return new, (Arm(), *told, go_on, PhaseReached("replay", known.epoch), *warned)
 
 
 def _go(state: CoordinatorState) -> messages.GoMessage:
@@ -319,16 +474,34 @@ def _go(state: CoordinatorState) -> messages.GoMessage:
     )
 
 
-def _send_commit(state: CoordinatorState, effect: effects.AnnounceCommit) -> Decided:
-    if state.told is not None and effect.step <= state.told.step:
+def _end_epoch(state: CoordinatorState) -> Decided:
+    """Tells the commit with which an epoch begins, in the epoch before it."""
+    return _tell_commit(state, "epoch") if _is_new_epoch(state) else (state, ())
+
+
+def _send_commit(state: CoordinatorState) -> Decided:
+    """Tells the commit, and opens the ballot of the next step with the wanted shadows."""
+    known = state.membership
+    if known.phase in GATHERING:
+        return state, ()
+    new, outputs = _tell_commit(state, "end" if known.phase is Phase.DRAINING else "step")
+    if not outputs or known.phase is Phase.DRAINING:
+        return new, outputs
+    last = required(state.ballot, "a ballot is open in training")
+    ballot = open_ballot(last.epoch, last.step + 1, healed_soon(new, last.ownership), state.job.clip_norm)
+    new, warned = warned_of(new._replace(ballot=ballot), ballot.ownership)
+    return new, (*outputs, PhaseReached("heal", known.epoch), *warned)
+
+
+def _tell_commit(state: CoordinatorState, then: Literal["step", "end", "epoch"]) -> Decided:
+    committed = state.membership.committed
+    if committed < 0 or (state.told is not None and committed <= state.told.step):
         return state, ()  # it was sent before, or with the epoch
     commit = required(state.commit, "the votes decide on a commit before it is announced")
-    ensure(commit.step == effect.step, f"commit of step {commit.step} where {effect.step} is announced")
-    told = messages.CommitMessage(commit.step, commit.clip_factor, effect.then, keep=state.kept == commit.step)
+    ensure(commit.step == committed, f"commit of step {commit.step} where {committed} is announced")
+    told = messages.CommitMessage(commit.step, commit.clip_factor, then, keep=state.kept == commit.step)
     new = state._replace(told=told)
-    outputs = (tell_all(new, told), Write(commit_record(new)))
-    new, healing = _healing(new, effect.epoch) if effect.then == "step" else (new, ())
-    return new, (*outputs, *healing)
+    return new, (tell_all(new, told), Write(commit_record(new)))
 
 
 def commit_record(state: CoordinatorState) -> CommitRecord:
@@ -337,34 +510,28 @@ def commit_record(state: CoordinatorState) -> CommitRecord:
     return CommitRecord(**commit._asdict(), last=state.told is not None and state.told.then == "end")
 
 
-def _healing(state: CoordinatorState, epoch: int) -> Decided:
-    """Opens the ballot of the next step with the wanted shadows."""
-    last = required(state.ballot, "a ballot is open in training")
-    ballot = open_ballot(last.epoch, last.step + 1, healed_soon(state, last.ownership), state.job.clip_norm)
-    new, warned = warned_of(state._replace(ballot=ballot), ballot.ownership)
-    return new, (PhaseReached("heal", epoch), *warned)
+def _evict(state: CoordinatorState, ordered: Collection[int]) -> Decided:
+    """Ends the processes of workers that are out; one that gave notice while it waited owes nothing, and leaves.
+
+    Not those of the workers in `ordered`, for which the same was ordered before.
+    """
+    known, outputs = state.membership, list[CoordinatorOutput]()
+    for worker in (*known.out, *known.lost):
+        if worker not in known.exited and worker not in ordered:
+            lost = known.lost.get(worker)
+            is_leaving = lost is not None and lost.cause is Cause.LEFT
+            outputs.append(Tell((worker,), ByeMessage()) if is_leaving else Kill(worker))
+    return state, tuple(outputs)
 
 
-def _evict(state: CoordinatorState, effect: effects.Evict) -> Decided:
-    """Ends the process of a worker that is out; one that gave notice while it waited owes nothing, and leaves."""
-    lost = state.membership.lost.get(effect.worker)
-    if lost is not None and lost.cause is Cause.LEFT:
-        return state, (Tell((effect.worker,), ByeMessage()),)
-    return state, (Kill(effect.worker),)
-
-
-def _fence(state: CoordinatorState, effect: effects.Fence) -> Decided:
-    return state, (() if state.epoch is None else (Tell((effect.worker,), state.epoch),))
-
-
-def _halt(state: CoordinatorState, effect: effects.Halt) -> Decided:
+def _halt(state: CoordinatorState) -> Decided:
     if not state.started:  # no training is lost, so only the verdict counts
-        verdict: Verdict = tuple(state.membership.out.values())
-        return stopped(state, _not_recovered(verdict))
+        return stopped(state, _not_recovered(state.membership.out.values()))
     return stopped(state, repeated(state) or Stop(state.membership.reason, state.membership.exit_code))
 
 
-def _restart(state: CoordinatorState, effect: effects.OrderRestart) -> Decided:
+def _restart(state: CoordinatorState) -> Decided:
+    """Ends all workers and starts them again, because no step is committed."""
     reason, number, most = state.membership.reason, state.membership.restarts, state.membership.options.max_restarts
     if number <= state.restarts:
         return state, ()
@@ -374,89 +541,15 @@ def _restart(state: CoordinatorState, effect: effects.OrderRestart) -> Decided:
     return new, (Write(record), Note(text), Restart())
 
 
-def _finish(state: CoordinatorState, effect: effects.Finish) -> Decided:
+def _finish(state: CoordinatorState) -> Decided:
     """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
-    bye = () if effect.cut_short else (tell_waiting_too(state, ByeMessage()),)
+    known = state.membership
+    cut_short = "" if known.members and len(known.done) == len(known.members) else known.reason
+    bye = () if cut_short else (tell_waiting_too(state, ByeMessage()),)
     if state.is_released:
         return state, bye
     why: Outputs = ()
-    if effect.cut_short:
-        text = f"every step is committed; the work after the last one ends early: {effect.cut_short}"
-        why = (Write(CutShortRecord(reason=effect.cut_short)), Note(text))
-    return state._replace(is_released=True), (*bye, *why, Release(effect.cut_short))
-
-
-_CARRY_OUT: dict[type[effects.Effect], Callable[[CoordinatorState, Any], Decided]] = {
-    effects.PublishEpoch: _publish_epoch,
-    effects.PublishPlanInput: _send_plan,
-    effects.StartTraining: _start_training,
-    effects.AnnounceCommit: _send_commit,
-    effects.Evict: _evict,
-    effects.Fence: _fence,
-    effects.Halt: _halt,
-    effects.OrderRestart: _restart,
-    effects.Finish: _finish,
-}
-
-
-# Leaving: the way out of each worker that has given notice, said at once, and carried out when its time comes.
-#
-# Rule: the ways are looked at with each notice and at each tick of the clock. Inside a step a worker hands over only
-# while training runs; else the next tick looks again.
-
-
-def says_who_stays(state: CoordinatorState) -> Decided:
-    """Returns the state with the leaving workers that no other worker can replace, and says each once.
-
-    One that can be replaced again, because another worker waits, is looked at as any other.
-    """
-    staying: dict[int, str] = {}
-    outputs: Outputs = ()
-    for worker, stages in unable_to_leave(state.membership).items():
-        slots, grace_s = numbered(state.job.slot_noun, stages), state.graces_ns.get(worker, 0) / 1e9
-        text = f"is to leave within {grace_s:g} s, but no other worker can take over {slots}"
-        staying[worker] = text
-        if state.staying.get(worker) != text:
-            outputs = (*outputs, Note(f"worker {worker} {text}"), Write(StaysRecord(of=worker, text=text)))
-    return (state._replace(staying=staying) if staying != state.staying else state), outputs
-
-
-def looks_at_ways(state: CoordinatorState, now_ns: int) -> Decided:
-    """Returns the state and the outputs after a look at the time that is left to leaving workers."""
-    outputs: Outputs = ()
-    for worker in state.membership.leaving:
-        until_ns = state.preparation.deadlines_ns.get(worker)
-        known = state.membership
-        if until_ns is None or worker not in known.members or known.phase is not Phase.RUNNING or known.is_over:
-            continue
-        event: HandOver | Departure | None = None
-        if worker in known.owners and worker not in known.going:
-            state, told = _says(state, worker, until_ns - now_ns, now_ns)
-            outputs = (*outputs, *told)
-            event = HandOver(now_ns, worker) if state.ways.get(worker) is LeaveStrategy.INSIDE else None
-        elif worker not in known.owners and departs(until_ns - now_ns, state.graces_ns[worker]):
-            event = Departure(now_ns, worker)
-        if event is not None:
-            state, found = decide(state, event)
-            outputs = (*outputs, *found)
-    return state, outputs
-
-
-def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> Decided:
-    """Returns the state with the way out of a worker, and its record and line if it is a new one."""
-    known = state.membership
-    spent_ns = now_ns - known.committed_ns
-    way = way_out(left_ns, spent_ns, known.steps_ns, has_heirs(known, worker))
-    if way is state.ways.get(worker) or worker in state.staying:
-        return state, ()
-    step, rest_s = known.committed + 1, until_boundary_ns(spent_ns, known.steps_ns) / 1e9
-    short = f"the next step boundary is about {rest_s:.1f} s away, and {max(0, left_ns) / 1e9:.1f} s are left"
-    later = f" or a few later, when the wanted owners hold its {state.job.slot_noun}s"
-    is_patient = worker in patient(state.preparation, known, now_ns)
-    text = {
-        LeaveStrategy.BOUNDARY: f"hands over at the boundary after step {step}{later if is_patient else ''}",
-        LeaveStrategy.INSIDE: f"hands over inside step {step}: {short}",
-        LeaveStrategy.NONE: f"cannot hand over in time, and its end will be a death: {short}",
-    }[way]
-    record = WayOutRecord(of=worker, way=way, step=step, text=text)
-    return state._replace(ways={**state.ways, worker: way}), (Write(record), Note(f"worker {worker} {text}"))
+    if cut_short:
+        text = f"every step is committed; the work after the last one ends early: {cut_short}"
+        why = (Write(CutShortRecord(reason=cut_short)), Note(text))
+    return state._replace(is_released=True), (*bye, *why, Release(cut_short))

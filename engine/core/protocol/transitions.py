@@ -1,6 +1,6 @@
 """The transitions of the membership protocol: a rule per kind of event; `requests.py` has others.
 
-Rules: a rule only changes the state; the effects follow from the `pending_effects` of the new state. A rule gets
+Rules: a rule only changes the state; the orders to workers follow from the new state. A rule gets
 messages of members only, and answers of the present epoch only. A repeated or late event changes nothing.
 """
 

@@ -7,16 +7,19 @@ A field has its type in `engine.core.job.job.Job`. A whole number is converted t
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.core.errors import Problem, nearest
 from engine.core.job.job import ARGS_FIELDS, Job
+from engine.core.program.schedules import SCHEDULES
 from engine.core.units import Args, Scalar, parse_epochs
 from engine.files.yaml_scalar import plain_value
 
 OptionPath = tuple[str, ...]
 FIELD_TYPES: dict[str, Any] = get_type_hints(Job)
+_SCHEDULES = ", ".join(sorted(SCHEDULES))
+FIELD_HELP = {field.name: str(field.metadata["help"]).replace("{schedules}", _SCHEDULES) for field in fields(Job)}
 A_FIELD = "a field of the job"
 IN_EPOCHS = ("validate_every", "checkpoint_every")
 STEPS_FORM = "a number of steps such as 20, of epochs as 1epoch, or 0 for none"

@@ -23,12 +23,12 @@ from engine.core.faults.fault import (
     Parameter,
 )
 from engine.core.faults.scenario import NOTICES, OUTCOMES
-from engine.core.job.job import ARGS_FIELDS, FIELD_HELP, SIZE_PATTERN
+from engine.core.job.job import ARGS_FIELDS, SIZE_PATTERN
 from engine.core.job.update_rules import MATCH
 from engine.core.units import DURATION_FORM, DURATION_PATTERN, EPOCHS_PATTERN, parse_duration
 from engine.files.jobs.form import Atom, Form, FormEntry, ListOf, MappingOf, choice, flag, text, whole
 from engine.files.jobs.job_layers import VERSION as JOB_VERSION
-from engine.files.jobs.job_value import FIELD_TYPES
+from engine.files.jobs.job_value import FIELD_HELP, FIELD_TYPES
 
 VERSION = 1
 ACTIONS = tuple(op.value for op in Op if op is not Op.REDO_F)
