@@ -102,12 +102,12 @@ def inject(
     from engine.harness.job_checks import findable, offered, readable
     from engine.runtime.faults.registry import kinds
 
-    changed = [*(settings or ()), *events_setting(events_max)]
-    changed += [f"results={results}"] if results is not None else []
+    changed = [*(settings or ()), *events_setting(events_max), *([f"results={results}"] if results is not None else [])]
     acting = (findable if run else readable if dry_run else offered).trusting(trust_code)
 
     def load() -> LoadedScenario:
-        return load_scenario(_one_of(file, scenario), kinds(), seed, changed, acting, OnHosts(hosts))
+        scenario_file, on = _one_of(file, scenario), OnHosts(hosts)
+        return load_scenario(scenario_file, kinds(), seed, changed, acting, on, to_attach=bool(run))
 
     problems = _own_problems(run, dry_run, tee, "" if hosts else etcd, etcd_plain_http)
     problems += problems_of_bed(hosts, lease_s, {"--run": run, "--etcd": etcd, "--tee": tee})

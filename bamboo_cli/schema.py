@@ -33,11 +33,10 @@ def schema(
 ) -> None:
     """Print the JSON schema of scenario, matrix or job files."""
     from engine.files.atomic_write import write_named
-    from engine.files.jobs.matrix_file import matrix_schema
-    from engine.files.jobs.scenario_schema import job_file_schema, json_schema
+    from engine.files.jobs.forms import job_schema, matrix_schema, scenario_schema
     from engine.runtime.faults.registry import kinds
 
-    schemas = {Files.SCENARIO: lambda: json_schema(kinds()), Files.MATRIX: matrix_schema, Files.JOB: job_file_schema}
+    schemas = {Files.SCENARIO: lambda: scenario_schema(kinds()), Files.MATRIX: matrix_schema, Files.JOB: job_schema}
     text = json.dumps(schemas[of](), indent=2)
     if output is None:
         echo(text)

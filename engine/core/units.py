@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
 # Plain values, as files and flags spell them.
@@ -12,6 +13,14 @@ Scalar = str | int | float | bool
 Args = dict[str, Scalar]
 
 MOST_FLOAT = (2 - 2**-23) * 2.0**127  # the greatest float32; torch raises on greater ones
+
+
+def described(default: Any, text: str, **more: Any) -> Any:
+    """Returns a field of a dataclass that files give, with its help text; `...` is no default, `dict` an empty one."""
+    if default is dict:
+        return field(default_factory=dict, metadata={"help": text}, **more)
+    return field(**({} if default is ... else {"default": default}), metadata={"help": text}, **more)
+
 
 _MOST_DIGITS = 18  # fewer than the 4300 from which Python refuses to read a number
 

@@ -99,8 +99,7 @@ def _fitted(loaded: LoadedScenario, events: _Events) -> LoadedScenario:
 
     Each fault gets a new id, so the same scenario can be injected more than once.
     """
-    from engine.core.faults.scenario_rules import check_scenario
-    from engine.files.jobs.scenario_file import JobSource
+    from engine.files.jobs.scenario_file import JobSource, fitted
     from engine.runtime.faults.registry import kinds
 
     if not events.history.is_injectable:
@@ -115,10 +114,7 @@ def _fitted(loaded: LoadedScenario, events: _Events) -> LoadedScenario:
     meanwhile = events.steps_a_second()  # a quick job commits many steps before its launcher takes the request
     first_step = events.history.committed + 2 + meanwhile
     left = replace(job, steps=max(1, job.steps - first_step))
-    scenario = replace(loaded.scenario, job=left, expect=expect)
-    problems = check_scenario(scenario, {kind.name for kind in kinds().values() if kind.ends})
-    if problems:
-        raise UserError(replace(problem, source=str(loaded.path)) for problem in problems)
+    scenario = fitted(loaded, kinds(), left, expect)
     mark = secrets.token_hex(2)
     faults = tuple(_moved(fault, mark, first_step) for fault in expand(scenario, loaded.seed))
     running = JobSource(events.folder.run_json)

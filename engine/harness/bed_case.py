@@ -22,7 +22,7 @@ from engine.core.history.process_records import NotComparedRecord
 from engine.core.job.job import Job
 from engine.files.atomic_write import write_atomically
 from engine.files.events_file import read_history
-from engine.files.jobs.form import scenario_text
+from engine.files.jobs.library import scenario_text
 from engine.files.run_folder import RunFolder, delete_tree
 from engine.files.trajectory_file import trajectory_rows
 from engine.harness.case import Case, CaseResult, case_of_file, facts_text, judged, scenario_record, whole_text

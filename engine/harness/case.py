@@ -80,7 +80,7 @@ def case_of_file(loaded: LoadedScenario) -> Case:
 
 def whole_text(loaded: LoadedScenario) -> str:
     """Returns the text of a scenario including its job, without secret values; a job from another file may change."""
-    from engine.files.jobs.form import scenario_text
+    from engine.files.jobs.library import scenario_text
 
     job = loaded.scenario.job.masked
     if loaded.source.is_whole and job == loaded.scenario.job and loaded.path.is_file():  # a cell of a matrix has none

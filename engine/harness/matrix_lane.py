@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def run_cell(task: Plain, server: ForkServer) -> CellResult:
     """Runs the cell of a task (see `MatrixRun.task`); the result is invalid if it could not be run."""
     from engine.files.atomic_write import make_folder
-    from engine.files.jobs.form import scenario_text
+    from engine.files.jobs.library import scenario_text
     from engine.files.jobs.scenario_file import load_document
     from engine.files.strict_yaml import read_text
     from engine.harness.job_checks import offered

@@ -112,7 +112,7 @@ class MatrixRun:
         from engine.core.faults.matrix import shrink
         from engine.core.faults.scenario import scenario_plain
         from engine.files.atomic_write import write_atomically
-        from engine.files.jobs.form import scenario_text
+        from engine.files.jobs.library import scenario_text
         from engine.runtime.faults.registry import kinds
 
         def fails(smaller: Scenario) -> bool:

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 from bamboo_cli.schema import schema
 from bamboo_cli.validate import validate
 from engine.core.faults.fault import ANY_HOSTS
+from engine.files.jobs.forms import scenario_schema
 from engine.files.jobs.library import library, scenario_names
 from engine.files.jobs.scenario_file import load_scenario
-from engine.files.jobs.scenario_schema import json_schema
 from engine.runtime.faults.registry import kinds
 
 APP = typer.Typer()
@@ -103,7 +103,7 @@ def test_the_schema_in_the_library_is_the_one_that_is_printed(tmp_path: Path) ->
     """After a change of the schema, write it again: bamboo schema --output scenarios/scenario.schema.json."""
     assert json.loads(call("schema", "matrix").stdout) == json.loads((library() / "matrix.schema.json").read_text())
     printed = json.loads(call("schema").stdout)
-    assert printed == json_schema(kinds()) == json.loads((library() / "scenario.schema.json").read_text())
+    assert printed == scenario_schema(kinds()) == json.loads((library() / "scenario.schema.json").read_text())
     path = tmp_path / "job.json"
     assert call("schema", "job", "--output", str(path)).exit_code == 0
     assert json.loads(path.read_text()) == json.loads(call("schema", "job").stdout)

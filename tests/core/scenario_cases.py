@@ -19,6 +19,7 @@ KINDS = {
         FaultKind("slow", "Slows it.", "worker", False, (Parameter("factor", "number", "how slow", required=True),)),
         FaultKind("gil", "Hangs.", "worker", False, (Parameter("gil", "choice", "x", "held", choices=("held", "no")),)),
         FaultKind("say", "Says it.", "worker", False, (Parameter("text", "text", "what"),)),
+        FaultKind("cut", "Cuts it.", "worker", False, (Parameter("peer", "worker", "the other end", required=True),)),
     )
 }
 ENDING = {name for name, kind in KINDS.items() if kind.ends}

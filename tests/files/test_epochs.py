@@ -15,10 +15,10 @@ from engine.core.faults.kill_text import kill_scenario
 from engine.core.job.job import Job
 from engine.core.job.job_rules import ANYTHING
 from engine.core.job.samples import epoch_at, passes
+from engine.files.jobs.forms import job_schema
 from engine.files.jobs.job_file import merge
 from engine.files.jobs.job_layers import Layer, document_layer, flag_layer
 from engine.files.jobs.scenario_file import load_document
-from engine.files.jobs.scenario_schema import job_schema
 from engine.files.strict_yaml import read_text
 from engine.harness import job_checks
 from engine.models.data_sources import answer_about

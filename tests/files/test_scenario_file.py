@@ -10,9 +10,9 @@ import pytest
 from engine.core.errors import NothingMatchedError, UserError
 from engine.core.faults.fault import After, Owner, Role
 from engine.core.faults.scenario import Every, Expect, Limits, Target
+from engine.files.jobs.forms import ACTIONS
 from engine.files.jobs.library import find_scenario, library
 from engine.files.jobs.scenario_file import LoadedScenario, load_scenario
-from engine.files.jobs.scenario_schema import ACTIONS
 from tests.core.scenario_cases import KINDS, at
 
 WHOLE = """\
@@ -138,7 +138,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
             fault("{at: {step: yes, stage: 0}, do: kil}"),
             [
                 "case.yaml:5:17: faults.0.at.step: expected a value that reads only one way, found 'yes'",
-                "case.yaml:5:37: faults.0.do: expected one of kill, stop, terminate, exit, slow, gil, say, "
+                "case.yaml:5:37: faults.0.do: expected one of kill, stop, terminate, exit, slow, gil, say, cut, "
                 "found 'kil' (did you mean 'kill'?)",
             ],
         ),
@@ -168,6 +168,24 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
                 "case.yaml:5:46: faults.0.for: expected a duration such as 250ms, 5s or 2m, at most 24h, found 100",
                 "case.yaml:5:51: faults.0.grace: expected a parameter of stop, found 'grace' (it has for)",
             ],
+        ),
+        (
+            fault("{at: {step: 1, stage: 0}, do: stop, moment: 3}"),
+            [
+                "case.yaml:5:41: faults.0.moment: expected a field that is known here, found 'moment' "
+                "(there is id, at, after, every, target, do, for)"
+            ],
+        ),
+        *(
+            (
+                f"{HEAD}job: {{stages: 2}}\nfaults:\n  - {{at: {{step: 1, stage: 0}}, do: cut{peer}}}\n",
+                [f"case.yaml:6:{column}: faults.0.peer: expected a worker from 0 to 1, found {found}"],
+            )
+            for peer, column, found in (
+                ("", 5, "nothing (cut needs it: the other end)"),
+                (", peer: -1", 46, "-1"),
+                (", peer: 2", 46, "2 (the job has 2)"),
+            )
         ),
         (
             fault("{at: {step: 1, stage: 0}, do: slow}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -11,66 +12,81 @@ from typing import Any
 import pytest
 
 from engine.core.errors import UserError
+from engine.core.job.job import Job
+from engine.files.jobs.forms import job_schema, scenario_schema
 from engine.files.jobs.library import library, library_names, scenario_names
 from engine.files.jobs.scenario_file import load_scenario
-from engine.files.jobs.scenario_schema import job_file_schema, json_schema
 from engine.files.strict_yaml import read_text
 from tests.core.scenario_cases import KINDS
 from tests.files.test_scenario_file import WHOLE
 
 
 def test_the_schema_knows_every_field_and_allows_no_other() -> None:
-    schema = json_schema(KINDS)
+    schema = scenario_schema(KINDS)
     assert schema["required"] == ["version", "name", "about"]
     assert schema["anyOf"] == [{"required": ["faults"]}, {"required": ["host_faults"]}]
     assert schema["additionalProperties"] is False
-    item = schema["properties"]["faults"]["items"]
-    assert item["oneOf"] == [{"required": [name]} for name in ("at", "after", "every")]
-    assert {"for", "grace", "code", "factor", "gil", "text"} < item["properties"].keys()
-    assert item["properties"]["do"]["enum"] == list(KINDS)
-    assert schema["properties"]["job"]["properties"]["redundancy"]["enum"] == ["none", "lazy", "eager", "reroute"]
-    assert job_file_schema()["properties"]["version"] == {"const": 1}
+    by_kind = {name: schema["$defs"][name] for name in KINDS}
+    listed = schema["properties"]["faults"]["items"]["anyOf"]
+    assert [each["$ref"] for each in listed] == [f"#/$defs/{name}" for name in by_kind]
+    common = by_kind["kill"]["properties"].keys()
+    for name, item in by_kind.items():
+        assert item["oneOf"] == [{"required": [each]} for each in ("at", "after", "every")]
+        assert item["additionalProperties"] is False
+        assert item["properties"]["do"]["const"] == name
+        parameters = KINDS[name].parameters
+        assert item["properties"].keys() - common == {each.name for each in parameters}
+        assert item["required"] == ["do", *(each.name for each in parameters if each.required)]
+    assert schema["$defs"]["Job"]["properties"]["redundancy"]["enum"] == ["none", "lazy", "eager", "reroute"]
+    assert job_schema()["properties"]["version"]["const"] == 1
+    assert job_schema()["properties"].keys() - {"version"} == {each.name for each in fields(Job)}
     assert json.loads(json.dumps(schema)) == schema
 
 
 PLAIN_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
 
 
-def accepts(schema: dict[str, Any], value: Any) -> bool:
+def accepts(schema: dict[str, Any], value: Any, defs: dict[str, Any]) -> bool:
     """Says whether a JSON schema allows a value; knows the keywords of our schemas only."""
+    if "$ref" in schema:
+        return accepts(defs[schema["$ref"].removeprefix("#/$defs/")], value, defs)
     if "enum" in schema or "const" in schema:
         return value in schema.get("enum", [schema.get("const")])
-    if isinstance(schema["type"], list):
-        return any(accepts(schema | {"type": each}, value) for each in schema["type"])
+    if not isinstance(schema.get("type"), str):
+        choices = schema.get("anyOf") or [schema | {"type": each} for each in schema["type"]]
+        return any(accepts(each, value, defs) for each in choices)
     if schema["type"] == "object":
-        return isinstance(value, dict) and accepts_mapping(schema, value)
+        return isinstance(value, dict) and accepts_mapping(schema, value, defs)
     if schema["type"] == "array":
-        return isinstance(value, list) and bool(value) and all(accepts(schema["items"], each) for each in value)
+        good = isinstance(value, list) and len(value) >= schema.get("minItems", 0)
+        return good and all(accepts(schema["items"], each, defs) for each in value)
     return type(value) in PLAIN_TYPES[schema["type"]] and value >= schema.get("minimum", value)
 
 
-def accepts_mapping(schema: dict[str, Any], value: dict[str, Any]) -> bool:
+def accepts_mapping(schema: dict[str, Any], value: dict[str, Any], defs: dict[str, Any]) -> bool:
     known, rules = schema.get("properties"), {"oneOf": {1}, "anyOf": {1, 2}}
     if known is None:
         return True
     there = {rule: sum(each["required"][0] in value for each in schema.get(rule, ())) for rule in rules}
     return (
         all(name in value for name in schema.get("required", ()))
-        and all(name in known and accepts(known[name], each) for name, each in value.items())
+        and all(name in known and accepts(known[name], each, defs) for name, each in value.items())
         and all(there[rule] in good for rule, good in rules.items() if rule in schema)
     )
 
 
 def test_file_and_schema_agree(tmp_path: Path) -> None:
     """The schema allows every value that the reader accepts, and the reader refuses every value that it forbids."""
-    schema = json_schema(KINDS)
-    assert accepts(schema, read_text(WHOLE, "").value)
+    schema = scenario_schema(KINDS)
+    defs = schema["$defs"]
+    assert accepts(schema, read_text(WHOLE, "").value, defs)
     for job in ("job.yaml", {"from": "job.yaml", "steps": 3}):
-        assert accepts(schema["properties"]["job"], job)
+        assert accepts(schema["properties"]["job"], job, defs)
     for old, new in (
         ("name: kill-middle-stage", "nmae: x"),
         ("version: 1", "version: 2"),
         ("action: B", "action: X"),
+        ("for: 100ms", "grace: 100ms"),
         ("do: stop", "do: stpo"),
         ("count: 5", "count: 0"),
         ("about: one sentence\n", ""),
@@ -80,7 +96,7 @@ def test_file_and_schema_agree(tmp_path: Path) -> None:
     ):
         text = WHOLE.replace(old, new)
         assert text != WHOLE
-        assert not accepts(schema, read_text(text, "").value), new
+        assert not accepts(schema, read_text(text, "").value, defs), new
         path = tmp_path / "case.yaml"
         path.write_text(text)
         with pytest.raises(UserError):

@@ -10,8 +10,8 @@ import pytest
 from engine.core.checkpoint_rules import keeping_of
 from engine.core.job.job import parse_size
 from engine.core.units import parse_duration, parse_epochs
+from engine.files.jobs.forms import job_schema
 from engine.files.jobs.job_value import IN_EPOCHS
-from engine.files.jobs.scenario_schema import job_schema
 
 NUMBERS = (
     *(

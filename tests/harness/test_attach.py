@@ -138,9 +138,9 @@ def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Sequence[Fa
     monkeypatch.setattr(attach, "_request", asked)
 
 
-def say(run: RunFolder, *arguments: str) -> Result:
+def say(run: RunFolder, *arguments: str, text: str = SCENARIO) -> Result:
     scenario = run.path.parent / "mine.yaml"
-    scenario.write_text(SCENARIO)
+    scenario.write_text(text)
     where = ["--run", run.path.name, "--results", str(run.path.parent)]
     return CliRunner().invoke(APP, ["--scenario", str(scenario), *where, *arguments], catch_exceptions=False)
 
@@ -241,6 +241,19 @@ def test_a_dry_run_says_which_steps_of_the_running_job_are_meant(
     (fault,) = json.loads(say(run, "--dry-run", "--json").stdout)["faults"]
     assert fault["moment"]["step"] == 29
     assert list(run.path.glob("request-*")) == []
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_faults_are_checked_against_the_job_that_runs(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    """The scenario has no job: before, its steps and microbatches were those of the default job."""
+    monkeypatch.setattr(attach, "pace", lambda _: 0)
+    answered(monkeypatch, taken)
+    text = SCENARIO.replace("job: {stages: 3, microbatches: 1, steps: 4}\n", "").replace(", microbatch: 0", "")
+    assert "kill before 1B0 of step 508" in say(run, *more, text=text.replace("step: 1", "step: 500")).output
+    with pytest.raises(UserError, match=r"mine\.yaml:5:43: faults\.0\.at\.stage: expected a stage from 0 to 2"):
+        say(run, *more, text=text.replace("stage: 1", "stage: 3"))
 
 
 def test_a_run_that_has_only_made_its_folder_is_waited_for(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from engine.core.checkpoint_rules import KeepRule, keeping_of
 from engine.core.errors import Problem
 from engine.core.job.job import Job
 from engine.core.protocol.events import RecoveryPhase
-from engine.core.units import DURATION_FORM, Scalar, duration_text, parse_duration
+from engine.core.units import DURATION_FORM, Scalar, described, duration_text, parse_duration
 
 # Kinds of faults: parameters, the signals that carry some of them out, the signs that confirm them, needs of a job.
 #
@@ -36,7 +36,8 @@ WITHOUT_GPU, DOUBLE = "without_gpu", "double"  # the parameter of these kinds fo
 MOST_NS = 24 * 3600 * 10**9  # no wait is longer: a system call may refuse it
 MOST_COUNT, MOST_NUMBER, MOST_CHARACTERS = 10**9, 10**6, 1000
 
-ParameterForm = Literal["duration", "count", "number", "text", "choice"]
+A_WORKER = "a worker of the job"  # the form of a number in words; where the job is known, `a_worker` has the numbers
+ParameterForm = Literal["duration", "count", "worker", "number", "text", "choice"]
 Parameters = Mapping[str, Scalar]
 # exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
 Sign = Literal["exit", "notice", "raised", "suffered", "state"]
@@ -84,6 +85,7 @@ class Parameter:
         return {
             "duration": f"{DURATION_FORM}, {'more than 0 and ' * (self.least > 0)}at most {duration_text(MOST_NS)}",
             "count": f"a whole number from 0 to {MOST_COUNT}",
+            "worker": A_WORKER,
             "number": f"a number > 0, at most {MOST_NUMBER}",
             "text": f"text of at most {MOST_CHARACTERS} characters",
         }[self.form]
@@ -93,7 +95,7 @@ class Parameter:
         match self.form:
             case "duration":
                 return type(value) is int and self.least <= value <= MOST_NS
-            case "count":
+            case "count" | "worker":
                 return type(value) is int and 0 <= value <= MOST_COUNT
             case "number":  # neither infinity nor NaN is in the range
                 return isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= MOST_NUMBER
@@ -181,9 +183,9 @@ class At:
 class After:
     """The moment `delay_ns` after another fault has struck, or after a phase of the recovery from it has begun."""
 
-    fault: str
-    phase: RecoveryPhase | None = None
-    delay_ns: int = 0
+    fault: str = described(..., "the fault that must have struck")
+    phase: RecoveryPhase | None = described(None, "the phase of the recovery from it that must have begun")
+    delay_ns: int = described(0, "the time that must have passed since")
 
     def __str__(self) -> str:
         delay = f"{duration_text(self.delay_ns)} after " if self.delay_ns else "at "

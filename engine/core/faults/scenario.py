@@ -13,7 +13,7 @@ from engine.core.action import STAGE_OPS
 from engine.core.errors import NoticeKind
 from engine.core.faults.fault import OTHER, After, At, HostFault, RoleName
 from engine.core.job.job import Job
-from engine.core.units import Scalar, duration_text
+from engine.core.units import Scalar, described, duration_text
 
 # noticed: the run ends itself because it notices wrong numbers; `Expect.notice` names them.
 Outcome = Literal["recovered", "resumable", "state-lost", "noticed"]
@@ -28,8 +28,8 @@ NOTICES: tuple[NoticeKind, ...] = get_args(NoticeKind)
 class Every:
     """Up to `count` moments with exponential gaps of `mtbf_steps` on average, at random actions."""
 
-    mtbf_steps: float
-    count: int
+    mtbf_steps: float = described(..., "the mean number of steps between two faults")
+    count: int = described(..., "how many faults at most")
 
     def __str__(self) -> str:
         return f"every {self.mtbf_steps:g} steps on average, {self.count} at most"
@@ -46,12 +46,14 @@ class Target:
     pipeline, cyclically (`adjacent` true), slots that are not adjacent (false), or any slots (None).
     """
 
-    pipeline: int | None = None
-    stage: int | None = None
-    worker: int | None = None
-    role: RoleName | Literal["random"] | None = None
-    count: int = 1
-    adjacent: bool | None = None
+    pipeline: int | None = described(None, "the pipeline of a slot")
+    stage: int | None = described(None, "the stage, or the block, of a slot: the worker that owns it at that moment")
+    worker: int | None = described(None, "a worker by its number")
+    role: RoleName | Literal["random"] | None = described(
+        None, "the worker with this role at that moment; random is drawn before"
+    )
+    count: int = described(1, "victims that are struck at the same moment (default 1)")
+    adjacent: bool | None = described(None, "whether their slots are neighbours in one pipeline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,9 @@ class FaultSpec:
 class Limits:
     """Upper limits of recoveries in nanoseconds: the 95th percentile of the stalls, the longest, and phases."""
 
-    p95_ns: int | None = None
-    max_ns: int | None = None
-    phases_ns: Mapping[str, int] = field(default_factory=dict, hash=False)
+    p95_ns: int | None = described(None, "the 95th percentile of the times that training stalled, at most")
+    max_ns: int | None = described(None, "the longest time that training stalled, at most")
+    phases_ns: Mapping[str, int] = described(dict, "the longest duration of a phase, at most", hash=False)
 
     def __str__(self) -> str:
         limits = {"p95": self.p95_ns, "max": self.max_ns, **self.phases_ns}
@@ -82,14 +84,16 @@ class Limits:
 class Expect:
     """The expected results of a scenario; None means unchecked."""
 
-    outcome: Outcome = "recovered"
-    trajectory: Agreement | None = None
-    steps_lost: int | None = None
-    samples: Literal["exactly-once"] | None = None
-    culprit: Literal["exact", "nobody"] | None = None
-    leftovers: Literal["none"] | None = None
-    recovery: Limits | None = None
-    notice: NoticeKind | None = None
+    outcome: Outcome = described("recovered", "the outcome of the run (default recovered)")
+    trajectory: Agreement | None = described(None, "every committed step has the bits of the fault-free twin")
+    steps_lost: int | None = described(None, "committed steps that are done again, at most")
+    samples: Literal["exactly-once"] | None = described(None, "every committed step counts every sample once")
+    culprit: Literal["exact", "nobody"] | None = described(
+        None, "exact: the struck workers are excluded, and no others"
+    )
+    leftovers: Literal["none"] | None = described(None, "no process, socket, shared memory, file or key stays behind")
+    recovery: Limits | None = described(None, "limits on the duration of a recovery")
+    notice: NoticeKind | None = described(None, "the wrong numbers that the run must notice, with outcome noticed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ _VERSION = 1
 def scenario_plain(scenario: Scenario) -> dict[str, Any]:
     """Returns the content of a file that is read as this scenario."""
     plain: dict[str, Any] = {"version": _VERSION, "name": scenario.name, "about": scenario.about}
-    job = {each.name: _part(getattr(scenario.job, each.name)) for each in fields(Job)}
+    job = {each.name: _plain(getattr(scenario.job, each.name)) for each in fields(Job)}
     usual = Job()
     # The model is always written: a scenario without a job would mean the job of the folder in which it is run.
     plain["job"] = {name: value for name, value in job.items() if name == "model" or value != getattr(usual, name)}
@@ -124,7 +128,7 @@ def scenario_plain(scenario: Scenario) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value not in ({}, [])}
 
 
-def _part(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 

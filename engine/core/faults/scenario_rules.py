@@ -292,6 +292,11 @@ def _limits(place: str, at: At, job: Job) -> list[Problem]:
     ]
 
 
+def a_worker(job: Job) -> str:
+    """Returns the numbers that a worker of a job can have, in words."""
+    return f"a worker from 0 to {job.num_workers - 1}"
+
+
 def _beyond(place: str, name: str, value: int, limit: int, job: Job) -> Problem:
     noun, has = (job.slot_noun, job.cut) if name == "stage" and job.blocks > 1 else (name, limit)
     waits = name == "worker" and limit <= value < limit + job.standby

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from engine.core.errors import MASK, Problem, is_secret, nearest
 from engine.core.ownership import Grid, PlacementChoice, Redundancy
 from engine.core.texts import counted
-from engine.core.units import Args, Scalar, whole_units
+from engine.core.units import Args, described, whole_units
 
 Backend = Literal["auto", "direct", "nccl"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
@@ -28,161 +28,157 @@ ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other c
 FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # names of Python, which may have letters beyond ASCII
 
 
-def _field(default: Scalar, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-def _args(text: str) -> Any:
-    return field(default_factory=dict, metadata={"help": text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A resolved job. Sizes are counts; the learning rate is per optimizer step."""
 
-    model: str = _field("gpt", "built-in model, or package.module:factory (trusted code)")
-    model_args: Args = _args("arguments of the model, such as width or tied")
-    data: str = _field(
+    model: str = described("gpt", "built-in model, or package.module:factory (trusted code)")
+    model_args: Args = described(dict, "arguments of the model, such as width or tied")
+    data: str = described(
         "auto",
         "text, digits, synthetic, FILE.txt, FILE.bin (tokens), a folder of MNIST or CIFAR-10 files, or "
         "package.module:factory (trusted code)",
     )
-    data_args: Args = _args("arguments of the data source")
-    collate: str = _field(
+    data_args: Args = described(dict, "arguments of the data source")
+    collate: str = described(
         "",
         "package.module:function that turns a list of samples into a microbatch (trusted code); default: the data "
         "source's own",
     )
-    load_ahead: int = _field(
+    load_ahead: int = described(
         1,
         "microbatches that a worker loads ahead if the source is slow and draws no random numbers, one thread "
         "each; 0 = none",
     )
-    stages: int = _field(4, "stages of each pipeline (P)")
-    blocks: int = _field(
+    stages: int = described(4, "stages of each pipeline (P)")
+    blocks: int = described(
         1,
         "blocks per stage; each block has its own owner and shadow, and kills and scenarios name blocks instead of "
         "stages",
     )
-    elastic: bool = _field(
+    elastic: bool = described(
         False, "rebalance slots at step boundaries after a worker is lost or leaves; best with --blocks"
     )
-    standby: int = _field(0, "extra workers that start with code and data loaded, and replace workers that die")
-    pipelines: int = _field(1, "data-parallel copies of the whole model (D)")
-    microbatches: int = _field(8, "microbatches per pipeline and step (M)")
-    microbatch_size: int = _field(4, "samples per microbatch")
-    steps: int = _field(80, "optimizer steps")
-    epochs: int = _field(
+    standby: int = described(0, "extra workers that start with code and data loaded, and replace workers that die")
+    pipelines: int = described(1, "data-parallel copies of the whole model (D)")
+    microbatches: int = described(8, "microbatches per pipeline and step (M)")
+    microbatch_size: int = described(4, "samples per microbatch")
+    steps: int = described(80, "optimizer steps")
+    epochs: int = described(
         0,
         "passes over a finite training set; sets steps so that every sample is trained this many times; 0 = use steps",
     )
-    schedule: str = _field(
+    schedule: str = described(
         "1f1b",
         "pipeline schedule: {schedules}, FILE.csv with compute lists, or package.module:generator (trusted code)",
     )
-    stages_per_worker: int = _field(1, "stages of one pipeline on each worker (V)")
-    workers: int = _field(
+    stages_per_worker: int = described(1, "stages of one pipeline on each worker (V)")
+    workers: int = described(
         0,
         "worker processes; 0 = pipelines x stages / stages-per-worker; with fewer, a worker runs the slots of several",
     )
-    placement: PlacementChoice = _field(
+    placement: PlacementChoice = described(
         "auto", "which stages share a worker: loop, v (there and back), or auto (the schedule's default)"
     )
-    optimizer: str = _field(
+    optimizer: str = described(
         "adamw", "adamw, sgd, another optimizer of torch.optim, or package.module:Class (trusted code)"
     )
-    optimizer_args: Args = _args("arguments of the optimizer, such as weight_decay or momentum")
-    param_groups: str = _field(
+    optimizer_args: Args = described(dict, "arguments of the optimizer, such as weight_decay or momentum")
+    param_groups: str = described(
         "",
         "optimizer arguments by parameter name: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr multiplies the "
         "learning rate",
     )
-    lr: float = _field(2e-3, "peak learning rate")
-    lr_schedule: str = _field(
+    lr: float = described(2e-3, "peak learning rate")
+    lr_schedule: str = described(
         "cosine",
         "constant, linear, cosine, another schedule of torch such as onecycle, or package.module:function (trusted "
         "code)",
     )
-    lr_args: Args = _args("arguments of the learning-rate schedule, such as gamma")
-    warmup_steps: int = _field(10, "steps of linear learning-rate warm-up")
-    clip_norm: float = _field(1.0, "clip gradients to this global norm; 0 = off")
-    dtype: Dtype = _field("float32", "bfloat16 and float16 run the layers under autocast; float16 also scales the loss")
-    scaler_args: Args = _args("arguments of the float16 loss scale, such as growth_interval")
-    partition: str = _field("uniform", PARTITION_FORMS)
-    split: str = _field(
+    lr_args: Args = described(dict, "arguments of the learning-rate schedule, such as gamma")
+    warmup_steps: int = described(10, "steps of linear learning-rate warm-up")
+    clip_norm: float = described(1.0, "clip gradients to this global norm; 0 = off")
+    dtype: Dtype = described(
+        "float32", "bfloat16 and float16 run the layers under autocast; float16 also scales the loss"
+    )
+    scaler_args: Args = described(dict, "arguments of the float16 loss scale, such as growth_interval")
+    partition: str = described("uniform", PARTITION_FORMS)
+    split: str = described(
         "",
         "how to split an ordinary module into layers: submodule names such as blocks.*, or a number of equal "
         "pieces; default: its repeated blocks",
     )
-    redundancy: Redundancy = _field(
+    redundancy: Redundancy = described(
         "lazy",
         "who can take over a stage: none; lazy: a shadow that keeps its weights up to date; eager: a shadow that "
         "also runs its forwards when idle; reroute: the next pipeline",
     )
-    redundancy_level: int = _field(
+    redundancy_level: int = described(
         1, "shadows per stage with lazy and eager: the number of simultaneous failures that it survives"
     )
-    log_every: int = _field(
+    log_every: int = described(
         0, "send gradients to the shadows every N microbatches, so that less is redone after a failure; 0 = off"
     )
-    fsdp: int = _field(
+    fsdp: int = described(
         0, "shard weights and optimizer state over the pipelines, with at most N unsharded stages per worker; 0 = off"
     )
-    activation_checkpoint: int = _field(0, "recompute the activations of every N layers; 0 = off")
-    device: DeviceKind = _field(
+    activation_checkpoint: int = described(0, "recompute the activations of every N layers; 0 = off")
+    device: DeviceKind = described(
         "auto",
         "where layers compute: cpu, cuda, or auto (cuda if every worker can have a GPU of its own); changes bits",
     )
-    share_gpu: bool = _field(False, "let several workers share a GPU; for tests, because they wait for each other")
-    retain: RetainPlace = _field(
+    share_gpu: bool = described(False, "let several workers share a GPU; for tests, because they wait for each other")
+    retain: RetainPlace = described(
         "device",
         "where values sent to other workers are kept until the commit: device, or cpu (pinned host memory, to save "
         "GPU memory)",
     )
-    deterministic: bool = _field(True, "the deterministic settings of torch and CUDA; changes bits")
-    backend: Backend = _field("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
-    seed: int = _field(0, "seed of weights, data and dropout")
-    init: str = _field(
+    deterministic: bool = described(True, "the deterministic settings of torch and CUDA; changes bits")
+    backend: Backend = described("auto", "auto, direct (links through host memory) or nccl (between GPUs)")
+    seed: int = described(0, "seed of weights, data and dropout")
+    init: str = described(
         "",
         "start from these weights: FILE.safetensors, FILE.pt or a folder, with the names and shapes of the state_dict",
     )
-    threads: int = _field(1, "compute threads per worker; changes bits")
-    check_pure: bool = _field(
+    threads: int = described(1, "compute threads per worker; changes bits")
+    check_pure: bool = described(
         True,
         "the check before training that refuses layers whose results depend on anything but weights, buffers and "
         "inputs",
     )
-    audit: int = _field(1, "hash weights and optimizer state every N steps; 0 = off")
-    validate_every: int = _field(20, "run a validation every N steps or epochs (1epoch); 0 = off")
-    validation_microbatches: int = _field(
+    audit: int = described(1, "hash weights and optimizer state every N steps; 0 = off")
+    validate_every: int = described(20, "run a validation every N steps or epochs (1epoch); 0 = off")
+    validation_microbatches: int = described(
         8, "microbatches of each evaluation set per validation; 0 = every sample once"
     )
-    metrics: str = _field(
+    metrics: str = described(
         "", "validation metrics, comma-separated: accuracy, perplexity, NAME=package.module:function (trusted code)"
     )
-    name: str = _field("", "name of the run; default: the model's name")
-    events_max: str = _field(
+    name: str = described("", "name of the run; default: the model's name")
+    events_max: str = described(
         "500MB",
         "maximum size of a run's events; beyond it, actions of ordinary steps are dropped; 0B = keep everything",
     )
-    hang_after: str = _field(
+    hang_after: str = described(
         "1s",
         "evict a worker stuck in one action for this long (5x if its thread is running), but never before 10x its "
         "slowest recent action",
     )
-    silent_after: str = _field("5s", "evict a worker that is stopped, or has not answered, for this long")
-    checkpoint_every: str = _field(
+    silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
+    checkpoint_every: str = described(
         "end",
         "write a checkpoint every N steps (100), epochs (1epoch) or minutes (10m); end = after the last step; 0 = "
         "never",
     )
-    keep: int = _field(3, "keep the newest N checkpoints of a run; older ones are deleted")
-    checkpoints: str = _field("", "folder or URL (s3://...) for checkpoints; default: the run's folder")
-    restarts: int = _field(
+    keep: int = described(3, "keep the newest N checkpoints of a run; older ones are deleted")
+    checkpoints: str = described("", "folder or URL (s3://...) for checkpoints; default: the run's folder")
+    restarts: int = described(
         3, "restart from the newest good checkpoint when a stage's state is lost, at most N times per hour; 0 = off"
     )
-    results: str = _field("results", "folder that holds the run folders")
-    logger: str = _field("", "csv, tensorboard, wandb, mlflow or package.module:Class (trusted code); comma-separated")
+    results: str = described("results", "folder that holds the run folders")
+    logger: str = described(
+        "", "csv, tensorboard, wandb, mlflow or package.module:Class (trusted code); comma-separated"
+    )
 
     @property
     def masked(self) -> Job:

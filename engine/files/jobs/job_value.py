@@ -10,10 +10,12 @@ import functools
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from engine.core.checkpoint_rules import KEEPING_PATTERN
 from engine.core.errors import Problem, nearest
-from engine.core.job.job import ARGS_FIELDS, Job
+from engine.core.job.job import ARGS_FIELDS, SIZE_PATTERN, Job
+from engine.core.job.update_rules import MATCH
 from engine.core.program.schedules import SCHEDULES
-from engine.core.units import Args, Scalar, parse_epochs
+from engine.core.units import DURATION_PATTERN, EPOCHS_PATTERN, Args, Scalar, parse_epochs
 from engine.files.yaml_scalar import plain_value
 
 OptionPath = tuple[str, ...]
@@ -86,8 +88,12 @@ def check(given: FieldValue) -> FieldValue | Problem:
     is_text = given.name in IN_EPOCHS and isinstance(given.value, str)
     if is_text and parse_epochs(given.value):
         return given
+    name, *argument = given.path
+    form = job_form()()
     try:
-        return replace(given, value=_adapter(kind).validate_python(given.value))
+        setattr(form, name, {argument[0]: given.value} if argument else given.value)
+        read = getattr(form, name)
+        return replace(given, value=read[argument[0]] if argument else read)
     except ValidationError:
         expected = _EXPECTED.get(kind) or f"one of {', '.join(get_args(kind))}"
         if is_text and not isinstance(plain_value(given.value), int):
@@ -105,11 +111,33 @@ def _name_or_length_problem(given: FieldValue) -> Problem | None:
     return given.problem(A_FIELD, "", nearest(given.name, FIELD_TYPES))
 
 
-@functools.cache  # a matrix has thousands of values of few types
-def _adapter(kind: Any) -> Any:
-    from pydantic import ConfigDict, TypeAdapter
+@functools.cache
+def job_form() -> Any:
+    """Returns the pydantic class of the fields of a job, each with its type in `Job` and with its help text."""
+    from pydantic import ConfigDict, Field, create_model
 
-    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+    keys = {
+        name: (kind, Field(None, description=FIELD_HELP[name], json_schema_extra=_TEXTS.get(name)))
+        for name, kind in FIELD_TYPES.items()
+    }
+    config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, validate_assignment=True, protected_namespaces=()
+    )
+    return create_model("Job", __config__=config, **keys)  # type: ignore[call-overload]
+
+
+# What the JSON schema of a field says beside the field's type.
+_LISTED: dict[str, Any] = {"type": ["string", "array"]}
+_TEXTS: dict[str, dict[str, Any]] = {
+    "validate_every": {"type": ["integer", "string"], "pattern": EPOCHS_PATTERN, "minimum": 0},
+    "checkpoint_every": {"type": ["string", "integer"], "pattern": KEEPING_PATTERN, "minimum": 0},
+    "events_max": {"pattern": SIZE_PATTERN},
+    "hang_after": {"pattern": DURATION_PATTERN},
+    "silent_after": {"pattern": DURATION_PATTERN},
+    "partition": _LISTED | {"items": {"type": "integer"}},
+    "param_groups": _LISTED | {"items": {"type": "object", "required": [MATCH]}},
+    **{name: {"additionalProperties": True} for name in ARGS_FIELDS},
+}
 
 
 def shown(value: Any) -> str:

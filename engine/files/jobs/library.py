@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.core.errors import NothingMatchedError, Problem, UserError, nearest
 
@@ -64,3 +65,10 @@ def find_file(name_or_path: str, what: str, names: Sequence[str]) -> Path:
         hint = hint or f"there is {', '.join(names)}"
         raise NothingMatchedError(f"no {what} is called {name_or_path!r} ({hint}); a file is given by its path")
     return library() / f"{name_or_path}{SUFFIX}"
+
+
+def scenario_text(values: dict[str, Any]) -> str:
+    """Returns plain values of a scenario as a YAML file."""
+    import yaml
+
+    return str(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100, allow_unicode=False))

@@ -19,43 +19,13 @@ from engine.core.faults.fault import FaultKind
 from engine.core.faults.matrix import SPREAD, Axis, Cell, MatrixCase, cells, spread_axes
 from engine.core.faults.scenario import scenario_plain
 from engine.core.job.job_rules import ANYTHING, JobParts
-from engine.files.jobs.form import BAD, Atom, FormEntry, ListOf, MappingOf, Reading, in_order, text
+from engine.files.jobs.forms import CASE, MATRIX, VERSION, Reading, in_order
 from engine.files.jobs.job_layers import PROJECT_FILE, kind_of, other_kind
 from engine.files.jobs.job_value import shown
 from engine.files.jobs.library import find_file, library_names
 from engine.files.jobs.scenario_file import FROM, LoadedScenario, ScenarioJobs, load_document, with_changes
-from engine.files.jobs.scenario_schema import DIALECT, ID_PATTERN, VERSION, version_entry
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
-_ID = text("a name of letters, digits and . _ -", ID_PATTERN)
-_MAPPING = Atom("a mapping", lambda value: value if isinstance(value, dict) and value else None, {"type": "object"})
-_JOB = Atom(
-    "a mapping of fields, or the path of a job file",
-    lambda value: value if isinstance(value, (str, dict)) and value else None,
-    {"type": ["string", "object"]},
-)
-_LIST = Atom("a list", lambda value: value if isinstance(value, list) and value else None, {"type": "array"})
-_CASE = MappingOf(
-    {
-        "name": FormEntry(_ID, "the name of the case", required=True),
-        "about": FormEntry(text("one sentence"), "the purpose of the case (default: that of the matrix)"),
-        "only": FormEntry(_MAPPING, "per axis, the labels that the case is made for (default: all)"),
-        "job": FormEntry(_JOB, "the job, as of a scenario; its fields override those of the matrix"),
-        "faults": FormEntry(_LIST, "the faults, with their targets and moments", required=True),
-        "expect": FormEntry(_MAPPING, "expectations; they override those of the matrix"),
-    }
-)
-_MATRIX = MappingOf(
-    {
-        "version": version_entry(),
-        "name": FormEntry(_ID, "the name of the matrix", required=True),
-        "about": FormEntry(text("one sentence"), "the purpose of the matrix, in one sentence", required=True),
-        "job": FormEntry(_JOB, "the job of every case, as of a scenario (default: ./bamboo.yaml)"),
-        "expect": FormEntry(_MAPPING, "expectations of every case"),
-        "axes": FormEntry(_MAPPING, "name: a list of values, or a mapping of label: fields"),
-        "cases": FormEntry(ListOf(_CASE), "scenarios, in which $axis stands for a value", required=True),
-    }
-)
 _ABSENT = re.compile(r"faults\.\d+\.at\.action")
 
 
@@ -95,11 +65,6 @@ class Matrix:
         return "; ".join(with_changes(base, fields) for base, fields in changed.items())
 
 
-def matrix_schema() -> dict[str, Any]:
-    """Returns the JSON schema of matrix files; cases are hardly restricted, because $axis may replace any value."""
-    return {"$schema": DIALECT, "title": "a bamboo matrix", **_MATRIX.schema()}
-
-
 def read_matrix(
     name_or_path: str, kinds: Mapping[str, FaultKind], settings: Iterable[str] = (), offered: JobParts = ANYTHING
 ) -> Matrix:
@@ -126,9 +91,11 @@ def read_matrix(
     if kind_of(document) == "scenario" and {("faults",), ("host_faults",)} & document.key_places.keys():
         return _of_one_scenario(path, load(document))
     unread = document.value is None and document.problems
-    values = BAD if unread else _MATRIX.check(reading, (), document.value)
-    if values is BAD:
+    values = None if unread else reading.check(MATRIX, (), document.value)
+    if values is None:
         raise in_order(reading.problems)
+    checked = [reading.check(CASE, ("cases", number), each) for number, each in enumerate(values.get("cases", ()))]
+    values["cases"] = checked
     axes = tuple(_axis(reading, name, each) for name, each in values.get("axes", {}).items())
     by_name = {axis.name: axis for axis in axes}
     cases = tuple(_case(reading, number, values, by_name) for number in _whole_cases(values))
@@ -150,8 +117,7 @@ def _of_one_scenario(path: Path, loaded: LoadedScenario) -> Matrix:
 
 def _whole_cases(values: Mapping[str, Any]) -> list[int]:
     """Returns the numbers of the cases that have the required fields."""
-    cases = enumerate(values.get("cases", ()))
-    return [number for number, each in cases if each is not BAD and {"name", "faults"} <= each.keys()]
+    return [number for number, each in enumerate(values["cases"]) if each and {"name", "faults"} <= each.keys()]
 
 
 def _axis(reading: Reading, name: str, value: Any) -> Axis:
@@ -176,7 +142,7 @@ def _axis(reading: Reading, name: str, value: Any) -> Axis:
 def _case(reading: Reading, number: int, matrix: Mapping[str, Any], axes: Mapping[str, Axis]) -> MatrixCase:
     own = matrix["cases"][number]
     path: KeyPath = ("cases", number)
-    if any(each is not BAD and each.get("name") == own["name"] for each in matrix["cases"][:number]):
+    if any(each and each.get("name") == own["name"] for each in matrix["cases"][:number]):
         reading.refuse((*path, "name"), "a name of its own", repr(own["name"]))
     values = {
         "version": VERSION,

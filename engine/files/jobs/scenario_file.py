@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
-from engine.core.errors import Problem, UserError, nearest
+from engine.core.errors import Problem, UserError
 from engine.core.faults.expansion import expand
-from engine.core.faults.fault import ONE_HOST, After, At, Fault, FaultKind, HostFault, OnHosts, host_fault_problems
+from engine.core.faults.fault import (
+    A_WORKER,
+    ONE_HOST,
+    After,
+    At,
+    Fault,
+    FaultKind,
+    HostFault,
+    OnHosts,
+    host_fault_problems,
+)
 from engine.core.faults.matrix import slots_of_fields
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, Trigger
-from engine.core.faults.scenario_rules import PlannedFaults, check_faults
+from engine.core.faults.scenario_rules import PlannedFaults, a_worker, check_faults
 from engine.core.job.job import Job
 from engine.core.job.job_rules import ANYTHING, JobParts
-from engine.core.units import Scalar
-from engine.files.jobs.form import Reading, in_order
+from engine.files.jobs.forms import HOST_FAULT, SCENARIO, Reading, fault_form, in_order
 from engine.files.jobs.job_file import merge
 from engine.files.jobs.job_layers import (
     FOREIGN,
@@ -36,7 +45,6 @@ from engine.files.jobs.job_layers import (
 from engine.files.jobs.job_value import shown
 from engine.files.jobs.library import find_scenario
 from engine.files.jobs.resolved_job import ResolvedJob
-from engine.files.jobs.scenario_schema import scenario_form
 from engine.files.strict_yaml import Document, KeyPath, read_yaml
 
 # The job of a scenario or of a matrix: its own fields, a job file, or the job file of the current folder.
@@ -187,11 +195,13 @@ def load_scenario(
     settings: Iterable[str] = (),
     offered: JobParts = ANYTHING,
     on: OnHosts = ONE_HOST,
+    *,
+    to_attach: bool = False,
 ) -> LoadedScenario:
     """Returns a scenario and its faults, to run `on` hosts; `seed` defaults to the seed of the job.
 
     Each of `settings` is a ``FIELD=VALUE`` that overrides a field of the job; `offered` checks the models, data and
-    arguments that the job names.
+    arguments that the job names. `to_attach` says that another job runs: its faults are neither checked nor drawn here.
 
     Raises:
         UserError: with every problem found.
@@ -201,7 +211,7 @@ def load_scenario(
     document = read_yaml(path)
     if (problem := other_kind(document, "scenario")) is not None:
         raise UserError([problem])
-    return load_document(path, document, kinds, seed, settings, offered, on=on)
+    return load_document(path, document, kinds, seed, settings, offered, on=on, to_attach=to_attach)
 
 
 def load_document(
@@ -213,6 +223,8 @@ def load_document(
     offered: JobParts = ANYTHING,
     jobs: ScenarioJobs | None = None,
     on: OnHosts = ONE_HOST,
+    *,
+    to_attach: bool = False,
 ) -> LoadedScenario:
     """Returns the scenario that a document says, as `load_scenario` does; raises what that raises for a file.
 
@@ -221,36 +233,60 @@ def load_document(
     reading, settings = Reading(document, list(document.problems)), tuple(settings)
     source, layers = (jobs or ScenarioJobs(path, settings)).layers(document)
     resolved = _job(reading, source, layers, offered)
-    scenario = _scenario(reading, kinds, None if resolved is None else resolved.job, on)
+    scenario = _scenario(reading, kinds, None if resolved is None else resolved.job, on, to_attach=to_attach)
     if resolved is None or scenario is None:
         raise in_order(reading.problems)
     seed = scenario.job.seed if seed is None else seed
     try:
-        faults = expand(scenario, seed)
+        faults = () if to_attach else expand(scenario, seed)
         return LoadedScenario(path, scenario, seed, faults, source, resolved.origins, settings, resolved.foreign)
     except UserError as error:
         raise in_order(reading.located(each) for each in error.problems) from None
 
 
-def _scenario(reading: Reading, kinds: Mapping[str, FaultKind], job: Job | None, on: OnHosts) -> Scenario | None:
-    """Returns the scenario of a document; None, with its problems reported, if one of its parts is not valid."""
+def fitted(loaded: LoadedScenario, kinds: Mapping[str, FaultKind], job: Job, expect: Expect) -> Scenario:
+    """Returns a scenario that was loaded `to_attach`, for the job of that run; raises UserError if it does not fit."""
+    reading = Reading(read_yaml(loaded.path))
+    if (scenario := _scenario(reading, kinds, job, ONE_HOST, expect)) is None:
+        raise in_order(reading.problems)
+    return scenario
+
+
+def _scenario(
+    reading: Reading,
+    kinds: Mapping[str, FaultKind],
+    job: Job | None,
+    on: OnHosts,
+    expect: Expect | None = None,
+    *,
+    to_attach: bool = False,
+) -> Scenario | None:
+    """Returns the scenario of a document; None, with its problems reported, if one of its parts is not valid.
+
+    `expect` stands in place of the document's own expectations.
+    """
     document = reading.document
     if document.value is None and not document.problems:
         reading.refuse((), "a scenario", "an empty file")
-    values = {} if document.value is None else scenario_form(kinds).check(reading, (), document.value)
-    values = values if isinstance(values, dict) else {}
+    values = None if document.value is None else reading.check(SCENARIO, (), document.value)
+    values = values or {}
     listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
     faults = {number: each for number, each in enumerate(listed) if each is not None}
-    expect = _expect(values.get("expect", {}))
+    expect = expect or _expect(values.get("expect", {}))
     host_faults = _host_faults(reading, values.get("host_faults", ()))
     whole = len(faults) == len(listed) and all(each.do for each in faults.values()) and not values.get("host_faults")
-    found = PlannedFaults(job, faults, whole)
+    found = PlannedFaults(None if to_attach else job, faults, whole)
     ending = {kind.name for kind in kinds.values() if kind.ends}
     known = {each.field for each in reading.problems}  # one problem is enough for a value
     wrong = check_faults(found, expect, ending)
     ids = [each.id for each in faults.values()]
     wrong += host_fault_problems(host_faults, on, job, ids, of_workers="faults" in values)
     reading.problems += [reading.located(each) for each in wrong if each.field not in known]
+    if found.job is not None:
+        told = a_worker(found.job)
+        reading.problems = [
+            replace(each, expected=told) if each.expected == A_WORKER else each for each in reading.problems
+        ]
     if reading.problems or job is None:
         return None
     return Scenario(
@@ -274,64 +310,42 @@ def _job(reading: Reading, source: JobSource, layers: Sequence[Layer], offered: 
     return None
 
 
-def _wanted(
-    reading: Reading, number: int, values: object, kinds: Mapping[str, FaultKind], job: Job
-) -> FaultSpec | None:
+def _wanted(reading: Reading, number: int, raw: object, kinds: Mapping[str, FaultKind], job: Job) -> FaultSpec | None:
     """Returns one fault; None, with its problems reported, if its id or moment is not valid."""
     path: KeyPath = ("faults", number)
-    if not isinstance(values, dict):
+    kind = kinds.get(str(raw.get("do"))) if isinstance(raw, dict) else None
+    do = "" if kind is None else kind.name
+    if (values := reading.check(fault_form(do, tuple(kinds.values())), path, raw)) is None:
         return None
-    kind = kinds.get(str(values.get("do")))
-    parameters = {} if kind is None else _parameters(reading, path, kind, values, kinds)
     trigger: Trigger | None = None
     if "at" in values:
         trigger = _at(reading, (*path, "at"), values["at"], job)
-    elif "after" in values and "fault" in values["after"]:
-        trigger = After(values["after"]["fault"], values["after"].get("phase"), values["after"].get("delay", 0))
-    elif "every" in values and {"mtbf", "count"} <= values["every"].keys():
+    elif "after" in values:
+        after = values["after"]
+        trigger = After(after["fault"], after.get("phase"), after.get("delay", 0))
+    elif "every" in values:
         trigger = Every(values["every"]["mtbf"], values["every"]["count"])
     bad = {each.field for each in reading.problems}
     name, moment, target = (".".join(map(str, (*path, each))) for each in ("id", "at", "target"))
     if trigger is None or name in bad or any(each.startswith(moment) for each in bad):
         return None
     target_values = {} if any(each.startswith(target) for each in bad) else values.get("target", {})
-    do = "" if kind is None else kind.name
+    given = {} if kind is None else {each.key: values[each.name] for each in kind.parameters if each.name in values}
+    parameters = {} if kind is None else kind.with_defaults(given)
     return FaultSpec(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
 
 
 def _host_faults(reading: Reading, listed: Sequence[object]) -> dict[int, HostFault]:
     """Returns the faults of hosts by number, without those that have a problem."""
-    bad = {".".join(each.field.split(".")[:2]) for each in reading.problems}
     found = {}
-    for number, values in enumerate(listed):
-        if isinstance(values, dict) and f"host_faults.{number}" not in bad:
+    for number, raw in enumerate(listed):
+        values = reading.check(HOST_FAULT, ("host_faults", number), raw) or {}
+        bad = {".".join(each.field.split(".")[:2]) for each in reading.problems}
+        if f"host_faults.{number}" not in bad:
             at, rest = values["at"], {name: values[name] for name in ("host", "worker") if name in values}
             name = values.get("id", f"host-fault-{number + 1}")
             found[number] = HostFault(name, values["do"], at["step"], at.get("delay", 0), **rest)
     return found
-
-
-def _parameters(
-    reading: Reading, path: KeyPath, kind: FaultKind, values: Mapping[str, Any], kinds: Mapping[str, FaultKind]
-) -> dict[str, Scalar]:
-    known = {each.name: each for each in kind.parameters}
-    foreign = {each.name for other in kinds.values() for each in other.parameters} - known.keys()
-    given: dict[str, Scalar] = {}
-    for name, value in values.items():
-        if name in foreign:
-            hint = f"it has {', '.join(known)}" if known else "it has none"
-            reading.refuse((*path, name), f"a parameter of {kind.name}", repr(name), hint, key=True)
-        elif name in known:
-            found = known[name].read(value)
-            if found is None:
-                hint = nearest(str(value), known[name].choices)
-                reading.refuse((*path, name), known[name].expected, shown(value), hint)
-            else:
-                given[known[name].key] = found
-    for name, parameter in known.items():
-        if parameter.required and name not in values:
-            reading.refuse((*path, name), parameter.expected, "nothing", f"{kind.name} needs it: {parameter.about}")
-    return kind.with_defaults(given)
 
 
 def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) -> At | None:
@@ -342,8 +356,6 @@ def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) ->
             hint = f"{op} concerns the whole {job.slot_noun}"
             reading.refuse((*path, "microbatch"), f"no microbatch beside {op}", str(microbatch), hint, key=True)
         microbatch = WHOLE_STAGE
-    if not {"step", "stage"} <= values.keys():
-        return None
     return At(
         values["step"], Action(values["stage"], op, microbatch, values.get("pipeline", 0)), values.get("when", "before")
     )

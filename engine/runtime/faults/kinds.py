@@ -209,7 +209,7 @@ def _strike(context: WorkerFaultContext, trouble: DeviceTrouble) -> None:
 #
 # A fault counts once a frame or a message has met it.
 
-_PEER = Parameter("peer", "count", "the worker at the other end", required=True)
+_PEER = Parameter("peer", "worker", "the worker at the other end", required=True)
 _DIRECTION = Parameter(
     "direction",
     "choice",
