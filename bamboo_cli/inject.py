@@ -214,7 +214,6 @@ def _print_plan(loaded: LoadedScenario, as_json: bool) -> None:
 
     job = loaded.scenario.job
     faults = faults_as_plain(loaded.faults, job)
-    faults += [{"id": each.id, "do": each.do, "text": f"{each.id}: {each}"} for each in loaded.scenario.host_faults]
     if as_json:
         found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
         found |= {} if job.has_program else {"not_called": job.schedule}

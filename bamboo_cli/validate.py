@@ -94,10 +94,8 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         text = f"a job: {job.model} in {job.pipelines} x {job.cut}, {steps}"
         return text + _not_imported(job), {"job": asdict(job.masked)}
     loaded = load_document(path, document, kinds(), seed, offered=readable, on=ANY_HOSTS)
-    of_hosts = [str(each) for each in loaded.scenario.host_faults]
     count = max(len(loaded.faults), len(loaded.scenario.faults))  # none are drawn without a program
-    faults = [*(each.in_words(loaded.scenario.job.slot_noun) for each in loaded.faults), *of_hosts]
-    count += len(of_hosts)
+    faults = [each.in_words(loaded.scenario.job.slot_noun) for each in loaded.faults]
     text = f"{counted(count, 'fault')}, expects {loaded.scenario.expect.outcome}; job: {loaded.job_from}"
     text += "" if loaded.scenario.job.has_steps else "; steps not known, because the samples are not counted here"
     text += _not_imported(loaded.scenario.job) + _needs_trust(loaded.foreign)

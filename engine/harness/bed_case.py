@@ -96,7 +96,7 @@ def _trained(case: Case, bed: HostBed, folder: RunFolder, lease_s: int, screen: 
             end.ahead_ns = {host.name: host.ahead_ns for host in bed.hosts}
             screen.say(f"{len(bed.hosts)} hosts, with clocks an hour apart and an etcd of three members over TLS")
             agents = BedAgents(run, bed, etcd)
-            with HostStriker(case.scenario.host_faults, agents, etcd, screen.say) as striker:
+            with HostStriker(case.faults, agents, etcd, screen.say) as striker:
                 try:
                     end.error = _followed(agents, striker, case.scenario.job, screen.say)
                 except RunInterruptedError as error:
@@ -176,7 +176,7 @@ def _concluded(
         run = partial(_run_twin, run_id=f"{folder.path.name}-twin", scribe=scribe, say=screen.say)
         observation = replace(observation, twin=compared(job, history, rows, folder, scribe, run, screen.say))
     result = judged(case.scenario, (), folder.path, observation)
-    own = host_checks(case.scenario.host_faults, end.strikes, end.codes, history, lease_s * 1_000_000_000)
+    own = host_checks(case.faults, end.strikes, end.codes, history, lease_s * 1_000_000_000)
     checks = (*own, *result.checks)
     if result.is_interrupted:
         checks = tuple(each if each in result.checks else replace(each, result="not judged") for each in checks)

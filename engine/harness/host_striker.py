@@ -16,7 +16,7 @@ from typing import Any
 from engine.codec.records import encoded
 from engine.core.checks.expectations import HostStrike
 from engine.core.errors import EnvironmentLacksError
-from engine.core.faults.fault import LEADER, HostFault, chosen_host
+from engine.core.faults.fault import LEADER, Fault, Host, InStep, Worker, chosen_host
 from engine.core.history.evidence import linked_lines
 from engine.core.history.process_records import EndedRecord, on_clock
 from engine.core.history.run_records import CommitRecord, JobRecord, Record, StampedRecord
@@ -224,7 +224,7 @@ class _Blow:
 class HostStriker:
     """Strikes the hosts of a run; a context manager, inside of which the ends of struck processes are seen."""
 
-    def __init__(self, faults: Sequence[HostFault], agents: BedAgents, etcd: BedEtcd, say: Callable[[str], None]):
+    def __init__(self, faults: Sequence[Fault], agents: BedAgents, etcd: BedEtcd, say: Callable[[str], None]):
         self._waiting = list(faults)
         self._agents, self._etcd, self._say = agents, etcd, say
         self._reached_ns: dict[int, int] = {}  # step -> when it was seen to begin
@@ -254,25 +254,27 @@ class HostStriker:
         """Strikes at each moment that has come."""
         now_ns = time.monotonic_ns()
         for fault in [*self._waiting]:
-            if self._agents.committed >= fault.step - 1:
-                since_ns = self._reached_ns.setdefault(fault.step, now_ns)
-                if now_ns >= since_ns + fault.delay_ns:
+            moment = fault.moment
+            if isinstance(moment, InStep) and self._agents.committed >= moment.step - 1:
+                since_ns = self._reached_ns.setdefault(moment.step, now_ns)
+                if now_ns >= since_ns + moment.delay_ns:
                     self._waiting.remove(fault)
                     self._strike(fault)
 
-    def _strike(self, fault: HostFault) -> None:
+    def _strike(self, fault: Fault) -> None:
         left = {name: each.host for name, each in self._agents.by_host.items() if name not in self._lost}
-        if fault.do == "kill-etcd-leader" or fault.host == LEADER:
+        (victim,) = fault.victims
+        if victim == Host(LEADER):
             self._leads = self._etcd.leader(first=self._leads)
         leads = self._leads.name if self._leads else ""
-        if fault.do == "kill-worker":
-            chosen = next((name for name, host in left.items() if fault.worker in workers_of(host)), None)
+        if isinstance(victim, Host):
+            chosen = chosen_host(victim.host, [*left], self._agents.coordinates, leads)
         else:
-            chosen = chosen_host(fault, [*left], self._agents.coordinates, leads)
+            chosen = next((name for name, host in left.items() if _struck_workers(fault, workers_of(host))), None)
         workers = {} if chosen is None else workers_of(left[chosen])
         pids = [] if chosen is None else self._struck_pids(fault, left[chosen], workers)
-        if chosen is None or not (pids or fault.do == "noop"):
-            self._say(f"{fault.id} finds nothing to strike: {fault}")
+        if chosen is None or not (pids or fault.do == "noop-host"):
+            self._say(f"{fault.id} finds nothing to strike: {fault.in_words('stage')}")
             return
         host = left[chosen]
         pidfds = []
@@ -290,16 +292,16 @@ class HostStriker:
         if fault.do == "kill-etcd-leader":
             self._say(f"another member of etcd leads: that of {self._next_leader(host).name}")
 
-    def _struck_pids(self, fault: HostFault, host: BedHost, workers: Mapping[int, int]) -> list[int]:
+    def _struck_pids(self, fault: Fault, host: BedHost, workers: Mapping[int, int]) -> list[int]:
         """Returns the processes whose end confirms the effect of a fault."""
         match fault.do:
-            case "noop":
+            case "noop-host":
                 return []
             case "kill-etcd-leader":
                 member = self._etcd.member_pid(host)
                 return [] if member is None else [member]
             case "kill-worker":
-                return [pid for worker, pid in workers.items() if worker == fault.worker]
+                return _struck_workers(fault, workers)
             case "cut-host":
                 return [*workers.values()]
             case "power-off":
@@ -307,9 +309,9 @@ class HostStriker:
         agent = self._agents.by_host[host.name].pid
         return [] if agent is None else [agent, *workers.values()]
 
-    def _act(self, fault: HostFault, host: BedHost, pidfds: Sequence[int]) -> None:
+    def _act(self, fault: Fault, host: BedHost, pidfds: Sequence[int]) -> None:
         match fault.do:
-            case "noop":
+            case "noop-host":
                 pass
             case "power-off":
                 host.power_off()
@@ -328,6 +330,11 @@ class HostStriker:
                 raise EnvironmentLacksError(
                     f"no other member of etcd leads {_NONE_LEADS_S:g} s after that of {killed.name}"
                 )
+
+
+def _struck_workers(fault: Fault, workers: Mapping[int, int]) -> list[int]:
+    """Returns the processes of these workers that are victims of a fault."""
+    return [workers[each.worker] for each in fault.victims if isinstance(each, Worker) and each.worker in workers]
 
 
 def workers_of(host: BedHost) -> dict[int, int]:

@@ -94,7 +94,7 @@ def test_a_seed_chooses_the_random_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", scenario_names())
 def test_every_scenario_of_the_library_is_valid(name: str) -> None:
     loaded = load_scenario(name, kinds(), on=ANY_HOSTS)
-    assert loaded.faults or loaded.scenario.host_faults
+    assert loaded.faults
     assert loaded.scenario.expect.leftovers == "none"
     assert loaded.scenario.expect.trajectory == "identical"
 

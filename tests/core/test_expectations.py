@@ -23,7 +23,7 @@ from engine.core.checks.proof import compare
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import BambooError, ExitCode
 from engine.core.exclusion import Cause, Exclusion
-from engine.core.faults.fault import At, Fault, HostFault, Owner, Role, When
+from engine.core.faults.fault import At, Fault, Host, InStep, Owner, Role, When, Worker
 from engine.core.faults.scenario import Expect, Limits
 from engine.core.history.process_records import RestartRecord, StartedRecord
 from engine.core.history.run_history import RunHistory, history_of
@@ -447,7 +447,7 @@ def test_a_second_victim_may_be_anywhere() -> None:
 
 
 S = 1_000_000_000
-HOST_FAULT = HostFault("lost", "power-off", 3)
+HOST_FAULT = Fault("lost", InStep(3), (Host("other"),), "power-off")
 STRIKE = HostStrike(HOST_FAULT, "h1", 3, 100 * S, (1, 2), ended_ns=5_000_000)
 CODES = {"h0": 0, "h1": -9, "h2": 0}
 STARTED = [StartedRecord(of=of, child=10 + of, slots=(), node=f"h{of // 2}") for of in range(4)]
@@ -510,7 +510,7 @@ def test_a_fault_that_proved_nothing_makes_the_case_invalid() -> None:
 
 
 def test_who_is_lost_and_what_is_recorded() -> None:
-    worker = HostStrike(HostFault("w", "kill-worker", 3, worker=2), "h1", 3, 7, (1, 2), 5)
+    worker = HostStrike(Fault("w", InStep(3), (Worker(2),), "kill-worker"), "h1", 3, 7, (1, 2), 5)
     leader = replace(STRIKE, fault=replace(HOST_FAULT, do="kill-etcd-leader"))
     assert (STRIKE.lost, worker.lost, leader.lost) == ((1, 2), (2,), ())
     first, second, last = STRIKE.records()

@@ -34,7 +34,13 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "reference"
 _TEMPLATES = Path(__file__).with_name("templates")
 _TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping"}
-_FORMS = {"count": "whole number", "number": "number", "duration": "duration", "text": "text"}
+_FORMS = {
+    "count": "whole number",
+    "worker": "number of a worker",
+    "number": "number",
+    "duration": "duration",
+    "text": "text",
+}
 _STAMPS = {field.name for field in fields(StampedRecord)}
 
 
@@ -103,6 +109,12 @@ def _resolved(value: Mapping[str, Any], shared: Mapping[str, Any]) -> Mapping[st
             value = {**shared[value["$ref"].rpartition("/")[2]], **{k: v for k, v in value.items() if k != "$ref"}}
             continue
         either = [each for each in value.get("anyOf", ()) if each.get("type") != "null" and each.keys() != {"required"}]
+        if len(either) > 1 and all("$ref" in each for each in either):  # the first of several forms tells a shared key
+            forms = [_resolved(each, shared) for each in either]
+            keys = {key: part for form in reversed(forms) for key, part in form["properties"].items()}
+            in_order = dict.fromkeys(key for form in forms for key in form["properties"])
+            needed = set.intersection(*({*form.get("required", ())} for form in forms))
+            return {"type": "object", "properties": {key: keys[key] for key in in_order}, "required": needed}
         if len(either) != 1:
             return value
         value = {**{k: v for k, v in value.items() if k != "anyOf"}, **either[0]}
@@ -126,6 +138,9 @@ def fault_kinds() -> Iterator[dict[str, str]]:
             form = " or ".join(f"`{choice}`" for choice in each.choices) or _FORMS[each.form]
             default = "required" if each.required else "" if each.default is None else f"default `{_plain(each)}`"
             shown.append(f"`{each.name}` ({', '.join(filter(None, (form, default)))}): {each.about}")
+        if kind.by == "bed":
+            named = {"host": "`target: {host: ...}`", "worker": "`target: {worker: N}`"}
+            shown.append(f"on hosts to break, `at: {{step, delay}}`; {named.get(kind.target, 'no target')}")
         yield {"name": kind.name, "about": cell(kind.about), "parameters": cell(". ".join(shown))}
 
 

@@ -38,17 +38,21 @@ BITS = {
 # name -> the hosts of the bed, the job, and the faults of each round in turn
 FAULTS: dict[str, tuple[int, dict[str, Any], list[list[dict[str, Any]]]]] = {
     "kill-agent": (3, MLP, [[{"do": "kill-agent"}]]),
-    "power-off": (3, MLP, [[{"do": "power-off", "host": each}] for each in ("other", "coordinator", "etcd-leader")]),
-    "cut-host": (3, MLP, [[{"do": "cut-host", "host": each}] for each in ("other", "coordinator")]),
+    "power-off": (
+        3,
+        MLP,
+        [[{"do": "power-off", "target": {"host": each}}] for each in ("other", "coordinator", "etcd-leader")],
+    ),
+    "cut-host": (3, MLP, [[{"do": "cut-host", "target": {"host": each}}] for each in ("other", "coordinator")]),
     "kill-coordinator": (3, MLP, [[{"do": "kill-coordinator"}]]),
     "kill-etcd-leader": (3, MLP, [[{"do": "kill-etcd-leader"}]]),
-    "kill-worker": (3, MLP, [[{"do": "kill-worker", "worker": each}] for each in range(4)]),
+    "kill-worker": (3, MLP, [[{"do": "kill-worker", "target": {"worker": each}}] for each in range(4)]),
     "two-at-once": (
         4,
         TWICE,
         [
-            [{"do": "power-off", "host": "h3"}, {"do": "power-off", "host": "h1"}],
-            [{"do": "kill-coordinator"}, {"do": "power-off", "host": "other"}],
+            [{"do": "power-off", "target": {"host": "h3"}}, {"do": "power-off", "target": {"host": "h1"}}],
+            [{"do": "kill-coordinator"}, {"do": "power-off", "target": {"host": "other"}}],
         ],
     ),
 }
@@ -77,7 +81,7 @@ def cases(times: int, only: Sequence[str], seed: int) -> Iterator[SoakCase]:
     """Yields the cases of each round: one of every fault; the jobs that are not broken come once."""
     for name, job in BITS.items():
         if not only or name in only:
-            yield SoakCase(name, 0, 3, scenario(job, [{"do": "noop", "at": {"step": 1}}]))
+            yield SoakCase(name, 0, 3, scenario(job, [{"do": "noop-host", "at": {"step": 1}}]))
     for number in range(times):
         for name, (hosts, job, rounds) in FAULTS.items():
             if only and name not in only:
@@ -94,7 +98,7 @@ def scenario(job: dict[str, Any], faults: Sequence[dict[str, Any]]) -> dict[str,
     expect = {"outcome": "recovered", "trajectory": "identical", "steps_lost": 0, "samples": "exactly-once"}
     expect |= {"culprit": "exact", "leftovers": "none"}
     about = "a case of the soak"
-    return {"version": 1, "name": "soak", "about": about, "job": whole, "host_faults": [*faults], "expect": expect}
+    return {"version": 1, "name": "soak", "about": about, "job": whole, "faults": [*faults], "expect": expect}
 
 
 def run_case(case: SoakCase, folder: Path) -> SoakResult:

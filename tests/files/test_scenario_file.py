@@ -101,6 +101,13 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
         ("", ["case.yaml:1:1: expected a scenario, found an empty file"]),
         ("- 1\n", ["case.yaml:1:1: expected a mapping with version, name, about, job, faults, host_faults, expect, "]),
         (
+            f"version: true\n{HEAD.partition('version: 1')[2].lstrip()}faults: []\n",
+            [
+                "case.yaml:1:10: version: expected 1, found true",
+                "case.yaml:4:9: faults: expected a list of at least one",
+            ],
+        ),
+        (
             "version: 2\nnmae: x\nabout: 5\nfaults: []\n",
             [
                 "case.yaml:1:1: name: expected a value, found nothing (the scenario's name)",

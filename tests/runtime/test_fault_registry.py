@@ -9,9 +9,10 @@ from typing import get_args
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.faults.fault import ParameterForm, Parameters, Sign, at_once
+from engine.core.faults.fault import HOST_KINDS, ParameterForm, Parameters, Sign, at_once
 from engine.runtime.faults import registry
-from engine.runtime.faults.registry import WorkerFaultContext, fault_kind, kinds
+from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
+from engine.runtime.faults.registry import worker_kinds as kinds
 
 KINDS = {
     *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
@@ -50,7 +51,7 @@ def test_the_agent_strikes_from_outside_only() -> None:
 def test_the_kinds_are_known_without_torch() -> None:
     code = "import sys; from engine.runtime.faults.registry import kinds; print(len(kinds()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(len(KINDS)), "False"]
+    assert done.stdout.split() == [str(len(KINDS) + len(HOST_KINDS)), "False"]
 
 
 def test_a_kind_is_added_in_one_place_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

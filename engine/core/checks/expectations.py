@@ -24,7 +24,7 @@ from engine.core.faults.fault import (
     At,
     Fault,
     FaultKind,
-    HostFault,
+    Worker,
     slot_owner,
 )
 from engine.core.faults.scenario import Agreement, Expect, Limits, Outcome
@@ -318,7 +318,7 @@ class HostStrike:
     `spare_ns` is the time from then until the lease of a host that was cut off could expire, None if it is not known.
     """
 
-    fault: HostFault
+    fault: Fault
     node: str
     step: int
     at_ns: int
@@ -334,9 +334,8 @@ class HostStrike:
     @property
     def lost(self) -> tuple[int, ...]:
         """The workers that are lost by it."""
-        if self.fault.do == "kill-worker" and self.fault.worker is not None:
-            return (self.fault.worker,)
-        return self.workers if self.loses_host else ()
+        struck = tuple(each.worker for each in self.fault.victims if isinstance(each, Worker))
+        return struck or (self.workers if self.loses_host else ())
 
     def records(self) -> Iterator[FaultRecord | ConfirmedRecord]:
         """Yields the records of the strike: one for each worker that is lost, and one for its effect."""
@@ -349,7 +348,7 @@ class HostStrike:
 
 
 def host_checks(
-    faults: Sequence[HostFault],
+    faults: Sequence[Fault],
     strikes: Sequence[HostStrike],
     codes: Mapping[str, int],
     history: RunHistory,
@@ -370,9 +369,9 @@ def _judged_hosts(name: str, wrong: Sequence[str], text: str) -> Check:
     return Check(name, "failed" if wrong else "passed", "; ".join(wrong) or text)
 
 
-def _struck_hosts(faults: Sequence[HostFault], strikes: Sequence[HostStrike]) -> Check:
+def _struck_hosts(faults: Sequence[Fault], strikes: Sequence[HostStrike]) -> Check:
     by_id = {each.fault.id: each for each in strikes}
-    wrong = [f"{each.id} did not strike ({each})" for each in faults if each.id not in by_id]
+    wrong = [f"{each.id} did not strike ({each.in_words('stage')})" for each in faults if each.id not in by_id]
     wrong += [f"{each.fault.id} struck, but its effect was not seen" for each in strikes if each.ended_ns is None]
     text = ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in strikes)
     return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or text)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from engine.core.action import Action, Op, StepPosition, ops_at
 from engine.core.errors import Problem, UserError
-from engine.core.faults.fault import After, At, Fault, Owner, Role, Victim, Worker
+from engine.core.faults.fault import HOST_KINDS, OTHER, After, At, Fault, Host, InStep, Owner, Role, Victim, Worker
 from engine.core.faults.scenario import Every, FaultSpec, Scenario, Target
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program, known_ownership
@@ -67,7 +67,11 @@ def _expanded(wanted: FaultSpec, job: Job, dice: _Dice, taken: set[At], place: s
             )
             for number, at in enumerate(moments, start=1)
         ]
-    victims = _victims(trigger, target, job, dice, place)
+    if isinstance(trigger, InStep) and target.worker is None:
+        usual = HOST_KINDS[wanted.do].target
+        victims: tuple[Victim, ...] = (Host(target.host or (OTHER if usual == "host" else usual)),)
+    else:
+        victims = _victims(trigger, target, job, dice, place)
     return [Fault(wanted.id, trigger, victims, wanted.do, wanted.parameters)]
 
 
@@ -96,7 +100,7 @@ def _arrivals(every: Every, target: Target, job: Job, dice: _Dice, taken: set[At
             yield moment
 
 
-def _victims(trigger: At | After, target: Target, job: Job, dice: _Dice, place: str) -> tuple[Victim, ...]:
+def _victims(trigger: At | After | InStep, target: Target, job: Job, dice: _Dice, place: str) -> tuple[Victim, ...]:
     if target.worker is not None:
         return (Worker(target.worker),)
     slot = _slot_of(target)

@@ -26,6 +26,7 @@ from engine.core.faults.fault import (
     At,
     Fault,
     FaultKind,
+    Host,
     Owner,
     Parameters,
     Sign,
@@ -142,7 +143,9 @@ class StruckFault(NamedTuple):
         if isinstance(moment, At):
             action = str(moment.action)
             return tuple(replace(each, step=moment.step, action=action, when=moment.when) for each in records)
-        return tuple(replace(each, after=moment.fault, phase=moment.phase) for each in records)
+        if isinstance(moment, After):
+            return tuple(replace(each, after=moment.fault, phase=moment.phase) for each in records)
+        return tuple(records)
 
 
 class LateWork(NamedTuple):
@@ -214,7 +217,7 @@ def _resolved(
     if isinstance(victim, Owner):
         slot = (victim.pipeline, victim.stage)
         return state.owners[grid.place(slot)], slot
-    if slot is None:
+    if slot is None or isinstance(victim, Host):
         return None
     place = grid.place(slot)
     match victim.role:
@@ -335,7 +338,7 @@ def _victims(injection: Injection, fault: Fault, state: State) -> Victims:
             ownership = Ownership(injection.grid, state.owners, state.shadows)
             return ((writers(ownership)[action.stage][0], slot),)
         return find_victims(fault.victims, injection.grid, state, slot, ())
-    cause_id = fault.moment.fault
+    cause_id = fault.moment.fault if isinstance(fault.moment, After) else ""
     cause = next(each for each in injection.struck if each.fault.id == cause_id)
     return find_victims(fault.victims, injection.grid, state, cause.slot, cause.workers)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from engine.core.action import STAGE_OPS
 from engine.core.errors import NoticeKind
-from engine.core.faults.fault import OTHER, After, At, HostFault, RoleName
+from engine.core.faults.fault import After, At, InStep, RoleName
 from engine.core.job.job import Job
 from engine.core.units import Scalar, described, duration_text
 
@@ -35,7 +35,7 @@ class Every:
         return f"every {self.mtbf_steps:g} steps on average, {self.count} at most"
 
 
-Trigger = At | After | Every
+Trigger = At | After | Every | InStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Target:
     )
     count: int = described(1, "victims that are struck at the same moment (default 1)")
     adjacent: bool | None = described(None, "whether their slots are neighbours in one pipeline")
+    host: str | None = None  # a fault of hosts has this, or a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,6 @@ class Scenario:
     job: Job
     faults: tuple[FaultSpec, ...]
     expect: Expect = Expect()
-    host_faults: tuple[HostFault, ...] = ()
 
 
 # Scenarios as plain values: the content of a scenario file, for writing one.
@@ -123,8 +123,7 @@ def scenario_plain(scenario: Scenario) -> dict[str, Any]:
     # The model is always written: a scenario without a job would mean the job of the folder in which it is run.
     plain["job"] = {name: value for name, value in job.items() if name == "model" or value != getattr(usual, name)}
     plain["faults"] = [_fault(each) for each in scenario.faults]
-    plain["host_faults"] = [_host_fault(each) for each in scenario.host_faults]
-    plain["expect"] = _expect(scenario.expect)
+    plain["expect"] = {"outcome": scenario.expect.outcome, **_written(scenario.expect)}
     return {name: value for name, value in plain.items() if value not in ({}, [])}
 
 
@@ -143,18 +142,11 @@ def _fault(wanted: FaultSpec) -> dict[str, Any]:
             plain["at"]["pipeline"] = trigger.action.pipeline
         if trigger.when != "before":
             plain["at"]["when"] = trigger.when
-    elif isinstance(trigger, After):
-        plain["after"] = {"fault": trigger.fault}
-        if trigger.phase is not None:
-            plain["after"]["phase"] = trigger.phase
-        if trigger.delay_ns or trigger.phase is None:
-            plain["after"]["delay"] = duration_text(trigger.delay_ns)
-    elif isinstance(trigger, Every):
-        plain["every"] = {"mtbf": f"{trigger.mtbf_steps:g} steps", "count": trigger.count}
-    usual = Target()
-    target = {each.name: getattr(wanted.target, each.name) for each in fields(Target)}
-    target = {name: value for name, value in target.items() if value != getattr(usual, name)}
-    if target:
+    elif isinstance(trigger, After):  # it has a phase or a delay
+        plain["after"] = ({} if trigger.phase else {"delay": duration_text(0)}) | _written(trigger)
+    else:
+        plain["at" if isinstance(trigger, InStep) else "every"] = _written(trigger)
+    if target := _written(wanted.target):
         plain["target"] = target
     plain["do"] = wanted.do
     for key, value in wanted.parameters.items():
@@ -163,25 +155,18 @@ def _fault(wanted: FaultSpec) -> dict[str, Any]:
     return plain
 
 
-def _host_fault(wanted: HostFault) -> dict[str, Any]:
-    plain: dict[str, Any] = {"id": wanted.id, "at": {"step": wanted.step}, "do": wanted.do}
-    if wanted.delay_ns:
-        plain["at"]["delay"] = duration_text(wanted.delay_ns)
-    if wanted.host != OTHER:
-        plain["host"] = wanted.host
-    if wanted.worker is not None:
-        plain["worker"] = wanted.worker
-    return plain
-
-
-def _expect(expect: Expect) -> dict[str, Any]:
-    found = {each.name: getattr(expect, each.name) for each in fields(Expect)}
-    plain = {name: value for name, value in found.items() if value is not None}
-    if isinstance(expect.recovery, Limits):
-        limits = {"p95": expect.recovery.p95_ns, "max": expect.recovery.max_ns}
-        plain["recovery"] = {name: duration_text(limit) for name, limit in limits.items() if limit is not None}
-        if expect.recovery.phases_ns:
-            plain["recovery"]["phases"] = {
-                name: duration_text(limit) for name, limit in expect.recovery.phases_ns.items()
-            }
+def _written(part: Any) -> dict[str, Any]:
+    """Returns the fields of a part as a file has them, without those that have their default."""
+    plain: dict[str, Any] = {}
+    for each in fields(part):
+        value, (name, _, unit) = getattr(part, each.name), each.name.rpartition("_")
+        if value in (each.default, {}):
+            continue
+        if unit == "ns":
+            of_phases = {phase: duration_text(limit) for phase, limit in value.items()} if name == "phases" else {}
+            plain[name] = of_phases or duration_text(value)
+        elif unit == "steps":
+            plain[name] = f"{value:g} steps"
+        else:
+            plain[each.name] = _written(value) if isinstance(value, Limits) else value
     return plain

@@ -13,7 +13,23 @@ from dataclasses import dataclass, replace
 from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op, Program
 from engine.core.checkpoint_rules import keeping_of
 from engine.core.errors import Problem, nearest
-from engine.core.faults.fault import AT_ONCE, HARMLESS, WHOLE_AFTERWARDS, WITH_NOTICE, After, At, kind_problems
+from engine.core.faults.fault import (
+    ANY_HOSTS,
+    AT_ONCE,
+    HARMLESS,
+    LOSES_A_HOST,
+    LOSES_A_MEMBER,
+    MEMBERS,
+    OTHER,
+    WHOLE_AFTERWARDS,
+    WITH_NOTICE,
+    After,
+    At,
+    InStep,
+    OnHosts,
+    kind_problems,
+    number_of,
+)
 from engine.core.faults.scenario import NOTICES, Every, Expect, FaultSpec, Scenario, Target
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership, holders, initial_program
@@ -197,9 +213,17 @@ class PlannedFaults:
     whole: bool
 
 
-def check_faults(found: PlannedFaults, expect: Expect, ending: Collection[str]) -> list[Problem]:
-    """Returns a problem for each rule between these parts of a scenario that is broken."""
-    problems = [*_ids(found.faults), *_moments(found.faults)]
+def check_faults(
+    found: PlannedFaults, expect: Expect, ending: Collection[str], on: OnHosts = ANY_HOSTS
+) -> list[Problem]:
+    """Returns a problem for each rule between these parts of a scenario that is broken, to run `on` hosts."""
+    of_hosts = {number: each for number, each in found.faults.items() if isinstance(each.trigger, InStep)}
+    problems = [*_place(found.faults, of_hosts, on), *_ids(found.faults), *_moments(found.faults)]
+    for number, each in of_hosts.items():
+        problems += _of_a_host(f"faults.{number}", each, on, found.job)
+    problems += _together(of_hosts, on)
+    workers = {number: each for number, each in found.faults.items() if number not in of_hosts}
+    found = replace(found, faults=workers, whole=found.whole and not of_hosts)
     for number, wanted in found.faults.items():
         if isinstance(wanted.trigger, After):
             problems += _after(f"faults.{number}.after", wanted, wanted.trigger, found)
@@ -460,3 +484,50 @@ def _named(target: Target) -> list[str]:
     found = ["a slot"] if target.pipeline is not None or target.stage is not None else []
     found += ["a worker"] if target.worker is not None else []
     return found + ([f"role {target.role}"] if target.role is not None else [])
+
+
+# Faults of hosts. One that surely ends the run, because etcd loses its majority or no host is left, is refused.
+
+
+def _place(faults: Mapping[int, FaultSpec], of_hosts: Mapping[int, FaultSpec], on: OnHosts) -> Iterator[Problem]:
+    """Yields the problem of faults that this place cannot have: hosts are struck on a bed, where nothing else is."""
+    if of_hosts and on.number == 0:
+        hint = "hosts to break are made by: bamboo inject SCENARIO --hosts 3"
+        yield Problem("faults", "no faults of hosts in a run on one host", "some", hint)
+    if len(faults) > len(of_hosts) and (of_hosts or on.number):
+        hint = "on several hosts a worker is struck from outside: do: kill-worker"
+        yield Problem("faults", "no other faults beside hosts to break", "some", hint)
+
+
+def _of_a_host(place: str, wanted: FaultSpec, on: OnHosts, job: Job | None) -> Iterator[Problem]:
+    step = wanted.trigger.step if isinstance(wanted.trigger, InStep) else 0
+    target = wanted.target
+    if job is not None and (step < 1 or (job.has_steps and step >= job.steps)):
+        last = job.steps - 1 if job.has_steps else "the last"
+        hint = "" if step else "a run that is struck before its first commit does not go on"
+        yield Problem(f"{place}.at.step", f"a step from 1 to {last}", str(step), hint)
+    if on.number and target.host and (number := number_of(target.host)) is not None and number >= on.number:
+        yield Problem(f"{place}.target.host", f"a host from h0 to h{on.number - 1}", repr(target.host))
+    if target.worker is not None and job is not None and target.worker >= job.num_workers:
+        yield Problem(f"{place}.target.worker", a_worker(job), str(target.worker))
+
+
+def _together(faults: Mapping[int, FaultSpec], on: OnHosts) -> Iterator[Problem]:
+    """Yields the problems of faults of which each alone would leave enough hosts and members."""
+    named: dict[str, int] = {}
+    lost = members = 0
+    for number, fault in faults.items():
+        place, host = f"faults.{number}", fault.target.host or OTHER
+        if (known := number_of(host)) is not None:
+            if host in named:
+                yield Problem(
+                    f"{place}.target.host", "another host", repr(host), f"faults.{named[host]} strikes it already"
+                )
+            named.setdefault(host, number)
+        lost += fault.do in LOSES_A_HOST
+        if on.number and fault.do in LOSES_A_HOST and lost == on.number:
+            yield Problem(f"{place}.do", "a host that is left", repr(fault.do), f"there are {on.number}")
+        members += (is_member := fault.do in LOSES_A_MEMBER and (known is None or known < MEMBERS))
+        if is_member and members == 2:
+            hint = f"etcd has {MEMBERS} members, on h0 to h{MEMBERS - 1}: strike h{MEMBERS}, or an agent"
+            yield Problem(f"{place}.do", "a second fault that leaves etcd its majority", repr(fault.do), hint)

@@ -33,14 +33,13 @@ from engine.core.action import Op
 from engine.core.checks.recoveries import PHASES as TIMED_PHASES
 from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
 from engine.core.faults.fault import (
-    ABOUT,
     HOST_PATTERN,
     MOST_CHARACTERS,
     MOST_COUNT,
     MOST_NUMBER,
     After,
     FaultKind,
-    HostFaultName,
+    InStep,
     Parameter,
     RoleName,
     When,
@@ -136,8 +135,9 @@ _NAME = Annotated[str, MinLen(1), Field(pattern=f"^{_ID}$"), _Told("a name of le
 _AN_ID = Annotated[str, MinLen(1), Field(pattern=f"^{_ID}$"), _Told("an id of letters, digits and . _ -")]
 _SENTENCE = Annotated[str, MinLen(1), Predicate(str.strip), _Told("one sentence")]
 _VERSION = Annotated[
-    Literal[1],
-    Predicate(lambda value: value is not True),
+    int,
+    Field(ge=VERSION, le=VERSION),
+    WithJsonSchema({"const": VERSION}),
     _Told("1", if_absent=f"'version: {VERSION}' in the first line"),
 ]
 _MAPPING = Annotated[dict[str, Any], MinLen(1), _Told("a mapping")]
@@ -163,11 +163,14 @@ _TYPES: dict[Any, Any] = {int: _COUNT, bool: _FLAG}
 _UNITS = {"_ns": _DURATION, "_steps": _NUM_STEPS}
 
 
-def _form_of(name: str, of: type, /, base: type[Form] = Form, **other: Any) -> type[Form]:
-    """Returns the form of a dataclass of the core: a key for each field, without its unit; `other` has other types."""
+def _form_of(name: str, of: type, /, **other: Any) -> type[Form]:
+    """Returns the form of a dataclass of the core: a key for each field with a help text, without its unit.
+
+    `other` has the types of fields whose keys have another one.
+    """
     hints = get_type_hints(of)
     keys = {}
-    for each in fields(of):
+    for each in (each for each in fields(of) if each.metadata):
         unit = next((end for end in _UNITS if each.name.endswith(end)), "")
         hint = hints[each.name]
         if get_origin(hint) is UnionType or get_origin(hint) is Union:  # None stands for an absent key
@@ -175,7 +178,7 @@ def _form_of(name: str, of: type, /, base: type[Form] = Form, **other: Any) -> t
         is_needed = each.default is MISSING and each.default_factory is MISSING
         kind = other.get(each.name) or _UNITS.get(unit) or _TYPES.get(hint, hint)
         keys[each.name.removesuffix(unit)] = _key(kind, each.metadata["help"], ... if is_needed else None)
-    return _form(name, base, **keys)
+    return _form(name, **keys)
 
 
 # The forms of a scenario, and of a matrix of scenarios. What $axis may replace is hardly restricted in a matrix.
@@ -204,21 +207,28 @@ _FAULT = _form(
     target=_key(_TARGET, "the victim (default: the owner of the action's slot, or the recovering worker)"),
 )
 _FAULT.one_of = ("at", "after", "every")
-_HOST_AT = _form(
-    "HostAt",
-    step=_key(_COUNT, "the step, from 1: the one before it is committed", ...),
-    delay=_key(_DURATION, "the time that must have passed since"),
-)
 _HOST = Annotated[
     str, Field(pattern=f"^({HOST_PATTERN})$"), _Told("h0, h1 and so on, coordinator, etcd-leader or other")
 ]
-HOST_FAULT = _form(
-    "HostFault",
-    id=_key(_AN_ID, "a name for it (default host-fault-N)"),
-    at=_key(_HOST_AT, "the step in which it strikes", ...),
-    do=_key(HostFaultName, "; ".join(f"{name}: {about}" for name, about in ABOUT.items()), ...),
-    host=_key(_HOST, "the host (default other: one that does not coordinate)"),
-    worker=_key(_COUNT, "kill-worker: the worker, by its number"),
+_HOST_KEY = _key(_HOST, "the host (default other: one that does not coordinate)")
+# The target of a fault of hosts, by that of its kind: a kind that always strikes one and the same host has none.
+_ON_BED: dict[str, dict[str, Any]] = {
+    "host": {"target": _key(_form("OnHost", host=_HOST_KEY), "the host that it strikes")},
+    "worker": {
+        "target": _key(_form("OnWorker", worker=_key(_COUNT, "a worker by its number", ...)), "the victim", ...)
+    },
+}
+_BED_FAULT = _form(
+    "BedFault",
+    id=_key(_AN_ID, "a name for it (default fault-N)"),
+    at=_key(_form_of("InStep", InStep), "the step in which it strikes", ...),
+)
+# A fault of no known kind: one of a worker, or one of hosts.
+_ANY_FAULT = _form(
+    "Fault",
+    _FAULT,
+    at=_key(_form("At", _AT, stage=_key(_COUNT, ""), delay=_key(_DURATION, "")), "the moment"),
+    target=_key(_form("Target", _TARGET, host=_HOST_KEY), "the victim"),
 )
 _PHASES = _form("Phases", **{name: _key(_DURATION, f"{name}, at most") for name in TIMED_PHASES})
 _EXPECT = _form_of(
@@ -231,7 +241,7 @@ SCENARIO = _form(
     about=_key(_SENTENCE, "the purpose of the scenario, in one sentence", ...),
     job=_key(_JOB, "the job: a job file, or its fields (default: ./bamboo.yaml)"),
     faults=_key(Annotated[list[Any], MinLen(1), _AT_LEAST_ONE], "the faults, with their targets and moments"),
-    host_faults=_key(Annotated[list[Any], MinLen(1), _AT_LEAST_ONE], "the faults of hosts, of a run with --hosts"),
+    host_faults=_key(Annotated[list[Any], MinLen(1), _AT_LEAST_ONE], "faults of hosts, as files had them before"),
     expect=_key(_EXPECT, "the expectations of the run"),
 )
 SCENARIO.any_of = ("faults", "host_faults")
@@ -264,9 +274,10 @@ def fault_form(name: str, kinds: tuple[FaultKind, ...]) -> type[Form]:
     if kind is None:
         about = "; ".join(f"{each.name}: {each.about}" for each in kinds)
         do = _key(Annotated[str, _Words(tuple(each.name for each in kinds))], about, ...)
-        return _form("Fault", _FAULT, do=do, **{one: _key(Any, each.about) for one, each in parameters.items()})
+        return _form("Fault", _ANY_FAULT, do=do, **{one: _key(Any, each.about) for one, each in parameters.items()})
     keys = {each.name: _key(_parameter(each), each.about) for each in kind.parameters}
-    found = _form(name, _FAULT, do=_key(Literal[name], kind.about, ...), **keys)
+    base, target = (_BED_FAULT, _ON_BED.get(kind.target, {})) if kind.by == "bed" else (_FAULT, {})
+    found = _form(name, base, **target, do=_key(Literal[name], kind.about, ...), **keys)
     found.kind, found.foreign = kind, parameters.keys() - keys.keys()
     return found
 
@@ -316,11 +327,9 @@ def scenario_schema(kinds: Mapping[str, FaultKind]) -> dict[str, Any]:
     over_file: Any = create_model(
         "Job", __base__=job_form(), **{"from": _key(str, "a job file, whose other values hold")}
     )
-    host_fault: Any = HOST_FAULT
     other = {
         "job": Annotated[str | over_file, Field(description="a job file, or the fields of a job")],
         "faults": Annotated[list[fault], MinLen(1)],
-        "host_faults": Annotated[list[host_fault], MinLen(1)],
     }
     keys = {name: _key(kind, SCENARIO.model_fields[name].description or "") for name, kind in other.items()}
     return _json_schema(_form("Scenario", SCENARIO, **keys), "a bamboo scenario")

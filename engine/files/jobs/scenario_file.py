@@ -14,23 +14,13 @@ from typing import Any
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.errors import Problem, UserError
 from engine.core.faults.expansion import expand
-from engine.core.faults.fault import (
-    A_WORKER,
-    ONE_HOST,
-    After,
-    At,
-    Fault,
-    FaultKind,
-    HostFault,
-    OnHosts,
-    host_fault_problems,
-)
+from engine.core.faults.fault import A_WORKER, ONE_HOST, OTHER, After, At, Fault, FaultKind, InStep, OnHosts
 from engine.core.faults.matrix import slots_of_fields
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, Trigger
 from engine.core.faults.scenario_rules import PlannedFaults, a_worker, check_faults
 from engine.core.job.job import Job
 from engine.core.job.job_rules import ANYTHING, JobParts
-from engine.files.jobs.forms import HOST_FAULT, SCENARIO, Reading, fault_form, in_order
+from engine.files.jobs.forms import SCENARIO, Reading, fault_form, in_order
 from engine.files.jobs.job_file import merge
 from engine.files.jobs.job_layers import (
     FOREIGN,
@@ -230,23 +220,69 @@ def load_document(
 
     Scenarios of one file can share `jobs`, which then have the same settings.
     """
-    reading, settings = Reading(document, list(document.problems)), tuple(settings)
+    (document, first), settings = _in_one_list(document), tuple(settings)
+    reading = Reading(document, list(document.problems))
     source, layers = (jobs or ScenarioJobs(path, settings)).layers(document)
     resolved = _job(reading, source, layers, offered)
     scenario = _scenario(reading, kinds, None if resolved is None else resolved.job, on, to_attach=to_attach)
     if resolved is None or scenario is None:
-        raise in_order(reading.problems)
+        raise in_order(_as_written(each, first) for each in reading.problems)
     seed = scenario.job.seed if seed is None else seed
     try:
         faults = () if to_attach else expand(scenario, seed)
         return LoadedScenario(path, scenario, seed, faults, source, resolved.origins, settings, resolved.foreign)
     except UserError as error:
-        raise in_order(reading.located(each) for each in error.problems) from None
+        raise in_order(_as_written(reading.located(each), first) for each in error.problems) from None
+
+
+# A file of before has the faults of hosts under a key of their own, each with its target beside its kind.
+_BEFORE, _TARGETS = "host_faults", ("host", "worker")
+
+
+def _in_one_list(document: Document) -> tuple[Document, int | None]:
+    """Returns a scenario with all faults in one list, and the number of the first that stood elsewhere before."""
+    value: Any = document.value
+    old = value.get(_BEFORE) if isinstance(value, dict) else None
+    if not isinstance(old, list) or not old or not isinstance(faults := value.get("faults", []), list):
+        return document, None
+    first = len(faults)
+
+    def moved(path: KeyPath) -> KeyPath:
+        if len(path) < 2 or path[0] != _BEFORE:
+            return path
+        below = ("target", *path[2:]) if path[2:] and path[2] in _TARGETS else path[2:]
+        return ("faults", first + int(path[1]), *below)
+
+    one_list = [*faults, *(_of_today(number, each) for number, each in enumerate(old, start=1))]
+    places, key_places = (
+        {moved(path): place for path, place in found.items()} for found in (document.places, document.key_places)
+    )
+    others = {name: each for name, each in value.items() if name != _BEFORE}
+    return replace(document, value={**others, "faults": one_list}, places=places, key_places=key_places), first
+
+
+def _of_today(number: int, fault: Any) -> Any:
+    if not isinstance(fault, dict):
+        return fault
+    rest = {name: each for name, each in fault.items() if name not in _TARGETS}
+    target = {name: fault[name] for name in _TARGETS if fault.get(name, OTHER) != OTHER}
+    more = {"target": target} if target or fault.get("do") == "kill-worker" else {}
+    return {"id": f"host-fault-{number}", **rest, **more} | ({"do": "noop-host"} if fault.get("do") == "noop" else {})
+
+
+def _as_written(problem: Problem, first: int | None) -> Problem:
+    """Returns a problem with the name of its field in the file, where the first fault of before has this number."""
+    key, _, rest = problem.field.partition(".")
+    number, _, place = rest.partition(".")
+    if first is None or key != "faults" or (number and int(number) < first) or not (number or first == 0):
+        return problem
+    name = [_BEFORE, str(int(number) - first), place.removeprefix("target.")] if number else [_BEFORE]
+    return replace(problem, field=".".join(filter(None, name)))
 
 
 def fitted(loaded: LoadedScenario, kinds: Mapping[str, FaultKind], job: Job, expect: Expect) -> Scenario:
     """Returns a scenario that was loaded `to_attach`, for the job of that run; raises UserError if it does not fit."""
-    reading = Reading(read_yaml(loaded.path))
+    reading = Reading(_in_one_list(read_yaml(loaded.path))[0])
     if (scenario := _scenario(reading, kinds, job, ONE_HOST, expect)) is None:
         raise in_order(reading.problems)
     return scenario
@@ -273,14 +309,11 @@ def _scenario(
     listed = [_wanted(reading, *each, kinds, job or Job()) for each in enumerate(values.get("faults", ()))]
     faults = {number: each for number, each in enumerate(listed) if each is not None}
     expect = expect or _expect(values.get("expect", {}))
-    host_faults = _host_faults(reading, values.get("host_faults", ()))
-    whole = len(faults) == len(listed) and all(each.do for each in faults.values()) and not values.get("host_faults")
+    whole = len(faults) == len(listed) and all(each.do for each in faults.values())
     found = PlannedFaults(None if to_attach else job, faults, whole)
     ending = {kind.name for kind in kinds.values() if kind.ends}
     known = {each.field for each in reading.problems}  # one problem is enough for a value
-    wrong = check_faults(found, expect, ending)
-    ids = [each.id for each in faults.values()]
-    wrong += host_fault_problems(host_faults, on, job, ids, of_workers="faults" in values)
+    wrong = check_faults(found, expect, ending, on)
     reading.problems += [reading.located(each) for each in wrong if each.field not in known]
     if found.job is not None:
         told = a_worker(found.job)
@@ -289,9 +322,7 @@ def _scenario(
         ]
     if reading.problems or job is None:
         return None
-    return Scenario(
-        values["name"], values["about"].strip(), job, tuple(faults.values()), expect, tuple(host_faults.values())
-    )
+    return Scenario(values["name"], values["about"].strip(), job, tuple(faults.values()), expect)
 
 
 def _job(reading: Reading, source: JobSource, layers: Sequence[Layer], offered: JobParts) -> ResolvedJob | None:
@@ -318,7 +349,9 @@ def _wanted(reading: Reading, number: int, raw: object, kinds: Mapping[str, Faul
     if (values := reading.check(fault_form(do, tuple(kinds.values())), path, raw)) is None:
         return None
     trigger: Trigger | None = None
-    if "at" in values:
+    if "at" in values and kind is not None and kind.by == "bed":
+        trigger = InStep(values["at"]["step"], values["at"].get("delay", 0))
+    elif "stage" in values.get("at", ()):
         trigger = _at(reading, (*path, "at"), values["at"], job)
     elif "after" in values:
         after = values["after"]
@@ -333,19 +366,6 @@ def _wanted(reading: Reading, number: int, raw: object, kinds: Mapping[str, Faul
     given = {} if kind is None else {each.key: values[each.name] for each in kind.parameters if each.name in values}
     parameters = {} if kind is None else kind.with_defaults(given)
     return FaultSpec(values.get("id", f"fault-{number + 1}"), trigger, Target(**target_values), do, parameters)
-
-
-def _host_faults(reading: Reading, listed: Sequence[object]) -> dict[int, HostFault]:
-    """Returns the faults of hosts by number, without those that have a problem."""
-    found = {}
-    for number, raw in enumerate(listed):
-        values = reading.check(HOST_FAULT, ("host_faults", number), raw) or {}
-        bad = {".".join(each.field.split(".")[:2]) for each in reading.problems}
-        if f"host_faults.{number}" not in bad:
-            at, rest = values["at"], {name: values[name] for name in ("host", "worker") if name in values}
-            name = values.get("id", f"host-fault-{number + 1}")
-            found[number] = HostFault(name, values["do"], at["step"], at.get("delay", 0), **rest)
-    return found
 
 
 def _at(reading: Reading, path: KeyPath, values: Mapping[str, Any], job: Job) -> At | None:

@@ -18,9 +18,11 @@ from engine.core.faults.fault import (
     ROLES,
     WHENS,
     After,
+    At,
     Fault,
     Moment,
     Owner,
+    Role,
     Sign,
     Victim,
     Worker,
@@ -48,7 +50,7 @@ from engine.core.protocol.inputs_outputs import Place
 from engine.core.protocol.state import State
 from engine.runtime.agent.requests import MAX_BYTES, REQUEST, RequestFiles, json_of, reason_of
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
-from engine.runtime.faults.registry import kinds, registered
+from engine.runtime.faults.registry import registered, worker_kinds
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
@@ -68,7 +70,7 @@ class Injector:
         board: ProgressBoard | None,
         state: Callable[[], State],
     ):
-        self.injection = Injection(job, kinds(), catch_up_points, tuple(faults))
+        self.injection = Injection(job, worker_kinds(), catch_up_points, tuple(faults))
         self._members = members
         self._recorder = recorder
         self._board = board
@@ -242,6 +244,8 @@ def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str
 def _is_moment(moment: Moment, job: Job, ids: Collection[str]) -> bool:
     if isinstance(moment, After):
         return moment.fault in ids and moment.phase in (None, *PHASES) and _is_count(moment.delay_ns, MOST_NS + 1)
+    if not isinstance(moment, At):
+        return False
     slot = (moment.action.pipeline, moment.action.stage)
     return _is_count(moment.step, job.steps) and moment.when in WHENS and _is_slot(*slot, job)
 
@@ -251,7 +255,7 @@ def _is_victim(victim: Victim, job: Job, workers: Collection[int]) -> bool:
         return type(victim.worker) is int and victim.worker in workers
     if isinstance(victim, Owner):
         return _is_slot(victim.pipeline, victim.stage, job)
-    return victim.role in ROLES
+    return isinstance(victim, Role) and victim.role in ROLES
 
 
 def _is_slot(pipeline: Any, stage: Any, job: Job) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import engine.runtime.faults as package
 from engine.core.errors import ensure
-from engine.core.faults.fault import FaultKind, Parameter, Parameters, Sign, no_signals
+from engine.core.faults.fault import HOST_KINDS, FaultKind, Parameter, Parameters, Sign, no_signals
 
 if TYPE_CHECKING:
     from engine.files.checkpoint_disk import DiskTroubles
@@ -87,9 +87,14 @@ def registered() -> Mapping[str, RegisteredFault]:
     return dict(sorted(_KINDS.items()))
 
 
-def kinds() -> dict[str, FaultKind]:
-    """Returns the definitions of all kinds by name, for the checks of a scenario."""
+def worker_kinds() -> dict[str, FaultKind]:
+    """Returns the definitions of the kinds that an agent or a worker carries out, by name."""
     return {name: each.kind for name, each in registered().items()}
+
+
+def kinds() -> dict[str, FaultKind]:
+    """Returns the definitions of all kinds by name, for the checks of a scenario; those of hosts come last."""
+    return {**worker_kinds(), **HOST_KINDS}
 
 
 def exit_by(*codes: int) -> Shows:
