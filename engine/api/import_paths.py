@@ -78,13 +78,13 @@ def _importable(field: str, thing: object, module: str) -> str:
 
 def folders_of(paths: Iterable[str]) -> Iterator[str]:
     """Yields the folders in which this process, but not a new one, finds the modules of some names."""
-    known = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path.cwd())}
+    places = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path.cwd())}
     for path in paths:
         if not FACTORY.fullmatch(path):
             continue
         folder = _folder_of(path.partition(":")[0].partition(".")[0])
-        if folder and folder not in known:
-            known.add(folder)
+        if folder and folder not in places:
+            places.add(folder)
             yield folder
 
 

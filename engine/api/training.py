@@ -59,8 +59,8 @@ def train(
     options += [word for name, text in texts.items() if text for word in (name, text)]
     if resume is not None:
         options += ["--resume", str(resume.folder) if isinstance(resume, TrainingRun) else os.fspath(resume)]
-    given = _keywords(model, data, job, values, has_weights=resume is None)
-    child = RunChild(options, given, _folders(given), quiet=quiet)
+    keywords = _keywords(model, data, job, values, has_weights=resume is None)
+    child = RunChild(options, keywords, _folders(keywords), quiet=quiet)
     try:
         return TrainingRun(child, child.folder(), callbacks)
     except BaseException:
@@ -84,9 +84,9 @@ def dry_run(
 ) -> str:
     """Returns the program of a job as `bamboo run --dry-run` prints it; starts no worker. Raises as `train` does."""
     _refuse_a_worker()
-    given = _keywords(model, data, job, values, has_weights=False)
+    keywords = _keywords(model, data, job, values, has_weights=False)
     options = [*_file(job), *_kills(kills), *(["--trust-code"] if trust_code else [])]
-    return print_program(options, given, _folders(given))
+    return print_program(options, keywords, _folders(keywords))
 
 
 def _refuse_a_worker() -> None:
@@ -101,8 +101,8 @@ def _file(job: Job | str | os.PathLike[str] | None) -> list[str]:
     return [] if job is None or isinstance(job, Job) else [os.fspath(job)]
 
 
-def _flags(**given: bool) -> list[str]:
-    return [f"--{name.replace('_', '-')}" for name, is_given in given.items() if is_given]
+def _flags(**switches: bool) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name, is_given in switches.items() if is_given]
 
 
 def _kills(kills: Sequence[str]) -> list[str]:
@@ -121,16 +121,16 @@ def _keywords(
     of_job = {field.name: getattr(job, field.name) for field in fields(Job)} if isinstance(job, Job) else {}
     parts = {name: part for name, part in (("model", model), ("data", data)) if part is not None}
     try:
-        given = {**of_job, **{name: _plain(name, value) for name, value in {**values, **parts}.items()}}
+        keywords = {**of_job, **{name: _plain(name, value) for name, value in {**values, **parts}.items()}}
     except UserError as error:
         raise error.with_traceback(None) from None  # the caller's line counts, not the path to the rule
     torch = sys.modules.get("torch")
-    if has_weights and torch is not None and isinstance(model, torch.nn.Module) and not given.get("init"):
+    if has_weights and torch is not None and isinstance(model, torch.nn.Module) and not keywords.get("init"):
         from engine.api.weights import keep_weights
 
-        results = Path(given.get("results") or os.environ.get("BAMBOO_RESULTS") or Job().results)
-        given["init"] = str(keep_weights(model, results))
-    return given
+        results = Path(keywords.get("results") or os.environ.get("BAMBOO_RESULTS") or Job().results)
+        keywords["init"] = str(keep_weights(model, results))
+    return keywords
 
 
 def _plain(name: str, value: object) -> Any:
@@ -143,5 +143,5 @@ def _plain(name: str, value: object) -> Any:
     return value if isinstance(value, _PLAIN) else import_path(name, value)
 
 
-def _folders(given: Mapping[str, Any]) -> Iterable[str]:
-    return list(folders_of(text for value in given.values() if isinstance(value, str) for text in value.split(",")))
+def _folders(keywords: Mapping[str, Any]) -> Iterable[str]:
+    return list(folders_of(text for value in keywords.values() if isinstance(value, str) for text in value.split(",")))

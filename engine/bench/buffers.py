@@ -71,8 +71,8 @@ def _bench(case: str, job: Job, num_rounds: int, num_steps: int, folder: Path) -
         run = run_bamboo(folder, *timed_flags(replace(job, steps=num_steps)))
         return seconds_between_commits(run), sum(json.loads(run.stdout)["peak_memory_mib"].values())
 
-    taken = in_turns({name: partial(measured, each) for name, each in jobs.items()}, num_rounds)
-    lazy, *peers = ((name, [*zip(*figures, strict=True)]) for name, figures in taken.items())
+    results = in_turns({name: partial(measured, each) for name, each in jobs.items()}, num_rounds)
+    lazy, *peers = ((name, [*zip(*figures, strict=True)]) for name, figures in results.items())
     return [
         paired_row(case, f"{metric}, {name}", lazy[1][number], figures[number])
         for number, metric in enumerate(("step s", "peak memory of all MiB"))

@@ -75,7 +75,7 @@ def _bench_steps(case: str, flags: tuple[str, ...], num_rounds: int, num_steps: 
     rare = ("100",) if num_steps > 100 else ()  # a shorter run has no such checkpoint
     runs = in_turns({every: partial(measured, every) for every in ("1", *rare, "0")}, num_rounds)
     steps = {every: [_seconds_of_step(each) for each in found] for every, found in runs.items()}
-    kept = [record for run in runs["1"] for record in run.history.of(KeptRecord)]
+    records = [record for run in runs["1"] for record in run.history.of(KeptRecord)]
     none = median(steps["0"])
     often = f"{case}, every step"
     rows = [paired_row(often, "step s, beside none", steps["1"], steps["0"], _GOALS[case])]
@@ -83,9 +83,9 @@ def _bench_steps(case: str, flags: tuple[str, ...], num_rounds: int, num_steps: 
         title = f"{case}, every {every} steps"
         rows.append(paired_row(title, "step s, beside none", steps[every], steps["0"], _RARE_GOAL))
     for part in ("copy", "write", "sync"):
-        seconds = median(getattr(each, f"{part}_ns") for each in kept) / 1e9
-        rows.append(row(often, f"{part} s, of all workers, beside a step", seconds, none, len(kept)))
-    return [*rows, row(often, "whole checkpoints, beside steps", len(kept), num_rounds * num_steps, num_rounds)]
+        seconds = median(getattr(each, f"{part}_ns") for each in records) / 1e9
+        rows.append(row(often, f"{part} s, of all workers, beside a step", seconds, none, len(records)))
+    return [*rows, row(often, "whole checkpoints, beside steps", len(records), num_rounds * num_steps, num_rounds)]
 
 
 def _bench_lost(num_runs: int, folder: Path) -> list[BenchRow]:

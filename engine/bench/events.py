@@ -101,13 +101,13 @@ def _write(run: RunFolder, num_steps: int, limit: int) -> None:
     range_bytes = span * (sum(each.nbytes for each in templates.values()) + _HASH_BYTES)
     num_ranges = -(-num_steps // span)
     num_kept = max(2, min(num_ranges, (limit - 170 * num_steps) // range_bytes))
-    kept = {number * num_ranges // num_kept for number in range(num_kept)}
-    kept |= {step // span for step in range(_HOUR_STEPS, num_steps, _HOUR_STEPS)}
+    ranges = {number * num_ranges // num_kept for number in range(num_kept)}
+    ranges |= {step // span for step in range(_HOUR_STEPS, num_steps, _HOUR_STEPS)}
     with run.events.open("w", encoding="utf-8") as file:
         file.writelines(f"{encoded(each)}\n" for each in _records(job, [*templates]))
-        thinned = as_ranges({*range(num_ranges)} - kept, span)
+        thinned = as_ranges({*range(num_ranges)} - ranges, span)
         file.write(f"{encoded(ThinnedRecord(worker=AGENT, pid=1, at_ns=1, steps=thinned))}\n")
-    for number in kept:
+    for number in ranges:
         first = number * span
         for worker, template in templates.items():
             entries = np.tile(template, (span, 1))

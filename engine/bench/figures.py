@@ -100,16 +100,16 @@ def in_turns(
 
     After the first round, none begins that would end after `until_s` if it took as long as the longest so far.
     """
-    taken: dict[K, list[T]] = {name: [] for name in sides}
+    results: dict[K, list[T]] = {name: [] for name in sides}
     names, longest_s = [*sides], 0.0
     for number in range(num_rounds):
         start_s = now()
         if number and start_s + longest_s > until_s:
             break
         for name in names:
-            taken[name].append(sides[name]())
+            results[name].append(sides[name]())
         names, longest_s = [*names[1:], names[0]], max(longest_s, now() - start_s)
-    return taken
+    return results
 
 
 def at_most(figures: Sequence[float], part: float) -> float:

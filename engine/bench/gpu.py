@@ -77,8 +77,8 @@ def _bench_runs(
 ) -> list[BenchRow]:
     """Returns the rows of one case, whose sides are whole runs in child processes."""
     sides, until_s = {"ours": partial(ours, folder), "peer": partial(peer, folder)}, time.monotonic() + _SHARE_S
-    taken = in_turns(sides, num_rounds, until_s)
-    return interval_rows(case, "step s", taken["ours"], taken["peer"], goal)
+    results = in_turns(sides, num_rounds, until_s)
+    return interval_rows(case, "step s", results["ours"], results["peer"], goal)
 
 
 def _run(job: Job, folder: Path) -> float:

@@ -151,13 +151,13 @@ def _calm_ms(job: Job, folder: Path) -> float:
 
 
 def _refuse_work_done_twice(history: RunHistory) -> None:
-    seen = set()
+    keys = set()
     for done in history.of(ActionRecord):
         if parse_action(done.action).op in COMPUTE_OPS:
             key = (done.step, done.action)
-            if key in seen:
+            if key in keys:
                 raise WorkerFailedError(f"{done.action} of step {done.step} ran twice, after a notice in time")
-            seen.add(key)
+            keys.add(key)
 
 
 def _commits_ns(history: RunHistory) -> dict[int, int]:

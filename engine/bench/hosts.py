@@ -271,8 +271,8 @@ def bench_deaths(num_deaths: int, folder: Path) -> list[BenchRow]:
                 with BedRun(hosts, store, Path(name), JOB) as begun:
                     return _deaths(begun, next(to_do[side]), chosen)
 
-        taken = in_turns({side: partial(run, side) for side in to_do}, len(orders))
-    several, one = ([death for deaths in taken[side] for death in deaths] for side in to_do)
+        results = in_turns({side: partial(run, side) for side in to_do}, len(orders))
+    several, one = ([death for deaths in results[side] for death in deaths] for side in to_do)
     return _rows(several, one)
 
 
@@ -325,15 +325,15 @@ _PARTS = (("median", 0.5), ("p99", 0.99))
 def bench_agents(num_losses: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of that many agents killed that do not coordinate, and of as many that do."""
     chosen = random.Random(1)  # noqa: S311 - every benchmark chooses the same moments
-    taken: dict[bool, list[float]] = {False: [], True: []}
+    losses: dict[bool, list[float]] = {False: [], True: []}
     with _bed(folder) as (bed, etcd, own):
         for number in range(2 * num_losses):
             coordinates = bool(number % 2)
-            taken[coordinates].append(_loss(bed, etcd, own, chosen, coordinates=coordinates))
+            losses[coordinates].append(_loss(bed, etcd, own, chosen, coordinates=coordinates))
     known_case, gap_case = "3 hosts, an agent is killed", "3 hosts, the agent that coordinates is killed"
     return [
-        *_rows_of_losses(known_case, "SIGKILL to known on all hosts s", taken[False], _AGENT_KNOWN_S),
-        *_rows_of_losses(gap_case, "next commit s, beyond a usual step", taken[True], _AGENT_GAP_S),
+        *_rows_of_losses(known_case, "SIGKILL to known on all hosts s", losses[False], _AGENT_KNOWN_S),
+        *_rows_of_losses(gap_case, "next commit s, beyond a usual step", losses[True], _AGENT_GAP_S),
     ]
 
 
@@ -341,12 +341,12 @@ def bench_power(num_losses: int, folder: Path) -> list[BenchRow]:
     """Returns the rows of that many losses of power of each kind."""
     chosen = random.Random(2)  # noqa: S311 - every benchmark chooses the same moments
     kinds = [(coordinates, leads) for coordinates in (False, True) for leads in (False, True)]
-    taken: dict[tuple[bool, bool], list[float]] = {kind: [] for kind in kinds}
+    losses: dict[tuple[bool, bool], list[float]] = {kind: [] for kind in kinds}
     for _ in range(num_losses):
         for coordinates, leads in kinds:
             with _bed(folder) as (bed, etcd, own):
                 loss_s = _loss(bed, etcd, own, chosen, coordinates=coordinates, leads=leads)
-            taken[coordinates, leads].append(loss_s)
+            losses[coordinates, leads].append(loss_s)
     rows = []
     for coordinates, leads in kinds:
         who = "that coordinates " if coordinates else ""
@@ -354,7 +354,7 @@ def bench_power(num_losses: int, folder: Path) -> list[BenchRow]:
         metric = "next commit s, beyond a usual step" if coordinates else "link cut to known on all hosts s"
         usual_s = _POWER_GAP_S if coordinates else _POWER_KNOWN_S
         goal_s = _LEADER_S if leads else usual_s
-        rows += _rows_of_losses(case, metric, taken[coordinates, leads], goal_s)
+        rows += _rows_of_losses(case, metric, losses[coordinates, leads], goal_s)
     return rows
 
 
@@ -384,9 +384,9 @@ def _loss(
         return known_s(run.records(), workers, at_ns, {lost.name})
 
 
-def _rows_of_losses(case: str, metric: str, taken: Sequence[float], goal_s: float) -> list[BenchRow]:
+def _rows_of_losses(case: str, metric: str, losses: Sequence[float], goal_s: float) -> list[BenchRow]:
     return [
-        row(case, f"{metric}, {name}; peer: limit", at_most(taken, part), goal_s, len(taken), goal_s)
+        row(case, f"{metric}, {name}; peer: limit", at_most(losses, part), goal_s, len(losses), goal_s)
         for name, part in _PARTS
     ]
 

@@ -87,8 +87,8 @@ def _timed(call: Callable[[], object]) -> TimedCall:
 
 
 def _compare(case: str, ours: TimedCall, peer: TimedCall, num_pairs: int) -> list[BenchRow]:
-    taken = in_turns({"ours": ours, "peer": peer}, _NUM_WARM_UPS + num_pairs)
-    ours_s, peer_s = (each[_NUM_WARM_UPS:] for each in taken.values())
+    results = in_turns({"ours": ours, "peer": peer}, _NUM_WARM_UPS + num_pairs)
+    ours_s, peer_s = (each[_NUM_WARM_UPS:] for each in results.values())
     return [
         ratio_row(case, f"p{part} ms", _quantile(ours_s, part) * 1e3, _quantile(peer_s, part) * 1e3, num_pairs, GOAL)
         for part in (50, 99)

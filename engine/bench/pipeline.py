@@ -106,8 +106,8 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
         register("OVERLAP_F_B", _at_once())
     sides: tuple[Side, Side] = OurSide(joined, timed_program(job, ownership)), TorchSide(context)
     calls = {name: partial(_run_once, context, side) for name, side in zip(SIDES, sides, strict=True)}
-    taken = in_turns(calls, _NUM_WARM_UP + turns.iterations)
-    for name, stamps in ((name, each) for name, figures in taken.items() for each in figures[_NUM_WARM_UP:]):
+    results = in_turns(calls, _NUM_WARM_UP + turns.iterations)
+    for name, stamps in ((name, each) for name, figures in results.items() for each in figures[_NUM_WARM_UP:]):
         control.send(CodecTimes(name, stamps))
     control.send(FinishedMessage(control.accepted, (), 0, ()))
     control.take(ByeMessage)

@@ -34,7 +34,7 @@ def step_seconds(job: Job) -> float:
     layers = nn.ModuleList(build_layer(job, model, index, device) for index in range(len(model.layers)))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=job.lr)
     dtype = getattr(torch, job.dtype)
-    taken = []
+    times = []
     for step in range(job.steps + _NUM_WARM_UP):
         start_s = time.perf_counter()
         for microbatch in range(job.microbatches):
@@ -49,8 +49,8 @@ def step_seconds(job: Job) -> float:
         optimizer.step()
         optimizer.zero_grad()
         device.wait()
-        taken.append(time.perf_counter() - start_s)
-    return median(taken[_NUM_WARM_UP:])
+        times.append(time.perf_counter() - start_s)
+    return median(times[_NUM_WARM_UP:])
 
 
 if __name__ == "__main__":

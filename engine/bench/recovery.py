@@ -86,13 +86,13 @@ def bench_pause(case: KillCase, num_kills: int, points: Sequence[float], folder:
     Raises WorkerFailedError if a run did not recover.
     """
     cells = [(mode, point) for mode in _MODES for point in points]
-    taken = in_turns({cell: partial(_kill, case, _MODES[cell[0]], cell[1], folder) for cell in cells}, num_kills)
+    results = in_turns({cell: partial(_kill, case, _MODES[cell[0]], cell[1], folder) for cell in cells}, num_kills)
     rows = []
     for mode in _MODES:
         name = f"{case.name} {mode}"
         for point in points:
-            rows += _pause_rows(f"{name}, killed at {point:.0%}", taken[mode, point], mode)
-        rows += _phase_rows(name, [each for point in points for each in taken[mode, point]])
+            rows += _pause_rows(f"{name}, killed at {point:.0%}", results[mode, point], mode)
+        rows += _phase_rows(name, [each for point in points for each in results[mode, point]])
     return rows
 
 
@@ -113,7 +113,7 @@ def _kill(case: KillCase, mode: Mapping[str, Any], point: float, folder: Path) -
     pause_ns = required(recovery.pause_ns, "training went on")
     running_ms = (recovery.points_ns["fence"] - recovery.points_ns["agree"]) / 1e6
     known_ms = (recovery.points_ns["agree"] - recovery.begin_ns) / 1e6
-    phases_ms = {phase: taken / 1e6 for phase, taken in recovery.phases_ns.items()}
+    phases_ms = {phase: duration_ns / 1e6 for phase, duration_ns in recovery.phases_ns.items()}
     commits_ns = [each.at_ns for each in history.of(CommitRecord) if each.step < STEP]
     iteration_ms = median(later - earlier for earlier, later in pairwise(commits_ns)) / 1e6
     return KillFigures(pause_ns / 1e6, floor_ms, redone_ms, known_ms, running_ms, phases_ms, iteration_ms)
@@ -135,32 +135,32 @@ def _usual_ms(history: RunHistory, stage: int, op: Op) -> float:
     )
 
 
-def _pause_rows(case: str, taken: Sequence[KillFigures], mode: str) -> list[BenchRow]:
-    floors = {"redo floor": median(each.floor_ms for each in taken)}
+def _pause_rows(case: str, kills: Sequence[KillFigures], mode: str) -> list[BenchRow]:
+    floors = {"redo floor": median(each.floor_ms for each in kills)}
     if mode == _EAGER:
-        floors["what was really redone"] = median(each.redone_ms for each in taken)
-    running_ms, rows = median(each.running_ms for each in taken), []
+        floors["what was really redone"] = median(each.redone_ms for each in kills)
+    running_ms, rows = median(each.running_ms for each in kills), []
     for floor, floor_ms in floors.items():
         for name, (part, more_ms) in _PAUSE_GOALS.items():
-            pause_ms = at_most([each.pause_ms for each in taken], part)
+            pause_ms = at_most([each.pause_ms for each in kills], part)
             goal_ms = 1.1 * floor_ms + more_ms + running_ms
-            rows.append(row(case, f"pause ms, {name}; peer: {floor}", pause_ms, floor_ms, len(taken), goal_ms))
-    rest_ms = [each.pause_ms - each.phases_ms["detect"] - each.phases_ms.get("regroup", 0.0) for each in taken]
+            rows.append(row(case, f"pause ms, {name}; peer: {floor}", pause_ms, floor_ms, len(kills), goal_ms))
+    rest_ms = [each.pause_ms - each.phases_ms["detect"] - each.phases_ms.get("regroup", 0.0) for each in kills]
     metric = "pause less detect and regroup ms, median; peer: iteration"
     goal = _SHARE_GOAL if mode == _STREAMED else None
-    return [*rows, paired_row(case, metric, rest_ms, [each.iteration_ms for each in taken], goal)]
+    return [*rows, paired_row(case, metric, rest_ms, [each.iteration_ms for each in kills], goal)]
 
 
-def _phase_rows(case: str, taken: Sequence[KillFigures]) -> list[BenchRow]:
+def _phase_rows(case: str, kills: Sequence[KillFigures]) -> list[BenchRow]:
     """Returns the median of each phase beside the median pause, and the time until the last survivor was told."""
-    pause_ms = median(each.pause_ms for each in taken)
+    pause_ms = median(each.pause_ms for each in kills)
     rows = []
     for phase in PHASES:
-        phase_ms = median(each.phases_ms.get(phase, 0.0) for each in taken)
-        rows.append(row(case, f"{phase} ms, median; peer: pause", phase_ms, pause_ms, len(taken)))
-    known_ms = at_most([each.known_ms for each in taken], 0.99)
+        phase_ms = median(each.phases_ms.get(phase, 0.0) for each in kills)
+        rows.append(row(case, f"{phase} ms, median; peer: pause", phase_ms, pause_ms, len(kills)))
+    known_ms = at_most([each.known_ms for each in kills], 0.99)
     metric = "SIGKILL to every survivor told ms, p99; peer: limit"
-    return [*rows, row(case, metric, known_ms, _KNOWN_GOAL_MS, len(taken), _KNOWN_GOAL_MS)]
+    return [*rows, row(case, metric, known_ms, _KNOWN_GOAL_MS, len(kills), _KNOWN_GOAL_MS)]
 
 
 # Peers: torchrun's restart from a checkpoint, and torchft if it is installed.
@@ -296,8 +296,8 @@ def bench_blocks_step(num_rounds: int, num_steps: int, folder: Path) -> list[Ben
             run_bamboo(folder, *timed_flags(replace(_BLOCKS_JOB, steps=num_steps, blocks=blocks)))
         )
 
-    taken = in_turns({blocks: partial(measured, blocks) for blocks in (_BLOCKS, 1)}, num_rounds)
-    return [paired_row(_BLOCKS_SHAPE, "step s; peer: one block", taken[_BLOCKS], taken[1], _BLOCKS_STEP_GOAL)]
+    results = in_turns({blocks: partial(measured, blocks) for blocks in (_BLOCKS, 1)}, num_rounds)
+    return [paired_row(_BLOCKS_SHAPE, "step s; peer: one block", results[_BLOCKS], results[1], _BLOCKS_STEP_GOAL)]
 
 
 def bench_blocks_pause(num_kills: int, folder: Path) -> list[BenchRow]:
@@ -305,10 +305,10 @@ def bench_blocks_pause(num_kills: int, folder: Path) -> list[BenchRow]:
 
     Raises WorkerFailedError if a run did not recover.
     """
-    taken = in_turns({blocks: partial(_phases_ms, blocks, folder) for blocks in (_BLOCKS, 1)}, num_kills)
+    results = in_turns({blocks: partial(_phases_ms, blocks, folder) for blocks in (_BLOCKS, 1)}, num_kills)
     rows = []
     for name in ("pause", *_BLOCKS_PHASES):
-        ours, peer = (median(each[name] for each in taken[blocks]) for blocks in (_BLOCKS, 1))
+        ours, peer = (median(each[name] for each in results[blocks]) for blocks in (_BLOCKS, 1))
         goal = peer + _BLOCKS_PAUSE_GOAL_MS if name == "pause" else None
         rows.append(row(_BLOCKS_SHAPE, f"{name} ms, median; peer: one block", ours, peer, num_kills, goal))
     return rows
@@ -322,4 +322,4 @@ def _phases_ms(blocks: int, folder: Path) -> dict[str, float]:
     )
     recovery = only(recoveries(run.history.records))
     pause_ns = required(recovery.pause_ns, "training went on")
-    return {"pause": pause_ns / 1e6, **{phase: taken / 1e6 for phase, taken in recovery.phases_ns.items()}}
+    return {"pause": pause_ns / 1e6, **{phase: duration_ns / 1e6 for phase, duration_ns in recovery.phases_ns.items()}}

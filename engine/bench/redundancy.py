@@ -87,10 +87,11 @@ def bench_memory(num_rounds: int, quick: bool, folder: Path) -> list[BenchRow]:
     rows = []
     for allocator, variables in (("", {}), (", freed blocks given back", _GIVING_BACK)):
         sides = {mode: partial(_measured_mib, job, mode, folder, variables) for mode in _MODES}
-        taken = in_turns(sides, num_rounds)
+        results = in_turns(sides, num_rounds)
         metric = "peak memory of all MiB, beside none"
         rows += [
-            paired_row(f"{mode} {MEMORY_CASE}{allocator}", metric, taken[mode], taken["none"]) for mode in _MODES[1:]
+            paired_row(f"{mode} {MEMORY_CASE}{allocator}", metric, results[mode], results["none"])
+            for mode in _MODES[1:]
         ]
     return rows
 

@@ -61,8 +61,8 @@ class _Whole(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensors:
         for layer in self.layers:
-            made = layer(*tensors)
-            tensors = made if isinstance(made, tuple) else (made,)
+            output = layer(*tensors)
+            tensors = output if isinstance(output, tuple) else (output,)
         return tensors
 
 

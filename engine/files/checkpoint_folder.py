@@ -255,14 +255,14 @@ class CheckpointFolder:
             self._storage.remove(folder)
 
     def _read_all(
-        self, run: str, known: Mapping[CheckpointName, Manifest] = MappingProxyType({})
+        self, run: str, manifests: Mapping[CheckpointName, Manifest] = MappingProxyType({})
     ) -> tuple[list[tuple[Manifest, CheckpointName]], list[RefusedCheckpoint]]:
-        """Returns the readable manifests of a run, or of all runs, and the refused ones of any; skips `known`."""
+        """Returns the readable manifests of a run, or of all, and the refused ones of any; rereads no `manifests`."""
         readable: list[tuple[Manifest, CheckpointName]] = []
         refused: list[RefusedCheckpoint] = []
         for name in self.names():
             try:
-                manifest = known.get(name) or self.manifest(name)
+                manifest = manifests.get(name) or self.manifest(name)
             except StorageError as error:
                 refused.append(RefusedCheckpoint(name, str(error)))
             else:

@@ -108,8 +108,8 @@ def read_history(path: Path, *, every_action: bool = False) -> RunHistory:
     It has the actions by which recoveries are timed, or every action; `files` gives access to all of them. A run has
     millions, and reading one as a record takes a hundred times longer than as bytes.
     """
-    history, files, heard = RunHistory(), StepReader(path.parent), ReplicatedDecisions(decoded)
-    _add(history, recorded(path), heard)
+    history, files, decisions = RunHistory(), StepReader(path.parent), ReplicatedDecisions(decoded)
+    _add(history, recorded(path), decisions)
     refuse_impossible(history, path)
     marked, span = marked_steps(history.records_of_recoveries), span_of(history.job)
     near = {step - step % span for step in marked}
@@ -159,13 +159,13 @@ def whole_lines(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
         raise StorageError(f"{path}: {error.strerror}") from error
 
 
-def refuse_impossible(history: RunHistory, path: Path, known: int = 0) -> None:
+def refuse_impossible(history: RunHistory, path: Path, num_checked: int = 0) -> None:
     """Raises StorageError if the records have more steps or slots than their job: tables have a row for each.
 
-    The first `known` commits were checked before.
+    The first `num_checked` commits were checked before.
     """
     job = history.job
-    if (last := max(history.commits.steps[known:], default=-1)) >= job.steps:
+    if (last := max(history.commits.steps[num_checked:], default=-1)) >= job.steps:
         raise StorageError(f"{path}: step {last} is committed, and the job has {job.steps} steps")
     if (most := max((len(epoch.owners) for epoch in history.epochs), default=0)) > job.pipelines * job.slots:
         raise StorageError(f"{path}: an epoch has {most} owners, and the job {job.pipelines * job.slots} slots")
@@ -280,9 +280,9 @@ class GrowingEvents:
 
         Raises StorageError if the file cannot be read, is of another version, or a line is no event.
         """
-        known = len(self._history.commits)
+        num_checked = len(self._history.commits)
         _add(self._history, self.news(), self._decisions)
-        refuse_impossible(self._history, self.path, known)
+        refuse_impossible(self._history, self.path, num_checked)
         return self._history
 
     def news(self) -> Iterator[Record]:

@@ -71,23 +71,23 @@ _COPIED = ("trajectory.csv", "scenario.yaml", "twin/trajectory.csv")
 _HEAD_BYTES = 1 << 16  # the job and the host stand in it
 
 
-def folders_of(results: Path, run: str, given: Sequence[Path]) -> list[RunFolder]:
-    """Returns the folder of a run, those of its other hosts, `given` or else all in `results`, and the copies.
+def folders_of(results: Path, run: str, paths: Sequence[Path]) -> list[RunFolder]:
+    """Returns the folder of a run, those of its other hosts, `paths` or else all in `results`, and the copies.
 
     Raises NothingMatchedError if there is no such run, or a given folder has no events.
     """
     first = find_run(results, run)
-    if not given:
+    if not paths:
         run_id = _id_of_folder(first)
         near = [RunFolder(first.path.parent / name) for name in run_names(first.path.parent)]
         others = [folder for folder in near if run_id and folder.path != first.path]
-        given = [folder.path for folder in others if _id_of_folder(folder) == run_id]
-    paths = list(dict.fromkeys([first.path.resolve(), *(path.resolve() for path in given)]))
-    for path in paths:
+        paths = [folder.path for folder in others if _id_of_folder(folder) == run_id]
+    own = list(dict.fromkeys([first.path.resolve(), *(path.resolve() for path in paths)]))
+    for path in own:
         if not RunFolder(path).events.is_file():
             raise NothingMatchedError(f"{str(path)!r} is no folder of a run: it has no events.jsonl")
-    copies = [copy for path in paths for copy in kept_copies(path)]
-    return [RunFolder(path) for path in dict.fromkeys([*paths, *copies])]
+    copies = [copy for path in own for copy in kept_copies(path)]
+    return [RunFolder(path) for path in dict.fromkeys([*own, *copies])]
 
 
 def _id_of_folder(folder: RunFolder) -> str:

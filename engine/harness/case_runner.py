@@ -331,9 +331,9 @@ def _concluded(
         history = RunHistory(job)
     else:
         history = read_history(folder.events)
-    seen = Observation(ending.exit_code, error, history, leftovers=left)
+    observation = Observation(ending.exit_code, error, history, leftovers=left)
     other = "the run was resumed with other bits" if case.origin is not None and case.origin.other_bits else ""
-    if why := why_no_twin(expect, faults, seen) or other:
+    if why := why_no_twin(expect, faults, observation) or other:
         scribe.add(folder.events, NotComparedRecord(why=why))
     else:
 
@@ -341,9 +341,9 @@ def _concluded(
             screen.say("running the fault-free twin, to compare the weights with")
             return drive(twin, own, run_id=f"{folder.path.name}-twin", injectable=False)
 
-        twin = compared(job, seen.history, lambda: rows, folder, scribe, run_twin, screen.say)
-        seen = replace(seen, twin=twin)
-    result = judged(case.scenario, faults, folder.path, seen)
+        twin = compared(job, observation.history, lambda: rows, folder, scribe, run_twin, screen.say)
+        observation = replace(observation, twin=twin)
+    result = judged(case.scenario, faults, folder.path, observation)
     result = replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)
     scribe.write(folder.run_json, facts_text(case, folder.path.name, result.to_plain()))
     scribe.add(folder.events, *result.records())
@@ -358,8 +358,8 @@ def _unstored(
     ending = ending.unstored(error)
     if scribe.why:
         ending = replace(ending, missing=(*ending.missing, *_OF_THE_END))
-    seen = Observation(ending.exit_code, str(ending.error), RunHistory(case.scenario.job))
-    result = judged(case.scenario, case.faults, folder.path, seen)
+    observation = Observation(ending.exit_code, str(ending.error), RunHistory(case.scenario.job))
+    result = judged(case.scenario, case.faults, folder.path, observation)
     record_failure(folder, scribe, ending.error or error)
     summary = summary_of(folder, ending, wall_s)
     return replace(result, run_error=ending.error, summary=summary, is_scenario=case.file is not None)

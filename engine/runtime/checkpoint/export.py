@@ -78,12 +78,12 @@ def refuse_output(output: Path) -> None:
 
 def _tensors(folder: CheckpointFolder, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     """Yields each tensor by its plain name, layer after layer; a tied one of two layers may have one name."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for layer in [entry.layer for entry in manifest.layers]:
         stored = read_layer(folder, manifest, layer)
         for plain, name in plain_names(manifest, layer, stored).items():
-            if plain not in seen:
-                seen.add(plain)
+            if plain not in names:
+                names.add(plain)
                 yield plain, stored[name]
 
 
@@ -220,35 +220,35 @@ class GivenWeights:
             self._files[name] = opened
 
 
-def check_given(given: GivenWeights, job: Job, model: Model) -> None:
+def check_given(weights: GivenWeights, job: Job, model: Model) -> None:
     """Compares the names and shapes with those of all layers; raises UserError with every mismatch."""
-    names, known, problems = set(given.names()), set[str](), list[str]()
+    names, own_names, problems = set(weights.names()), set[str](), list[str]()
     for index, prefix in enumerate(_prefixes(model)):
         first: dict[int, str] = {}  # by tensor: a state_dict lists a tensor under each of its names
         for name, tensor in _stored(build_layer(job, model, index)):
             plain = f"{prefix}{name}"
-            known.add(plain)
+            own_names.add(plain)
             other = first.setdefault(id(tensor), plain)
-            if mismatch := _mismatch(given, names, plain, tensor) or _other_bits(given, names, plain, other):
+            if mismatch := _mismatch(weights, names, plain, tensor) or _other_bits(weights, names, plain, other):
                 problems.append(mismatch)
-    problems += [f"{name}: not in the model" for name in sorted(names - known)]
+    problems += [f"{name}: not in the model" for name in sorted(names - own_names)]
     for tie in model.ties:
         use, *others = (f"{_prefixes(model)[layer]}{name}" for layer, name in tie.uses)
-        problems += filter(None, (_other_bits(given, names, other, use) for other in others))
+        problems += filter(None, (_other_bits(weights, names, other, use) for other in others))
     if problems:
         if (more := len(problems) - _MOST_MISMATCHES) > 0:
             problems[_MOST_MISMATCHES:] = [f"{more} more"]
         expected = "a tensor for each name of the model's state_dict, with its shape"
-        raise UserError([Problem("init", expected, f"{given.path!r}: {problem}") for problem in problems])
+        raise UserError([Problem("init", expected, f"{weights.path!r}: {problem}") for problem in problems])
 
 
-def _mismatch(given: GivenWeights, names: set[str], plain: str, tensor: Tensor) -> str:
+def _mismatch(weights: GivenWeights, names: set[str], plain: str, tensor: Tensor) -> str:
     """Returns in words how a given tensor differs from that of the model; an empty string if they fit."""
     if plain not in names:
         return f"{plain}: missing"
-    if given.shape(plain) != tuple(tensor.shape):
-        return f"{plain}: shape {list(given.shape(plain))}, the model has {list(tensor.shape)}"
-    dtype = given.tensor(plain).dtype
+    if weights.shape(plain) != tuple(tensor.shape):
+        return f"{plain}: shape {list(weights.shape(plain))}, the model has {list(tensor.shape)}"
+    dtype = weights.tensor(plain).dtype
     return f"{plain}: {dtype}, the model has {tensor.dtype}" if _kind(dtype) != _kind(tensor.dtype) else ""
 
 
@@ -257,9 +257,9 @@ def _kind(dtype: torch.dtype) -> object:
     return "floating" if dtype.is_floating_point else dtype
 
 
-def _other_bits(given: GivenWeights, names: set[str], plain: str, other: str) -> str:
+def _other_bits(weights: GivenWeights, names: set[str], plain: str, other: str) -> str:
     """Returns in words that two names of one tensor have different bits; an empty string if they have not."""
-    if plain == other or not {plain, other} <= names or torch.equal(given.tensor(plain), given.tensor(other)):
+    if plain == other or not {plain, other} <= names or torch.equal(weights.tensor(plain), weights.tensor(other)):
         return ""
     return f"{plain}: other bits than {other}, and the model has one tensor there"
 

@@ -50,15 +50,15 @@ class LayerImage:
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]):
-        given = list(tensors)
+        pairs = list(tensors)
         # Widest elements first, then by name: so each tensor is aligned in the file, as safetensors does it.
-        named = sorted(given, key=lambda entry: (-entry[1].itemsize, entry[0]))
+        named = sorted(pairs, key=lambda entry: (-entry[1].itemsize, entry[0]))
         ends = [0, *accumulate(tensor.numel() * tensor.itemsize for _, tensor in named)]
         places = {name: ends[at : at + 2] for at, (name, _) in enumerate(named)}
         header = header_bytes(
             {
                 name: {"dtype": _name_of(name, tensor), "shape": list(tensor.shape), "data_offsets": places[name]}
-                for name, tensor in given
+                for name, tensor in pairs
             }
         )
         size = len(header) + ends[-1]
@@ -171,8 +171,8 @@ def _load(replicas: Replicas, folder: CheckpointFolder, manifest: Manifest) -> N
             for pipeline, of_pipeline in enumerate(buffers):
                 copies = (read[index][_buffer(pipeline, name)].clone() for name, _ in layer.named_buffers())
                 of_pipeline.extend(map(stage.device.put, copies))
-        for buffer, kept in zip(stage.buffers(), buffers[stage.pipeline], strict=True):
-            overwrite(buffer, kept)
+        for buffer, tensor in zip(stage.buffers(), buffers[stage.pipeline], strict=True):
+            overwrite(buffer, tensor)
         stage.boundary = tuple(map(tuple, buffers)) if replicas.job.retains else ()
 
 
@@ -214,8 +214,8 @@ def _refuse_misfits(stage: Stage, index: int, read: _Named, manifest: Manifest) 
 def _fill(stage: Stage, index: int, read: _Named) -> None:
     optimizer = stage.optimizers[index]
     with torch.no_grad():
-        for name, kept in optimizer.kept.items():
-            kept.copy_(optimizer.shard.of(read[f"weight/{name}"]))
+        for name, own in optimizer.kept.items():
+            own.copy_(optimizer.shard.of(read[f"weight/{name}"]))
         for name in optimizer.state:
             prefix = f"optimizer/{name}/"
             state = {key.removeprefix(prefix): value for key, value in read.items() if parameter_of(key) == name}
@@ -229,6 +229,6 @@ def _like(weight: Tensor, optimizer: LayerOptimizer, key: str, tensor: Tensor) -
 
     It is on the device of the weights, except for numbers and the count of steps, as with torch's `load_state_dict`.
     """
-    if key != "step" and ":" not in key and (kept := next(iter(optimizer.kept.values()), None)) is not None:
-        tensor = tensor.to(kept.device)
+    if key != "step" and ":" not in key and (own := next(iter(optimizer.kept.values()), None)) is not None:
+        tensor = tensor.to(own.device)
     return (optimizer.shard.of(tensor) if tensor.shape == weight.shape else tensor).clone()

@@ -51,7 +51,7 @@ def state_dict_names(layer: nn.Module) -> StateDictNames:
     names = ((name, first.get(id(tensor), "")) for name, tensor in stored.items())
     return StateDictNames(
         tuple(name for name, _ in buffers if name not in stored),
-        tuple((name, kept) for name, kept in names if kept and not kept.endswith(f"/{name}")),
+        tuple((name, first_name) for name, first_name in names if first_name and not first_name.endswith(f"/{name}")),
     )
 
 
@@ -103,8 +103,8 @@ def state_of(share: StateShare, stages: Mapping[Slot, Stage]) -> Iterator[LayerS
 
 
 def _own_tensors(optimizer: LayerOptimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, kept in optimizer.kept.items():
-        yield f"weight/{name}", kept.detach()
+    for name, weight in optimizer.kept.items():
+        yield f"weight/{name}", weight.detach()
     for name, named in optimizer.state.items():
         for key, tensor in named.items():
             yield f"optimizer/{name}/{key}", tensor

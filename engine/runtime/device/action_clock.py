@@ -157,9 +157,9 @@ class LiveBytes(OperationMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        storages = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(out):
-            if storage._cdata in given:
+            if storage._cdata in storages:
                 continue
             self._forget_dead()
             if storage._cdata not in self._alive:

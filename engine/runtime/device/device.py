@@ -175,8 +175,8 @@ def device_trouble(error: BaseException | None) -> str:
 def _trouble(error: BaseException) -> str:
     # Exact types: the text of a user's exception may raise.
     if type(error) is torch.OutOfMemoryError:
-        wanted = _WANTED.search(str(error))
-        return f"{GPU_MEMORY}: tried to allocate {wanted[1]}" if wanted else f"{GPU_MEMORY}: {_first_line(error)}"
+        match = _WANTED.search(str(error))
+        return f"{GPU_MEMORY}: tried to allocate {match[1]}" if match else f"{GPU_MEMORY}: {_first_line(error)}"
     if type(error) not in (RuntimeError, torch.AcceleratorError, torch.cuda.CudaError):
         return ""
     line = _first_line(error)

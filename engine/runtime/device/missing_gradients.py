@@ -25,19 +25,19 @@ def marked(gradient: Tensor, is_missing: bool) -> Tensor:
 
 def marked_as(gradient: Tensor, other: Tensor) -> Tensor:
     """Copies the mark of another gradient with the same bits to a gradient, and returns it."""
-    known = _known(other)
-    return gradient if known is None else marked(gradient, known)
+    mark = _mark_of(other)
+    return gradient if mark is None else marked(gradient, mark)
 
 
-def _known(gradient: Tensor) -> bool | None:
+def _mark_of(gradient: Tensor) -> bool | None:
     return getattr(gradient, _MARK, None)
 
 
 def is_missing(gradient: Tensor) -> bool:
     """Returns whether a gradient is minus zero everywhere, as is one without elements."""
-    known = _known(gradient)
-    if known is not None:
-        return known
+    mark = _mark_of(gradient)
+    if mark is not None:
+        return mark
     if not _may_be_missing(gradient):
         return False
     if not gradient.numel():
@@ -48,7 +48,7 @@ def is_missing(gradient: Tensor) -> bool:
 
 def look_at(gradients: Iterable[Tensor]) -> None:
     """Marks all unmarked gradients with a single wait for the device."""
-    unknown = [grad for grad in gradients if _known(grad) is None and _may_be_missing(grad) and grad.numel()]
+    unknown = [grad for grad in gradients if _mark_of(grad) is None and _may_be_missing(grad) and grad.numel()]
     if not unknown:
         return
     firsts = torch.stack([grad.detach().as_strided((), ()).double() for grad in unknown]).tolist()
@@ -62,7 +62,7 @@ def made(gradient: Tensor) -> Tensor:
         return marked(gradient, False)
     if not gradient.numel():
         return torch.zeros_like(gradient)
-    if gradient.device.type == "cpu" or _known(gradient) is not None:
+    if gradient.device.type == "cpu" or _mark_of(gradient) is not None:
         gradient = torch.zeros_like(gradient) if is_missing(gradient) else gradient
     else:
         gradient = gradient.masked_fill(_everywhere(gradient), 0.0)

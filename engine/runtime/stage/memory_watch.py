@@ -30,7 +30,7 @@ def stage_bytes(stage: Stage) -> StageBytes:
     """Returns the sizes of a stage whose optimizers have taken a step; with shards, those of the part here."""
     optimizers, weights = stage.optimizers.values(), [p for layer in stage.layers.values() for p in layer.parameters()]
     return StageBytes(
-        weights=num_bytes(kept for each in optimizers for kept in each.kept.values()),
+        weights=num_bytes(weight for each in optimizers for weight in each.kept.values()),
         whole=num_bytes(weights),
         trained=num_bytes(each for each in weights if each.requires_grad),
         optimizer=num_bytes(state for each in optimizers for named in each.state.values() for state in named.values()),
@@ -59,9 +59,9 @@ def microbatch_bytes(stage: Stage, inputs: Tensors, targets: Tensors | None) -> 
     finally:
         stage.forget_step()
         stage.peak_stash = 0
-    given = sum(in_blocks(each.nbytes) for each in (*inputs, *(targets or ())))
+    num_input_bytes = sum(in_blocks(each.nbytes) for each in (*inputs, *(targets or ())))
     largest = max((each.nbytes for each in stage.trained()), default=0)
-    return MicrobatchBytes(after - before + given, most - after, live.most - begin, largest)
+    return MicrobatchBytes(after - before + num_input_bytes, most - after, live.most - begin, largest)
 
 
 def _ones_for(stage: Stage, microbatch: int) -> Tensors:  # whose tensors must not outlive the backward

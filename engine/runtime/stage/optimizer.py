@@ -207,7 +207,7 @@ class LayerOptimizer:
 
     def trained(self) -> dict[str, Tensor]:
         """Returns the weights that are updated here and require a gradient, by name."""
-        return {name: kept for name, kept in self.kept.items() if kept.requires_grad}
+        return {name: weight for name, weight in self.kept.items() if weight.requires_grad}
 
     def step(self, learning_rate: float, gradients: Mapping[str, Tensor], factor: float = 1.0) -> None:
         """Updates each trained parameter from `gradients[name] * factor`; the gradients do not change.
@@ -240,8 +240,8 @@ class LayerOptimizer:
         return 1.0 if self._scaling is None else self._scale().scale
 
     def _scale(self) -> LossScale:
-        kept = self.state[LOSS_SCALE]
-        return LossScale(kept["scale"].item(), int(kept["good_steps"].item()))
+        scale = self.state[LOSS_SCALE]
+        return LossScale(scale["scale"].item(), int(scale["good_steps"].item()))
 
     def prepare(self) -> None:
         """Instantiates a class and its initial state; raises UserError if the class refuses its arguments."""
@@ -266,7 +266,7 @@ class LayerOptimizer:
 
     def whole_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yields the same, but with uninitialized memory for the whole of each tensor of which a shard is here."""
-        yield from ((name, kept.new_empty(self._whole[name].shape)) for name, kept in self.kept.items())
+        yield from ((name, weight.new_empty(self._whole[name].shape)) for name, weight in self.kept.items())
         for name, tensors in self.state.items():
             for key, tensor in sorted(tensors.items()):
                 is_cut = name in self.kept and tensor.dim() > 0 and tensor.shape == self.kept[name].shape

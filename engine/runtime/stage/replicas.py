@@ -152,8 +152,8 @@ class Replicas:
         replica = self._build(slot)
         with torch.no_grad():
             for index, optimizer in replica.optimizers.items():
-                for name, kept in optimizer.kept.items():
-                    kept.copy_(source.optimizers[index].kept[name])
+                for name, weight in optimizer.kept.items():
+                    weight.copy_(source.optimizers[index].kept[name])
                 optimizer.state = {name: cloned(state) for name, state in source.optimizers[index].state.items()}
             for buffer, other in zip(replica.buffers(), source.boundary[slot[0]], strict=True):
                 overwrite(buffer, other)

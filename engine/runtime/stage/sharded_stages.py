@@ -46,9 +46,9 @@ class ShardedStages:
         for replica in own:
             for parameter in _parameters(replica):
                 parameter.untyped_storage().resize_(parameter.nbytes)
-        kept = [[kept for optimizer in one.optimizers.values() for kept in optimizer.kept.values()] for one in own]
+        shards = [[part for optimizer in one.optimizers.values() for part in optimizer.kept.values()] for one in own]
         # `data` has no version counter: a graph from before a reshard finds the weights unchanged.
-        self._gather(stage, kept, [[parameter.data for parameter in _parameters(replica)] for replica in own])
+        self._gather(stage, shards, [[parameter.data for parameter in _parameters(replica)] for replica in own])
 
     def reshard(self, stage: int) -> None:
         """Frees the gathered weights of a stage."""
@@ -88,13 +88,13 @@ class ShardedStages:
         """Gathers the weights and the optimizer state of one layer, in the order of their hashes."""
         optimizers = [replica.optimizers[layer] for replica in self._own(stage).values()]
         whole = list(optimizers[0].whole_tensors())
-        kept = [[tensor for _, tensor in optimizer.state_tensors()] for optimizer in optimizers]
-        cut = [at for at, (here, (_, there)) in enumerate(zip(kept[0], whole, strict=True)) if here is not there]
-        self._gather(stage, [[tensors[at] for at in cut] for tensors in kept], [[whole[at][1] for at in cut]])
+        shards = [[tensor for _, tensor in optimizer.state_tensors()] for optimizer in optimizers]
+        cut = [at for at, (here, (_, there)) in enumerate(zip(shards[0], whole, strict=True)) if here is not there]
+        self._gather(stage, [[tensors[at] for at in cut] for tensors in shards], [[whole[at][1] for at in cut]])
         return whole
 
-    def _gather(self, stage: int, kept: Sequence[Sequence[Tensor]], copies: Sequence[Sequence[Tensor]]) -> None:
-        """Fills whole `copies` of some tensors of a stage with all of their shards; `kept` are the shards here."""
+    def _gather(self, stage: int, own: Sequence[Sequence[Tensor]], copies: Sequence[Sequence[Tensor]]) -> None:
+        """Fills whole `copies` of some tensors of a stage with all of their shards; `own` are the shards here."""
         ownership, channel, worker = self._ownership, self._channel, self._worker
         shards = [Shard(number, ownership.grid.pipelines) for number in range(ownership.grid.pipelines)]
         keys = [aside_key(ownership.grid, AsidePurpose.SHARD, shard.number, stage) for shard in shards]
@@ -104,7 +104,7 @@ class ShardedStages:
         for owner, key, spec in zip(owners, keys, specs, strict=True):
             if owner != worker:
                 post_bulk(channel, owner, key, spec)
-        here = dict(zip(ownership.pipelines_of(worker, stage), kept, strict=True))
+        here = dict(zip(ownership.pipelines_of(worker, stage), own, strict=True))
         for number, tensors in here.items():
             send_bulk(channel, others, keys[number], tensors)
         for shard, owner, key, spec in zip(shards, owners, keys, specs, strict=True):

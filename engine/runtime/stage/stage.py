@@ -394,8 +394,8 @@ class Stage:
         residual = self.residuals.pop(microbatch)
         if residual.loss is not None:
             gradients = residual.loss.backward((self._share.of(residual.loss.outputs[0], self.loss_scale),))
-        for group, kept in zip(reversed(self._groups), reversed(residual.groups), strict=True):
-            segments = self._redo(group, step, microbatch, kept) if isinstance(kept, Checkpoint) else kept
+        for group, entry in zip(reversed(self._groups), reversed(residual.groups), strict=True):
+            segments = self._redo(group, step, microbatch, entry) if isinstance(entry, Checkpoint) else entry
             for index, segment in zip(reversed(group), reversed(segments), strict=True):
                 if pending is not None:
                     pending.append((index, segment, gradients))
@@ -476,10 +476,10 @@ class Stage:
         blame(error, self.where(index), self.layers[index])
         return error
 
-    def _redo(self, group: Sequence[int], step: int, microbatch: int, kept: Checkpoint) -> list[Segment]:
+    def _redo(self, group: Sequence[int], step: int, microbatch: int, checkpoint: Checkpoint) -> list[Segment]:
         """Repeats the forwards of a group from a checkpoint, with the same bits and without side effects."""
-        with lending(self._modules(group), kept.buffers.copy().buffers()):
-            return self._run(group, step, microbatch, kept.inputs)
+        with lending(self._modules(group), checkpoint.buffers.copy().buffers()):
+            return self._run(group, step, microbatch, checkpoint.inputs)
 
     @property
     def loss_scale(self) -> float:

@@ -28,8 +28,8 @@ StatePlace = tuple[str, int, str, str]  # (kind, layer or pipeline, parameter or
 def state_of(stage: Stage) -> Iterator[tuple[StatePlace, Tensor]]:
     """Yields the weights, the optimizer state and the buffers of every pipeline at the step boundary."""
     for index, optimizer in stage.optimizers.items():
-        for name, kept in optimizer.kept.items():
-            yield ("weight", index, name, ""), kept.detach()
+        for name, weight in optimizer.kept.items():
+            yield ("weight", index, name, ""), weight.detach()
         for name, named in optimizer.state.items():
             for key, tensor in named.items():
                 yield ("optimizer", index, name, key), tensor

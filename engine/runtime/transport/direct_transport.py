@@ -56,19 +56,19 @@ class LinkCuts:
         self.back: dict[int, int] = {}  # member -> messages received from it before the cut
         self._lock = threading.RLock()  # a timer heals
         self._group: GroupEnd | None = None  # the current one
-        self._kept: list[tuple[int, Callable[[], None]]] = []  # (member, function that starts a message to it)
+        self._pending: list[tuple[int, Callable[[], None]]] = []  # (member, function that starts a message to it)
         self._met: dict[int, Callable[[str], None]] = {}  # by member: cuts that have not held back a message yet
 
     def enter(self, group: GroupEnd) -> None:
         """Sets the group whose connections can be cut from now on."""
         with self._lock:
-            self._group, self._kept = group, []
+            self._group, self._pending = group, []
 
     def leave(self, group: GroupEnd) -> None:
         """Forgets a group and its queued messages."""
         with self._lock:
             if self._group is group:
-                self._group, self._kept = None, []
+                self._group, self._pending = None, []
 
     def cut(
         self, peer: int, direction: str, for_ns: int | None = None, met: Callable[[str], None] = lambda way: None
@@ -99,8 +99,8 @@ class LinkCuts:
             self.there.discard(peer)
             self.back.pop(peer, None)
             self._met.pop(peer, None)
-            released = [begin for target, begin in self._kept if target == peer]
-            self._kept = [message for message in self._kept if message[0] != peer]
+            released = [begin for target, begin in self._pending if target == peer]
+            self._pending = [message for message in self._pending if message[0] != peer]
             for begin in released:
                 begin()
         self.waiter.wake()
@@ -109,7 +109,7 @@ class LinkCuts:
         """Queues a message if its target is behind a cut; returns whether it did."""
         with self._lock:
             if target in self.there:
-                self._kept.append((target, begin))
+                self._pending.append((target, begin))
                 self.holds_up(target, "there")
             return target in self.there
 

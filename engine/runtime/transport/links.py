@@ -98,9 +98,9 @@ class Links:
         self._adopt_given()
         return self._mailbox.take_early(source, key)
 
-    def post(self, source: int, key: int, wanted: object, room: memoryview) -> None:
+    def post(self, source: int, key: int, header: object, room: memoryview) -> None:
         """Posts a receive with memory for its message; raises TransferFailedError if the link is closed."""
-        self._mailbox.post(source, key, wanted, room)
+        self._mailbox.post(source, key, header, room)
         if (link := self._links.get(source)) is not None and link.is_broken:
             raise _ended("from", source)
 

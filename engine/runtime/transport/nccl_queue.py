@@ -369,8 +369,8 @@ class IssueQueue:
                 return
             del landing
 
-    def _header_landed(self, issued: Issued, wanted: Header, numbers: Tensor) -> None:
-        self._thread.give(partial(self._compare, issued, wanted, Header(*self._queue.read(numbers))))
+    def _header_landed(self, issued: Issued, header: Header, numbers: Tensor) -> None:
+        self._thread.give(partial(self._compare, issued, header, Header(*self._queue.read(numbers))))
 
     def _landed(self, issued: Issued, tensors: Tensors, num_sent: int) -> None:
         """Accepts a message; the first `num_sent` messages of this end have been sent, as both use one queue."""
