@@ -149,15 +149,13 @@ def run_on_hosts(
     root = f"/bamboo/{options.run_id}/"
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(holding())
-        kv, lease_kv, watch_kv = EtcdKV(etcd, root), EtcdKV(etcd, root, _LEASE_CALL_S), EtcdKV(etcd, root, _REVOKE_S)
-        for client in (kv, lease_kv, watch_kv):
-            stack.callback(client.close)
+        clients = (EtcdKV(etcd, root), EtcdKV(etcd, root, _LEASE_CALL_S), EtcdKV(etcd, root, _REVOKE_S))
+        kv, lease_kv, watch_kv = (stack.enter_context(contextlib.closing(client)) for client in clients)
         keeper = KeptLease(lease_kv, options.lease_s)
-        stack.callback(_give_back, keeper)
-        own = RegisteredHost(
-            options.node, secrets.token_hex(8), options.address, keeper.lease.lease_id, _facts(job, options)
-        )
-        registry = HostRegistry(kv, own, keeper.lease)
+        stack.callback(back := partial(_give_back, keeper))
+        lease, facts = keeper.lease, _facts(job, options)
+        own = RegisteredHost(options.node, secrets.token_hex(8), options.address, lease.lease_id, facts)
+        registry = HostRegistry(kv, own, lease)
         if (outcome := registry.outcome()) is not None:
             hint = f"run {options.run_id} has ended before (choose another --run to train again)"
             return HostRunEnd(replace(outcome, words=f"{hint}: {outcome.words}"))
@@ -177,16 +175,14 @@ def run_on_hosts(
             stack.callback(wire.close)
             if registry.elect(hosts, place_of_host(own.address, wire.port), certificate):
                 away = [RemoteSpawner(host) for host in hosts if host.name != own.name]
-                servers = HostServers(
-                    server, away, watch_kv, options.workers, network_of(certificate, options.transfers)
-                )
+                network = network_of(certificate, options.transfers)
+                servers = HostServers(server, away, watch_kv, options.workers, network)
                 for other in away:
                     wire.admit(other.host, other.peer)
-                return coordinate(run, servers, registry, FailoverContext(keeper.lease), partial(_give_back, keeper))
+                return coordinate(run, servers, registry, FailoverContext(lease), back)
             elected = required(registry.waited_for_elected(), "another host was elected")
         screen.say(f"host {elected.name} coordinates the run")
-        back, label = partial(_give_back, keeper), f"{name}/{options.run_id}"
-        at = OwnHost(job, label, registry, keeper.lease, watch_kv, screen, run, back, options.workers)
+        at = OwnHost(job, f"{name}/{options.run_id}", registry, lease, watch_kv, screen, run, back, options.workers)
         return serve(at, elected, server, interrupts, take_over)
 
 

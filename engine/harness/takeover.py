@@ -23,7 +23,7 @@ from engine.core.job.update_rules import preloads
 from engine.core.kv import KV, Lease
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import WelcomeMessage
-from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE
+from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE, CoordinatorState
 from engine.core.protocol.succession import ProcessOnHost, begins_again, last_number, succession
 from engine.files.host_facts import host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
@@ -336,6 +336,12 @@ def _served(workers: HostWorkers) -> Iterator[None]:
         serving.join(_END_S)
 
 
+def _stored_state(at: OwnHost) -> CoordinatorState | None:
+    stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
+    texts = {key: item.value.decode() for key, item in stored.items() if item is not None}
+    return resume(at.job, texts, 0) if texts.keys() == stored.keys() else None
+
+
 def _inherited(
     at: OwnHost,
     before: ElectedHost,
@@ -345,13 +351,10 @@ def _inherited(
     folder: Path,
 ) -> InheritedRun | None:
     """Returns the run to continue, or None if all workers start again; raises CoordinatorUnavailableError."""
-    stored = {key: at.kv.get(key) for key in (STATE, FACTS)}
-    texts = {key: item.value.decode() for key, item in stored.items() if item is not None}
-    known = resume(at.job, texts, 0) if texts.keys() == stored.keys() else None
+    state, results = _stored_state(at), workers.heard
     living = {name: spawner for name, spawner in away.items() if not spawner.peer.is_lost}
-    results = workers.heard
     results.complete(spawner.told for spawner in living.values())
-    if begins_again(known, has_results=bool(results.results.losses)):
+    if begins_again(state, has_results=bool(results.results.losses)):
         at.registry.forget(OF_COORDINATOR)
         servers.go_on_after(results)
         for host in away.values():
@@ -359,7 +362,7 @@ def _inherited(
         return None
     processes = []
     held = {name: spawner.held for name, spawner in living.items()}
-    heirs = succession(known, held, before.name, results.results.committed)
+    heirs = succession(state, held, before.name, results.results.committed)
     for heir in heirs:
         server = away[heir.host]
         processes.append(InheritedProcess(heir.worker, heir.host, partial(_adopt, server, heir)))
@@ -370,14 +373,15 @@ def _inherited(
     servers.dealt = {process.worker: process.host for process in processes}
 
     def hear_again() -> None:
-        for server in away.values():
-            server.hear_again()
+        for spawner in away.values():
+            spawner.hear_again()
 
     results.results.taken_over(now_ns())
-    state = required(known, "a run without a state is not taken over").membership
+    membership = required(state, "a run without a state is not taken over").membership
     welcomes, place = taught(away, {heir.host for heir in heirs if not heir.ended})
+    home = home_of(next(iter(welcomes.values()), None), folder)
     return InheritedRun(
-        home_of(next(iter(welcomes.values()), None), folder),
+        home,
         results.results,
         processes,
         hear_again,
@@ -385,7 +389,7 @@ def _inherited(
         before.name,
         welcomes,
         place,
-        last_number(state, heirs),
+        last_number(membership, heirs),
         workers.num_notices,
     )
 
