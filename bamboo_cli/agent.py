@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from bamboo_cli.options import completion
-from bamboo_cli.options.hosts import (
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
+from bamboo_cli.host_options import (
     Address,
     Endpoints,
     Hosts,
@@ -31,11 +32,19 @@ from bamboo_cli.options.hosts import (
     etcd_settings,
     fixing,
 )
-from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
-from bamboo_cli.options.run import DEFAULT_GRACE, Grace, Injectable, Kills, NoTwin, YesNo, grace_seconds, scenario_of
-from bamboo_cli.options.trust import TrustCode
-from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.run_result import print_result
+from bamboo_cli.job_options import FLAG_FIELDS, resolve_options
+from bamboo_cli.run_options import (
+    DEFAULT_GRACE,
+    Grace,
+    Injectable,
+    Kills,
+    NoTwin,
+    TrustCode,
+    YesNo,
+    grace_seconds,
+    scenario_of,
+)
+from bamboo_cli.run_result import print_result
 from engine.core.errors import BambooError, Problem, UserError, noting
 from engine.core.errors import problems_of as told
 from engine.core.hosts.host_options import HostOptions, problems_of
@@ -56,7 +65,7 @@ def run_host(
     run: Callable[..., Any],
 ) -> tuple[HostRunEnd, ResolvedJob]:
     """Runs the agent of this host to the end of the run; returns its end. Raises UserError with every mistake."""
-    from bamboo_cli.terminal.live import screen
+    from bamboo_cli.live import screen
     from engine.harness.host_run import run_on_hosts
 
     problems = fixing(given["isa"])
@@ -92,8 +101,7 @@ def _case(
 ) -> tuple[ResolvedJob, Case]:
     """Returns the job and the case of an agent: a job with kills, or a scenario; raises UserError with its mistakes."""
     from engine.core.checkpoint_rules import begun_with
-    from engine.core.faults.expansion import expand
-    from engine.harness.case import Case, folder_name
+    from engine.harness.case import case_of_job
 
     own = {"injectable": given["injectable"], "run_id": given["run_id"]}
     if job_file is not None and is_scenario(job_file):
@@ -108,9 +116,7 @@ def _case(
     grace_s = noting(problems, lambda: grace_seconds(given["grace"]))
     if scenario is None or grace_s is None:
         raise UserError(problems)
-    name = job.name or folder_name(job.model.rpartition(":")[2].replace("_", "-"), "model")
-    own |= {"grace_s": grace_s, "init": resolved.init}
-    return resolved, Case(name, scenario, expand(scenario, job.seed), resolved.origins, **own)
+    return resolved, case_of_job(resolved, scenario, grace_s=grace_s, **own)
 
 
 def _case_of_scenario(
@@ -225,14 +231,14 @@ def agent(
     if not hosts:
         _add_worker(join, results, is_standby=standby, as_json=as_json)
     pass
-    from engine.harness.case_runner import run_case
+    from engine.harness.case_runner import run_case_on
 
     given = {"isa": isa, "hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
     given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
     given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http, "kill": kill or [], "no_twin": no_twin}
     given |= {"grace": grace, "injectable": injectable is YesNo.YES, "standby": standby}
     place = None if results == _RESULTS else results
-    raise typer.Exit(_printed(*run_host(job_file, settings or [], place, given, run_case), as_json))
+    raise typer.Exit(_printed(*run_host(job_file, settings or [], place, given, run_case_on), as_json))
 
 
 def _printed(ended: HostRunEnd, resolved: ResolvedJob, as_json: bool) -> int:

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.echo import echo
 from engine.core.errors import BambooError, ExitCode, Problem, UserError
 from engine.core.texts import printable
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.echo import echo
 
 if TYPE_CHECKING:
     from engine.bench.figures import BenchRow, Cases
@@ -166,7 +166,7 @@ def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:
 def _print_table(rows: Sequence[BenchRow]) -> None:
     from rich.text import Text
 
-    from bamboo_cli.terminal.tables import BAD, GOOD, print_table
+    from bamboo_cli.tables import BAD, GOOD, print_table
     from engine.bench.figures import verdict_on
 
     styles = {"yes": GOOD, "no": BAD}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bamboo_cli.options import completion
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
 from bamboo_cli.report import DEFAULT_RESULTS, Results
-from bamboo_cli.terminal.echo import echo
 from engine.core.errors import ExitCode, NothingMatchedError, StorageError
 from engine.core.texts import counted
 from engine.core.units import finite
@@ -143,7 +143,7 @@ def _print(place: CheckpointPlace, rows: list[dict[str, Any]], as_json: bool, **
     if as_json:
         echo(json.dumps(finite({"place": place.folder.place, "checkpoints": rows, **more})))
         return
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.tables import print_table
 
     table = [
         [str(row["step"]), _loss(row), _mib(row), str(row.get("parts", "")), row.get("run", ""), _said(row, bool(more))]

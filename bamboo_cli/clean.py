@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bamboo_cli.echo import echo
 from bamboo_cli.report import DEFAULT_RESULTS, Results
-from bamboo_cli.terminal.echo import echo
 from engine.core.errors import Problem, UserError
 from engine.core.texts import counted
 
@@ -91,7 +91,7 @@ def _plain(
 
 
 def _print(results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: list[str], dry_run: bool) -> None:
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.tables import print_table
 
     table = [[each.what, str(each.path.relative_to(results)), _mib(num_bytes)] for each, num_bytes, _ in rows]
     print_table(("what", "where", "MiB"), (False, False, True), table)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bamboo_cli.options import completion
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
 from bamboo_cli.report import DEFAULT_RESULTS, Results
-from bamboo_cli.terminal.echo import echo
 from engine.core.texts import counted
 
 EPILOG = "Examples:  bamboo collect latest  |  bamboo collect latest /mnt/b/results/20260101-120000-host-b-1a2b --json"

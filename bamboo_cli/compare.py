@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from bamboo_cli.options.completion import runs
+from bamboo_cli.completion import runs
+from bamboo_cli.echo import echo
 from bamboo_cli.report import DEFAULT_RESULTS, Results, find, load_run
-from bamboo_cli.terminal.echo import echo
 
 EPILOG = "Examples:  bamboo compare 20261121-1200 latest  |  bamboo compare old/run new/run --json"
 
@@ -30,7 +30,7 @@ def compare(
 
     Different job fields and runs that did not pass are printed first, because their figures may not be comparable.
     """
-    from bamboo_cli.terminal.tables import BAD, DOUBTFUL, STRONG, print_table, say
+    from bamboo_cli.tables import BAD, DOUBTFUL, STRONG, print_table, say
     from engine.report.compare import compare as compared
     from engine.report.compare import different_fields, judge_run
     from engine.report.formats import as_text, for_terminal

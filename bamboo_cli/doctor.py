@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.tables import BAD, DOUBTFUL, GOOD, print_table
+from bamboo_cli.echo import echo
+from bamboo_cli.tables import BAD, DOUBTFUL, GOOD, print_table
 
 EPILOG = "Examples:  bamboo doctor  |  bamboo doctor --json  |  bamboo doctor --results elsewhere/runs"
 _STYLES = {"ok": GOOD, "warn": DOUBTFUL, "missing": BAD}

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from bamboo_cli.checkpoint import AsJson, Where
+from bamboo_cli.echo import echo
 from bamboo_cli.report import DEFAULT_RESULTS, Results
-from bamboo_cli.terminal.echo import echo
 from engine.core.texts import counted
 
 EPILOG = (

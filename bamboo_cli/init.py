@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.echo import echo
 
 EPILOG = "Examples:  bamboo init  |  bamboo init --ci github  |  bamboo init elsewhere"
 _HERE = Path()

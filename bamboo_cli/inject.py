@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli.options import completion
-from bamboo_cli.options.hosts import (
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
+from bamboo_cli.host_options import (
     BedHosts,
     BedLease,
     Endpoints,
@@ -20,9 +21,7 @@ from bamboo_cli.options.hosts import (
     problems_of_bed,
     refuse_job_on_bed,
 )
-from bamboo_cli.options.run import EventsMax, Tee, events_setting
-from bamboo_cli.options.trust import TrustCode, tell_untrusted
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.run_options import EventsMax, Tee, TrustCode, events_setting, tell_untrusted
 from engine.core.errors import Problem, UserError, problems_of
 from engine.core.hosts.ends import USUAL_S
 
@@ -171,7 +170,7 @@ def _attach(loaded: LoadedScenario, folder: RunFolder, as_json: bool) -> list[Ca
 def _run(
     loaded: LoadedScenario, repeat: int, as_json: bool, etcd: str, plain_http: bool, tee: bool
 ) -> list[CaseResult]:
-    from bamboo_cli.terminal.live import screen
+    from bamboo_cli.live import screen
     from engine.harness.case import case_of_file
     from engine.harness.case_runner import run_case
     from engine.harness.leak_check import mark_processes
@@ -192,7 +191,7 @@ def _run(
 
 def _run_on_bed(loaded: LoadedScenario, repeat: int, as_json: bool, hosts: int, lease_s: int) -> list[CaseResult]:
     """Runs the scenario so many times, each on hosts of its own; an interrupted run is the last."""
-    from bamboo_cli.terminal.live import screen
+    from bamboo_cli.live import screen
     from engine.harness.bed_case import run_on_bed
     from engine.harness.leak_check import mark_processes
     from engine.runtime.process.interrupts import holding
@@ -209,7 +208,7 @@ def _run_on_bed(loaded: LoadedScenario, repeat: int, as_json: bool, hosts: int, 
 
 
 def _print_plan(loaded: LoadedScenario, as_json: bool) -> None:
-    from bamboo_cli.options.plan import NOT_CALLED, NOT_COUNTED, faults_as_plain
+    from bamboo_cli.plan import NOT_CALLED, NOT_COUNTED, faults_as_plain
     from engine.core.faults.scenario import Every
 
     job = loaded.scenario.job
@@ -234,8 +233,8 @@ def _print_case(loaded: LoadedScenario, case: CaseResult, as_json: bool) -> None
     """Prints the verdict and one line per check; to stderr if stdout is for JSON."""
     from rich.text import Text
 
-    from bamboo_cli.terminal.live import untold
-    from bamboo_cli.terminal.tables import RESULT_STYLES, print_table
+    from bamboo_cli.live import untold
+    from bamboo_cli.tables import RESULT_STYLES, print_table
 
     echo(f"{loaded.scenario.name}: {case.verdict_word}", err=as_json)
     rows = [(Text(each.result, RESULT_STYLES[each.result]), each.name, each.text) for each in case.checks]

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bamboo_cli.options import completion
-from bamboo_cli.options.hosts import (
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
+from bamboo_cli.host_options import (
     Endpoints,
     Hosts,
     InstructionSet,
@@ -21,8 +22,7 @@ from bamboo_cli.options.hosts import (
     Workers,
     etcd_settings,
 )
-from bamboo_cli.options.trust import TrustCode
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.run_options import TrustCode
 from engine.core.errors import Problem, UserError
 from engine.core.hosts.ends import USUAL_S
 from engine.core.hosts.launch import PLACES, USUAL_GRACE_S, LaunchPlan, problems_of_plan
@@ -110,7 +110,7 @@ def _make(place: str, plan: LaunchPlan, output: Path | None, *, is_submitted: bo
 
 def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
     """Returns the job; raises UserError with every mistake: in the options, in the job, and in it on so many hosts."""
-    from bamboo_cli.options.job import FLAG_FIELDS, resolve_options
+    from bamboo_cli.job_options import FLAG_FIELDS, resolve_options
     from engine.core.hosts.host_options import HostOptions, problems_of
     from engine.harness.launch_files import refused_variables
 

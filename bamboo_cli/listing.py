@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bamboo_cli.echo import echo
 from bamboo_cli.report import DEFAULT_RESULTS, Results
-from bamboo_cli.terminal.echo import echo
 
 EPILOG = "Examples:  bamboo list  |  bamboo list scenarios  |  bamboo list runs --json  |  bamboo list data"
 _SCENARIOS = Path("scenarios")  # where `bamboo init` writes them
@@ -44,7 +44,7 @@ def show_list(
     elif kind:
         _print(kind, rows[kind], results)
     else:
-        from bamboo_cli.terminal.tables import print_table
+        from bamboo_cli.tables import print_table
 
         counts = [(f"bamboo list {each}", str(len(found)), _ABOUT[each]) for each, found in rows.items()]
         print_table(("command", "count", "about"), (False, True, False), counts, has_head=False)
@@ -197,7 +197,7 @@ def _runs(results: Path) -> list[dict[str, Any]]:
 
 
 def _print(kind: Kind, rows: list[dict[str, Any]], results: Path) -> None:
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.tables import print_table
 
     if not rows:
         echo(f"no {kind} in {str(results)!r}" if kind is Kind.RUNS else f"no {kind}")

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bamboo_cli.options import matrix as options
-from bamboo_cli.options.run import EventsMax, events_setting
-from bamboo_cli.options.trust import TrustCode, tell_untrusted
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli import matrix_options as options
+from bamboo_cli.echo import echo
+from bamboo_cli.run_options import EventsMax, TrustCode, events_setting, tell_untrusted
 from engine.core.errors import BY_SIGNAL, NothingMatchedError, Problem, UserError, nearest
 from engine.core.texts import flags, trust_words
 
@@ -178,7 +177,7 @@ def _run(
 
 
 def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
-    from bamboo_cli.terminal.tables import RESULT_STYLES, say
+    from bamboo_cli.tables import RESULT_STYLES, say
 
     lines = [f" {result.seconds:6.2f} s  {result.cell}  ({left_s:.0f} s left)", *result.details]
     say(f"[{number}/{count}] ", (f"{result.result:<7}", RESULT_STYLES[result.result]), "\n    ".join(lines), err=True)
@@ -269,7 +268,7 @@ def _print(
     code: int,
     as_json: bool,
 ) -> None:
-    from bamboo_cli.terminal.tables import LETTER_STYLES, say, width_of
+    from bamboo_cli.tables import LETTER_STYLES, say, width_of
     from engine.core.checks.cell_result import counts_text
     from engine.files.jobs.job_layers import masked_words
     from engine.report.pages.matrix_page import grid_of, grid_parts

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli.options import completion
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
 from engine.core.errors import ExitCode, NothingMatchedError, Problem, StorageError, UserError, required
 from engine.core.texts import counted, numbered
 from engine.files.atomic_write import write_atomically, write_named
@@ -182,7 +182,7 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
 
     Beside another form than the terminal's, prints only the outcomes of failed runs, to stderr.
     """
-    from bamboo_cli.terminal.tables import BAD, GOOD, OPEN, STRONG, print_table, say
+    from bamboo_cli.tables import BAD, GOOD, OPEN, STRONG, print_table, say
     from engine.report.formats import for_terminal
     from engine.report.headline import headline
     from engine.report.load import exceptions_in_words
@@ -203,7 +203,7 @@ def _say(runs: Sequence[RunTables], form: Format, *, has_checks: bool) -> None:
 
 
 def _write_table(runs: Sequence[RunTables], table: Table, form: Format, output: Path | None) -> None:
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.tables import print_table
     from engine.report.formats import as_parquet, as_text, for_reading, for_terminal
     from engine.report.load import joined
 

@@ -6,15 +6,16 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bamboo_cli.options.hosts import Endpoints, InstructionSet, PlainHttp, etcd_settings, fixing
-from bamboo_cli.options.job import OtherBits, Resume, takes_job
-from bamboo_cli.options.run import (
+from bamboo_cli.echo import echo
+from bamboo_cli.host_options import Endpoints, InstructionSet, PlainHttp, etcd_settings, fixing
+from bamboo_cli.job_options import OtherBits, Resume, takes_job
+from bamboo_cli.run_options import (
     DEFAULT_GRACE,
     Grace,
     Injectable,
@@ -32,19 +33,16 @@ from bamboo_cli.options.run import (
     misspelt_kills,
     scenario_of,
 )
-from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.run_result import print_result, with_origins
+from bamboo_cli.run_result import print_result, with_origins
 from engine.core.checkpoint_rules import begun_with
 from engine.core.checks.determinism import promises
 from engine.core.errors import Problem, UserError, noting, required
 from engine.files.jobs.resolved_job import ResolvedJob, explain
 
 if TYPE_CHECKING:
-    from engine.core.faults.fault import Fault
     from engine.core.faults.scenario import Scenario
     from engine.core.hosts.notice_answer import NoticeFrom
-    from engine.harness.case import Case
-    from engine.runtime.process.fork_client import ForkServer
+    from engine.runtime.process.spawner import Spawner
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 EPILOG = (
@@ -129,16 +127,17 @@ def run(
     if explained:
         _print_explanation(resolved, as_json and not dry_run)
     if dry_run:
-        from bamboo_cli.options.plan import print_plan
+        from bamboo_cli.plan import print_plan
 
         print_plan(resolved.job, as_json, faults)
     if not (explained or dry_run):
-        from bamboo_cli.terminal.live import screen
+        from bamboo_cli.live import screen
+        from engine.harness.case import case_of_job
         from engine.harness.case_runner import run_case
         from engine.runtime.process.interrupts import holding
 
         try:
-            case = _case(resolved, scenario, faults, **options)
+            case = case_of_job(resolved, scenario, **options)
             with holding(), _server(in_process) as server:
                 result = run_case(case, own.store, announcing(screen(tee=tee), keywords), server)
                 code = print_result(result, resolved, as_json)
@@ -156,19 +155,11 @@ def _say_first(resolved: ResolvedJob, has_faults: bool) -> None:
         echo(shared, err=True)
 
 
-def _case(resolved: ResolvedJob, scenario: Scenario, faults: Sequence[Fault], **options: Any) -> Case:
-    from engine.harness.case import Case, folder_name
-
-    name = resolved.job.name or folder_name(resolved.job.model.rpartition(":")[2].replace("_", "-"), "model")
-    options |= {"origin": resolved.origin, "init": resolved.init}
-    return Case(name, scenario, tuple(faults), resolved.origins, **options)
-
-
-def _server(in_process: bool) -> contextlib.AbstractContextManager[ForkServer | None]:
+def _server(in_process: bool) -> contextlib.AbstractContextManager[Spawner | None]:
     """Returns what starts the workers, as a context; None for processes, whose server the run starts."""
     if not in_process:
         return contextlib.nullcontext()
-    from engine.runtime.in_process.thread_server import ThreadServer
+    from engine.runtime.process.thread_server import ThreadServer
 
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, os.getcwd())  # as in worker processes
@@ -180,7 +171,7 @@ def _print_explanation(resolved: ResolvedJob, as_json: bool) -> None:
     if as_json:
         echo(json.dumps({field: {"value": value, "origin": origin} for field, value, origin in rows}))
         return
-    from bamboo_cli.terminal.tables import print_table
+    from bamboo_cli.tables import print_table
 
     shown = [(field, repr(value), origin) for field, value, origin in rows]
     print_table(("field", "value", "origin"), (False, False, False), shown, has_head=False)

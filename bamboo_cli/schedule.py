@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli.options.job import takes_job
-from bamboo_cli.options.plan import print_plan
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.echo import echo
+from bamboo_cli.job_options import takes_job
+from bamboo_cli.plan import print_plan
 from engine.core.errors import ExitCode, Problem, ScheduleError, UserError
 from engine.files.jobs.resolved_job import ResolvedJob
 
@@ -141,7 +141,7 @@ def compare(
     With `--transfer`, values arrive that much later, so the table shows how well a schedule hides transfers.
     With `--redundancy eager`, it also shows the time that redundant forwards add to a step.
     """
-    from bamboo_cli.terminal.tables import say
+    from bamboo_cli.tables import say
     from engine.core.job.schedule_comparison import compare as comparison_of
     from engine.core.program.remaining_tasks import op_costs
 
@@ -190,7 +190,7 @@ def _check_costs(forward: float, backward: float, weights: float, transfer: floa
 
 
 def _print_comparison(comparison: ScheduleComparison, is_eager: bool) -> None:
-    from bamboo_cli.terminal.tables import print_table, say
+    from bamboo_cli.tables import print_table, say
 
     titles = ["schedule", "V", "placement", "length", "over ideal", "bubble", "stash", "sends", "over none"]
     rows = [

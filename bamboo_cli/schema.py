@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.echo import echo
 
 EPILOG = (
     "Examples:  bamboo schema > scenario.schema.json  |  bamboo schema job  |  bamboo schema matrix  |  "

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from bamboo_cli.options import completion
-from bamboo_cli.options.hosts import EndpointsOfRun, PlainHttp, etcd_settings, settings_of_run
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
+from bamboo_cli.host_options import EndpointsOfRun, PlainHttp, etcd_settings, settings_of_run
 from bamboo_cli.report import DEFAULT_RESULTS, Results
-from bamboo_cli.terminal.echo import echo
 from engine.core.units import finite
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def status(
 
 def _show(reader: Reader, *, watch: bool, as_json: bool) -> None:
     """Shows the status once, or until the run ends; raises CoordinatorUnavailableError if its launcher is gone."""
-    from bamboo_cli.terminal.status_picture import StatusPicture
+    from bamboo_cli.status_picture import StatusPicture
     from engine.core.protocol.recorded_status import CHECKING, COMPARING, UNDER_WAY, without_word
 
     with nullcontext() if as_json else StatusPicture(watch) as picture:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bamboo_cli.options.completion import library_files
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.completion import library_files
+from bamboo_cli.echo import echo
 from engine.core.errors import BambooError, ExitCode, Problem, UserError
 from engine.core.job.job import Job
 from engine.core.texts import counted

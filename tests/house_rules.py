@@ -398,3 +398,69 @@ def unused_dependencies(declared: Iterable[str], modules: Iterable[Module], trac
     used = {target.split(".")[0] for module in modules for _, target in imports_of(module.tree)}
     used |= {name for name, trace in traces.items() if any(trace in module.text for module in modules)}
     return [f"{name}: declared, but nothing uses it" for name in declared if name not in used]
+
+
+def plugged_in(modules: Iterable[Module]) -> list[tuple[str, str]]:
+    """Returns each place where behaviour is assigned to another object: an editor does not find who calls it.
+
+    A collaborator is a constructor argument. Behaviour is a lambda, a function or a method of ours, a `partial`, and
+    whatever goes into an attribute that a class of ours declares as a callable, or gives a lambda at first.
+    """
+    nodes = {module: list(ast.walk(module.tree)) for module in modules}
+    every = [node for found in nodes.values() for node in found]
+    methods = {each.name for node in every if isinstance(node, ast.ClassDef) for each in _functions(node.body)}
+    methods -= {name for node in every for name in _data_of(node)}
+    plugs = {name for node in every for name in _plugs(node)}
+    places = []
+    for module, found in nodes.items():
+        bodies = [node for node in found if isinstance(node, (ast.Module, ast.FunctionDef))]
+        inner = [each.name for node in bodies for each in _functions(node.body)]
+        for target, value, _ in (each for node in found for each in _assigned(node)):
+            if dotted(target.value) in ("self", "cls"):
+                continue
+            known = inner if isinstance(value, ast.Name) else methods
+            is_behaviour = isinstance(value, ast.Lambda) or dotted(value).rpartition(".")[2] in known
+            is_behaviour |= isinstance(value, ast.Call) and dotted(value.func) == "partial"
+            if is_behaviour or target.attr in plugs:
+                places.append((f"{module.path}:{target.attr}", f"line {target.lineno} assigns behaviour"))
+    return places
+
+
+def _functions(body: Iterable[ast.stmt]) -> list[ast.FunctionDef]:
+    return [each for each in body if isinstance(each, ast.FunctionDef)]
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.Attribute, ast.expr, ast.expr | None]]:
+    """Yields the attributes that a node assigns, each with its value and its annotation."""
+    pairs: list[tuple[ast.expr, ast.expr]] = []
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            are_tuples = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs += zip(target.elts, node.value.elts, strict=True) if are_tuples else [(target, node.value)]  # type: ignore[attr-defined]
+    annotation = node.annotation if isinstance(node, ast.AnnAssign) else None
+    yield from ((target, value, annotation) for target, value in pairs if isinstance(target, ast.Attribute))
+
+
+def _data_of(node: ast.AST) -> Iterator[str]:
+    """Yields the names of properties, fields and own attributes that a node defines."""
+    if isinstance(node, ast.FunctionDef) and any(dotted(each).endswith("property") for each in node.decorator_list):
+        yield node.name
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+    yield from (target.attr for target, _, _ in _assigned(node) if dotted(target.value) == "self")
+
+
+def _plugs(node: ast.AST) -> Iterator[str]:
+    """Yields the fields and own attributes that a node declares as callables."""
+    for each in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and _is_callable(each.annotation):
+            yield each.target.id
+    for target, value, annotation in _assigned(node):
+        if dotted(target.value) == "self" and (isinstance(value, ast.Lambda) or _is_callable(annotation)):
+            yield target.attr
+
+
+def _is_callable(annotation: ast.expr | None) -> bool:
+    return annotation is not None and ast.unparse(annotation).startswith("Callable[")

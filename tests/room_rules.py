@@ -31,7 +31,7 @@ core.worker: core.job core.program
 files: codec core.checks core.history core.job
 files.jobs: codec core.checks core.faults core.job core.program files
 harness: codec core.checks core.faults core.history core.hosts core.job core.protocol files files.jobs models observers
-    runtime.agent runtime.checkpoint runtime.faults runtime.hosts runtime.ipc runtime.process runtime.store
+    runtime.agent runtime.checkpoint runtime.faults runtime.ipc runtime.process runtime.store
 models: codec core.job
 models.traced: core.job models
 observers: core.checks core.history core.job files runtime.process
@@ -42,11 +42,8 @@ runtime.agent: codec core.checks core.faults core.history core.hosts core.job co
 runtime.checkpoint: core.job core.worker files models runtime.device runtime.ipc runtime.stage
 runtime.device: core.checks
 runtime.faults: core.faults files runtime.device runtime.ipc runtime.stage runtime.transport
-runtime.hosts: codec core.faults core.history core.hosts core.job core.protocol files runtime.agent runtime.ipc
-    runtime.process
-runtime.in_process: runtime.device runtime.ipc runtime.process runtime.transport
 runtime.ipc: codec core.history core.program core.protocol core.worker files
-runtime.process: files runtime.ipc
+runtime.process: core.protocol files runtime.ipc
 runtime.stage: codec core.checks core.history core.job core.program models runtime.device runtime.transport
 runtime.store: core.history files runtime.ipc runtime.process
 runtime.transport: core.history core.program files models runtime.device runtime.ipc runtime.process
@@ -66,7 +63,7 @@ for _line in _TABLE.replace("\n    ", " ").split("\n"):
         )
 
 # They may import any room of the engine but where torch is.
-COMMANDS = ("bamboo_cli", "bamboo_cli.options", "bamboo_cli.terminal")
+COMMANDS = ("bamboo_cli",)
 NOT_FOR_COMMANDS = frozenset(
     f"engine.{each}"
     for each in """

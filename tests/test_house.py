@@ -42,6 +42,15 @@ OTHER_WRITES = {
     "engine/observers/observers.py": "the share of a process, in /proc",
     "engine/runtime/process/remove_behind.py": "the name of its own process, in /proc",
 }
+# path:attribute -> why behaviour is assigned to an object of others. The list may only shrink.
+PLUGGED_IN = {
+    "bamboo_cli/app.py:get_params": "a command of Typer, which takes no parameters that are made late",
+    "bamboo_cli/app.py:process_value": "an option of Typer, whose value the engine checks",
+    "engine/models/data.py:forward": "a module of torch",
+    "engine/models/layers.py:forward": "a module of torch",
+    "engine/runtime/worker/microbatches.py:time": "the clock that the user's code reads",
+    "engine/runtime/worker/microbatches.py:time_ns": "the clock that the user's code reads",
+}
 IMPORT_NAMES = {
     "Jinja2": "jinja2",
     "PyYAML": "yaml",
@@ -88,6 +97,30 @@ def import_with_blocked(root: Path, names: list[str], blocked: tuple[str, ...]) 
     child = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert (child.returncode == 0) == (child.stderr == ""), child.stderr
     return child.stderr.strip().rpartition("\n")[2]
+
+
+def test_no_behaviour_is_assigned_from_outside() -> None:
+    assert house_rules.against_exceptions(house_rules.plugged_in(MODULES), PLUGGED_IN) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "control.on_ping = lambda: None",
+        "server.while_waiting = partial(node.renew, 1)",
+        "def told(): pass\nprotocol.prepare, protocol.form = told, 1",
+        "class State:\n    on_rows: Callable[[int], None]\nstate.on_rows = given",
+        "class A:\n    def __init__(self):\n        self.tell: Callable[[int], None] = given\nrecorder.tell = given",
+        "class Device:\n    def unfinished(self): pass\ncontrol.unfinished = device.unfinished",
+    ],
+)
+def test_planted_behaviour_from_outside_is_found(text: str) -> None:
+    assert len(house_rules.plugged_in(planted(text))) == 1
+
+
+def test_values_and_own_behaviour_may_be_assigned() -> None:
+    text = "class A:\n    def __init__(self, act):\n        self._act, self._done = act, lambda: None\na.at = 1, 2"
+    assert house_rules.plugged_in(planted(text)) == []
 
 
 def test_floors_go_one_way() -> None:

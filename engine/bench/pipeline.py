@@ -36,7 +36,7 @@ from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.transfers import worker_program
 from engine.runtime.worker.executor import Call, Executor, Handler, register
 from engine.runtime.worker.step_end import WorkerContext
-from engine.runtime.worker.worker import GroupMember, direct_backend, join
+from engine.runtime.worker.worker import GroupMember, WorkerLife, direct_backend
 
 _LEAD_NS = 5_000_000  # between the agreement on a start and the start
 _NUM_WARM_UP = 2
@@ -89,12 +89,13 @@ class OurSide:
 def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     """Runs one worker of one case over the file descriptors from the launcher; returns its exit code."""
     sleep_exactly()
-    control = Control(Link.from_fd(control_fd))
+    worker = WorkerLife((events_fd, steps_fd), board_fd)
+    control = Control(Link.from_fd(control_fd), worker)
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
     set_up(settings_of(job := Job(**welcome.job)))
     device = open_device(job.device, welcome.worker, shares=job.share_gpu)
     backend = direct_backend(control, welcome, device)
-    joined = join(control, welcome, (events_fd, steps_fd), board_fd, backend, device, _premade)
+    joined = worker.join(control, welcome, backend, device, _premade)
     context = joined.context
     # The import takes a second, which no other role should spend, and leaves temporary files.
     tempfile.tempdir = turns.temporary

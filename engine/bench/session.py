@@ -42,7 +42,7 @@ from engine.core.ownership import Ownership
 from engine.core.program.schedules import SCHEDULES
 from engine.core.units import Args
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
-from engine.runtime.ipc.link import LinkPairs
+from engine.runtime.ipc.link import Link, LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import open_events, open_steps
 from engine.runtime.process.fork_client import ForkServer
@@ -134,11 +134,12 @@ def served(members: dict[int, WorkerHandle]) -> Iterator[tuple[int, Message]]:
     pairs = LinkPairs(members.get)
     with selectors.DefaultSelector() as selector:
         for member in members.values():
-            selector.register(member.link, selectors.EVENT_READ, member)
+            if isinstance(member.link, Link):
+                selector.register(member.link, selectors.EVENT_READ, (member, member.link))
         while True:
             for key, _ in selector.select():
-                member = key.data
-                match message := member.link.receive():
+                member, link = key.data
+                match message := link.receive():
                     case None:
                         log = member.log.read_text()
                         raise WorkerFailedError(f"worker {member.worker} of the benchmark ended:\n{log}")

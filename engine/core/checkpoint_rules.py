@@ -249,21 +249,19 @@ class Gathering(NamedTuple):
 Gathered = tuple[Gathering, tuple[CompleteCheckpoint | AbandonedCheckpoint, ...]]
 
 
-def order(gathering: Gathering, command: ToWorker, committed: int) -> Gathering:
-    """Returns the gathering after a message to the workers, which may order the parts of the last committed step.
+def begin_epoch(gathering: Gathering) -> Gathering:
+    """Returns the gathering in a new epoch, whose workers may be ordered to write the parts of the dead."""
+    return gathering._replace(
+        pending={step: partial._replace(is_orphan=True) for step, partial in gathering.pending.items()}
+    )
 
-    In a new epoch the workers are ordered to write the parts that the dead have not written.
-    """
+
+def order(gathering: Gathering, step: int) -> Gathering:
+    """Returns the gathering after the order to write the parts of a step, the last committed one."""
     pending = gathering.pending
-    if isinstance(command, EpochMessage):
-        pending = {step: each._replace(is_orphan=True) for step, each in pending.items()}
-    if not keeps(command):
-        return gathering._replace(pending=pending)
-    if committed in pending:
-        return Gathering({**pending, committed: pending[committed]._replace(is_orphan=False)}, gathering.begun)
-    if committed <= gathering.begun:
-        return gathering._replace(pending=pending)
-    return Gathering({**pending, committed: PartialCheckpoint()}, committed)
+    if step in pending:
+        return gathering._replace(pending={**pending, step: pending[step]._replace(is_orphan=False)})
+    return gathering if step <= gathering.begun else Gathering({**pending, step: PartialCheckpoint()}, step)
 
 
 def add_part(gathering: Gathering, step: int, part: Part) -> Gathered:

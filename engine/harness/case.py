@@ -33,6 +33,7 @@ from engine.core.hosts.notice_answer import NoticeFrom
 from engine.core.job.job import Job
 
 if TYPE_CHECKING:
+    from engine.files.jobs.resolved_job import ResolvedJob
     from engine.files.jobs.scenario_file import LoadedScenario
 
 
@@ -103,6 +104,16 @@ def scenario_record(loaded: LoadedScenario, text: str) -> ScenarioRecord:
         settings=loaded.settings_but_results,
         needs_trust=bool(loaded.foreign),
     )
+
+
+def case_of_job(resolved: ResolvedJob, scenario: Scenario, **options: Any) -> Case:
+    """Returns the case of a job of the command line; `options` are fields of a case."""
+    from engine.core.faults.expansion import expand
+
+    job = resolved.job
+    name = job.name or folder_name(job.model.rpartition(":")[2].replace("_", "-"), "model")
+    options |= {"origin": resolved.origin, "init": resolved.init}
+    return Case(name, scenario, expand(scenario, job.seed), resolved.origins, **options)
 
 
 def facts_text(case: Case, run: str, result: dict[str, Any] | None = None) -> str:

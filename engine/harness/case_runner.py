@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.checkpoint_rules import Ladder
 from engine.core.checks.expectations import Observation, why_no_twin
 from engine.core.checks.proof import compare, fingerprint
-from engine.core.errors import BambooError, StorageError, UserError
+from engine.core.errors import BambooError, StorageError, UserError, required
 from engine.core.history.process_records import (
     ComparingRecord,
     ComparisonRecord,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_state import Ending, FailoverContext
     from engine.runtime.agent.scribe import Scribe
-    from engine.runtime.process.fork_client import ForkServer
+    from engine.runtime.process.spawner import Spawner
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
@@ -206,14 +206,22 @@ _OF_THE_END = ("the last records", "trajectory.csv", "the result in run.json", "
 _QUICK_BYTES = 10_000_000  # of events, which are read in half a second; an interrupted command has no more time
 
 
-def run_case(
+def run_case(case: Case, etcd: EtcdSettings | None, screen: Screen, server: Spawner | None = None) -> CaseResult:
+    """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so that leftovers are found.
+
+    Raises BambooError if the run could not be started.
+    """
+    return required(run_case_on(case, etcd, screen, server), "a run on one host goes on with no other one")
+
+
+def run_case_on(
     case: Case,
     etcd: EtcdSettings | None,
     screen: Screen,
-    server: ForkServer | None = None,
+    server: Spawner | None,
     seat: FailoverContext | None = None,
-) -> CaseResult:
-    """Runs a case in a new run folder; start a fork `server` after `mark_processes`, so leftovers are detected.
+) -> CaseResult | None:
+    """Runs a case on the hosts of a server; returns None if this host has handed over, and the run goes on.
 
     With a folder in its `seat`, this host continues what another one has begun, or starts it again.
 
@@ -259,14 +267,14 @@ def _run_in(
     case: Case,
     etcd: EtcdSettings | None,
     screen: Screen,
-    server: ForkServer | None,
+    server: Spawner | None,
     started_s: float,
     seat: FailoverContext | None,
-) -> CaseResult:
+) -> CaseResult | None:
     from engine.harness.leak_check import LeakCheck
     from engine.harness.state_lost import Restarts
     from engine.runtime.agent.keeper import place_of
-    from engine.runtime.agent.run_state import FailoverContext, HandoverError
+    from engine.runtime.agent.run_state import LEFT, FailoverContext
 
     text = "" if case.file is None else whole_text(case.file)  # the user may change the file during the run
     if text:
@@ -283,11 +291,10 @@ def _run_in(
     options |= {"origin": case.origin, "revive": restarts.revive} | (
         {"seat": seat._replace(scribe=scribe)} if seat else {}
     )
-    try:
-        ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
-    except HandoverError:
-        scribe.add(folder.events, EndedRecord(outcome="left", exit_code=0))
-        raise
+    ending = drive(job, folder, run_id=case.run_id or folder.path.name, **options)
+    if ending.outcome == LEFT:
+        scribe.add(folder.events, EndedRecord(outcome=LEFT, exit_code=ending.exit_code))
+        return None
     wall_s = time.monotonic() - started_s
     left = None if traces is None else traces.left(folder.logs, folder.path.name, etcd, server.pid if server else 0)
     try:
@@ -369,6 +376,7 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
     """Runs a job and its loggers in a run folder, with the `options` of `run_session`."""
     from engine.files.host_facts import host_record
     from engine.observers.observers import observing
+    from engine.runtime.agent.run_state import LEFT
     from engine.runtime.agent.session import run_session
 
     with observing(job, folder.events, folder.logs, screen.say) as observers:
@@ -378,6 +386,8 @@ def _drive(job: Job, folder: RunFolder, *, screen: Screen, **options: Any) -> En
             if (server := options["server"]) is not None and server.host:
                 host = replace(host, node=server.host, run_id=options["run_id"])
             ending = run_session(job, folder.events, folder.logs, watch, host=host, **options)
+        if ending.outcome == LEFT:
+            return ending
         return replace(ending, loggers=observers.finish(ending.view.run_state.committed))
 
 

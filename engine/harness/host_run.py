@@ -43,8 +43,7 @@ from engine.harness.dead_runs import launcher_runs
 from engine.harness.screen import Screen
 from engine.harness.takeover import HostRunEnd, OwnHost, RunOn, coordinate, place_of_host, serve, take_over
 from engine.models.model_registry import unreadable_files
-from engine.runtime.agent.run_state import FailoverContext
-from engine.runtime.hosts.host_registry import (
+from engine.runtime.agent.host_registry import (
     HostKeys,
     HostOutcome,
     HostRegistry,
@@ -52,9 +51,10 @@ from engine.runtime.hosts.host_registry import (
     network_of,
     new_certificate,
 )
-from engine.runtime.hosts.host_servers import HostServers
-from engine.runtime.hosts.remote_workers import RemoteSpawner
-from engine.runtime.hosts.wire import WireServer
+from engine.runtime.agent.host_servers import HostServers
+from engine.runtime.agent.remote_workers import RemoteSpawner
+from engine.runtime.agent.run_state import FailoverContext
+from engine.runtime.agent.wire import WireServer
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import breakable, holding
 from engine.runtime.store.etcd_settings import EtcdSettings
@@ -204,13 +204,12 @@ def _give_back(keeper: KeptLease) -> None:
 @contextlib.contextmanager
 def _forking(keeper: KeptLease, own: RegisteredHost) -> Iterator[ForkServer]:
     """Starts the fork server of this host, whose processes end before the host's lease can expire."""
-    with ForkServer() as server:
-        server.host, server.address = own.name, own.address
+    with ForkServer(host=own.name, address=own.address) as server:
 
         def end_workers(why: str) -> None:
             server.kill_all()
             since = f"{keeper.unrenewed_s:.3f} s after the sending of the last renewal that was answered"
             os.write(2, f"bamboo: {why}; its workers were ended {since}\n".encode())
 
-        keeper.end_workers = end_workers
+        keeper.cover(end_workers)
         yield server

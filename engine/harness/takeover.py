@@ -24,30 +24,31 @@ from engine.core.kv import KV, Lease
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import WelcomeMessage
 from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE, CoordinatorState
-from engine.core.protocol.succession import ProcessOnHost, begins_again, last_number, succession
+from engine.core.protocol.succession import begins_again, last_number, succession
 from engine.files.host_facts import host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
 from engine.files.run_folder import RunFolder
 from engine.harness.screen import Screen
+from engine.runtime.agent.host_registry import ElectedHost, HostOutcome, HostRegistry, network_of
+from engine.runtime.agent.host_servers import HostServers
+from engine.runtime.agent.host_workers import HostWorkers
+from engine.runtime.agent.remote_workers import RemoteSpawner
 from engine.runtime.agent.requests import REQUEST, RequestFiles
-from engine.runtime.agent.run_state import FailoverContext, HandoverError, InheritedProcess, InheritedRun
+from engine.runtime.agent.run_state import FailoverContext, InheritedProcess, InheritedRun
 from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.scribe_work import scribe_for
 from engine.runtime.agent.start_up import recording
-from engine.runtime.hosts.host_registry import ElectedHost, HostOutcome, HostRegistry, network_of
-from engine.runtime.hosts.host_servers import HostServers
-from engine.runtime.hosts.host_workers import HostWorkers
-from engine.runtime.hosts.remote_workers import RemoteSpawner
-from engine.runtime.hosts.wire import WireClient, WireServer
+from engine.runtime.agent.wire import WireClient, WireServer
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.process.spawner import Spawner
 
 OF_COORDINATOR = (ROLE, STATE, COMMIT, FACTS, *READERS)  # keys in the store, and prefixes
-# Runs the job with the servers of all hosts; returns the result of its case.
-RunOn = Callable[[ForkServer, FailoverContext], Any]
+# Runs the job with the servers of all hosts; returns the result of its case, None if this host has handed over.
+RunOn = Callable[[Spawner, FailoverContext], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,11 @@ def coordinate(
     result, error = None, None
     try:
         result = run(servers, seat)
+        if result is None:
+            give_back()
+            return HostRunEnd(left(registry.own.name))
         plain = result.to_plain()
         outcome = HostOutcome(int(plain["exit_code"]), str(plain["outcome"]))
-    except HandoverError:
-        give_back()
-        return HostRunEnd(left(registry.own.name))
     except BambooError as failure:
         error, outcome = failure, HostOutcome(int(failure.exit_code), f"failed: {failure}")
     except BaseException:
@@ -152,11 +153,11 @@ def serve(
         stack.callback(board.close)
         stack.enter_context(server.adopting(preloads(job)))
         workers = HostWorkers(server, recorder, record_fds, board, folder.logs, job)
-        workers.each_second = partial(_refuse_requests, RequestFiles(folder.path, REQUEST), recorder)
+        refuse = partial(_refuse_requests, RequestFiles(folder.path, REQUEST), recorder)
         stack.callback(workers.close)
         while True:
             with _stream(at, elected, workers) as wire:
-                workers.run(interrupts, partial(_is_alone, wire), _Look(wire, at.registry, elected))
+                workers.run(interrupts, partial(_is_alone, wire), _Look(wire, at.registry, elected), refuse)
                 if (outcome := _end(at, workers)) is not None:
                     workers.end_workers()
                     recorder.write(EndedRecord(outcome=outcome.words.partition(":")[0], exit_code=outcome.code))
@@ -166,7 +167,6 @@ def serve(
                         workers.lines.finish()
                     return HostRunEnd(outcome)
             if (stands := _stand(at, elected, workers)) is not None:
-                workers.each_second = lambda chief: None
                 at.screen.say(f"host {elected.name}, which coordinated the run, is lost; this host goes on with it")
                 chosen, wire_server = stands
                 stack.callback(wire_server.close)
@@ -365,7 +365,7 @@ def _inherited(
     heirs = succession(state, held, before.name, results.results.committed)
     for heir in heirs:
         server = away[heir.host]
-        processes.append(InheritedProcess(heir.worker, heir.host, partial(_adopt, server, heir)))
+        processes.append(InheritedProcess(heir.worker, heir.host, partial(server.adopt, heir)))
         for number, packet in server.words():
             if number == heir.number:
                 results.hear_again(heir.worker, packet)
@@ -417,7 +417,3 @@ def home_of(welcome: WelcomeMessage | None, folder: Path) -> Path:
         return folder
     inside = Path(welcome.checkpoints).parent
     return inside if inside.name == welcome.run else folder.with_name(welcome.run)
-
-
-def _adopt(server: RemoteSpawner, heir: ProcessOnHost, far: int, board_fd: int) -> Child:
-    return server.adopt(heir.number, heir.worker, heir.pid, heir.ended, far, board_fd)

@@ -18,7 +18,7 @@ from typing import IO, Any
 from engine.core.errors import EnvironmentLacksError, ensure
 from engine.files.atomic_write import open_to_append, write_atomically
 from engine.harness.host_checks import hosts_error, own_namespaces
-from engine.runtime.hosts.host_registry import new_certificate
+from engine.runtime.agent.host_registry import new_certificate
 from engine.runtime.process import subprocesses
 from engine.runtime.store.embedded_etcd import find_etcd
 

@@ -62,7 +62,7 @@ def test_the_overview_has_every_command() -> None:
 def test_the_overview_loads_no_command() -> None:
     modules = loaded_by("--help")
     own = {each for each in modules if each.startswith("bamboo_cli")}
-    assert own == {"bamboo_cli", "bamboo_cli.app", "bamboo_cli.terminal", "bamboo_cli.terminal.echo"}
+    assert own == {"bamboo_cli", "bamboo_cli.app", "bamboo_cli.echo"}
     assert not modules & {*HEAVY}
 
 

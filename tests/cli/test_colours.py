@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_cli.terminal.tables import BAD, say
+from bamboo_cli.tables import BAD, say
 from tests.cli.pseudo_terminal import shown_by
 from tests.report.made_up import MadeUpRun, make_run
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from bamboo_cli.__main__ import main
 from bamboo_cli.bench import _print_table
 from bamboo_cli.matrix import _tell
-from bamboo_cli.terminal.live import LivePicture
+from bamboo_cli.live import LivePicture
 from engine.bench.figures import BenchRow
 from engine.core.checks.cell_result import CellResult
 from engine.core.job.job import Job
@@ -103,7 +103,7 @@ def test_a_pipe_has_colours_only_if_they_are_forced(
 def test_a_sentence_wraps_between_words_on_a_terminal() -> None:
     """Before, the sentence of a report broke in the middle of a number."""
     text = "Worker 1 was lost; training stalled for 1234.5 ms. " * 9
-    program = f"from bamboo_cli.terminal.tables import say; say({text!r})"
+    program = f"from bamboo_cli.tables import say; say({text!r})"
     lines = shown_by([sys.executable, "-c", program], columns=60).splitlines()
     assert all(len(line) <= 60 for line in lines)
     assert " ".join(lines).split() == text.split()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.agent import _case
 from bamboo_cli.app import app as bamboo
-from bamboo_cli.options.job import FLAG_FIELDS, takes_job
+from bamboo_cli.job_options import FLAG_FIELDS, takes_job
 from engine.core.errors import UserError
 from engine.core.faults.fault import At
 from engine.core.faults.kill_text import kill_moment
@@ -137,7 +137,7 @@ def test_every_plain_field_is_a_flag_with_its_help(name: str, monkeypatch: pytes
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, bamboo_cli.options.job; "
+    code = "import sys, bamboo_cli.job_options; "
     code += "assert not {'torch', 'pandas', 'numpy', 'pydantic', 'yaml'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bamboo_cli.terminal import live
-from bamboo_cli.terminal.live import LivePicture, untold
-from bamboo_cli.terminal.worker_rows import awaited, doing
+from bamboo_cli import live
+from bamboo_cli.live import LivePicture, untold
+from bamboo_cli.worker_rows import awaited, doing
 from engine.core.job.job import Job
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
 from engine.runtime.ipc.progress_board import Progress

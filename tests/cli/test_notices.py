@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bamboo_cli.options.run import asking
+from bamboo_cli.run_options import asking
 from engine.core.errors import UserError
 from engine.core.hosts.notice_answer import NoticeFrom
 

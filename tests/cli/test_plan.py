@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bamboo_cli.options.plan import print_plan
-from bamboo_cli.terminal.worker_rows import slots_text
+from bamboo_cli.plan import print_plan
+from bamboo_cli.worker_rows import slots_text
 from engine.core.action import parse_action
 from engine.core.faults.expansion import describe
 from engine.core.job.job import Job

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli.report import load_run
 from bamboo_cli.status import status
-from bamboo_cli.terminal.status_picture import StatusPicture
+from bamboo_cli.status_picture import StatusPicture
 from engine.core.errors import CoordinatorUnavailableError, NothingMatchedError, StorageError, UserError
 from engine.core.protocol.run_status import RunStatus, WorkerStatus
 from engine.files.run_folder import RunFolder, create_run_folder

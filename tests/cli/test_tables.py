@@ -24,9 +24,9 @@ from rich.console import Console
 
 from bamboo_cli.app import app
 from bamboo_cli.bench import _print_table
-from bamboo_cli.terminal.live import LivePicture
-from bamboo_cli.terminal.status_picture import StatusPicture
-from bamboo_cli.terminal.tables import fitted, print_table, width_of
+from bamboo_cli.live import LivePicture
+from bamboo_cli.status_picture import StatusPicture
+from bamboo_cli.tables import fitted, print_table, width_of
 from engine.bench.figures import BenchRow
 from engine.core.checks.cell_result import CellResult
 from engine.core.history.run_history import history_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_cli.terminal.live import LivePicture, WorkerOutput
+from bamboo_cli.live import LivePicture, WorkerOutput
 from engine.core.job.job import Job
 from engine.core.texts import printable
 from engine.runtime.agent.run_state import RunState, RunView

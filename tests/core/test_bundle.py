@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvariantError
-from engine.runtime.hosts.frames import MOST_BUNDLE_BYTES, MOST_BYTES, bundle, bundled_bytes, fits, frames_of
+from engine.runtime.agent.frames import MOST_BUNDLE_BYTES, MOST_BYTES, bundle, bundled_bytes, fits, frames_of
 
 FRAMES = st.lists(st.binary(max_size=300), min_size=1, max_size=20)
 

@@ -28,7 +28,6 @@ from engine.core.checkpoint_rules import (
 )
 from engine.core.errors import ExitCode
 from engine.core.manifest import LayerHash, Part
-from engine.core.messages import CommitMessage, EpochMessage, GoMessage
 from engine.core.ownership import Grid, Ownership, Redundancy, fresh, with_shadows
 
 MINUTE_NS = 60 * 10**9
@@ -129,13 +128,12 @@ def closes(step: int, hashes: tuple[LayerHash, ...] = HASHES) -> Event:
 
 
 def ordered(step: int) -> Event:
-    return lambda now: (checkpoint_rules.order(now, CommitMessage(step, 1.0, "step", keep=True), step), ())
+    return lambda now: (checkpoint_rules.order(now, step), ())
 
 
-def epoch(step: int, go: GoMessage | None = None) -> Event:
-    """A new epoch after the commit of a step; with `go`, the missing parts of that step are ordered."""
-    told = EpochMessage(2, (0,), gather=False, regroup=True, commit=None, digest=None, go=go)
-    return lambda now: (checkpoint_rules.order(now, told, step), ())
+def epoch(now: Gathering) -> checkpoint_rules.Gathered:
+    """A new epoch."""
+    return checkpoint_rules.begin_epoch(now), ()
 
 
 def after(*events: Event, begun: tuple[int, ...] = (4,)) -> list[CompleteCheckpoint | AbandonedCheckpoint]:
@@ -203,7 +201,7 @@ def all_of(step: int) -> tuple[Event, ...]:
 
 
 def test_an_epoch_later_a_whole_checkpoint_settles_the_older_ones() -> None:
-    found = after(epoch(5), ordered(6), *all_of(6), part(4, PARTS[0]), begun=(4, 5))
+    found = after(epoch, ordered(6), *all_of(6), part(4, PARTS[0]), begun=(4, 5))
     assert found == [
         AbandonedCheckpoint(4, INCOMPLETE),
         AbandonedCheckpoint(5, INCOMPLETE),
@@ -212,14 +210,12 @@ def test_an_epoch_later_a_whole_checkpoint_settles_the_older_ones() -> None:
 
 
 def test_parts_that_are_ordered_again_in_an_epoch_are_awaited() -> None:
-    go = GoMessage(end=False, validate=False, keep=True)
-    for orders in ((epoch(5, go),), (epoch(5), lambda now: (checkpoint_rules.order(now, go, 5), ()))):
-        found = after(*orders, ordered(6), *all_of(6), *all_of(5), begun=(4, 5))
-        assert found == [
-            AbandonedCheckpoint(4, INCOMPLETE),
-            CompleteCheckpoint(6, HASHES, PARTS),
-            CompleteCheckpoint(5, HASHES, PARTS),
-        ]
+    found = after(epoch, ordered(5), ordered(6), *all_of(6), *all_of(5), begun=(4, 5))
+    assert found == [
+        AbandonedCheckpoint(4, INCOMPLETE),
+        CompleteCheckpoint(6, HASHES, PARTS),
+        CompleteCheckpoint(5, HASHES, PARTS),
+    ]
 
 
 def test_at_the_end_all_others_are_given_up() -> None:

@@ -35,6 +35,7 @@ from engine.core.protocol.inputs_outputs import (
     CoordinatorInput,
     CoordinatorOutput,
     Fail,
+    KeepStep,
     Kill,
     Note,
     PhaseReached,
@@ -43,6 +44,7 @@ from engine.core.protocol.inputs_outputs import (
     Restart,
     RunStopping,
     Stop,
+    Teach,
     Tell,
     Write,
 )
@@ -142,10 +144,11 @@ def test_relays() -> None:
     assert given(state, heard(0, cut))[1] == (
         Write(PartitionRecord(starts=cut.starts, layers=cut.layers)),
         Tell((0, 1, 2), messages.PartitionMessage(cut.starts)),
+        Teach(messages.PartitionMessage(cut.starts)),
     )
     assert Note("3 are left out") in given(state, heard(0, replace(cut, notes=("3 are left out",))))[1]
     border = messages.BorderMessage(0, (((2, 2), "float32", True),))
-    assert given(state, heard(0, border))[1] == (Tell((0, 1, 2), border),)
+    assert given(state, heard(0, border))[1] == (Tell((0, 1, 2), border), Teach(border))
     write, *_ = given(training(), heard(0, messages.SuspicionMessage(1, "reset by peer", 1)))[1]
     assert write == Write(SuspicionRecord(of=0, text="reset by peer", peer=1))
 
@@ -167,7 +170,7 @@ def test_a_validation_is_owed_until_its_result_is_known() -> None:
 def test_workers_leave_when_all_have_finished() -> None:
     state, outputs = committed(training(last_step=0))
     assert told(outputs)[0].then == "end"  # type: ignore[attr-defined]
-    assert (state.membership.phase, outputs[-1]) == (Phase.DRAINING, written_commit(outputs))
+    assert (state.membership.phase, *outputs[-2:]) == (Phase.DRAINING, written_commit(outputs), KeepStep(0, 1))
     state, outputs = given(state, *(heard(worker, messages.FinishedMessage(1, (), 3, ())) for worker in range(3)))
     assert kinds(outputs) == [Write, Write, Write, Tell, Release]
     assert written(outputs)[0] == FinishedRecord(of=0, peak_stash=(), peak_memory_kib=3)

@@ -19,7 +19,7 @@ from engine.core.protocol.state import Options
 from engine.core.protocol.state import begin as begin_membership
 from engine.core.protocol.verdicts import NO_MORE, deadly_hosts
 from engine.report.load import load
-from engine.runtime.hosts.host_servers import KEPT
+from engine.runtime.agent.host_servers import KEPT
 from tests.core.coordinator_cases import Outputs, answers, begun, committed, given, heard, training, written
 from tests.core.made_records import made_history
 

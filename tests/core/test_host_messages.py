@@ -15,7 +15,7 @@ from engine.core.hosts import host_messages
 from engine.core.hosts.host_messages import WorkerSign
 from engine.core.message_kinds import MAX_BYTES, Message
 from engine.core.messages import HeartbeatMessage, KeyMessage, PingMessage
-from engine.runtime.hosts.frames import (
+from engine.runtime.agent.frames import (
     MOST_BYTES,
     frame,
     read_frame,

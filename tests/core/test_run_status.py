@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bamboo_cli.terminal.status_picture import headline
+from bamboo_cli.status_picture import headline
 from engine.codec.documents import state_text, status_of_keys
 from engine.core.errors import InvariantError
 from engine.core.messages import WaitingMessage

@@ -19,7 +19,7 @@ from engine.core.hosts.host_messages import (
     is_shipped,
     whole_bytes,
 )
-from engine.runtime.hosts.frames import MOST_BYTES, frame, read_frame, shipped_frame, shipped_parts
+from engine.runtime.agent.frames import MOST_BYTES, frame, read_frame, shipped_frame, shipped_parts
 
 ACTIONS = "steps/actions-0-0.bin"
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from engine.models.layers import Tensors
 from engine.runtime.device.device import Device
 from engine.runtime.device.side_queue import QueueMoment, SideQueue
-from engine.runtime.in_process.thread_server import ThreadBackend, ThreadControl
 from engine.runtime.transport.nccl_queue import NcclThread
 from engine.runtime.transport.nccl_transport import ABORT_S, LastResort, NcclBackend, NcclJoining, NcclTransport
 from engine.runtime.transport.transport import bytes_of
+from engine.runtime.worker.thread_worker import ThreadBackend, ThreadControl
 from engine.runtime.worker.worker import tell_end
 
 _Call = Literal["begin", "connect", "revoke", "abort"]

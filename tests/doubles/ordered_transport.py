@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.models.layers import Tensors
 from engine.runtime.device.device import Device
-from engine.runtime.in_process.thread_server import ThreadBackend, ThreadControl
 from engine.runtime.transport.transport import AsideKey, Border, Channel, Joining, ProgramKey, Traffic, Transport
+from engine.runtime.worker.thread_worker import ThreadBackend, ThreadControl
 
 _Ends = tuple[list[object], list[object]]  # (epoch, key) of what was sent, and of what was posted
 

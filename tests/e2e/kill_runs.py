@@ -18,7 +18,7 @@ from engine.core.faults.fault import Fault
 from engine.core.job.job import Job
 from engine.runtime.agent.run_state import Ending, RunState
 from engine.runtime.agent.session import run_session
-from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.process.spawner import Spawner
 from tests.e2e.kill_forecast import Kill, without_redundancy
 from tests.e2e.recorded import events_of
 from tests.kills import parse_kills
@@ -68,7 +68,7 @@ def job_of(setting: str) -> Job:
 class Runs:
     """Runs jobs with one fork server, each in its own folder, and keeps the outcome of each twin."""
 
-    def __init__(self, folder: Path, server: ForkServer):
+    def __init__(self, folder: Path, server: Spawner):
         self._folder = folder
         self._server = server
         self._twins: dict[str, tuple[object, ...]] = {}

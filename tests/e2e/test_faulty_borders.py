@@ -16,8 +16,8 @@ import pytest
 
 from engine.core.faults.fault import Fault
 from engine.core.job.job import Job
-from engine.runtime.in_process.thread_server import ThreadServer
 from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.process.thread_server import ThreadServer
 from tests.e2e.kill_runs import Event, Runs, differences
 from tests.kills import parse_kill
 

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
-from bamboo_cli.options.run import grace_seconds, scenario_of
-from bamboo_cli.terminal.tables import RESULT_STYLES
+from bamboo_cli.run_options import grace_seconds, scenario_of
+from bamboo_cli.tables import RESULT_STYLES
 from engine.core.checks.expectations import Observation
 from engine.core.checks.recoveries import Recovery, Stall
 from engine.core.errors import BambooError, ExitCode, UserError

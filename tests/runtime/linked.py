@@ -12,11 +12,11 @@ from typing import Any
 
 from engine.core.message_kinds import Message
 from engine.core.messages import LinkMessage, LinkWantedMessage
-from engine.runtime.in_process.thread_server import Turn
 from engine.runtime.ipc.control import Wakeups
 from engine.runtime.ipc.link import LinkPairs
 from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport, LinkCuts
 from engine.runtime.transport.links import Links
+from engine.runtime.worker.thread_worker import Turn
 
 WAIT_S = 20.0  # the longest wait
 

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from engine.runtime.ipc.control import Control
-from engine.runtime.worker import worker
+from engine.runtime.worker.worker import WorkerLife
 from tests.doubles.fake_gpu import FakeGpu
 
 
 @contextlib.contextmanager
 def unmarked_waits(gpu: FakeGpu) -> Iterator[list[str]]:
     """Collects the places of such waits, of workers that are threads and have joined."""
-    controls, found, work = dict[int, Control](), list[str](), worker.work
+    controls, found, run = dict[int, Control](), list[str](), WorkerLife.run
 
-    def watched(control: Control, *given: Any) -> int:
+    def watched(worker: WorkerLife, control: Control, *given: Any) -> int:
         own = threading.get_ident()
         controls[own] = control
         try:
-            return work(control, *given)
+            return run(worker, control, *given)
         finally:
             del controls[own]
 
@@ -41,5 +41,5 @@ def unmarked_waits(gpu: FakeGpu) -> Iterator[list[str]]:
 
     gpu.streams.on_wait = look
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "work", watched)
+        patch.setattr(WorkerLife, "run", watched)
         yield found

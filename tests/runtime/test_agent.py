@@ -18,7 +18,7 @@ from engine.core.job.job import Job
 from engine.core.messages import CommitMessage, CutMessage, ExitMessage
 from engine.core.protocol.coordinator import step
 from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput
-from engine.runtime.agent.agent import Agent
+from engine.runtime.agent.agent import Agent, AgentTasks
 from engine.runtime.agent.session import run_session
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.recorder import Recorder, open_events
@@ -78,7 +78,7 @@ def test_no_worker_hears_of_a_commit_before_the_time_in_its_record(tmp_path: Pat
     }
     node: Any = NodeDouble()
     recorder = Recorder(open_events(tmp_path / "events.jsonl"), -1)
-    agent = Agent(node.coordination.job, members, recorder, node, lambda agent: None)
+    agent = Agent(node.coordination.job, members, recorder, node, AgentTasks())
     agent.run_state.cut(CutMessage((0, 1, 2), ("fc1", "fc2", "fc3")))
     for vote in votes(node.coordination):
         agent.decide(vote)
@@ -107,7 +107,7 @@ def test_a_lost_host_is_one_verdict_before_any_end_of_its_workers_counts(tmp_pat
         )
         for worker, host in enumerate("abb")
     }
-    agent = Agent(node.coordination.job, members, Recorder(open_events(tmp_path / "e"), -1), node, lambda agent: None)
+    agent = Agent(node.coordination.job, members, Recorder(open_events(tmp_path / "e"), -1), node, AgentTasks())
     epoch = node.state.epoch
     for worker in (1, 2):
         agent.exited(members[worker], -9)

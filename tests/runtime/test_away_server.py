@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +23,10 @@ from engine.core.hosts.host_messages import (
 from engine.core.hosts.host_options import RegisteredHost
 from engine.core.job.job import Job
 from engine.core.messages import PartitionMessage
-from engine.runtime.hosts import host_servers as heard_results
-from engine.runtime.hosts.frames import read_frame as read
-from engine.runtime.hosts.host_servers import HostServers, ReplicatedResults
-from engine.runtime.hosts.remote_workers import RemoteSpawner
-from engine.runtime.ipc.link import Link
+from engine.runtime.agent import host_servers as heard_results
+from engine.runtime.agent.frames import read_frame as read
+from engine.runtime.agent.host_servers import HostServers, ReplicatedResults
+from engine.runtime.agent.remote_workers import RemoteSpawner
 from engine.runtime.ipc.progress_board import ProgressBoard
 from tests.doubles.kv_double import StoreDouble
 from tests.doubles.kv_double_client import ClientDouble
@@ -117,14 +117,11 @@ def test_hosts_that_lack_room_for_all_workers_are_told_with_the_lost_one() -> No
 def test_the_process_of_a_lost_host_has_ended_with_it(servers: HostServers) -> None:
     """Then all workers begin again; an error would end the run, with the code of a host that lacks something."""
     servers.lose("b", "its stream has ended")
-    link, far = Link.pair(blocking=False)
     board = ProgressBoard.create(2)
-    child = servers._away["b"].fork("worker", "bamboo-1", -1, [far.fileno(), -1, -1, board.fd])
+    child, _ = servers._away["b"].start_worker(1, Path("log"), [], board)
     assert (child.wait(), child.lost) == (-9, "its stream has ended")
-    child.close()
+    assert servers._away["b"].mailbox.take() == [(child, -9)]
     board.close()
-    link.close()
-    far.close()
 
 
 def test_processes_of_another_coordinator_are_ended_when_all_workers_begin_again() -> None:

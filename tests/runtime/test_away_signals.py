@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 
 from engine.core.hosts.host_messages import SignalHostMessage, SignsHostMessage, WorkerSign
-from engine.runtime.hosts import host_workers
-from engine.runtime.hosts.frames import read_frame
-from engine.runtime.hosts.host_workers import HeartbeatReporter, LocalProcess
-from engine.runtime.hosts.remote_workers import UNKNOWN, RemoteProcess
-from engine.runtime.hosts.wire import StreamEnd
+from engine.runtime.agent import host_workers
+from engine.runtime.agent.frames import read_frame
+from engine.runtime.agent.host_workers import HeartbeatReporter, LocalProcess
+from engine.runtime.agent.remote_workers import UNKNOWN, RemoteProcess
+from engine.runtime.agent.wire import StreamEnd
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.spawner import HostMailbox
 
 RUNS = ("R", 5, 5)
 
@@ -34,16 +35,10 @@ def _board() -> Iterator[ProgressBoard]:
 
 
 @pytest.fixture(name="away")
-def _away(board: ProgressBoard) -> Iterator[tuple[RemoteProcess, list[bytes]]]:
+def _away() -> tuple[RemoteProcess, list[bytes]]:
     """Returns a worker of another host, and the frames that are sent to its host."""
     sent: list[bytes] = []
-    link, far = Link.pair(blocking=False)
-    child = RemoteProcess("bamboo-0", 1, 0, far.fileno(), board.fd, sent.append)
-    yield child, sent
-    child.ended(0)
-    child.close()
-    for each in (link, far):
-        each.close()
+    return RemoteProcess(1, 0, sent.append, HostMailbox()), sent
 
 
 @pytest.fixture(name="own")
@@ -88,7 +83,7 @@ def test_the_place_of_a_worker_comes_before_its_end(
     child.sees(WorkerSign(1, "", (7, 3, "1B2"), None, RUNS))
     child.ended(-9)
     child.sees(WorkerSign(1, "", (8, 4, "1F0"), None, RUNS))  # a late one
-    assert board.read(0).action == "1B2"
+    assert child.progress(0, board).action == "1B2"
 
 
 def signs_in(end: StreamEnd) -> list[WorkerSign]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,14 +28,23 @@ from engine.core.program.ballot import SlotVote, VoteMessage
 from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.program.planner import EpochPlan, Plan
 from engine.core.worker.inputs import PlanPrepared, ProtocolMessage, StagesBuilt
-from engine.runtime.ipc.control import Control, Fenced, Stopped
+from engine.core.worker.state import PreparePlan
+from engine.runtime.ipc.control import Control, ControlHandler, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.worker.training import WorkerProtocol
+from engine.runtime.worker.worker import WorkerLife
 from tests.runtime.peer_messages import Word, an_epoch
 
 # The thread ends by an exception where it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class Heard(ControlHandler):
+    """A worker that handles some of what its control tells it, as it is given."""
+
+    def __init__(self, **given: Callable[..., Any]):
+        self.__dict__ |= given
 
 
 def commit(step: int) -> CommitMessage:
@@ -142,7 +152,7 @@ def test_what_is_looked_for_is_heard_when_no_message_waits(pair: tuple[Control, 
 
 def test_it_speaks_in_the_epoch_that_it_has_entered(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    protocol = WorkerProtocol(control)
+    protocol = WorkerProtocol(control, lambda output: None)
     control.tells_marks = True
     protocol.feed(StagesBuilt(0, fresh(Grid(1, 1)), 0, 0))
     agent.send(an_epoch(2))
@@ -152,18 +162,25 @@ def test_it_speaks_in_the_epoch_that_it_has_entered(pair: tuple[Control, Link]) 
     assert protocol.feed(ProtocolMessage(control.hear()))
     control.mark("plan")
     assert [agent.receive(), agent.receive()] == [MarkMessage(0, "fence"), MarkMessage(2, "plan")]
-    control.on_ping = lambda: control.send(BusyMessage("opens the data"))
+    control.handler = Heard(pinged=lambda: control.send(BusyMessage("opens the data")))
     agent.send(PingMessage())
     assert [agent.receive(), agent.receive()] == [HeartbeatMessage(2, *control.at), BusyMessage("opens the data")]
 
 
 def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tuple[Control, Link]) -> None:
     control, agent = pair
-    protocol = WorkerProtocol(control)
+
+    def carry_out(output: Any) -> None:
+        if isinstance(output, PreparePlan):
+            protocol.feed_aside(PlanPrepared(output.order.number, plan))
+        else:
+            control.send(output.message)
+
+    protocol = WorkerProtocol(control, carry_out)
     protocol.feed(StagesBuilt(0, fresh(Grid(1, 1)), 0, 0))
     told = PrepareMessage(3, PlanMessage(2, 1, (0,), (), (0,), (), ()))
     plan = EpochPlan(told.plan, fresh(Grid(1, 1)), Plan(2, {}, (), (), "the digest"))
-    protocol.prepare = lambda message: protocol.feed_aside(PlanPrepared(message.number, plan))
+    control.handler = Heard(prepare=lambda order: protocol.feed_aside(ProtocolMessage(order)))
     agent.send(told)
     assert agent.receive() == PreparedMessage(2, 3, "the digest")  # this thread, the main one, has done nothing
     assert protocol.state.prepared == (plan,)
@@ -171,11 +188,12 @@ def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tupl
 
 def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Control, Link], tmp_path: Path) -> None:
     control, agent = pair
+    control.handler = worker = WorkerLife((-1, -1), -1)
     agent.send(ExitMessage(1))  # before anybody knows where to record it
     agent.send(Word())
     assert control.take(Word)
     events_fd = open_events(tmp_path / "events.jsonl")
-    control.recorder = Recorder(events_fd, 2)
+    worker._recorder = Recorder(events_fd, 2)
     agent.send(ExitMessage(3))
     agent.send(Word())
     assert control.take(Word)
@@ -204,7 +222,7 @@ def test_a_heartbeat_from_inside_an_action_names_the_gpu_that_has_not_ended_its_
     pair: tuple[Control, Link],
 ) -> None:
     control, agent = pair
-    control.unfinished = lambda: "GPU 0"
+    control.handler = Heard(unfinished=lambda: "GPU 0")
     for inside in (True, False):
         control.at = (3, 5, inside)
         agent.send(PingMessage())
@@ -216,7 +234,7 @@ def test_a_wait_for_no_other_worker_is_told_as_an_action_is(pair: tuple[Control,
     control, _ = pair
     control.at = (3, 5, False)
     seen = []
-    control.on_move = lambda epoch, *at: seen.append(at)
+    control.handler = Heard(moved=lambda epoch, *at: seen.append(at))
     with control.busy():
         with control.busy():
             pass

@@ -22,7 +22,7 @@ from engine.runtime.agent import session
 from engine.runtime.agent.session import run_session
 from engine.runtime.device.action_clock import BLOCK, LiveBytes, in_blocks
 from engine.runtime.device.device import HOST
-from engine.runtime.in_process.thread_server import ThreadServer
+from engine.runtime.process.thread_server import ThreadServer
 from engine.runtime.stage.memory_watch import MemoryWatch, microbatch_bytes
 from engine.runtime.stage.stage import Stage
 from engine.runtime.stage.state_hash import hash_tensors

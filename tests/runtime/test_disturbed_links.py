@@ -12,7 +12,7 @@ import torch
 
 from engine.core.errors import TransferFailedError
 from engine.core.links import Disturbance, Frame, FrameCount
-from engine.runtime.hosts.host_registry import new_certificate
+from engine.runtime.agent.host_registry import new_certificate
 from engine.runtime.transport.direct_transport import DirectTransport
 from engine.runtime.transport.link_wire import Wire, disturbed
 from engine.runtime.transport.transport import TensorSpec

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, LeaseLostError
 from engine.core.kv import Delete, Put, Txn, absent
-from engine.runtime.hosts.host_registry import new_certificate
+from engine.runtime.agent.host_registry import new_certificate
 from engine.runtime.store.election import Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_kv import DEADLINE_S, EndpointClient, EtcdCalls, EtcdKV, KeySpace, etcd3, rpc

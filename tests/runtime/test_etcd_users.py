@@ -10,7 +10,7 @@ import pytest
 from engine.core.errors import CoordinatorUnavailableError
 from engine.core.hosts.host_options import RegisteredHost
 from engine.core.kv import Lease
-from engine.runtime.hosts.host_registry import HostRegistry
+from engine.runtime.agent.host_registry import HostRegistry
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_kv import EndpointClient, EtcdKV, rpc
 from engine.runtime.store.etcd_settings import EtcdSettings, Secret

@@ -102,7 +102,7 @@ def test_who_is_slow_for_a_while_is_so_for_one_action_at_least(pair: tuple[Contr
     control.at = (5, 1, True)
     replicas: Any = SimpleNamespace(device=HOST)  # the rest of which it leaves alone
     points = Failpoints(control, replicas=replicas)
-    control.on_fault(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 1_000_000}, None))
+    points.handle(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 1_000_000}, None))
     time.sleep(0.005)
     points.delay(5, ACTION, now_ns())
     message = agent.receive()
@@ -119,7 +119,7 @@ def test_a_slow_action_takes_its_factor_without_the_wait_for_a_core(
     control, agent = pair
     replicas: Any = SimpleNamespace(device=HOST)
     points = Failpoints(control, replicas=replicas)
-    control.on_fault(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 10**9}, None))
+    points.handle(InflictMessage("slow", "slow", {"factor": 3.0, "for_ns": 10**9}, None))
     slept_s: list[float] = []
     monkeypatch.setattr(time, "sleep", slept_s.append)
     points.delay(5, ACTION, now_ns() - 50 * 10**9, waited_ns=40 * 10**9)

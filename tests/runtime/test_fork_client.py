@@ -186,7 +186,7 @@ def test_a_server_that_stands_still_is_replaced(
     monkeypatch.setattr("engine.runtime.process.fork_client._ANSWER_S", 0.2)
     monkeypatch.setattr("engine.runtime.process.fork_client._WAIT_S", 0.05)
     waits: list[int] = []
-    monkeypatch.setattr(server, "while_waiting", lambda: waits.append(server.pid))
+    monkeypatch.setattr(server, "_while_waiting", lambda: waits.append(server.pid))
     children.append(start_worker(server, tmp_path / "second"))
     assert waits.count(before) >= 2  # the leases of the host are renewed there
     assert server.pid != before

@@ -23,9 +23,9 @@ from engine.core.history.run_records import (
 from engine.core.job.job import Job
 from engine.core.messages import AuditMessage, CutMessage, FinishedMessage, NoticeMessage, ReadyMessage
 from engine.core.protocol.worker_times import WorkerTimes
+from engine.runtime.agent import host_servers
+from engine.runtime.agent.host_servers import ReplayBuffer, ReplicatedResults
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.hosts import host_servers
-from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults
 
 JOB = Job(model="mlp", stages=2, steps=6)
 LAYERS = ("a", "b")

@@ -11,8 +11,8 @@ import pytest
 
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, UserError
 from engine.core.hosts.host_options import RegisteredHost
-from engine.runtime.hosts import host_registry
-from engine.runtime.hosts.host_registry import HostKeys, HostOutcome, HostRegistry, RunCertificate
+from engine.runtime.agent import host_registry
+from engine.runtime.agent.host_registry import HostKeys, HostOutcome, HostRegistry, RunCertificate
 from tests.runtime.kv_backends import Backend
 
 MADE = RunCertificate("certificate", "key")

@@ -11,9 +11,9 @@ import pytest
 from engine.core.errors import CoordinatorUnavailableError, WorkerFailedError
 from engine.core.hosts.host_options import RegisteredHost
 from engine.core.kv import Lease
-from engine.runtime.hosts import host_servers
-from engine.runtime.hosts.host_servers import HostServers
-from engine.runtime.hosts.remote_workers import RemoteSpawner
+from engine.runtime.agent import host_servers
+from engine.runtime.agent.host_servers import HostServers
+from engine.runtime.agent.remote_workers import RemoteSpawner
 from engine.runtime.process.fork_client import ForkServer
 
 MOST_S = 20.0

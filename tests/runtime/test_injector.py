@@ -220,6 +220,7 @@ def test_faults_that_come_later_are_told_to_everybody(crew: Crew) -> None:
 
 def test_the_state_of_a_process_that_has_ended_is_unknown(crew: Crew) -> None:
     child = crew.members[0].child
+    assert isinstance(child, Child)
     assert child.state() in ("R", "S")
     crew.processes[0].kill()
     assert select.select([child.pidfd], [], [], 10)[0]

@@ -16,7 +16,6 @@ from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.job.job import Job
-from engine.core.messages import CommitMessage
 from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at
 from engine.runtime.agent import checkpoints
 from engine.runtime.agent.checkpoints import Checkpoints
@@ -78,9 +77,8 @@ class Run:
         self.agree(step)
 
     def write(self, step: int) -> None:
-        told, known = CommitMessage(step, 1.0, "step", keep=True), SimpleNamespace(committed=step, epoch=1)
         self.state.layers = ("first",)
-        self.checkpoints.await_parts(told, cast(Any, known))
+        self.checkpoints.await_parts(step, 1)
         self.checkpoints.kept(KeptMessage(step, self.folder.write_part(step, 0, [bytes_of(step, 0)]), 0, 0, 0))
 
     def agree(self, step: int) -> None:

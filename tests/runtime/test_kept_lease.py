@@ -11,7 +11,7 @@ import pytest
 from engine.core.errors import CoordinatorUnavailableError, ExitCode
 from engine.core.hosts.ends import LEAST_S
 from engine.core.kv import Lease
-from engine.runtime.hosts.host_registry import KeptLease, boottime_ns
+from engine.runtime.agent.host_registry import KeptLease, boottime_ns
 
 pytestmark = pytest.mark.timeout(60)
 S = 1_000_000_000
@@ -53,7 +53,7 @@ def end_of_host(store: LeaseStore, *, stops_s: float = 0.0) -> tuple[int, float,
     if (pid := os.fork()) == 0:
         made: object = store
         os.write(ready, b"!")
-        KeptLease(made, LEAST_S, lambda why: bool(os.write(writes, why.encode())))  # type: ignore[arg-type]
+        KeptLease(made, LEAST_S).cover(lambda why: bool(os.write(writes, why.encode())))  # type: ignore[arg-type]
         time.sleep(30)
         os._exit(1)
     os.close(writes)

@@ -9,10 +9,7 @@ from typing import Any
 from engine.core.checkpoint_rules import KeptMessage
 from engine.core.history.run_records import UnkeptRecord
 from engine.core.job.job import Job
-from engine.core.job.partition import fresh_ownership
 from engine.core.manifest import LayerHash
-from engine.core.messages import CommitMessage
-from engine.core.protocol.coordinator_state import first_state
 from engine.files.checkpoint_folder import CheckpointFolder, checkpoints_at
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.keeper import Keeper, start_thread
@@ -82,10 +79,9 @@ def test_a_part_without_a_manifest_is_removed_at_the_end(tmp_path: Path) -> None
     part = checkpoints_at(place).write_part(1, 0, [b"of a worker that died"])
     job, records = Job(**SMALL, steps=2), list[Any]()
     recorder: Any = SimpleNamespace(write=records.append)
-    known = first_state(job, fresh_ownership(job), 0).membership._replace(committed=1)
     with Keeper(start_thread, job, str(tmp_path)) as keeper:
         checkpoints = Checkpoints(keeper, RunState(job), recorder)
-        checkpoints.await_parts(CommitMessage(1, 1.0, "end", keep=True), known)
+        checkpoints.await_parts(1, 0)
         checkpoints.kept(KeptMessage(1, part, 0, 0, 0))
         checkpoints.close()
     assert [(type(each), each.step) for each in records] == [(UnkeptRecord, 1)]

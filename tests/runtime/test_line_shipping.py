@@ -14,9 +14,9 @@ import pytest
 from engine.core.history.step_files import entry
 from engine.core.hosts.host_messages import KeptHostMessage, TickHostMessage
 from engine.core.hosts.host_options import RegisteredHost
-from engine.runtime.hosts.frames import frame, read_frame
-from engine.runtime.hosts.remote_workers import CoordinatorLines, RemoteSpawner, ServedLines
-from engine.runtime.hosts.wire import StreamEnd
+from engine.runtime.agent.frames import frame, read_frame
+from engine.runtime.agent.remote_workers import CoordinatorLines, RemoteSpawner, ServedLines
+from engine.runtime.agent.wire import StreamEnd
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -26,8 +26,8 @@ from engine.files.jobs.matrix_file import PlannedCell, read_matrix
 from engine.runtime.agent import session
 from engine.runtime.agent.run_state import Ending
 from engine.runtime.faults.registry import kinds
-from engine.runtime.in_process import thread_server
 from engine.runtime.transport.nccl_transport import ENDS_ITSELF
+from engine.runtime.worker import thread_worker
 from engine.runtime.worker import worker as backends
 from tests.doubles.fake_nccl import FakeNccl, NcclBesideLinks
 from tests.runtime.thread_runs import run_in_threads
@@ -56,7 +56,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     """Puts the transport of NCCL in place of that of each worker in this process, on a double with short deadlines."""
     nccl = FakeNccl()
     nccl.open_s, nccl.abort_s = 1.0, 0.4
-    monkeypatch.setattr(thread_server, "ThreadBackend", partial(NcclBesideLinks, nccl))
+    monkeypatch.setattr(thread_worker, "ThreadBackend", partial(NcclBesideLinks, nccl))
     monkeypatch.setattr(session, "refuse_what_this_host_lacks", lambda job: None)
     yield nccl
     nccl.stands.clear()

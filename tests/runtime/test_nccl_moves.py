@@ -19,8 +19,8 @@ from engine.core.job.job import Job
 from engine.files.events_file import read_history
 from engine.runtime.agent import session
 from engine.runtime.agent.agent import Agent
-from engine.runtime.in_process import thread_server
-from engine.runtime.in_process.thread_server import ThreadServer
+from engine.runtime.process.thread_server import ThreadServer
+from engine.runtime.worker import thread_worker
 from engine.runtime.worker.executor import Executor
 from tests.doubles.fake_gpu import fake_gpu
 from tests.doubles.fake_nccl import FakeNccl, NcclBesideLinks
@@ -43,7 +43,7 @@ class Doubles:
 
     def __init__(self, on_gpu: bool, patch: pytest.MonkeyPatch):
         self.nccl, self._patch, self._on = FakeNccl(), patch, ON_GPU if on_gpu else {"backend": "nccl"}
-        patch.setattr(thread_server, "ThreadBackend", partial(NcclBesideLinks, self.nccl))
+        patch.setattr(thread_worker, "ThreadBackend", partial(NcclBesideLinks, self.nccl))
         patch.setattr(session, "refuse_what_this_host_lacks", lambda job: None)
 
     def run(self, job: Job, folder: Path, *kills: str) -> tuple[str, list[EpochRecord]]:

@@ -15,7 +15,7 @@ from engine.core.ownership import Redundancy
 from engine.core.program.schedules import SCHEDULES
 from engine.runtime.agent import session
 from engine.runtime.agent.run_state import Ending
-from engine.runtime.in_process import thread_server
+from engine.runtime.worker import thread_worker
 from tests.doubles.fake_gpu import fake_gpu
 from tests.doubles.fake_nccl import FakeNccl, NcclBesideLinks
 from tests.kills import parse_kills
@@ -29,7 +29,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "share_gpu": True, "backend": "nccl"
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
     """Puts the transport of NCCL in place of that of each worker in this process, on doubles."""
     nccl = FakeNccl()
-    monkeypatch.setattr(thread_server, "ThreadBackend", partial(NcclBesideLinks, nccl))
+    monkeypatch.setattr(thread_worker, "ThreadBackend", partial(NcclBesideLinks, nccl))
     monkeypatch.setattr(session, "refuse_what_this_host_lacks", lambda job: None)
     with fake_gpu():
         yield nccl

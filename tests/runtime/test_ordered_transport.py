@@ -10,9 +10,9 @@ import pytest
 from engine.core.job.job import Job
 from engine.core.ownership import Grid, Ownership, Redundancy
 from engine.core.program.schedules import SCHEDULES
-from engine.runtime.in_process import thread_server
 from engine.runtime.stage import gradient_log
 from engine.runtime.transport.transport import ProgramPurpose, program_key
+from engine.runtime.worker import thread_worker
 from engine.runtime.worker.step_end import StepEnd
 from tests.doubles.ordered_transport import OrderedBackend, PairOrders
 from tests.kills import parse_kills
@@ -26,7 +26,7 @@ TIED: dict[str, Any] = {**SMALL, "model": "gpt", "model_args": {"depth": 2, "wid
 def orders(monkeypatch: pytest.MonkeyPatch) -> PairOrders:
     """Puts the ordered double in place of the transport of each worker in this process."""
     orders = PairOrders()
-    monkeypatch.setattr(thread_server, "ThreadBackend", partial(OrderedBackend, orders))
+    monkeypatch.setattr(thread_worker, "ThreadBackend", partial(OrderedBackend, orders))
     return orders
 
 

@@ -11,7 +11,7 @@ import pytest
 from engine.codec.messages import encode
 from engine.core.errors import ExitCode
 from engine.core.messages import PingMessage, StopMessage
-from engine.runtime.hosts.host_workers import LocalProcess
+from engine.runtime.agent.host_workers import LocalProcess
 
 
 @pytest.mark.parametrize(

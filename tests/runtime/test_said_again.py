@@ -6,7 +6,7 @@ from engine.codec.messages import encode
 from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.manifest import Part
 from engine.core.messages import BorderMessage, PartitionMessage, PingMessage, ReadyMessage, WelcomeMessage
-from engine.runtime.hosts.host_servers import ReplayBuffer, WelcomeCache
+from engine.runtime.agent.host_servers import ReplayBuffer, WelcomeCache
 
 
 def kept(step: int, layer: int) -> bytes:

@@ -13,7 +13,6 @@ from engine.core.checkpoint_rules import KeptMessage, UnkeptMessage
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.job.job import Job
-from engine.core.messages import CommitMessage
 from engine.files.checkpoint_folder import checkpoints_at
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.keeper import Keeper, start_thread
@@ -31,7 +30,7 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
 def test_parts_of_a_checkpoint_that_is_given_up_are_removed(keeper: Keeper) -> None:
     notes: list[str] = []
     records: list[Any] = []
-    state = SimpleNamespace(note=notes.append, layers=["first"], on_rows=None, losses=[], committed=-1)
+    state = SimpleNamespace(note=notes.append, layers=["first"], losses=[], committed=-1)
     recorder = SimpleNamespace(write=records.append)
     agent = Checkpoints(keeper, cast(Any, state), cast(Any, recorder))
     folder = checkpoints_at(agent.place)
@@ -40,9 +39,7 @@ def test_parts_of_a_checkpoint_that_is_given_up_are_removed(keeper: Keeper) -> N
         agent.kept(KeptMessage(step, folder.write_part(step, 0, [bytes_of(1, 0)]), 0, 0, 0))
 
     for step in range(2):
-        agent.await_parts(
-            CommitMessage(step, 1.0, "step", keep=True), cast(Any, SimpleNamespace(committed=step, epoch=1))
-        )
+        agent.await_parts(step, 1)
         if step == 0:
             agent.unkept(UnkeptMessage(step, "the disk is full"))
             write(step)  # too late
@@ -60,13 +57,12 @@ def test_parts_of_a_checkpoint_that_is_given_up_are_removed(keeper: Keeper) -> N
 
 def test_the_next_host_removes_no_part_that_the_one_before_has_published(tmp_path: Path, keeper: Keeper) -> None:
     """Nobody has heard of it; the run then ends before the hashes of that step are complete."""
-    told, known = CommitMessage(1, 1.0, "step", keep=True), cast(Any, SimpleNamespace(committed=1, epoch=1))
     silent = cast(Any, SimpleNamespace(write=lambda record: None))
 
     def coordinates(losses: list[float]) -> Checkpoints:
-        state = SimpleNamespace(note=str, layers=["first"], on_rows=None, losses=losses, committed=len(losses) - 1)
+        state = SimpleNamespace(note=str, layers=["first"], losses=losses, committed=len(losses) - 1)
         agent = Checkpoints(keeper, cast(Any, state), silent)
-        agent.await_parts(told, known)
+        agent.await_parts(1, 1)
         return agent
 
     first = coordinates([])

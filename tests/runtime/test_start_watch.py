@@ -12,7 +12,7 @@ import pytest
 
 from engine.core.messages import BusyMessage, ReadyMessage
 from engine.runtime.agent import worker_handles
-from engine.runtime.agent.agent import OwnParts
+from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.worker import worker as start_watch
 from engine.runtime.worker.microbatches import WatchedData
@@ -69,12 +69,12 @@ def test_the_agent_names_the_part_of_the_start_until_the_worker_has_joined(monke
     child: Any = type("Child", (), {"pid": 12})
     none: Any = None
     member = WorkerHandle(0, ((0, 0),), child, none, Path("worker-0.log"))
-    own = OwnParts(none, none, none, none, none)
+    own: Any = SimpleNamespace()
     monkeypatch.setattr(worker_handles, "now_ns", lambda: 608 * S)
-    assert own.take(member, BusyMessage("tries its layers", "mine.py:28, in forward", 8 * S))
+    assert Agent.take_own_part(own, member, BusyMessage("tries its layers", "mine.py:28, in forward", 8 * S))
     assert member.doing == "tries its layers for 600 s (mine.py:28, in forward)"
     assert member.account == f"worker 0 (pid 12), which {member.doing}, wrote worker-0.log"
-    assert not own.take(member, ReadyMessage())
+    assert not Agent.take_own_part(own, member, ReadyMessage())
     assert (member.doing, member.account) == ("", "worker 0 (pid 12) wrote worker-0.log")
 
 

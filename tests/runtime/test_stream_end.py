@@ -9,8 +9,8 @@ from itertools import chain
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.runtime.hosts.frames import MOST_BYTES
-from engine.runtime.hosts.wire import StreamEnd
+from engine.runtime.agent.frames import MOST_BYTES
+from engine.runtime.agent.wire import StreamEnd
 
 pytestmark = pytest.mark.timeout(20)
 

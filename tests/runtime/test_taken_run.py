@@ -22,13 +22,13 @@ from engine.core.job.partition import fresh_ownership
 from engine.core.messages import PartitionMessage, WelcomeMessage
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent import session, start_up
+from engine.runtime.agent.frames import read_frame
+from engine.runtime.agent.host_workers import HostWorkers
 from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.agent.run_state import FailoverContext, InheritedProcess, InheritedRun, RunState
 from engine.runtime.agent.start_up import LaunchSpec
+from engine.runtime.agent.wire import StreamEnd
 from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.hosts.frames import read_frame
-from engine.runtime.hosts.host_workers import HostWorkers
-from engine.runtime.hosts.wire import StreamEnd
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.interrupts import RunInterruptedError, breakable, holding
 
@@ -65,8 +65,8 @@ def welcome(worker: int, rank: int) -> WelcomeMessage:
 
 def taken(**change: Any) -> InheritedRun:
     """Returns a run of three workers on host b; worker 2 is lost, and so was number 6."""
-    child = cast(Any, SimpleNamespace(pid=70, close=lambda: None, linked=lambda link: link))
-    processes = [InheritedProcess(worker, "b", lambda far, board: child) for worker in range(2)]
+    child = cast(Any, SimpleNamespace(pid=70, close=lambda: None))
+    processes = [InheritedProcess(worker, "b", lambda: (child, cast(Any, Told()))) for worker in range(2)]
     welcomes = {worker: welcome(worker, 1 - worker) for worker in range(2)}
     made = InheritedRun(
         Path("/a/mlp-1"), RunState(JOB), processes, lambda: None, InheritedFaults(), "a", welcomes, [CUT], 6, 1
@@ -158,7 +158,7 @@ def test_a_signal_before_the_agent_is_there_waits_for_it_in_a_run_that_is_taken_
     monkeypatch.setattr(session, "join_store", reached)
     adopting = contextlib.nullcontext()
     server = SimpleNamespace(
-        host="b", later_ns=0, hear=NONE, records_in=lambda run: None, adopting=lambda given: adopting
+        host="b", later_ns=0, hear=NONE, records_in=lambda run: None, adopting=lambda *given: adopting
     )
     seat = FailoverContext(folder=RunFolder(tmp_path), taken=taken() if is_taken else None)
     server.deal, server.at = lambda workers: None, lambda worker: server
@@ -174,7 +174,9 @@ def test_a_signal_before_the_agent_is_there_waits_for_it_in_a_run_that_is_taken_
         assert interrupts.take() is signal.SIGTERM
 
 
-def test_the_agent_goes_on_with_the_notices_and_with_what_newcomers_are_told(launch: LaunchSpec) -> None:
+def test_the_agent_goes_on_with_the_notices_and_with_what_newcomers_are_told(
+    launch: LaunchSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host had its notice when it served: a second one kills its workers, and it leaves when they have left."""
     agent = SimpleNamespace(
         node=SimpleNamespace(enrol=lambda *given, host: None, coordination=SimpleNamespace(ownership=launch.ownership)),
@@ -185,9 +187,10 @@ def test_the_agent_goes_on_with_the_notices_and_with_what_newcomers_are_told(lau
         decide=lambda given: None,
         is_to_restart=False,
     )
-    look = SimpleNamespace(tick=NONE, ask=lambda agent: None)
-    made = cast(Any, lambda *given, **more: agent)
-    session._trained(launch, made, cast(Any, lambda crew: look), lambda agent: None, None, taken())
+    monkeypatch.setattr(session, "Agent", lambda *given, **more: agent)
+    monkeypatch.setattr(session._Run, "_supervise", lambda run, agent, server: None)
+    run = session._Run(cast(Any, agent.node), cast(Any, lambda group: NONE), NONE, NONE, NONE, 1.0, taken())
+    assert run.train(launch, None) is cast(Any, agent)
     newcomer = WorkerHandle(7, (), NONE, cast(Any, Told()), Path("log"))
     agent.newcomers.greet(newcomer)
     assert (agent.num_notices, cast(Told, newcomer.link).sent) == (1, [CUT])

@@ -17,9 +17,9 @@ from engine.core.hosts.host_messages import HelloHostMessage, SignalHostMessage,
 from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_kinds import Message
 from engine.core.messages import KeyMessage, PingMessage
-from engine.runtime.hosts.frames import MOST_BYTES, bundle, frame
-from engine.runtime.hosts.host_registry import NAME, RunCertificate, new_certificate
-from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
+from engine.runtime.agent.frames import MOST_BYTES, bundle, frame
+from engine.runtime.agent.host_registry import NAME, RunCertificate, new_certificate
+from engine.runtime.agent.wire import HostPeer, WireClient, WireServer
 
 HERE = "127.0.0.1"
 PACKET = encode(KeyMessage(1, "a", "b"))

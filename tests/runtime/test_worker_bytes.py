@@ -17,7 +17,7 @@ from engine.core.job.partition import fresh_ownership, shadowed
 from engine.files.events_file import read_history
 from engine.runtime.agent.session import run_session
 from engine.runtime.device.copies import tensors_of
-from engine.runtime.in_process.thread_server import ThreadServer
+from engine.runtime.process.thread_server import ThreadServer
 from engine.runtime.worker.executor import Executor
 from tests.runtime.small_jobs import NORMED
 from tests.runtime.thread_runs import with_store_double

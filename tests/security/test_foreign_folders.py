@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -163,12 +163,12 @@ def test_a_run_folder_that_becomes_a_link_gets_no_file(name: str, tmp_path: Path
 
 def test_the_log_of_a_worker_is_written_through_no_link(tmp_path: Path, precious: Path) -> None:
     """Before, the output of a worker went through a link of the name of its log."""
-    from engine.runtime.agent.worker_handles import fork_linked
+    from engine.runtime.process.spawner import start_linked
 
     log = tmp_path / "worker-0.log"
     log.symlink_to(precious)
     with pytest.raises(StorageError, match=r"worker-0\.log' is a link"):
-        fork_linked(NO_SERVER, "worker", "bamboo-0", log, [])
+        start_linked(cast(Any, None), "worker", 0, log, [])
     assert precious.read_text() == "precious"
 
 

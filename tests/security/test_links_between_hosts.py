@@ -23,7 +23,7 @@ import torch
 from engine.core.errors import TransferFailedError
 from engine.core.links import MOST_BYTES, Frame
 from engine.core.messages import LinkMessage
-from engine.runtime.hosts.host_registry import RunCertificate, new_certificate
+from engine.runtime.agent.host_registry import RunCertificate, new_certificate
 from engine.runtime.transport import host_door
 from engine.runtime.transport.host_door import GREET_S, HostDoor, _context
 from engine.runtime.transport.link_wire import TlsWire, Wire

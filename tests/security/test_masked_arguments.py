@@ -18,7 +18,7 @@ import pytest
 
 from bamboo_cli.app import main
 from bamboo_cli.matrix import _print, _replay
-from bamboo_cli.terminal.run_result import _next_commands
+from bamboo_cli.run_result import _next_commands
 from engine.api.scenario_tests import _failure
 from engine.codec.records import decoded, encoded
 from engine.core.checks.cell_result import CellResult

@@ -17,15 +17,14 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from bamboo_cli import app
+from bamboo_cli import app, completion
 from bamboo_cli.app import main
+from bamboo_cli.echo import echo
 from bamboo_cli.inject import _print_case
+from bamboo_cli.live import LivePicture
 from bamboo_cli.matrix import _print, _write
-from bamboo_cli.options import completion
-from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.live import LivePicture
-from bamboo_cli.terminal.status_picture import StatusPicture
-from bamboo_cli.terminal.tables import console, say
+from bamboo_cli.status_picture import StatusPicture
+from bamboo_cli.tables import console, say
 from engine.api.scenario_tests import ScenarioFailedError
 from engine.core.checks.cell_result import CellResult
 from engine.core.errors import CoordinatorUnavailableError
@@ -305,8 +304,8 @@ def test_no_character_that_steers_is_printable(name: str) -> None:
 PRINTING = {"print", "typer.echo", "click.echo", "sys.stdout.write", "sys.stderr.write", "Console"}
 # The border, the user's own program, and processes whose output is a pipe to bamboo or a log.
 MAY_PRINT = (
-    "bamboo_cli/terminal/echo.py",
-    "bamboo_cli/terminal/tables.py",
+    "bamboo_cli/echo.py",
+    "bamboo_cli/tables.py",
     "engine/api/run.py",
     "engine/bench/",
     "engine/harness/matrix_lane.py",

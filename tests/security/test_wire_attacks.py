@@ -23,10 +23,10 @@ from engine.core.hosts import host_messages as said
 from engine.core.hosts.host_messages import WorkerSign
 from engine.core.message_kinds import MAX_BYTES, Message
 from engine.core.messages import KeyMessage, PingMessage
-from engine.runtime.hosts import host_registry, wire
-from engine.runtime.hosts.frames import MOST_BYTES, bundle, frame
-from engine.runtime.hosts.host_registry import NAME, RunCertificate, new_certificate
-from engine.runtime.hosts.wire import HostPeer, WireClient, WireServer
+from engine.runtime.agent import host_registry, wire
+from engine.runtime.agent.frames import MOST_BYTES, bundle, frame
+from engine.runtime.agent.host_registry import NAME, RunCertificate, new_certificate
+from engine.runtime.agent.wire import HostPeer, WireClient, WireServer
 from tests.runtime.test_wire import spoken
 
 HERE = "127.0.0.1"

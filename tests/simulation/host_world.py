@@ -33,8 +33,8 @@ from engine.core.protocol.coordinator_state import CoordinatorState
 from engine.core.protocol.events import LeaseExpired, Notice, Takeover, WorkerWord
 from engine.core.protocol.state import State
 from engine.core.protocol.succession import ProcessOnHost, succession
+from engine.runtime.agent.host_servers import KEPT, ReplayBuffer, ReplicatedResults
 from engine.runtime.agent.run_state import RunState, audit_record
-from engine.runtime.hosts.host_servers import KEPT, ReplayBuffer, ReplicatedResults
 from tests.simulation.case import HOST_KINDS, Case, Fault
 from tests.simulation.coordinator import Coordinator
 from tests.simulation.executor import Executor

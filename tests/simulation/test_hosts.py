@@ -22,8 +22,8 @@ from engine.core.protocol.events import LeaseExpired, Takeover
 from engine.core.protocol.inputs_outputs import ProcessExit
 from engine.core.protocol.state import Phase
 from engine.core.protocol.succession import succession
+from engine.runtime.agent.host_servers import ReplayBuffer, ReplicatedResults
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults
 from tests.simulation import host_world, plans
 from tests.simulation.case import HOST_KINDS, Case, HostLoss, from_text
 from tests.simulation.coordinator import Coordinator

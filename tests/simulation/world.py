@@ -352,12 +352,12 @@ class World:
         self.note(WORDS.get(type(message), OTHER), number)
         self.coordinator.take(WorkerWord, number, message, self.node_of(number))
 
-    def await_parts(self, told: ToWorker) -> None:
-        """Awaits the parts of a checkpoint, if a message orders one; its hashes agree. A stage counts as a layer."""
-        self.gathering = checkpoint_rules.order(self.gathering, told, self.membership.committed)
-        if self.membership.committed in self.gathering.pending:
+    def await_parts(self, step: int) -> None:
+        """Awaits the parts of a checkpoint; its hashes agree. A stage counts as a layer."""
+        self.gathering = checkpoint_rules.order(self.gathering, step)
+        if step in self.gathering.pending:
             layers = tuple(LayerHash(stage, "", "") for stage in range(self.case.stages))
-            self.gathering, settled = checkpoint_rules.close(self.gathering, self.membership.committed, layers)
+            self.gathering, settled = checkpoint_rules.close(self.gathering, step, layers)
             self._settle(settled)
 
     def _part_came(self, number: int, told: KeptMessage) -> None:

@@ -1,4 +1,4 @@
-"""The messages between the coordinator's host and another host of the run; `engine/runtime/hosts/frames.py` sends them.
+"""The messages between the coordinator's host and another host of the run; `engine/runtime/agent/frames.py` sends them.
 
 host                                  coordinator's host
 HelloHost ------------------------->  knows the host, by name and incarnation

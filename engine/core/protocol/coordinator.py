@@ -52,6 +52,7 @@ from engine.core.protocol.inputs_outputs import (
     Release,
     RunStopping,
     Stop,
+    Teach,
     Tell,
     Write,
 )
@@ -88,11 +89,12 @@ def _decide(state: CoordinatorState, heard: WorkerWord[Message], message: Messag
 
 def _on_cut(state: CoordinatorState, heard: WorkerWord[Message], cut: messages.CutMessage) -> Decided:
     record = PartitionRecord(starts=cut.starts, layers=cut.layers, samples=cut.samples)
-    return state, (Write(record), *map(Note, cut.notes), tell_all(state, messages.PartitionMessage(cut.starts)))
+    told = messages.PartitionMessage(cut.starts)
+    return state, (Write(record), *map(Note, cut.notes), tell_all(state, told), Teach(told))
 
 
 def _relay(state: CoordinatorState, heard: WorkerWord[Message], message: messages.BorderMessage) -> Decided:
-    return state, (tell_all(state, message),)
+    return state, (tell_all(state, message), Teach(message))
 
 
 def _on_key(state: CoordinatorState, heard: WorkerWord[Message], told: KeyMessage) -> Decided:

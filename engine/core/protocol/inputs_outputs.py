@@ -100,6 +100,19 @@ class Tell(NamedTuple):
     message: ToWorker
 
 
+class Teach(NamedTuple):
+    """Tells newcomers, also those that come later, a message that all others have got."""
+
+    message: ToWorker
+
+
+class KeepStep(NamedTuple):
+    """Awaits the parts of the checkpoint of a step, which the workers are ordered to write."""
+
+    step: int
+    epoch: int
+
+
 class Write(NamedTuple):
     """Writes a record; if it follows a `Tell`, its time is the one before the message was sent."""
 
@@ -155,7 +168,7 @@ class Release(NamedTuple):
     cut_short: str
 
 
-CoordinatorOutput = Tell | Write | Kill | Note | PhaseReached | Arm | Restart | Stop | Fail | Release
+CoordinatorOutput = Tell | Teach | KeepStep | Write | Kill | Note | PhaseReached | Arm | Restart | Stop | Fail | Release
 
 
 def recorded_first(outputs: Iterable[CoordinatorOutput]) -> list[CoordinatorOutput]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from engine.core import messages
 from engine.core.action import COMPUTE_OPS, Action, parse_action
+from engine.core.checkpoint_rules import keeps
 from engine.core.errors import GPU_ERROR, ScheduleError, ensure, required
 from engine.core.exclusion import Cause, Exclusion, in_words
 from engine.core.history.process_records import CutShortRecord, RestartRecord, WaitingRecord
@@ -53,6 +54,7 @@ from engine.core.protocol.events import Event, StepCommitted, Takeover, WorkerWo
 from engine.core.protocol.inputs_outputs import (
     Arm,
     CoordinatorOutput,
+    KeepStep,
     Kill,
     Note,
     PhaseReached,
@@ -417,7 +419,8 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
         shadows=known.shadows,
     )
     new = state._replace(epoch=epoch, ballot=None, owners=known.owners)
-    outputs = (tell_all(new, epoch), Write(record), PhaseReached("agree", known.epoch))
+    outputs: tuple[CoordinatorOutput, ...]
+    outputs = (tell_all(new, epoch), Write(record), *_kept(new, epoch), PhaseReached("agree", known.epoch))
     if known.verdict and (stop := repeated(new)):
         return new._replace(is_stopping=True), (*outputs, stop)
     return new, (*outputs, *put_out(new, state.owners))
@@ -456,7 +459,7 @@ def _start_training(state: CoordinatorState) -> Decided:
     ballot = open_ballot(known.epoch, known.committed + 1, state.ownership, state.job.clip_norm)
     new, go = state._replace(started=known.epoch, ballot=ballot), _go(state)
     epoch = required(state.epoch, "training starts in an epoch")
-    told = (tell_all(new, go),) if epoch.go is None else ()
+    told: tuple[CoordinatorOutput, ...] = (tell_all(new, go), *_kept(new, go)) if epoch.go is None else ()
     new, warned = warned_of(new, healed_soon(new, ballot.ownership))
     go_on = Write(GoRecord(epoch=known.epoch, end=go.end))
     return new, (Arm(), *told, go_on, PhaseReached("replay", known.epoch), *warned)
@@ -501,7 +504,12 @@ def _tell_commit(state: CoordinatorState, then: Literal["step", "end", "epoch"])
     ensure(commit.step == committed, f"commit of step {commit.step} where {committed} is announced")
     told = messages.CommitMessage(commit.step, commit.clip_factor, then, keep=state.kept == commit.step)
     new = state._replace(told=told)
-    return new, (tell_all(new, told), Write(commit_record(new)))
+    return new, (tell_all(new, told), Write(commit_record(new)), *_kept(new, told))
+
+
+def _kept(state: CoordinatorState, told: ToWorker) -> tuple[KeepStep, ...]:
+    known = state.membership
+    return (KeepStep(known.committed, known.epoch),) if keeps(told) else ()
 
 
 def commit_record(state: CoordinatorState) -> CommitRecord:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.core import messages
@@ -26,7 +25,7 @@ from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCod
 from engine.core.faults.fault import Fault
 from engine.core.faults.injection import MomentReport
 from engine.core.history import process_records as records
-from engine.core.history.run_records import GoRecord, PaceRecord
+from engine.core.history.run_records import EpochRecord, GoRecord, PaceRecord
 from engine.core.hosts import ends
 from engine.core.hosts.ends import HostAgent, HostEnd, HostOutput
 from engine.core.job.job import Job
@@ -53,39 +52,329 @@ from engine.runtime.agent.coordinator import Node
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.keeper import NO_KEEPER, Keeper
 from engine.runtime.agent.newcomers import Newcomers
-from engine.runtime.agent.run_state import HandoverError, RunState, audit_record
+from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.link import LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
 
-# The ends of a run and of the processes of this host: the first cause, signals to the launcher, deadlines, SIGKILL.
-#
-# `engine/core/hosts/ends.py` decides; the agent, which is made on this class, tells the coordinator and the workers.
-
-
 _START_GRACE_NS = 300_000_000
 _GONE_S = 2.0  # from SIGKILL, where no record can be written any more
 _FINDINGS = (ExitCode.EXPECTATION_FAILED, ExitCode.INTERNAL)  # errors that an interrupt does not explain
 
 
-class EndsOfRun(ABC):
-    """The ends of a run on this host."""
+# The agent's own part in a message of a worker, for results, pictures and faults; the coordinator has the others.
+def _on_audit(own: Agent, member: WorkerHandle, audit: messages.AuditMessage) -> None:
+    own.run_state.audit(member.worker, audit)
+    own.recorder.write(audit_record(member.worker, audit))
 
-    def __init__(self, members: dict[int, WorkerHandle], recorder: Recorder, run_state: RunState, own_host: str):
-        """Of several hosts `own_host` is the name of this one."""
-        self.members, self.recorder, self.run_state = members, recorder, run_state
-        self.own_host, self.num_notices = own_host, 0
+
+def _on_vote(own: Agent, member: WorkerHandle, vote: VoteMessage) -> None:
+    own.run_state.vote(member.worker, vote)
+    for each in own.run_state.computed(member.worker, vote):
+        own.recorder.write(PaceRecord(of=each.worker, step=each.step, slowness=each.slowness, why=each.why))
+
+
+def _on_finished(own: Agent, member: WorkerHandle, finished: messages.FinishedMessage) -> None:
+    member.state = "finished"
+    member.peak_stash = {(pipeline, stage): peak for pipeline, stage, peak in finished.peak_stash}
+    member.peak_memory_kib = finished.peak_memory_kib
+
+
+def _on_raised(own: Agent, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
+    exception, step = raised.exception, raised.step if own.run_state.going_at_ns else -1
+    is_of_job = step < 0 and exception.place  # every worker would raise it
+    told = own.run_state.at_start(exception) if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
+    own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
+
+
+_OWN_PARTS: dict[type[Message], Callable[[Agent, WorkerHandle, Any], object]] = {
+    LinkWantedMessage: lambda own, member, wanted: own.pairs.link(member, wanted),
+    messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
+    PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
+    BusyMessage: lambda own, member, busy: member.begin(member.state, busy),
+    messages.ReadyMessage: lambda own, member, ready: member.begin("ready"),
+    messages.WaitingMessage: lambda own, member, waiting: member.begin("waiting"),
+    VoteMessage: _on_vote,
+    messages.AuditMessage: _on_audit,
+    messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
+    messages.FinishedMessage: _on_finished,
+    messages.RaisedMessage: _on_raised,
+    InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
+    KeptMessage: lambda own, member, told: own.checkpoints.kept(told),
+    UnkeptMessage: lambda own, member, told: own.checkpoints.unkept(told),
+    messages.StrikeMessage: lambda own, member, told: own.injector.strike(
+        told.fault, MomentReport(member.worker, told.step, told.done)
+    ),
+    messages.SufferedMessage: lambda own, member, told: own.injector.sees(
+        member.worker, "suffered", told.how, told.fault
+    ),
+    messages.MarkMessage: lambda own, member, mark: own.injector.reached(mark.phase, mark.epoch),
+}
+
+
+_LEAVE_GRACE_NS = 2_000_000_000  # from the permission to leave to the end of all workers
+_STEP_OF_ALL_S = 10.0  # for the open step of a run whose hosts all have a notice
+_LAST_WORDS_NS = 1_000_000_000  # the same, for the last messages if a worker is missing after the last commit
+
+
+class AgentTasks:
+    """The work of an agent beside the protocol; here none."""
+
+    def tick(self, agent: Agent) -> None:
+        """Does the work of a tick."""
+
+    def ask(self, agent: Agent, *, takes_in: bool = False) -> None:
+        """Asks the policy; `takes_in`: a verdict takes workers in, and no answer to it is heard yet."""
+
+
+class Agent:
+    """Runs one job to its end on workers that have been started."""
+
+    def __init__(
+        self,
+        job: Job,
+        members: dict[int, WorkerHandle],
+        recorder: Recorder,
+        node: Node,
+        tasks: AgentTasks,
+        before: Agent | None = None,
+        board: ProgressBoard | None = None,
+        *,
+        grace_s: float = 120.0,
+        faults: Sequence[Fault] = (),
+        revive: Callable[[Agent], Resumption | None] = lambda agent: None,
+        keeper: Keeper = NO_KEEPER,
+        begins: Resumption | None = None,
+        results: RunState | None = None,
+        own_host: str = "",
+    ):
+        """`members` begin after the checkpoint `begins`, and after the agent `before`.
+
+        `results`: of a run taken over.
+        """
+        after = begun_with(begins)
+        self.run_state: RunState = results or RunState(job, after) if before is None else before.run_state.again(after)
+        self.members, self.recorder = members, recorder
+        self.own_host, self.num_notices = own_host, 0  # of several hosts: the name of this one
         self.host = HostAgent(frozenset(members))
         self.cause: BambooError | None = None
         self.interrupted: signal.Signals | None = None
         self.is_restarting = False
         self.origin: Resumption | None = None  # to go on with, after a loss of state
+        self.node, self._tasks, self.board = node, tasks, board
+        self.has_left = False  # all workers of this host, after a notice: another host goes on with the run
+        self.newcomers: Newcomers = Newcomers(members, lambda: node.state)
+        self._revive, self.grace_ns = revive, round(grace_s * 1e9)
+        self.injector: Injector = Injector(job, faults, members, recorder, board, lambda: node.state)
+        self.checkpoints: Checkpoints = Checkpoints(keeper, self.run_state, recorder, begins)
+        self.pairs: LinkPairs = LinkPairs(self.living)
+        if before is not None:
+            self.injector.go_on(before.injector)
+        self._told_ns = 0  # before the last message for the present input, if no record has followed
+        self._seen_ns: dict[int, int] = {}
+        self._to_strike_off: list[int] = []
 
-    @abstractmethod
-    def carry_out(self, output: HostOutput) -> None:
-        """Carries out a decision about the ends of processes."""
+    @property
+    def _has_finished(self) -> bool:
+        return self.node.state.phase is Phase.FINISHED
+
+    @property
+    def _is_ending(self) -> bool:
+        return self.is_stopping or self._has_finished
+
+    def hear(self, member: WorkerHandle, message: Message) -> None:
+        """Handles a message of a worker; one of a worker that is out is ignored, as it may not know that it is out."""
+        worker = member.worker
+        with self.failing():
+            if worker in self.node.state.out:
+                return
+            is_of_end = self.is_stopping and isinstance(message, RaisedMessage)
+            if not is_of_end and self.take_own_part(member, message):
+                return
+            if isinstance(message, NoticeMessage):
+                grace_ns = self.injector.injection.grace_ns(worker) or self.grace_ns
+                self.decide(Notice(now_ns(), worker, grace_ns))
+                self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
+                return
+            found = self.decide(WorkerWord(now_ns(), worker, message, member.host or self.node.name))
+            if isinstance(message, RaisedMessage) and not any(isinstance(each, inputs_outputs.Fail) for each in found):
+                self.injector.sees(worker, "raised", message.exception.error)
+
+    def take_own_part(self, member: WorkerHandle, message: Message) -> bool:
+        """Handles the agent's part in a message; returns whether that is all, and no matter of the coordinator.
+
+        Raises the errors of the run that the message shows.
+        """
+        if (take := _OWN_PARTS.get(type(message))) is not None:
+            take(self, member, message)
+        return isinstance(message, KeptMessage | UnkeptMessage | BusyMessage | LinkWantedMessage)
+
+    def _close_step(self) -> None:
+        if (closed := self.run_state.take_closed()) is not None:
+            self.checkpoints.close_step(*closed)
+
+    def sees_end(self, member: WorkerHandle) -> None:
+        """Records the time at which a worker's end was seen, and announces it before the coordinator decides."""
+        if member.worker not in self._seen_ns:
+            self._seen_ns[member.worker] = now_ns()
+            if not self._may_end(member):
+                self.broadcast(ExitMessage(member.worker))
+
+    def _may_end(self, member: WorkerHandle) -> bool:
+        worker = member.worker
+        is_known = worker in self.node.state.out or worker in self.newcomers
+        return is_known or member.state in ("finished", "failed") or self._is_ending
+
+    def add(self, member: WorkerHandle) -> None:
+        """Takes in a worker that was started while the run goes on: it will wait."""
+        self.members[member.worker] = member
+        self.end_workers(ends.take_in, member.worker)
+        self.newcomers.greet(member)
+        with self.failing():
+            self.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
+
+    def exited(self, member: WorkerHandle, code: int) -> None:
+        """Handles the end of a worker's process."""
+        self.sees_end(member)
+        worker, member.exit_code = member.worker, code
+        self.end_workers(ends.see_end, worker)
+        out, expected = self.node.state.out.get(worker), self._may_end(member)
+        seen_ns = self._seen_ns[member.worker]
+        self.recorder.write(records.ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
+        is_lost = out.is_loss if out is not None else bool(code) and not self._is_ending
+        if not expected or is_lost:
+            member.state = "dead"
+        elif out is not None or member.state == "finished" or worker in self.newcomers or self._has_finished:
+            member.state = "left"
+        self.injector.exit_seen(member.worker, code)
+        if member.child.lost and worker not in self.node.state.out:  # with its whole host, which is one verdict
+            self.run_state.note(f"host {member.host} is lost: {member.child.lost}")
+            self.decide(LeaseExpired(now_ns(), member.host))
+        self.decide(ProcessExit(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
+        self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
+
+    def decide(self, given: CoordinatorInput) -> tuple[inputs_outputs.CoordinatorOutput, ...]:
+        """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
+        found: tuple[inputs_outputs.CoordinatorOutput, ...] = ()
+        with self.failing():
+            owners, members = self.node.coordination.owners, self.node.state.members
+            found = self.node.handle(given)
+            if self.node.coordination.owners != owners:
+                give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
+            self._told_ns = 0
+            for output in inputs_outputs.recorded_first(found) if self.own_host else found:
+                self.carry_out(output)
+            if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
+                self._tasks.ask(self, takes_in=True)
+        return found
+
+    def carry_out(self, output: inputs_outputs.CoordinatorOutput | HostOutput) -> None:
+        """Carries out a decision of the coordinator, or one about the ends of processes."""
+        _CARRY_OUT[type(output)](self, output)
+
+    def broadcast(self, message: ToWorker) -> None:
+        """Sends a message to every live worker."""
+        self._tell(orders.tell_all(self.node.coordination, message))
+
+    def _tell(self, tell: inputs_outputs.Tell) -> None:
+        self._told_ns = now_ns()  # before any worker hears it, or a fast one would act before the record's time
+        tell_all((self.members[worker] for worker in tell.workers if worker in self.members), tell.message)
+
+    def _write(self, write: inputs_outputs.Write) -> None:
+        record = replace(write.record, at_ns=write.record.at_ns or self._told_ns or now_ns())
+        self._told_ns = 0
+        is_new = self.run_state.books(record)
+        self._close_step()
+        if is_new:
+            self.recorder.write(record)
+        if isinstance(record, EpochRecord):
+            self.checkpoints.begin_epoch()
+        if isinstance(record, GoRecord):
+            for worker in self.node.state.members:
+                self.members[worker].state = "running"
+
+    def _restart(self, restart: inputs_outputs.Restart) -> None:
+        self.is_restarting = True
+        self.stop()
+
+    def _ends(self, stop: inputs_outputs.Stop) -> None:
+        parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
+        logs = [f"; {self.members[each].account}" for each in self.node.state.out if each in self.members]
+        self.fail(WorkerFailedError("".join([stop.text, parts, *logs]), stop.exit_code))
+
+    def _fails(self, failed: inputs_outputs.Fail) -> None:
+        member = self.members[failed.worker]
+        member.state = "failed"
+        self.fail(self.run_state.error_of(member, failed.last, has_commit=failed.has_commit))
+
+    def _release(self, release: inputs_outputs.Release) -> None:
+        """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
+        self.newcomers.stop()
+        self.end_workers(ends.let_end, _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS)
+
+    def _tell_stop(self, stop: ends.StopWorkers) -> None:
+        self.node.handle(RunStopping(now_ns()))
+        self.broadcast(StopMessage())
+        self.newcomers.stop()
+
+    @property
+    def due_s(self) -> float:
+        """The time of the next deadline or late work of a fault."""
+        return min(self.host.due_ns, self.injector.injection.due_ns) / 1e9
+
+    def look_at_deadlines(self) -> None:
+        """Does the late work of faults that is due, and handles a deadline that has passed."""
+        self.injector.look_at_clock()
+        if now_ns() >= self.host.due_ns:
+            self.end_workers(ends.read_clock)
+
+    def look_at_clock(self) -> None:
+        """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
+        self._tasks.tick(self)
+        if not self._has_finished:  # then the store is no longer needed
+            with self.failing():
+                while self._to_strike_off:
+                    self.node.strike_off(self._to_strike_off.pop())
+                self.node.renew(now_ns())
+                self.node.report(now_ns())
+        if self.recorder.answers:  # else workers wait for the disk, and this time is not watched
+            self.decide(ClockTick(now_ns(), self.injector.places(), *sights_of(self.members.values(), self.board)))
+        self.broadcast(PingMessage())
+        self.newcomers.ping(now_ns())
+        limit_ns = self.node.state.options.form_ns
+        for member in self.newcomers.late(now_ns(), limit_ns):
+            self.give_up(member, limit_ns / 1e9)
+        self._hand_over()
+
+    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
+        """Handles a signal to this process, and shows it; of several hosts SIGTERM is a notice for the own workers."""
+        if not self.is_notice(number):
+            self._end_after_step(number, step_grace_s)
+
+    def _end_after_step(self, number: signal.Signals, step_grace_s: float) -> None:
+        """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
+        self.interrupted = self.interrupted or number
+        self.recorder.write(records.InterruptRecord(signal=number.name))
+        is_training = self.run_state.going_at_ns > 0
+        grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
+        self.end_workers(ends.interrupt, grace_ns, is_training)
+        self.newcomers.stop()
+        self._tasks.tick(self)
+
+    def _hand_over(self) -> None:
+        """Leaves the run to the other hosts, when all workers of this one have left; ends it if all hosts are to go."""
+        if self._is_ending:
+            return
+        others = any(each.exit_code is None for each in self.members.values())
+        if self.num_notices and others and not self.own_living:
+            self.has_left = True
+        elif self.own_host and nobody_takes_over(self.node.state):
+            self.run_state.note("all workers have a notice, and no other one can take over: the run ends")
+            self._end_after_step(signal.SIGTERM, min(_STEP_OF_ALL_S, self.grace_ns / 2e9))
+
+    # The ends of the run and of the processes of this host; `engine/core/hosts/ends.py` decides.
 
     def end_workers(self, rule: Callable[..., HostEnd], *given: int | str) -> None:
         """Lets a rule of `engine/core/hosts/ends.py` decide on an input, now, and carries out its outputs."""
@@ -168,14 +457,6 @@ class EndsOfRun(ABC):
         """The workers of this host, one of several, that have not ended."""
         return [each for each in self.members.values() if each.host == self.own_host and each.exit_code is None]
 
-    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
-        """Ends the run after the open step; without it after `step_grace_s`, at a second signal, before training."""
-        self.interrupted = self.interrupted or number
-        self.recorder.write(records.InterruptRecord(signal=number.name))
-        is_training = self.run_state.going_at_ns > 0
-        grace_ns = round(step_grace_s * 1e9) if is_training else _START_GRACE_NS
-        self.end_workers(ends.interrupt, grace_ns, is_training)
-
     @property
     def is_to_restart(self) -> bool:
         """Whether the workers are to be started again once all have ended, perhaps from a checkpoint (`origin`)."""
@@ -186,324 +467,14 @@ class EndsOfRun(ABC):
         """Whether the run ends now."""
         return self.host.is_stopping
 
-
-# The agent's own part in a message of a worker, for results, pictures and faults; the coordinator has the others.
-@dataclass(frozen=True, slots=True)
-class OwnParts:
-    """The agent's own parts in the messages of the workers of a run."""
-
-    run_state: RunState
-    recorder: Recorder
-    injector: Injector
-    checkpoints: Checkpoints
-    pairs: LinkPairs
-
-    def take(self, member: WorkerHandle, message: Message) -> bool:
-        """Handles the agent's part in a message; returns whether that is all, and no matter of the coordinator.
-
-        Raises the errors of the run that the message shows.
-        """
-        if (take := _OWN_PARTS.get(type(message))) is not None:
-            take(self, member, message)
-        return isinstance(message, KeptMessage | UnkeptMessage | BusyMessage | LinkWantedMessage)
-
-    def close(self) -> None:
-        """Completes the results after the end of every worker."""
-        self.run_state.close_book()
-        self.checkpoints.close()
-
-
-def _on_ready(own: OwnParts, member: WorkerHandle, ready: messages.ReadyMessage) -> None:
-    member.state, member.busy = "ready", BusyMessage()
-
-
-def _on_waiting(own: OwnParts, member: WorkerHandle, waiting: messages.WaitingMessage) -> None:
-    member.state, member.busy = "waiting", BusyMessage()
-
-
-def _on_busy(own: OwnParts, member: WorkerHandle, busy: BusyMessage) -> None:
-    member.busy = busy
-
-
-def _on_audit(own: OwnParts, member: WorkerHandle, audit: messages.AuditMessage) -> None:
-    own.run_state.audit(member.worker, audit)
-    own.recorder.write(audit_record(member.worker, audit))
-
-
-def _on_vote(own: OwnParts, member: WorkerHandle, vote: VoteMessage) -> None:
-    own.run_state.vote(member.worker, vote)
-    for each in own.run_state.computed(member.worker, vote):
-        own.recorder.write(PaceRecord(of=each.worker, step=each.step, slowness=each.slowness, why=each.why))
-
-
-def _on_finished(own: OwnParts, member: WorkerHandle, finished: messages.FinishedMessage) -> None:
-    member.state = "finished"
-    member.peak_stash = {(pipeline, stage): peak for pipeline, stage, peak in finished.peak_stash}
-    member.peak_memory_kib = finished.peak_memory_kib
-
-
-def _on_raised(own: OwnParts, member: WorkerHandle, raised: messages.RaisedMessage) -> None:
-    exception, step = raised.exception, raised.step if own.run_state.going_at_ns else -1
-    is_of_job = step < 0 and exception.place  # every worker would raise it
-    told = own.run_state.at_start(exception) if is_of_job else f"worker {member.worker} {exception.in_step(step)}"
-    own.run_state.note("\n  ".join([f"{told}; full text in {member.log}", *exception.frames.splitlines()]))
-
-
-_OWN_PARTS: dict[type[Message], Callable[[OwnParts, WorkerHandle, Any], object]] = {
-    LinkWantedMessage: lambda own, member, wanted: own.pairs.link(member, wanted),
-    messages.CutMessage: lambda own, member, cut: own.run_state.cut(cut),
-    PureMessage: lambda own, member, pure: own.run_state.purity.add(member.worker, pure.rows),
-    BusyMessage: _on_busy,
-    messages.ReadyMessage: _on_ready,
-    messages.WaitingMessage: _on_waiting,
-    VoteMessage: _on_vote,
-    messages.AuditMessage: _on_audit,
-    messages.ValidationMessage: lambda own, member, outcome: own.run_state.validated(outcome),
-    messages.FinishedMessage: _on_finished,
-    messages.RaisedMessage: _on_raised,
-    InventoryMessage: lambda own, member, told: own.injector.reached("inventory", told.epoch),
-    KeptMessage: lambda own, member, told: own.checkpoints.kept(told),
-    UnkeptMessage: lambda own, member, told: own.checkpoints.unkept(told),
-    messages.StrikeMessage: lambda own, member, told: own.injector.strike(
-        told.fault, MomentReport(member.worker, told.step, told.done)
-    ),
-    messages.SufferedMessage: lambda own, member, told: own.injector.sees(
-        member.worker, "suffered", told.how, told.fault
-    ),
-    messages.MarkMessage: lambda own, member, mark: own.injector.reached(mark.phase, mark.epoch),
-}
-
-
-_LEAVE_GRACE_NS = 2_000_000_000  # from the permission to leave to the end of all workers
-_STEP_OF_ALL_S = 10.0  # for the open step of a run whose hosts all have a notice
-_LAST_WORDS_NS = 1_000_000_000  # the same, for the last messages if a worker is missing after the last commit
-
-
-class Agent(EndsOfRun):
-    """Runs one job to its end on workers that have been started."""
-
-    def __init__(
-        self,
-        job: Job,
-        members: dict[int, WorkerHandle],
-        recorder: Recorder,
-        node: Node,
-        tick: Callable[[Agent], None],
-        before: Agent | None = None,
-        board: ProgressBoard | None = None,
-        *,
-        grace_s: float = 120.0,
-        faults: Sequence[Fault] = (),
-        revive: Callable[[Agent], Resumption | None] = lambda agent: None,
-        keeper: Keeper = NO_KEEPER,
-        begins: Resumption | None = None,
-        results: RunState | None = None,
-        on_joiners: Callable[[Agent], None] = lambda agent: None,
-        own_host: str = "",
-    ):
-        """`on_joiners` is called when a verdict takes workers in, before any answer to it is heard.
-
-        `members` begin after the checkpoint `begins`, and after the agent `before`. `results`: of a run taken over.
-        """
-        after = begun_with(begins)
-        run_state = results or RunState(job, after) if before is None else before.run_state.again(after)
-        super().__init__(members, recorder, run_state, own_host)
-        self.node, self.tick, self._board, self._on_joiners = node, tick, board, on_joiners
-        self.newcomers = Newcomers(members, lambda: node.state)
-        self._revive, self.grace_ns = revive, round(grace_s * 1e9)
-        self.injector = Injector(job, faults, members, recorder, board, lambda: node.state)
-        self.checkpoints = Checkpoints(keeper, self.run_state, recorder, begins)
-        self._own_parts = OwnParts(self.run_state, recorder, self.injector, self.checkpoints, LinkPairs(self.living))
-        if before is not None:
-            self.injector.go_on(before.injector)
-        self._told_ns = 0  # before the last message for the present input, if no record has followed
-        self._seen_ns: dict[int, int] = {}
-        self._to_strike_off: list[int] = []
-
-    @property
-    def _has_finished(self) -> bool:
-        return self.node.state.phase is Phase.FINISHED
-
-    @property
-    def _is_ending(self) -> bool:
-        return self.is_stopping or self._has_finished
-
-    def hear(self, member: WorkerHandle, message: Message) -> None:
-        """Handles a message of a worker; one of a worker that is out is ignored, as it may not know that it is out."""
-        worker = member.worker
-        with self.failing():
-            if worker in self.node.state.out:
-                return
-            is_of_end = self.is_stopping and isinstance(message, RaisedMessage)
-            if not is_of_end and self._own_parts.take(member, message):
-                return
-            if isinstance(message, NoticeMessage):
-                grace_ns = self.injector.injection.grace_ns(worker) or self.grace_ns
-                self.decide(Notice(now_ns(), worker, grace_ns))
-                self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
-                return
-            found = self.decide(WorkerWord(now_ns(), worker, message, member.host or self.node.name))
-            if isinstance(message, RaisedMessage) and not any(isinstance(each, inputs_outputs.Fail) for each in found):
-                self.injector.sees(worker, "raised", message.exception.error)
-
-    def sees_end(self, member: WorkerHandle) -> None:
-        """Records the time at which a worker's end was seen, and announces it before the coordinator decides."""
-        if member.worker not in self._seen_ns:
-            self._seen_ns[member.worker] = now_ns()
-            if not self._may_end(member):
-                self.broadcast(ExitMessage(member.worker))
-
-    def _may_end(self, member: WorkerHandle) -> bool:
-        worker = member.worker
-        is_known = worker in self.node.state.out or worker in self.newcomers
-        return is_known or member.state in ("finished", "failed") or self._is_ending
-
-    def add(self, member: WorkerHandle) -> None:
-        """Takes in a worker that was started while the run goes on: it will wait."""
-        self.members[member.worker] = member
-        self.end_workers(ends.take_in, member.worker)
-        self.newcomers.greet(member)
-        with self.failing():
-            self.node.enrol(member.worker, member.child.pid, member.slots, host=member.host)
-
-    def exited(self, member: WorkerHandle, code: int) -> None:
-        """Handles the end of a worker's process."""
-        self.sees_end(member)
-        worker, member.exit_code = member.worker, code
-        self.end_workers(ends.see_end, worker)
-        out, expected = self.node.state.out.get(worker), self._may_end(member)
-        seen_ns = self._seen_ns[member.worker]
-        self.recorder.write(records.ExitRecord(of=member.worker, code=code, expected=expected, seen_ns=seen_ns))
-        is_lost = out.is_loss if out is not None else bool(code) and not self._is_ending
-        if not expected or is_lost:
-            member.state = "dead"
-        elif out is not None or member.state == "finished" or worker in self.newcomers or self._has_finished:
-            member.state = "left"
-        self.injector.exit_seen(member.worker, code)
-        if member.child.lost and worker not in self.node.state.out:  # with its whole host, which is one verdict
-            self.run_state.note(f"host {member.host} is lost: {member.child.lost}")
-            self.decide(LeaseExpired(now_ns(), member.host))
-        self.decide(ProcessExit(now_ns(), member.worker, code, self.injector.places().get(member.worker)))
-        self._to_strike_off.append(member.worker)  # at the next tick: the workers wait for the epoch now
-
-    def decide(self, given: CoordinatorInput) -> tuple[inputs_outputs.CoordinatorOutput, ...]:
-        """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
-        found: tuple[inputs_outputs.CoordinatorOutput, ...] = ()
-        with self.failing():
-            owners, members = self.node.coordination.owners, self.node.state.members
-            found = self.node.handle(given)
-            if self.node.coordination.owners != owners:
-                give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
-            self._told_ns = 0
-            for output in inputs_outputs.recorded_first(found) if self.own_host else found:
-                self.carry_out(output)
-            if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
-                self._on_joiners(self)
-        return found
-
-    def carry_out(self, output: inputs_outputs.CoordinatorOutput | HostOutput) -> None:
-        """Carries out a decision of the coordinator, or one about the ends of processes."""
-        _CARRY_OUT[type(output)](self, output)
-
-    def broadcast(self, message: ToWorker) -> None:
-        """Sends a message to every live worker."""
-        self._tell(orders.tell_all(self.node.coordination, message))
-
-    def _tell(self, tell: inputs_outputs.Tell) -> None:
-        self._told_ns = now_ns()  # before any worker hears it, or a fast one would act before the record's time
-        self.checkpoints.await_parts(tell.message, self.node.state)
-        self.newcomers.learn(tell.message)
-        tell_all((self.members[worker] for worker in tell.workers if worker in self.members), tell.message)
-
-    def _write(self, write: inputs_outputs.Write) -> None:
-        record = replace(write.record, at_ns=write.record.at_ns or self._told_ns or now_ns())
-        self._told_ns = 0
-        if self.run_state.books(record):
-            self.recorder.write(record)
-        if isinstance(record, GoRecord):
-            for worker in self.node.state.members:
-                self.members[worker].state = "running"
-
-    def _restart(self, restart: inputs_outputs.Restart) -> None:
-        self.is_restarting = True
-        self.stop()
-
-    def _ends(self, stop: inputs_outputs.Stop) -> None:
-        parts = "" if stop.stage is None else f"; look at {self.run_state.parts_of(stop.stage)}"
-        logs = [f"; {self.members[each].account}" for each in self.node.state.out if each in self.members]
-        self.fail(WorkerFailedError("".join([stop.text, parts, *logs]), stop.exit_code))
-
-    def _fails(self, failed: inputs_outputs.Fail) -> None:
-        member = self.members[failed.worker]
-        member.state = "failed"
-        self.fail(self.run_state.error_of(member, failed.last, has_commit=failed.has_commit))
-
-    def _release(self, release: inputs_outputs.Release) -> None:
-        """Lets all workers leave at once; if a worker is missing, first waits for the last messages of the others."""
-        self.newcomers.stop()
-        self.end_workers(ends.let_end, _LAST_WORDS_NS if release.cut_short else _LEAVE_GRACE_NS)
-
-    def _tell_stop(self, stop: ends.StopWorkers) -> None:
-        self.node.handle(RunStopping(now_ns()))
-        self.broadcast(StopMessage())
-        self.newcomers.stop()
-
-    @property
-    def due_s(self) -> float:
-        """The time of the next deadline or late work of a fault."""
-        return min(self.host.due_ns, self.injector.injection.due_ns) / 1e9
-
-    def look_at_deadlines(self) -> None:
-        """Does the late work of faults that is due, and handles a deadline that has passed."""
-        self.injector.look_at_clock()
-        if now_ns() >= self.host.due_ns:
-            self.end_workers(ends.read_clock)
-
-    def look_at_clock(self) -> None:
-        """Runs the work of a tick: pictures, store, leases, deadlines of the protocol, pings."""
-        self.tick(self)
-        if not self._has_finished:  # then the store is no longer needed
-            with self.failing():
-                while self._to_strike_off:
-                    self.node.strike_off(self._to_strike_off.pop())
-                self.node.renew(now_ns())
-                self.node.report(now_ns())
-        if self.recorder.answers:  # else workers wait for the disk, and this time is not watched
-            self.decide(ClockTick(now_ns(), self.injector.places(), *sights_of(self.members.values(), self._board)))
-        self.broadcast(PingMessage())
-        self.newcomers.ping(now_ns())
-        limit_ns = self.node.state.options.form_ns
-        for member in self.newcomers.late(now_ns(), limit_ns):
-            self.give_up(member, limit_ns / 1e9)
-        self._hand_over()
-
-    def interrupt(self, number: signal.Signals, step_grace_s: float) -> None:
-        """Handles a signal to this process, and shows it; of several hosts SIGTERM is a notice for the own workers."""
-        if not self.is_notice(number):
-            self._end_after_step(number, step_grace_s)
-
-    def _end_after_step(self, number: signal.Signals, step_grace_s: float) -> None:
-        super().interrupt(number, step_grace_s)
-        self.newcomers.stop()
-        self.tick(self)
-
-    def _hand_over(self) -> None:
-        """Leaves the run to the other hosts, when all workers of this one have left; ends it if all hosts are to go."""
-        if self._is_ending:
-            return
-        others = any(each.exit_code is None for each in self.members.values())
-        if self.num_notices and others and not self.own_living:
-            raise HandoverError
-        if self.own_host and nobody_takes_over(self.node.state):
-            self.run_state.note("all workers have a notice, and no other one can take over: the run ends")
-            self._end_after_step(signal.SIGTERM, min(_STEP_OF_ALL_S, self.grace_ns / 2e9))
-
     def close(self) -> None:
         """Completes the records and the run state after every worker has ended, if they are not started again."""
         if self.is_to_restart:
             return
         with self.failing():
-            self._own_parts.close()
+            self.run_state.close_book()
+            self._close_step()
+            self.checkpoints.close()
         self.origin = self._revive(self)
         if self.origin is None:
             self.injector.close()
@@ -511,6 +482,8 @@ class Agent(EndsOfRun):
 
 _CARRY_OUT: dict[type[inputs_outputs.CoordinatorOutput | HostOutput], Callable[[Agent, Any], object]] = {
     inputs_outputs.Tell: Agent._tell,
+    inputs_outputs.Teach: lambda agent, teach: agent.newcomers.learn(teach.message),
+    inputs_outputs.KeepStep: lambda agent, keep: agent.checkpoints.await_parts(keep.step, keep.epoch),
     inputs_outputs.Write: Agent._write,
     inputs_outputs.Kill: lambda agent, kill: agent.end_workers(ends.kill, kill.worker),
     inputs_outputs.Note: lambda agent, note: agent.run_state.note(note.text),
@@ -522,6 +495,6 @@ _CARRY_OUT: dict[type[inputs_outputs.CoordinatorOutput | HostOutput], Callable[[
     inputs_outputs.Release: Agent._release,
     ends.StopWorkers: Agent._tell_stop,
     ends.EndStep: lambda agent, order: agent.decide(Notice(now_ns(), None, order.grace_ns)),
-    ends.KillWorker: EndsOfRun.kill,
-    ends.LeaveBehind: EndsOfRun.leave_behind,
+    ends.KillWorker: Agent.kill,
+    ends.LeaveBehind: Agent.leave_behind,
 }

@@ -29,8 +29,6 @@ from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import BambooError, StorageError
 from engine.core.history.run_records import KeptRecord, UnkeptRecord
 from engine.core.manifest import LayerHash, Manifest
-from engine.core.message_kinds import ToWorker
-from engine.core.protocol.state import State
 from engine.files.checkpoint_folder import CheckpointName, NewestGood, RefusedCheckpoint
 from engine.runtime.agent.keeper import Keeper
 from engine.runtime.agent.orders import LIMIT_S, READ_LIMIT_S
@@ -74,7 +72,6 @@ class Checkpoints:
         # Another coordinator may have published those of a run that is taken over, and nobody has heard of it.
         self._not_own = run_state.committed + 1 if run_state.losses else -1
         self._run_state = run_state
-        run_state.on_rows = self.close_step
         self._recorder = recorder
         self._gathering = Gathering()
         self._unkept = -1  # the last step that was given up, maybe before an older one was written
@@ -100,13 +97,17 @@ class Checkpoints:
         reasons = tuple(RefusedCheckpoint(CheckpointName(*name), reason) for name, reason in refused)
         return NewestGood(CheckpointName(*good) if good else None, None, reasons), init
 
-    def await_parts(self, told: ToWorker, known: State) -> None:
-        """Awaits the parts of a checkpoint, if a message to the workers orders one of the last commit."""
+    def begin_epoch(self) -> None:
+        """Handles a new epoch, from which workers may be missing that had parts to write."""
+        self._gathering = gathering.begin_epoch(self._gathering)
+
+    def await_parts(self, step: int, epoch: int) -> None:
+        """Awaits the parts of the checkpoint of a step, the last committed one."""
         if not self.place:
             return
-        self._gathering = gathering.order(self._gathering, told, known.committed)
-        if known.committed in self._gathering.pending:
-            self._under_way.setdefault(known.committed, _UnderWay(known.epoch))
+        self._gathering = gathering.order(self._gathering, step)
+        if step in self._gathering.pending:
+            self._under_way.setdefault(step, _UnderWay(epoch))
 
     def kept(self, told: KeptMessage) -> None:
         """Takes a part that is on disk."""
@@ -125,7 +126,7 @@ class Checkpoints:
         self._go_on(gathering.give_up(self._gathering, told.step, told.why))
 
     def close_step(self, step: int, loss: float, rows: Iterable[TrajectoryRow]) -> None:
-        """Takes the hashes of a step, which are complete and agree; there are no `rows` otherwise."""
+        """Takes a `ClosedStep`."""
         if (found := self._under_way.get(step)) is not None:
             found.loss = loss
         hashes = tuple(LayerHash(row.layer, row.state, row.buffers) for row in rows)

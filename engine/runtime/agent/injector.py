@@ -78,7 +78,8 @@ class Injector:
 
     def places(self) -> dict[int, Place]:
         """Returns the last action that each worker has begun."""
-        read = {} if self._board is None else {worker: self._board.read(worker) for worker in self._members}
+        board = self._board
+        read = {at: each.child.progress(at, board) for at, each in self._members.items()} if board else {}
         return {worker: Place(at.step, at.action, self.injection.has_struck(worker)) for worker, at in read.items()}
 
     def look_at_clock(self) -> None:

@@ -24,6 +24,7 @@ from engine.runtime.agent import disk_work
 from engine.runtime.agent.orders import HelperProcess, StartAway, line, threaded
 from engine.runtime.process import subprocesses
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.spawner import Spawner
 
 _NAME = "bamboo-keeper"
 
@@ -104,13 +105,13 @@ class Keeper(HelperProcess):
         return answer
 
 
-def keeper_for(server: ForkServer, job: Job, folder: str, heir: str) -> Keeper:
+def keeper_for(server: Spawner, job: Job, folder: str, heir: str) -> Keeper:
     """Returns the keeper of a run whose processes a server starts; a run in one process has a thread instead."""
-    start: StartAway = partial(fork_keeper, server)
-    if server.host:  # the one that coordinates several hosts starts workers only, on each of them through its agent
+    start: StartAway = start_thread
+    if isinstance(server, ForkServer) and not server.host:
+        start = partial(fork_keeper, server)
+    elif server.pid != os.getpid():  # the one that coordinates several hosts starts workers only
         start = start_program
-    elif server.pid == os.getpid():
-        start = start_thread
     return Keeper(start, job, folder, heir)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from engine.core.history.run_records import PolicyRecord
 from engine.core.job.job import Job
 from engine.core.message_kinds import ToWorker
-from engine.core.messages import BorderMessage, PartitionMessage, PingMessage, StopMessage
+from engine.core.messages import PingMessage, StopMessage
 from engine.core.protocol.events import MemoryShortage, WantedOwners, unwatched_ns
 from engine.core.protocol.state import State
 from engine.core.protocol.wishes import MemoryLook, Rebalancing, look_for_memory, wish
@@ -103,10 +103,9 @@ class Newcomers:
 
     def learn(self, message: ToWorker) -> None:
         """Passes on a message to all members that newcomers need too, and keeps it for later ones."""
-        if isinstance(message, PartitionMessage | BorderMessage):
-            self._place.append(message)
-            self._since_ns.clear()
-            tell_all(self._all(), message)
+        self._place.append(message)
+        self._since_ns.clear()
+        tell_all(self._all(), message)
 
     def know(self, told: Sequence[ToWorker]) -> None:
         """Takes what a host before has passed on."""

@@ -52,11 +52,19 @@ from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.progress_board import Progress, ProgressBoard
 from engine.runtime.ipc.recorder import Recorder
-from engine.runtime.process.fork_client import Child
+from engine.runtime.process.spawner import Started
 
 _UNNAMED_DATA = "; the job names no data, so it trains on the built-in synthetic float vectors: name data by --data"
 
 _MORE_ROOM = "less memory is taken by a smaller microbatch_size, more stages, or activation_checkpoint: 1"
+
+
+class ClosedStep(NamedTuple):
+    """A step whose hashes are complete and agree; it has no rows otherwise."""
+
+    step: int
+    loss: float
+    rows: list[TrajectoryRow]
 
 
 @dataclass(slots=True)
@@ -83,7 +91,7 @@ class RunState:
     purity: PurityBook = field(init=False)
     going_at_ns: int = 0
     launched_at_ns: int = 0  # the first of these times, also before the workers were started again
-    on_rows: Callable[[int, float, list[TrajectoryRow]], None] = lambda step, loss, rows: None
+    closed: ClosedStep | None = None  # the last one, until `take_closed`
     times: WorkerTimes = field(default_factory=WorkerTimes)  # of the steps by these workers
     _book: AuditBook = field(init=False)
     _loaded: LoadedBook = field(init=False)  # of the open step
@@ -112,6 +120,7 @@ class RunState:
             validations={step: found for step, found in self.validations.items() if step <= committed},
             rows=[row for row in self.rows if row.step <= committed],
             epochs=[],
+            closed=None,
             going_at_ns=0,
             times=WorkerTimes(),
             _data_marks=(),
@@ -120,7 +129,7 @@ class RunState:
 
     def taken_over(self, at_ns: int) -> None:
         """Goes on with results of another host, whose times are of its clock: nothing is timed by them."""
-        self.times, self.going_at_ns, self.launched_at_ns = WorkerTimes(), at_ns, 0
+        self.times, self.going_at_ns, self.launched_at_ns, self.closed = WorkerTimes(), at_ns, 0, None
 
     def cut(self, cut: CutMessage) -> None:
         """Keeps the partition of the model, and the size of the training set."""
@@ -198,7 +207,12 @@ class RunState:
                 again = f"step {row.step}, trained again after a checkpoint"
                 raise ReplicasDifferError(f"{again}: layer {row.layer} has other weights than before")
         self.rows += rows
-        self.on_rows(self.committed, self.losses[-1], rows)
+        self.closed = ClosedStep(self.committed, self.losses[-1], rows)
+
+    def take_closed(self) -> ClosedStep | None:
+        """Returns the step that was closed last, once."""
+        closed, self.closed = self.closed, None
+        return closed
 
     def error_of(
         self, member: WorkerHandle, last: RefusedMessage | FailedMessage | RaisedMessage, *, has_commit: bool
@@ -248,6 +262,9 @@ def audit_record(worker: int, audit: AuditMessage) -> AuditRecord:
 
 
 # The view of a run for pictures while it runs, and the ending of a run.
+LEFT = "left"  # all workers of this host have left after a notice; the run goes on, and another host coordinates it
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker in a picture; `silent_s` since its last message, and `inside_s` in the action that it computes.
@@ -309,7 +326,7 @@ def worker_view(member: WorkerHandle, board: ProgressBoard, seen: Sighting | Non
         member.child.pid,
         member.slots,
         "slow" if is_slow and member.state == "running" else member.state,
-        board.read(member.worker),
+        member.child.progress(member.worker, board),
         max(member.peak_stash.values(), default=0),
         member.peak_memory_kib,
         silent_s,
@@ -348,11 +365,11 @@ def telling_unwritten() -> Iterator[None]:
 
 
 class InheritedProcess(NamedTuple):
-    """The process of a worker of a host; `adopt` makes a handle with the far end of a link and a progress board."""
+    """The process of a worker of a host, of which `adopt` makes a handle."""
 
     worker: int
     host: str
-    adopt: Callable[[int, int], Child]
+    adopt: Callable[[], Started]
 
 
 class InheritedRun(NamedTuple):
@@ -389,7 +406,3 @@ class FailoverContext(NamedTuple):
 
 
 NO_SEAT = FailoverContext()
-
-
-class HandoverError(Exception):
-    """All workers of this host have left after a notice, and the run goes on: another host coordinates it."""

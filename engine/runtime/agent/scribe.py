@@ -26,7 +26,7 @@ from engine.files.run_folder import RunFolder
 from engine.runtime.agent import orders as away
 from engine.runtime.agent.orders import RECORD, Orders
 from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.ipc.recorder import Recorder, RecordListener
 
 _PART = 1 << 20  # characters of a file
 _SYNC_BYTES_PER_S = 10e6  # of a slow disk, which gets as much more time for a large file
@@ -59,12 +59,12 @@ class Scribe(Orders):
         self.place = path
         return RunFolder(Path(path))
 
-    def recorder(self, events: Path, job: Job) -> tuple[Recorder, tuple[int, int]]:
-        """Opens the files of the records of a run; returns their recorder, and their descriptors."""
+    def recorder(self, events: Path, job: Job, tell: RecordListener | None = None) -> tuple[Recorder, tuple[int, int]]:
+        """Opens the files of the records of a run; returns their recorder, which tells of records, and descriptors."""
         limit = parse_size(job.events_max) or 0
         found = self.question("open", (str(events), span_of(job), limit), "the files of the records")
         events_fd, steps_fd = found.fds
-        return _ScribeRecorder(self, found.value), (events_fd, steps_fd)
+        return _ScribeRecorder(self, found.value, tell), (events_fd, steps_fd)
 
     def add(self, events: Path, *records: StampedRecord) -> None:
         """Appends records of this process to a file of events, with the present time."""
@@ -100,8 +100,8 @@ class Scribe(Orders):
 class _ScribeRecorder(Recorder):
     """Tells the records of the launcher to its scribe."""
 
-    def __init__(self, scribe: Scribe, number: int):
-        super().__init__(-1, AGENT)
+    def __init__(self, scribe: Scribe, number: int, tell: RecordListener | None):
+        super().__init__(-1, AGENT, tell=tell)
         self._scribe, self._number = scribe, number
 
     @property
@@ -125,5 +125,5 @@ class _ScribeRecorder(Recorder):
         text = encoded(record)
         step = record.step if isinstance(record, AuditRecord) else ""
         self._scribe.send(f"{self._number} {step} {text}\n".encode(), RECORD)  # not quoted again: there are many
-        if self.tell is not None:
-            self.tell(record, text)
+        if self._tell is not None:
+            self._tell(record, text)

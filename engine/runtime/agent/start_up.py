@@ -22,11 +22,10 @@ from engine.runtime.agent.keeper import place_of
 from engine.runtime.agent.run_state import InheritedRun
 from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
-from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import LogRetention, Recorder, StepWriter, open_events, open_steps
-from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.ipc.recorder import LogRetention, Recorder, RecordListener, StepWriter, open_events, open_steps
 from engine.runtime.process.kernel import new_network
+from engine.runtime.process.spawner import Spawner
 
 
 def recording(
@@ -35,7 +34,7 @@ def recording(
     job: Job,
     injectable: bool,
     host: HostRecord | None,
-    server: ForkServer | None = None,
+    server: Spawner | None = None,
     scribe: Scribe | None = None,
     is_new: bool = True,
 ) -> tuple[Recorder, tuple[int, int]]:
@@ -44,12 +43,12 @@ def recording(
     The first record of new files is the job, the second one the host if it is given. Without a `scribe` this process
     waits for the disk itself.
     """
-    recorder, record_fds = _opened(events, job) if scribe is None else scribe.recorder(events, job)
+    tell = None if server is None else server.hear
+    recorder, record_fds = (_opened if scribe is None else scribe.recorder)(events, job, tell)
     for fd in record_fds:
         stack.callback(os.close, fd)
     stack.callback(recorder.close)
     if server is not None:
-        recorder.tell = server.hear
         server.records_in(events.parent)
     if not is_new:
         return recorder, record_fds
@@ -59,11 +58,11 @@ def recording(
     return recorder, record_fds
 
 
-def _opened(events: Path, job: Job) -> tuple[Recorder, tuple[int, int]]:
+def _opened(events: Path, job: Job, tell: RecordListener | None) -> tuple[Recorder, tuple[int, int]]:
     events_fd, steps_fd = open_events(events), open_steps(events.parent / FOLDER)
     span, limit = span_of(job), parse_size(job.events_max)
     thinning = LogRetention(steps_fd, events_fd, span, limit) if limit else None
-    return Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning), (events_fd, steps_fd)
+    return Recorder(events_fd, AGENT, StepWriter(steps_fd, None, span), thinning, tell=tell), (events_fd, steps_fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class LaunchSpec:
     """
 
     stack: contextlib.ExitStack
-    server: ForkServer
+    server: Spawner
     job: Job
     ownership: Ownership
     ranks: tuple[int, ...]
@@ -114,11 +113,8 @@ class LaunchSpec:
         self.stack.callback(close_workers, crew.members)
         self.numbers.update(workers)
         for each in taken.processes:
-            link, far = Link.pair(blocking=False)
-            child = each.adopt(far.fileno(), board.fd)
-            far.close()
             log = self.logs / f"worker-{each.worker}.log"
-            member = WorkerHandle(each.worker, (), child, child.linked(link), log, "running", host=each.host)
+            member = WorkerHandle(each.worker, (), *each.adopt(), log, "running", host=each.host)
             member.local_rank = taken.welcomes.get(each.worker, told).local_rank
             crew.members[each.worker] = member
         return crew
@@ -162,7 +158,9 @@ class WorkerGroup:
         self.board.grow(worker + 1)
         launch.numbers.add(worker)
         rank = free_rank(self.members.values(), launch.server.at(worker).host)
-        self.members[worker] = member = start_worker(launch.server, worker, launch.ownership, fds, launch.logs)
+        self.members[worker] = member = start_worker(
+            launch.server, worker, launch.ownership, fds, self.board, launch.logs
+        )
         member.local_rank = rank
         return member
 

@@ -1,22 +1,27 @@
-"""The agent's handles of the workers: process, link and state."""
+"""The agent's handles of the workers: process, link and state; and the loop in which a host waits for its workers."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import selectors
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
-from engine.core.message_kinds import ToWorker
+from engine.codec.messages import decode
+from engine.core.errors import required
+from engine.core.message_kinds import Message, ToWorker
 from engine.core.messages import BusyMessage
 from engine.core.ownership import Ownership
 from engine.core.protocol.events import HostWord, Sight
-from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.link import Link, packet
+from engine.runtime.ipc.link import Link, WorkerLink, packet
 from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.fork_client import Child
+from engine.runtime.process.spawner import Spawner, WorkerProcess
 
 Looks = tuple[dict[int, Sight], tuple[int, ...], dict[int, HostWord]]
 
@@ -27,8 +32,8 @@ class WorkerHandle:
 
     worker: int
     slots: tuple[tuple[int, int], ...]
-    child: Child
-    link: Link
+    child: WorkerProcess
+    link: WorkerLink
     log: Path
     state: str = "starting"
     busy: BusyMessage = field(default_factory=BusyMessage)  # before it has joined
@@ -38,6 +43,15 @@ class WorkerHandle:
     is_left_behind: bool = False  # SIGKILL has not ended it
     host: str = ""  # the name of its host, if the run has several
     local_rank: int = 0  # the least number that no other living worker of its host has
+
+    def begin(self, state: str, busy: BusyMessage = BusyMessage()) -> None:  # noqa: B008 - it does not change
+        """Notes a state, and a long part of the start."""
+        self.state, self.busy = state, busy
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not ended, and is not left behind."""
+        return self.exit_code is None and not self.is_left_behind
 
     @property
     def name(self) -> str:
@@ -66,7 +80,7 @@ class WorkerHandle:
 
 
 def start_workers(
-    server: ForkServer,
+    server: Spawner,
     ownership: Ownership,
     record_fds: Sequence[int],
     board: ProgressBoard,
@@ -80,26 +94,24 @@ def start_workers(
     """
     with server.forking():
         fds = (*record_fds, board.fd, *more_fds)
-        return {each: start_worker(server, each, ownership, fds, logs, role) for each in ownership.workers()}
+        return {
+            worker: start_worker(server, worker, ownership, fds, board, logs, role) for worker in ownership.workers()
+        }
 
 
 def start_worker(
-    server: ForkServer, worker: int, ownership: Ownership, fds: Sequence[int], logs: Path, role: str = "worker"
+    server: Spawner,
+    worker: int,
+    ownership: Ownership,
+    fds: Sequence[int],
+    board: ProgressBoard,
+    logs: Path,
+    role: str = "worker",
 ) -> WorkerHandle:
-    """Forks the process of a worker, which gets its link before `fds`."""
+    """Starts the process of a worker, which gets its link before `fds`."""
     log, there = logs / f"worker-{worker}.log", server.at(worker)
-    child, link = fork_linked(there, role, f"bamboo-{worker}", log, fds)
+    child, link = there.start_worker(worker, log, fds, board, role)
     return WorkerHandle(worker, ownership.slots_of(worker), child, link, log, host=there.host)
-
-
-def fork_linked(server: ForkServer, role: str, name: str, log: Path, fds: Sequence[int]) -> tuple[Child, Link]:
-    """Forks a process that writes to `log` and gets a link to this process before `fds`; returns it and the link."""
-    log_fd = open_to_append(log)
-    link, far = Link.pair(blocking=False)
-    child = server.fork(role, name, log_fd, [far.fileno(), *fds])
-    os.close(log_fd)
-    far.close()
-    return child, child.linked(link)
 
 
 def free_rank(members: Iterable[WorkerHandle], host: str) -> int:
@@ -117,21 +129,11 @@ def give_slots(members: Iterable[WorkerHandle], ownership: Ownership) -> None:
 def sights_of(members: Iterable[WorkerHandle], board: ProgressBoard | None) -> Looks:
     """Returns the sights of workers that have not ended, those from whose hosts nothing comes, the words of hosts."""
     living = [each for each in members if each.exit_code is None]
-    seen = {each.worker: _sight_of(each, board) for each in living} if board else {}
+    seen = {each.worker: each.child.sight(each.worker, board) for each in living} if board else {}
     sights = {worker: sight for worker, sight in seen.items() if sight is not None}
     told = {each.worker: each.child.word() for each in living}
     words = {worker: HostWord(*word) for worker, word in told.items() if word is not None}
     return sights, tuple(each.worker for each in living if each.child.is_unseen), words
-
-
-def _sight_of(member: WorkerHandle, board: ProgressBoard) -> Sight | None:
-    """Returns the findings of a look at a worker's process and at its line of the board."""
-    place, times = board.place_of(member.worker), member.child.times()
-    if place is None or times is None:
-        return None
-    at = (place.epoch, place.step, place.number, place.inside)
-    inside_ns = max(0, member.child.seen_ns() - place.since_ns) if place.inside else 0
-    return Sight(*at, inside_ns, place.slowest_ns, place.loading, *times)
 
 
 def tell_all(members: Iterable[WorkerHandle], message: ToWorker) -> None:
@@ -146,3 +148,99 @@ def close_workers(members: Mapping[int, WorkerHandle]) -> None:
     """Releases every worker, also those that were added since."""
     for member in members.values():
         member.release()
+
+
+# The workers of one host, as its agent waits for them: the one loop of the host that coordinates and of each other.
+#
+# Rules: the last words of a worker come before its end. A process that the worker has started may hold the link open;
+# the link is then empty, but not at its end. The descendants of a worker end with it.
+
+_PATIENCE_S = 0.05  # for the descendants of a worker: large ones end slowly, and the others wait for this loop
+
+
+class Source(Protocol):
+    """Something with a descriptor that becomes readable."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+
+
+class LocalWorkers:
+    """The processes of this host that are watched, and other sources of events."""
+
+    def __init__(self, spawner: Spawner):
+        self._spawner, self._selector = spawner, selectors.DefaultSelector()
+
+    def close(self) -> None:
+        """Watches nothing any more."""
+        self._selector.close()
+
+    def add(self, source: Source | int, handle: Callable[[], object]) -> None:
+        """Calls `handle` when a source is readable."""
+        self._selector.register(source, selectors.EVENT_READ, handle)
+
+    def remove(self, source: Source | int) -> None:
+        """Watches a source no longer, if it was watched."""
+        if source in self._selector.get_map():
+            self._selector.unregister(source)
+
+    def watch(
+        self,
+        child: Child,
+        link: Link,
+        *,
+        hear: Callable[[bytes], object],
+        end: Callable[[int], object],
+        see_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Tells of the messages of a worker, of the sight of its end, and of the end after its last words."""
+
+        def spoken() -> bool:
+            packet = link.receive_packet()
+            if packet:
+                hear(packet)
+            else:
+                self.remove(link)
+            return bool(packet)
+
+        def ended() -> None:
+            see_end()
+            with contextlib.suppress(BlockingIOError):
+                while spoken():
+                    pass
+            self.forget(child, link)
+            end(required(child.wait(), "a process whose pidfd is readable has ended"))
+            self._spawner.end_descendants(_PATIENCE_S)
+
+        self.add(child.pidfd, ended)
+        self.add(link, spoken)
+
+    def watch_member(
+        self,
+        member: WorkerHandle,
+        hear: Callable[[WorkerHandle, Message], object],
+        end: Callable[[WorkerHandle, int], object],
+        see_end: Callable[[WorkerHandle], object] = lambda member: None,
+    ) -> None:
+        """Tells of a member of a run as `watch` does, if it is a worker of this host."""
+        if isinstance(member.child, Child) and isinstance(member.link, Link):
+            self.watch(
+                member.child,
+                member.link,
+                hear=lambda packet: hear(member, decode(packet)),
+                end=partial(end, member),
+                see_end=partial(see_end, member),
+            )
+
+    def forget(self, child: Child, link: Link) -> None:
+        """Watches a worker no longer."""
+        self.remove(link)
+        self.remove(child.pidfd)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits for events, and handles them."""
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
+            # An earlier handler of this round may have unregistered this source, or have emptied it.
+            if self._selector.get_map().get(key.fd) is key:
+                with contextlib.suppress(BlockingIOError):
+                    key.data()

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from engine.core.errors import ExitCode
-from engine.core.history.process_records import KnownRecord
 from engine.core.message_kinds import Message, ToAgent, ToWorker
 from engine.core.messages import (
     ArmMessage,
@@ -44,7 +43,6 @@ from engine.core.program.inventory import PrepareMessage
 from engine.core.protocol.state import LEAST_QUIET_NS
 from engine.core.worker.inputs import Inbox, arrived, taken, without
 from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.recorder import Recorder
 
 # The one wait of a worker's main thread, for its links and for news from other threads.
 #
@@ -252,11 +250,39 @@ class Killed(BaseException):
 ReadCounts = Callable[[], Mapping[int, tuple[int, int, int]]]  # returns counts by member: sent, posted, received
 
 
-class Control:
-    """The worker's end of its link to the agent."""
+class ControlHandler:
+    """The worker behind a control; this one does nothing, as a worker that lacks the part that a method is about."""
 
-    def __init__(self, link: Link, wakeups: Wakeups | None = None):
+    def pinged(self) -> None:
+        """Handles a ping after its answer, in the control thread."""
+
+    def prepare(self, order: PrepareMessage | NextGroupMessage) -> None:
+        """Handles an order about a coming epoch, in the control thread."""
+
+    def exit_announced(self, worker: int) -> None:
+        """Handles the news that another worker has ended, in the control thread."""
+
+    def harm(self, order: ArmMessage | InflictMessage) -> None:
+        """Handles a message about faults, in the main thread; it may raise anything, or end the process."""
+
+    def moved(self, epoch: int, step: int, index: int, inside: bool) -> None:
+        """Handles a move of the main thread, in it."""
+
+    def is_owing(self) -> bool:
+        """Whether this worker's own device keeps a message: its main thread is inside of something, and may hang."""
+        return False
+
+    def unfinished(self) -> str:
+        """Returns the name of this worker's GPU if that has not ended its work; called in the control thread."""
+        return ""
+
+
+class Control:
+    """The worker's end of its link to the agent; `handler` is told what the main thread does not wait for."""
+
+    def __init__(self, link: Link, handler: ControlHandler | None = None, wakeups: Wakeups | None = None):
         self.link = link
+        self.handler = handler or ControlHandler()
         self.keys = RendezvousClient()
         self.wakeups = wakeups or Wakeups()
         self.given_links: queue.SimpleQueue[tuple[LinkMessage, list[int]]] = queue.SimpleQueue()
@@ -265,21 +291,11 @@ class Control:
         self._is_urgent = False  # whether the first message interrupts the main thread
         self.accepted = 0  # the epoch that this worker has entered
         self.fired: set[str] = set()  # ids of the faults that have struck any worker
-        self.on_fault: Callable[[ArmMessage | InflictMessage], None] = lambda message: None  # called in the main thread
-        # Called in the control thread.
-        self.on_prepare: Callable[[PrepareMessage | NextGroupMessage], None] = lambda message: None
-        self.on_ping: Callable[[], None] = lambda: None  # called in the control thread
         self._of_faults: list[ArmMessage | InflictMessage] = []
         self.tells_marks = False  # whether some fault waits for a phase that only workers know about
-        self.recorder: Recorder | None = None  # set once the main thread knows the worker
         self._at = (0, 0, False)
         self._waits_since_ns = 0  # when the main thread began to wait for news, 0 if it does not wait
         self._traffic: tuple[int, ReadCounts] = (0, dict)  # (epoch, its counts)
-        # Whether this worker's own device holds back a message; then its main thread counts as busy, and may hang.
-        self.is_owing: Callable[[], bool] = lambda: False
-        # The name of this worker's GPU, if that has not finished its work; called in the control thread.
-        self.unfinished: Callable[[], str] = str
-        self.on_move: Callable[[int, int, int, bool], None] = lambda epoch, step, index, inside: None
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     @property
@@ -293,13 +309,13 @@ class Control:
     @at.setter
     def at(self, at: tuple[int, int, bool]) -> None:
         self._at = at
-        self.on_move(self.accepted, *at)
+        self.handler.moved(self.accepted, *at)
 
     def begin(self, step: int, inside: bool) -> None:
         """Records that the main thread begins an action of a step; `inside` if it waits for no other worker there."""
         before, number, _ = self._at
         self._at = at = (step, number + 1 if step == before else 1, inside)
-        self.on_move(self.accepted, *at)
+        self.handler.moved(self.accepted, *at)
 
     def leave(self, step: int) -> None:
         """Records that the last action of a step is over, as the begin of the next one also does."""
@@ -338,14 +354,13 @@ class Control:
                 self.given_links.put((message, fds))
             case PingMessage():
                 self.send(self._heartbeat())
-                self.on_ping()
+                self.handler.pinged()
                 return
             case ExitMessage():
-                if self.recorder is not None:
-                    self.recorder.write(KnownRecord(of=message.of))
+                self.handler.exit_announced(message.of)
                 return
             case PrepareMessage() | NextGroupMessage():
-                self.on_prepare(message)
+                self.handler.prepare(message)
                 return
             case KeyMessage():
                 self.keys.put(message.epoch, message.key, message.value)
@@ -371,7 +386,7 @@ class Control:
         quiet_ns = time.monotonic_ns() - since_ns if since_ns else 0
         epoch, traffic = self._traffic
         if quiet_ns < LEAST_QUIET_NS or at[2] or epoch != self.accepted:
-            return HeartbeatMessage(self.accepted, *at, device=self.unfinished() if at[2] else "")
+            return HeartbeatMessage(self.accepted, *at, device=self.handler.unfinished() if at[2] else "")
         counts = tuple((peer, *numbers) for peer, numbers in traffic().items())
         return HeartbeatMessage(self.accepted, *at, quiet_ns, counts)
 
@@ -403,7 +418,7 @@ class Control:
 
     def _await_news(self) -> None:
         self._waits_since_ns = time.monotonic_ns()
-        with self.busy() if self.is_owing() else contextlib.nullcontext():
+        with self.busy() if self.handler.is_owing() else contextlib.nullcontext():
             self.wakeups.wait()
         self._waits_since_ns = 0
 
@@ -451,4 +466,4 @@ class Control:
 
     def _suffer(self) -> None:
         while self._of_faults:
-            self.on_fault(self._of_faults.pop(0))
+            self.handler.harm(self._of_faults.pop(0))

@@ -89,6 +89,13 @@ class Link:
             fds.frombytes(rights)
         return decode(data) if data else None, list(fds)
 
+    def receive_packet(self) -> bytes:
+        """Waits for one message with which no descriptor comes, as it travels; empty once the other end is gone."""
+        try:
+            return self.socket.recv(MAX_BYTES)
+        except ConnectionResetError:
+            return b""
+
     def close(self) -> None:
         """Closes this end."""
         self.socket.close()
@@ -159,6 +166,18 @@ class _Child(Protocol):
     pid: int
 
 
+class WorkerLink(Protocol):
+    """The agent's end of the link to a worker, of this host or another one; as `Link`."""
+
+    takes_fds: bool  # whether descriptors can travel
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> bool: ...  # noqa: D102
+
+    def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
 class LinkedWorker(Protocol):
     """A worker as its agent sees it."""
 
@@ -171,7 +190,7 @@ class LinkedWorker(Protocol):
         """Its process."""
 
     @property
-    def link(self) -> Link:
+    def link(self) -> WorkerLink:
         """Its link to the agent."""
 
 

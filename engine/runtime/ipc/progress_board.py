@@ -61,10 +61,10 @@ class ProgressBoard:
         os.ftruncate(fd, num_lines * _LINE_BYTES)
         return cls(fd, num_lines)
 
-    @staticmethod
-    def lines_in(fd: int) -> int:
-        """Returns the number of lines of the board behind a descriptor."""
-        return os.fstat(fd).st_size // _LINE_BYTES
+    @property
+    def num_lines(self) -> int:
+        """The number of its lines."""
+        return len(self._memory) // _LINE_BYTES
 
     def grow(self, num_lines: int) -> None:
         """Adds empty lines up to `num_lines`; a worker maps only the lines that exist when it starts."""

@@ -136,18 +136,27 @@ def open_steps(path: os.PathLike[str] | str) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
+RecordListener = Callable[[StampedRecord, str], None]  # gets a record and its line
+
+
 class Recorder:
     """Appends to events.jsonl through a descriptor opened with O_APPEND, and to the files of `steps` if it has them."""
 
     def __init__(
-        self, fd: int, worker: int, steps: StepWriter | None = None, thinning: LogRetention | None = None, pid: int = 0
+        self,
+        fd: int,
+        worker: int,
+        steps: StepWriter | None = None,
+        thinning: LogRetention | None = None,
+        pid: int = 0,
+        tell: RecordListener | None = None,
     ):
-        """`pid` is the process whose records it writes, by default this one."""
+        """`pid` is the process whose records it writes, by default this one; `tell` gets each record."""
         self.fd = fd
         self.worker = worker
         self.steps = steps
         self._thinning = thinning
-        self.tell: Callable[[StampedRecord, str], None] | None = None  # called with each record and its line
+        self._tell = tell
         self.last = (-1, "")  # the last action, behind its step
         self._chains: dict[int, Chain] = {}  # by descriptor: of the events, and of the open file of hashes
         self._pid = pid or os.getpid()
@@ -212,8 +221,8 @@ class Recorder:
         stamped = replace(record, worker=self.worker, pid=self._pid, at_ns=record.at_ns or now_ns())
         text = encoded(stamped)
         self._put(text, record.step if isinstance(record, AuditRecord) else None)
-        if self.tell is not None:
-            self.tell(stamped, text)
+        if self._tell is not None:
+            self._tell(stamped, text)
         self.hear(stamped)
 
     def _put(self, text: str, step: int | None) -> None:

@@ -32,13 +32,16 @@ from engine.core.messages import (
     LeftMessage,
     UnforkedMessage,
 )
+from engine.core.protocol.events import Sight
 from engine.files.atomic_write import open_to_append
 from engine.runtime.ipc.link import Link
+from engine.runtime.ipc.progress_board import Progress, ProgressBoard
 from engine.runtime.process import descendants, subprocesses
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
 from engine.runtime.process.kernel import ProcessTimes, process_state, process_times
 from engine.runtime.process.locks import folder_used
 from engine.runtime.process.prctl import adopting
+from engine.runtime.process.spawner import Spawner, start_linked
 from engine.runtime.process.subprocesses import is_readable
 
 _START_S = 60.0  # for the first answer of a server, which first imports all modules
@@ -51,8 +54,8 @@ _MAX_STARTS = 3  # servers that are started for one child
 class Child:
     """A process that this launcher started; `pidfd` becomes readable when the process has ended."""
 
-    lost = ""  # why it is lost with its whole host: nothing has seen the end of the process
-    is_unseen = False  # on another host, from which no sign of life has come for a while
+    lost = ""
+    is_unseen = False
 
     def __init__(self, name: str, pid: int, pidfd: int):
         self.name = name
@@ -60,10 +63,6 @@ class Child:
         self.pidfd = pidfd
         self.is_closed = False
         self._code: int | None = None
-
-    def linked(self, link: Link) -> Link:
-        """Returns the link to the process, of which `link` is the near end."""
-        return link
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal, if the process has not ended."""
@@ -74,12 +73,21 @@ class Child:
         """Returns the state of its main thread as a letter, None if it has ended."""
         return process_state(self.pid, self.pidfd)
 
-    def seen_ns(self) -> int:
-        """Returns the time at which its host saw it last: of this host, now."""
-        return time.monotonic_ns()
+    def progress(self, worker: int, board: ProgressBoard) -> Progress:
+        """Returns where it is as a worker."""
+        return board.read(worker)
+
+    def sight(self, worker: int, board: ProgressBoard) -> Sight | None:
+        """Returns the findings of a look at it, and at its line of the board; None if there are none."""
+        place, times = board.place_of(worker), self.times()
+        if place is None or times is None:
+            return None
+        inside_ns = max(0, time.monotonic_ns() - place.since_ns) if place.inside else 0
+        at = (place.epoch, place.step, place.number, place.inside)
+        return Sight(*at, inside_ns, place.slowest_ns, place.loading, *times)
 
     def word(self) -> tuple[int, HeartbeatMessage | None] | None:
-        """Returns how long ago it spoke, and a new heartbeat, as the agent of another host tells; None on this one."""
+        """Returns None: a worker of this host speaks for itself."""
         return None
 
     def times(self) -> ProcessTimes | None:
@@ -101,16 +109,12 @@ class Child:
             self.is_closed = True
 
 
-class ForkServer:
-    """A running fork server, as a context. `at` returns the one on the host of a worker, where a run has several."""
+class ForkServer(Spawner):
+    """A running fork server of this host."""
 
-    host = ""  # the name of its host, if a run has several
-    later_ns = 0  # how much later the end of a child may be seen than on this host
-    address = "127.0.0.1"  # where the transfers of its children listen
-    network: Mapping[str, str] | None = None  # of a run on several hosts: what their links are secured with
-
-    def __init__(self, environment: Mapping[str, str] = {}) -> None:
+    def __init__(self, environment: Mapping[str, str] = {}, host: str = "", address: str = "127.0.0.1") -> None:
         """`environment` is that of the children beside the one of this process."""
+        self.host, self.address = host, address
         # One thread per numeric library until a worker sets its own count: a fork does not copy pool threads.
         # One seed for the hashes of texts: the order of a set is the same in a run, in its twin and on another day.
         self._mark = secrets.token_hex(16)
@@ -125,7 +129,7 @@ class ForkServer:
         self._preloaded: tuple[str, ...] = ()
         self._children: list[Child] = []
         self._is_forking = False
-        self.while_waiting: Callable[[], None] = lambda: None  # called each second in which the server does not answer
+        self._while_waiting: Callable[[], object] = lambda: None
         self._start()
         self._start_sweeper()
 
@@ -146,32 +150,10 @@ class ForkServer:
         self._process = subprocesses.start(command, fd=far.fileno(), environment=self._environment)
         far.close()
 
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def pid(self) -> int:
         """The pid of the present server; the next fork may replace the server."""
         return self._process.pid
-
-    def at(self, worker: int) -> ForkServer:
-        """Returns the server that forks a worker."""
-        return self
-
-    def deal(self, workers: Sequence[int]) -> None:
-        """Deals workers that are started again to the hosts that are left."""
-
-    def hear(self, record: object, line: str) -> None:
-        """Hears of a record of the launcher; other hosts of a run keep its decisions."""
-
-    def records_in(self, run: Path) -> None:
-        """Knows the folder of the run, to which other hosts ship their records."""
-
-    def leave(self) -> None:
-        """Lets the workers of other hosts go on without this one."""
 
     def has_ended(self) -> bool:
         """Returns whether the server has ended; the next fork then starts another."""
@@ -192,16 +174,16 @@ class ForkServer:
                 self._settle()
 
     @contextlib.contextmanager
-    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
-        """Ends all descendants of the children behind the block; inside the block `end_descendants` can do it.
-
-        From now on the server has imported the modules `preload` before it forks.
-        """
-        self.preload = preload
+    def adopting(
+        self, preload: tuple[str, ...] = (), while_waiting: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
+        """As any spawner; from now on the server has imported the modules `preload` before it forks."""
+        self.preload, self._while_waiting = preload, while_waiting
         with adopting():
             try:
                 yield
             finally:
+                self._while_waiting = lambda: None
                 self.end_descendants()
 
     def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
@@ -210,6 +192,12 @@ class ForkServer:
         self._children = [child for child in self._children if not child.is_closed]
         own = {self._process.pid, *(child.pid for child in self._children)}
         descendants.end_adopted(self._mark, own, closed, patience_s)
+
+    def start_worker(
+        self, worker: int, log: Path, fds: Sequence[int], board: ProgressBoard, role: str = "worker"
+    ) -> tuple[Child, Link]:
+        """Forks a worker, which gets its link before `fds`; raises EnvironmentLacksError as `fork` does."""
+        return start_linked(self.fork, role, worker, log, fds)
 
     def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
         """Forks a child that runs `role`; it writes to `log_fd` and gets copies of `fds`, which stay open here.
@@ -275,7 +263,7 @@ class ForkServer:
                 has_come = is_readable(self._link.fileno(), min(left_s, _WAIT_S))
             if has_come:
                 return self._link.receive_with_fds()
-            self.while_waiting()
+            self._while_waiting()
         return None, []
 
     def _end(self) -> int:

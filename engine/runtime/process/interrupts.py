@@ -52,7 +52,7 @@ class Interrupts:
     def __init__(self, on_first: Act) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.first: signal.Signals | None = None
-        self.on_first = on_first
+        self._on_first = on_first
         self.step_grace_s = STEP_GRACE_S
         self.limit_s = _LIMIT_S
         self.patience_s = 0.0  # from the first signal until a wait is broken off
@@ -63,6 +63,11 @@ class Interrupts:
         self._count = 0
         self._first_s = self._last_s = 0.0
         self._is_waiting = False
+
+    def answer_by(self, act: Act) -> Act:
+        """Answers the first signal by `act` from now on; returns what did before."""
+        before, self._on_first = self._on_first, act
+        return before
 
     def close(self) -> None:
         """Closes its descriptors."""
@@ -121,7 +126,7 @@ class Interrupts:
             self.first, self._first_s = signal.Signals(number), self._last_s
             signal.signal(signal.SIGALRM, lambda number, frame: self._act())
             self._act()
-            self.on_first(self.first)
+            self._on_first(self.first)
         else:
             self._act()
 
@@ -213,14 +218,14 @@ def _acting(act: Act) -> Iterator[Interrupts]:
     is_outermost = not _present
     if is_outermost:
         answer_signals()
-    interrupts, act_before = _present[0], _present[0].on_first
-    interrupts.on_first = act
+    interrupts = _present[0]
+    act_before = interrupts.answer_by(act)
     if before[signal.SIGCHLD] is signal.SIG_IGN:  # the kernel would drop the exit codes of children
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield interrupts
     finally:
-        interrupts.on_first = act_before
+        interrupts.answer_by(act_before)
         if act_before is leave:  # this process ends now; at the end of Python an alarm would kill it
             signal.setitimer(signal.ITIMER_REAL, 0)
         if is_outermost:  # this process is a library's or a test's, which handles signals itself

@@ -25,6 +25,7 @@ from engine.files.checkpoint_disk import DiskTroubles
 from engine.runtime.faults.registry import WorkerFaultContext, registered
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.control import Control
+from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.stage.replicas import Replicas
 from engine.runtime.transport.transport import LinkFaults
 
@@ -53,15 +54,15 @@ class Failpoints:
         replicas: Replicas | None = None,
         links: LinkFaults = LinkFaults(),  # noqa: B008 - it does not change
         troubles: DiskTroubles | None = None,
+        recorder: Recorder | None = None,
     ):
-        self.control = control
+        self.control, self._recorder = control, recorder
         self.faults: list[Fault] = []
         self.replicas = replicas
         self._links = links
         self._troubles = troubles
         self._slowdown: _Slowdown | None = None
         self._due: Fault | None = None  # the fault that is to strike during the present action
-        control.on_fault = self._handle
         self._arm(faults)
 
     def _arm(self, faults: Sequence[Fault]) -> None:
@@ -88,8 +89,7 @@ class Failpoints:
                 self._due = fault
 
     def _done(self) -> tuple[int, str]:
-        recorder = self.control.recorder
-        return (-1, "") if recorder is None else recorder.last
+        return (-1, "") if self._recorder is None else self._recorder.last
 
     def around_checkpoint(
         self, step: int, stages: Sequence[int], begin: Callable[[], None], finish: Callable[[], None]
@@ -121,7 +121,7 @@ class Failpoints:
         finally:
             alarm.cancel()
 
-    def _handle(self, message: ArmMessage | InflictMessage) -> None:
+    def handle(self, message: ArmMessage | InflictMessage) -> None:
         """Adds faults that the agent has sent after the start, or carries out a fault; called in the main thread."""
         if isinstance(message, ArmMessage):
             self._arm([from_plain(each) for each in message.faults])

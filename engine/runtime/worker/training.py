@@ -24,24 +24,15 @@ from engine.core import messages
 from engine.core.action import Action, Program
 from engine.core.errors import TransferFailedError, required
 from engine.core.history.run_records import MarkRecord, MovedRecord, PreparedRecord
-from engine.core.messages import NextGroupMessage
 from engine.core.ownership import Grid, Ownership, Slot, healed
 from engine.core.program.build import build_program
 from engine.core.program.inventory import PrepareMessage, to_json
 from engine.core.program.planner import EpochPlan
 from engine.core.worker import inputs
 from engine.core.worker import state as outputs
-from engine.core.worker.inputs import GroupKey, Input, PlanPrepared, ProtocolMessage, plan_epoch
+from engine.core.worker.inputs import Input, PlanPrepared, plan_epoch
 from engine.core.worker.machine import step
-from engine.core.worker.state import (
-    FormNextGroup,
-    LeaveNextGroups,
-    Output,
-    PlanNextStep,
-    PreparePlan,
-    SendMessage,
-    WorkerState,
-)
+from engine.core.worker.state import Output, PlanNextStep, WorkerState
 from engine.runtime.ipc.control import Control, Fenced, Stopped
 from engine.runtime.process.locks import HostLock
 from engine.runtime.stage.memory_watch import MemoryWatch, stage_bytes
@@ -60,16 +51,12 @@ from engine.runtime.worker.validation import Validation
 
 
 class WorkerProtocol:
-    """The state of the machine; `prepare`, `form` and `leave` get orders about coming epochs, in the control thread."""
+    """The state of the machine; `carry_out_aside` gets outputs about coming epochs, in the thread that feeds aside."""
 
-    def __init__(self, control: Control):
+    def __init__(self, control: Control, carry_out_aside: Callable[[Output], None]):
         self.state = WorkerState()
-        self.prepare: Callable[[PrepareMessage], None] = lambda told: None
-        self.form: Callable[[NextGroupMessage], None] = lambda told: None
-        self.leave: Callable[[tuple[GroupKey, ...]], None] = lambda keys: None
-        self._control = control
+        self._control, self._carry_out_aside = control, carry_out_aside
         self._lock = threading.Lock()
-        control.on_prepare = lambda message: self.feed_aside(ProtocolMessage(message))
 
     def feed(self, given: Input) -> tuple[Output, ...]:
         """Returns the outputs of an input, for the main thread, which calls this."""
@@ -83,15 +70,7 @@ class WorkerProtocol:
         with self._lock:
             self.state, outputs = step(self.state, given)
         for output in outputs:
-            match output:
-                case SendMessage():
-                    self._control.send(output.message)
-                case PreparePlan():
-                    self.prepare(output.order)
-                case FormNextGroup():
-                    self.form(output.order)
-                case LeaveNextGroups():
-                    self.leave(output.keys)
+            self._carry_out_aside(output)
 
 
 # The planner thread of a worker: it computes plans of coming epochs, and the next program, before they are needed.
@@ -127,7 +106,6 @@ class PlannerThread:
         sys.setswitchinterval(_SWITCH_S)
         self._next_step: Future[NextStep] | None = None
         self._prepared: list[tuple[EpochPlan, WorkerProgram]] = []
-        protocol.prepare = self._on_prepare
 
     def worker_program(self, plan: EpochPlan) -> WorkerProgram:
         """Returns this worker's part of the program of a plan, at once if it is prepared."""
@@ -152,7 +130,8 @@ class PlannerThread:
         context, has_tags = self._context, self._context.job.backend != "nccl"
         return worker_program(context.worker, program, ownership, context.borders, has_tags=has_tags)
 
-    def _on_prepare(self, told: PrepareMessage) -> None:
+    def prepare(self, told: PrepareMessage) -> None:
+        """Begins to compute a plan of a coming epoch; any thread may call."""
         self._thread.submit(self._prepare, told).add_done_callback(_log_error)
 
     def _turn_in(self, step: int) -> contextlib.AbstractContextManager[bool]:
@@ -257,7 +236,6 @@ class Training:
         self._memory = MemoryWatch(context.worker, context.replicas, context.borders, context.recorder.write)
         self._planner = PlannerThread(context, protocol, ownership.grid)
         self._next_groups = NextGroups(context.backend, self._tell_of_next)
-        protocol.form, protocol.leave = self._next_groups.form, self._next_groups.leave
         self._made_ready: WorkerProgram | None = None  # for the next `Enter`
         self._methods = self._table()
 
@@ -272,6 +250,7 @@ class Training:
             outputs.FormGroup: self._form_group,
             outputs.FormNextGroup: lambda form: self._next_groups.form(form.order),
             outputs.LeaveNextGroups: lambda leave: self._next_groups.leave(leave.keys),
+            outputs.PreparePlan: lambda order: self._planner.prepare(order.order),
             outputs.EnterNextGroup: self._enter_next_group,
             outputs.MakePlan: lambda make: inputs.PlanMade(plan_epoch(self._grid, make.document)),
             outputs.LoadPlan: self._load_plan,
@@ -300,6 +279,10 @@ class Training:
                 self._carry_out(found[:-1])
                 return exit_code(found)
             given = self._carry_out(found)
+
+    def carry_out_aside(self, output: outputs.Output) -> None:
+        """Carries out an output that does not concern the main thread, in any thread."""
+        self._methods[type(output)](output)
 
     def _heard(self) -> inputs.Input:
         heard = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)

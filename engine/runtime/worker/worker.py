@@ -40,13 +40,23 @@ from engine.core.errors import (
     ensure,
 )
 from engine.core.faults.fault import from_plain
+from engine.core.history.process_records import KnownRecord
 from engine.core.history.step_files import span_of
 from engine.core.job.job import Job
 from engine.core.job.partition import partition
-from engine.core.messages import BusyMessage, RaisedMessage, WelcomeMessage
+from engine.core.messages import (
+    ArmMessage,
+    BusyMessage,
+    InflictMessage,
+    NextGroupMessage,
+    RaisedMessage,
+    WelcomeMessage,
+)
 from engine.core.ownership import Ownership
+from engine.core.program.inventory import PrepareMessage
 from engine.core.random_key import random_key
 from engine.core.worker.inputs import NoticeReceived, ProtocolMessage
+from engine.core.worker.state import Output, SendMessage
 from engine.files.accelerators import nccl_settings, nccl_stand_in
 from engine.models.data import Data
 from engine.models.data_sources import evaluation, evaluation_sets, open_data
@@ -60,7 +70,7 @@ from engine.runtime.device.device import HOST, Device, WithoutForm, changed, dev
 from engine.runtime.device.device_faults import DeviceFaults
 from engine.runtime.device.side_queue import SideQueue
 from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Control, Fenced, Killed, Stopped, give_notice_of_sigterm
+from engine.runtime.ipc.control import Control, ControlHandler, Fenced, Killed, Stopped, give_notice_of_sigterm
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.progress_board import LoaderStatus, ProgressBoard
 from engine.runtime.ipc.recorder import Recorder, StepWriter
@@ -192,7 +202,7 @@ def direct_backend(control: Control, welcome: WelcomeMessage, device: Device) ->
 
 
 _MOST_PROBLEMS = 100  # in one message
-BackendOf = Callable[[messages.WelcomeMessage, Device], TransportBackend]
+BackendOf = Callable[[WelcomeMessage, Device], TransportBackend]
 _LINGER_S = 0.05  # an exit takes milliseconds of a core, and the members are about to begin a step
 
 
@@ -210,46 +220,176 @@ class GroupMember(NamedTuple):
 def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_fd: int | None = None) -> int:
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
-    control = Control(Link.from_fd(control_fd))
+    worker = WorkerLife((events_fd, steps_fd), board_fd)
+    control = Control(Link.from_fd(control_fd), worker)
 
-    def backend_of(welcome: messages.WelcomeMessage, device: Device) -> TransportBackend:
+    def backend_of(welcome: WelcomeMessage, device: Device) -> TransportBackend:
         return backend_for(control, welcome, network_fd, device)
 
-    return work(control, (events_fd, steps_fd), board_fd, backend_of, takes_sigterm=True)
+    return worker.run(control, backend_of, takes_sigterm=True)
 
 
-def work(
-    control: Control,
-    record_fds: tuple[int, int],
-    board_fd: int,
-    backend_of: BackendOf,
-    *,
-    takes_sigterm: bool = False,
-) -> int:
-    """Runs one worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
-    protocol, faults = WorkerProtocol(control), DeviceFaults()
-    if takes_sigterm:
-        give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeReceived()))
-    try:
-        return _run(control, protocol, record_fds, board_fd, backend_of, faults)
-    except (Stopped, Fenced):  # before it has joined
-        return exit_code(protocol.feed(ProtocolMessage(control.hear())))
-    except UserError as error:
-        log_exception(error)  # the message to the agent has no lines of the user's code
-        control.send(messages.RefusedMessage(_told(error.problems)))
-        return error.exit_code
-    except BambooError as error:
-        log_exception(error)
-        control.send(messages.FailedMessage(str(error), int(error.exit_code)))
-        return error.exit_code
-    except Killed:
-        raise
-    except RAISED as error:
-        at_ns, trouble = now_ns(), faults.named(device_trouble(error))
-        exception = replace(exception_of(error), gpu=trouble)
-        control.send(messages.RaisedMessage(at_ns, control.at[0], exception))
-        log_exception(error)
-        return ExitCode.DEVICE_FAILED if trouble else ExitCode.NOT_RECOVERED
+class WorkerLife(ControlHandler):
+    """The life of one worker: `run` has its order, `join` its start. Its control calls the other public methods."""
+
+    def __init__(self, record_fds: tuple[int, int], board_fd: int):
+        self._record_fds, self._board_fd = record_fds, board_fd
+        self._protocol: WorkerProtocol | None = None
+        self._watch: StartWatch | None = None  # during the start
+        self._device: Device | None = None
+        self._whereabouts: LoaderStatus | None = None
+        self._recorder: Recorder | None = None
+        self._failpoints: Failpoints | None = None
+        self._training: Training | None = None
+
+    def run(self, control: Control, backend_of: BackendOf, *, takes_sigterm: bool = False) -> int:
+        """Runs the worker to its end, which it tells the agent; returns its exit code. Raises Killed."""
+
+        def aside(output: Output) -> None:
+            if isinstance(output, SendMessage):
+                control.send(output.message)
+            elif self._training is not None:
+                self._training.carry_out_aside(output)
+
+        self._protocol, faults = (protocol := WorkerProtocol(control, aside)), DeviceFaults()
+        if takes_sigterm:
+            give_notice_of_sigterm(lambda: protocol.feed_aside(NoticeReceived()))
+        try:
+            return self._train(control, protocol, backend_of, faults)
+        except (Stopped, Fenced):  # before it has joined
+            return exit_code(protocol.feed(ProtocolMessage(control.hear())))
+        except UserError as error:
+            log_exception(error)  # the message to the agent has no lines of the user's code
+            control.send(messages.RefusedMessage(_told(error.problems)))
+            return error.exit_code
+        except BambooError as error:
+            log_exception(error)
+            control.send(messages.FailedMessage(str(error), int(error.exit_code)))
+            return error.exit_code
+        except Killed:
+            raise
+        except RAISED as error:
+            at_ns, trouble = now_ns(), faults.named(device_trouble(error))
+            exception = replace(exception_of(error), gpu=trouble)
+            control.send(RaisedMessage(at_ns, control.at[0], exception))
+            log_exception(error)
+            return ExitCode.DEVICE_FAILED if trouble else ExitCode.NOT_RECOVERED
+
+    def _train(self, control: Control, protocol: WorkerProtocol, backend_of: BackendOf, faults: DeviceFaults) -> int:
+        welcome = control.take(WelcomeMessage)
+        job = Job(**welcome.job)
+        origin = None if welcome.checkpoint is None else Resumption(**welcome.checkpoint)
+        first = begun_with(origin) + 1
+        control.at = (first, 0, False)
+        self._watch = StartWatch(control)
+        set_up(settings := settings_of(job))
+        try:
+            device = open_device(job.device, welcome.local_rank, shares=job.share_gpu, watch=control, faults=faults)
+            self._device = device
+            member = self.join(control, welcome, backend_of(welcome, device), device)
+        except TransferFailedError:
+            control.check()  # the others may be missing because the run is being stopped
+            raise
+        context = member.context
+        if origin is not None and not welcome.waits:
+            load(context.replicas, origin)
+        check_rates(context.job)
+        for stage in context.replicas.stages.values():
+            for optimizer in stage.optimizers.values():
+                optimizer.prepare()
+        if context.job.check_pure and not welcome.waits and context.replicas.model.check_pure:
+            check_pure(context, member.ownership)
+        if problems := changed(settings):
+            raise UserError(problems)
+        self._watch = None
+        training = Training(context, member.ownership, member.plane, protocol, first, joins=welcome.joins)
+        self._training = training
+        code = training.run()
+        if code != ExitCode.OK:
+            time.sleep(_LINGER_S)
+        return code
+
+    def join(
+        self,
+        control: Control,
+        welcome: WelcomeMessage,
+        backend: TransportBackend,
+        device: Device = HOST,
+        data_of: Callable[[Job], Data] = open_data,
+    ) -> GroupMember:
+        """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages.
+
+        A worker that waits builds no stage, and joins no group.
+        """
+        job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
+        torch.set_num_threads(job.threads)
+        board = ProgressBoard(self._board_fd, welcome.num_lines)
+        self._whereabouts = whereabouts = LoaderStatus(board, worker)
+        with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
+            displace(random_key(job.seed, "data") % 2**32)
+            data = WatchedData(data_of(job), whereabouts)
+        model = build_model(job, data.facts, data)
+        given = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
+        events_fd, steps_fd = self._record_fds
+        self._recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))
+        if worker == owners[0]:
+            _cut(control, job, model, data, device, given)
+        starts = control.take(messages.PartitionMessage).starts
+        grid = replace(job.grid, ties=tied_stages(model.ties, starts))
+        ownership = Ownership(grid, owners, welcome.shadows)
+        replicas = Replicas(job, model, starts, ownership.held_by(worker), device)
+        if given is not None:
+            given.fill(replicas)
+        plane = None if welcome.waits else backend.joining(0, welcome.ranks).join()
+        borders = _learn_borders(control, worker, ownership, replicas, data)
+        replicas.learn(borders)
+        place = welcome.checkpoints
+        checkpoints = CheckpointWriter(control, replicas, place, welcome.run) if place else None
+        troubles = checkpoints.troubles if checkpoints else None
+        faults = [from_plain(fault) for fault in welcome.faults]
+        self._failpoints = Failpoints(control, faults, replicas, backend.link_faults, troubles, recorder)
+        shards = ShardedStages(worker, replicas) if job.fsdp else None
+        fixed = (job, worker, starts, borders, replicas, data, control, recorder, board, self._failpoints, backend)
+        context = WorkerContext(*fixed, shards, checkpoints, has_hosts=welcome.network is not None)
+        return GroupMember(context, ownership, plane)
+
+    def pinged(self) -> None:
+        """Looks at the part of the start that the main thread is in."""
+        if (watch := self._watch) is not None:
+            watch.look()
+
+    def prepare(self, order: PrepareMessage | NextGroupMessage) -> None:
+        """Lets the machine handle an order about a coming epoch."""
+        if self._protocol is not None:
+            self._protocol.feed_aside(ProtocolMessage(order))
+
+    def exit_announced(self, worker: int) -> None:
+        """Records that this worker knows of the end of another one."""
+        if self._recorder is not None:
+            self._recorder.write(KnownRecord(of=worker))
+
+    def harm(self, order: ArmMessage | InflictMessage) -> None:
+        """Arms faults, or carries one out."""
+        if self._failpoints is not None:
+            self._failpoints.handle(order)
+
+    def moved(self, epoch: int, step: int, index: int, inside: bool) -> None:
+        """Shows the position of the main thread on the board."""
+        if self._whereabouts is not None:
+            self._whereabouts.move(epoch, step, index, inside)
+
+    def is_owing(self) -> bool:
+        """Whether the device keeps a message."""
+        return self._device is not None and self._device.copies.is_leaving
+
+    def unfinished(self) -> str:
+        """Returns the name of the GPU if that has not ended its work."""
+        return "" if self._device is None else self._device.unfinished()
+
+    def close(self) -> None:
+        """Closes the files of records, as the end of a process does."""
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -260,97 +400,17 @@ def _told(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return (*problems[:_MOST_PROBLEMS], Problem("", f"at most {_MOST_PROBLEMS} mistakes", str(len(problems)), hint))
 
 
-def _run(
-    control: Control,
-    protocol: WorkerProtocol,
-    record_fds: tuple[int, int],
-    board_fd: int,
-    backend_of: BackendOf,
-    faults: DeviceFaults,
-) -> int:
-    welcome = control.take(messages.WelcomeMessage)
-    job = Job(**welcome.job)
-    origin = None if welcome.checkpoint is None else Resumption(**welcome.checkpoint)
-    first = begun_with(origin) + 1
-    control.at = (first, 0, False)
-    control.on_ping = StartWatch(control).look
-    set_up(settings := settings_of(job))
-    try:
-        device = open_device(job.device, welcome.local_rank, shares=job.share_gpu, watch=control, faults=faults)
-        control.is_owing = lambda: device.copies.is_leaving
-        control.unfinished = device.unfinished
-        member = join(control, welcome, record_fds, board_fd, backend_of(welcome, device), device)
-    except TransferFailedError:
-        control.check()  # the others may be missing because the run is being stopped
-        raise
-    context = member.context
-    if origin is not None and not welcome.waits:
-        load(context.replicas, origin)
-    check_rates(context.job)
-    for stage in context.replicas.stages.values():
-        for optimizer in stage.optimizers.values():
-            optimizer.prepare()
-    if context.job.check_pure and not welcome.waits and context.replicas.model.check_pure:
-        check_pure(context, member.ownership)
-    if problems := changed(settings):
-        raise UserError(problems)
-    control.on_ping = lambda: None
-    code = Training(context, member.ownership, member.plane, protocol, first, joins=welcome.joins).run()
-    if code != ExitCode.OK:
-        time.sleep(_LINGER_S)
-    return code
-
-
-def join(
-    control: Control,
-    welcome: messages.WelcomeMessage,
-    record_fds: tuple[int, int],
-    board_fd: int,
-    backend: TransportBackend,
-    device: Device = HOST,
-    data_of: Callable[[Job], Data] = open_data,
-) -> GroupMember:
-    """Learns the partition, builds this worker's stages, joins the first group and learns the borders of stages.
-
-    A worker that waits builds no stage, and joins no group.
-    """
-    job, worker, owners = Job(**welcome.job), welcome.worker, welcome.owners
-    torch.set_num_threads(job.threads)
-    board = ProgressBoard(board_fd, welcome.num_lines)
-    whereabouts = LoaderStatus(board, worker)
-    control.on_move = whereabouts.move
-    with set_back():  # a draw in the constructor of the data depends on the seed of the job, as one in a layer does
-        displace(random_key(job.seed, "data") % 2**32)
-        data = WatchedData(data_of(job), whereabouts)
-    model = build_model(job, data.facts, data)
-    given = GivenWeights(job.init) if job.init and welcome.checkpoint is None and not welcome.waits else None
-    events_fd, steps_fd = record_fds
-    control.recorder = recorder = Recorder(events_fd, worker, StepWriter(steps_fd, worker, span_of(job)))
-    if worker == owners[0]:
-        if given is not None:
-            check_given(given, job, model)
-        if job.param_groups:
-            check_groups(job, model, {index: build_layer(job, model, index) for index in range(len(model.layers))})
-        names = tuple(each.name for each in model.layers)
-        notes = unmeasured(job, model, data)
-        control.send(messages.CutMessage(_partition(job, model, data, device), names, data.num_samples, notes))
-    starts = control.take(messages.PartitionMessage).starts
-    grid = replace(job.grid, ties=tied_stages(model.ties, starts))
-    ownership = Ownership(grid, owners, welcome.shadows)
-    replicas = Replicas(job, model, starts, ownership.held_by(worker), device)
+def _cut(
+    control: Control, job: Job, model: Model, data: WatchedData, device: Device, given: GivenWeights | None
+) -> None:
+    """Checks what the user has given for the layers, and tells the agent where each stage begins."""
     if given is not None:
-        given.fill(replicas)
-    plane = None if welcome.waits else backend.joining(0, welcome.ranks).join()
-    borders = _learn_borders(control, worker, ownership, replicas, data)
-    replicas.learn(borders)
-    checkpoints = CheckpointWriter(control, replicas, welcome.checkpoints, welcome.run) if welcome.checkpoints else None
-    troubles = checkpoints.troubles if checkpoints else None
-    faults = [from_plain(each) for each in welcome.faults]
-    failpoints = Failpoints(control, faults, replicas, backend.link_faults, troubles)
-    shards = ShardedStages(worker, replicas) if job.fsdp else None
-    fixed = (job, worker, starts, borders, replicas, data, control, recorder, board, failpoints, backend)
-    context = WorkerContext(*fixed, shards, checkpoints, has_hosts=welcome.network is not None)
-    return GroupMember(context, ownership, plane)
+        check_given(given, job, model)
+    if job.param_groups:
+        check_groups(job, model, {index: build_layer(job, model, index) for index in range(len(model.layers))})
+    names = tuple(layer.name for layer in model.layers)
+    notes = unmeasured(job, model, data)
+    control.send(messages.CutMessage(_partition(job, model, data, device), names, data.num_samples, notes))
 
 
 def _partition(job: Job, model: Model, data: Data, device: Device) -> tuple[int, ...]:

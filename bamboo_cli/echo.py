@@ -1,6 +1,6 @@
 """Prints text of any origin, line by line: the border between bamboo and a terminal that has no style.
 
-Rules: every text that a command prints passes here, or through `bamboo_cli/terminal/tables.py` if it has styles. Both
+Rules: every text that a command prints passes here, or through `bamboo_cli/tables.py` if it has styles. Both
 take out the characters that steer a terminal, for a pipe too: its reader may be a terminal.
 """
 

@@ -19,9 +19,9 @@ from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.tables import STATE_STYLES, can_redraw, console, fitted
-from bamboo_cli.terminal.worker_rows import awaited, doing, evaluation_words, fitting, slots_text
+from bamboo_cli.echo import echo
+from bamboo_cli.tables import STATE_STYLES, can_redraw, console, fitted
+from bamboo_cli.worker_rows import awaited, doing, evaluation_words, fitting, slots_text
 from engine.core.job.job import Job
 from engine.core.job.samples import epoch_at, passes
 from engine.core.texts import printable

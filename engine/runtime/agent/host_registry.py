@@ -51,10 +51,10 @@ def boottime_ns() -> int:
 
 
 class KeptLease:
-    """A lease of the store; `end_workers` is called, from a thread, when it cannot be kept, and the process ends."""
+    """A lease of the store; a thread ends the workers when it cannot be kept, and then this process."""
 
-    def __init__(self, kv: KV, ttl_s: int, end_workers: Callable[[str], None] = lambda why: None):
-        self.end_workers = end_workers
+    def __init__(self, kv: KV, ttl_s: int):
+        self._end_workers: Callable[[str], None] = lambda why: None
         self._kv = kv
         sent_ns = boottime_ns()
         self.lease: Lease = kv.grant(ttl_s)
@@ -65,6 +65,10 @@ class KeptLease:
         ]
         for each in self._threads:
             each.start()
+
+    def cover(self, end_workers: Callable[[str], None]) -> None:
+        """Ends workers by this call from now on, with the reason in words."""
+        self._end_workers = end_workers
 
     def _renew(self) -> None:
         while not self._is_over.wait(_LOOK_S):
@@ -88,7 +92,7 @@ class KeptLease:
             self._end("the lease of this host could not be renewed in time")
 
     def _end(self, why: str) -> NoReturn:
-        self.end_workers(why)
+        self._end_workers(why)
         os._exit(ExitCode.FENCED)
 
     @property

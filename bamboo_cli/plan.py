@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.worker_rows import slots_text
+from bamboo_cli.echo import echo
+from bamboo_cli.worker_rows import slots_text
 from engine.core.faults.expansion import describe
 from engine.core.faults.fault import Fault, to_plain
 from engine.core.job.job import Job

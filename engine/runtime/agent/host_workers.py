@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import selectors
 import signal
 import threading
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.codec.messages import encode
-from engine.core.errors import EnvironmentLacksError, ExitCode, required
+from engine.core.errors import EnvironmentLacksError, ExitCode
 from engine.core.history.merging import OffsetBounds, OffsetWatch
 from engine.core.history.process_records import ClockRecord, HeardRecord
 from engine.core.history.run_records import AuditRecord
@@ -49,16 +48,16 @@ from engine.core.hosts.host_messages import (
     WorkerSign,
 )
 from engine.core.job.job import Job
-from engine.core.message_kinds import MAX_BYTES, Message, head_of
+from engine.core.message_kinds import Message, head_of
 from engine.core.messages import HeartbeatMessage, PingMessage, StopMessage
 from engine.core.protocol.events import unwatched_ns
+from engine.runtime.agent.frames import frame, sign_frames
+from engine.runtime.agent.host_registry import HostOutcome
+from engine.runtime.agent.host_servers import ReplayBuffer, ReplicatedResults, WelcomeCache, hashes_of
+from engine.runtime.agent.remote_workers import ServedLines
 from engine.runtime.agent.run_state import audit_record
-from engine.runtime.agent.worker_handles import fork_linked
-from engine.runtime.hosts.frames import frame, sign_frames
-from engine.runtime.hosts.host_registry import HostOutcome
-from engine.runtime.hosts.host_servers import ReplayBuffer, ReplicatedResults, WelcomeCache, hashes_of
-from engine.runtime.hosts.remote_workers import ServedLines
-from engine.runtime.hosts.wire import StreamEnd
+from engine.runtime.agent.wire import StreamEnd
+from engine.runtime.agent.worker_handles import LocalWorkers
 from engine.runtime.ipc.clock import TICK_S, now_ns
 from engine.runtime.ipc.link import Link, LinkPairs
 from engine.runtime.ipc.progress_board import ProgressBoard
@@ -182,7 +181,6 @@ class HeartbeatReporter:
 
 _LOOK_S = 1.0  # between the records of the clock
 _ALONE_S = 0.02  # between looks for another host that coordinates, while there is no stream
-_PATIENCE_S = 0.05  # for the descendants of a worker
 _HEARTBEAT = head_of(HeartbeatMessage)
 
 
@@ -203,7 +201,6 @@ class HostWorkers:
         self._is_ending = False  # the run: a worker has ended with it
         self.heard = ReplicatedResults(job)
         self.lines = ServedLines(server.host, logs.parent)
-        self.each_second: Callable[[str], None] = lambda chief: None  # is called with the host that coordinates
         self._end: StreamEnd | None = None
         self._recorder, self._chief, self._is_own = recorder, "", False
         self._offset = OffsetWatch()  # of the clock of that host; used by the thread of the stream alone
@@ -212,11 +209,11 @@ class HostWorkers:
         self._orders: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._processes: dict[int, LocalProcess] = {}
-        self._selector = selectors.DefaultSelector()
+        self._workers = LocalWorkers(server)
         self.num_notices = 0  # to this host
         self._taught = WelcomeCache()
         self._pairs = LinkPairs(self._living)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._obey)
+        self._workers.add(self._wake_fd, self._obey)
         self._signs = HeartbeatReporter(board, lambda: [*self._processes.values()])
 
     def leave(self) -> None:
@@ -265,26 +262,32 @@ class HostWorkers:
             self._orders.put((header, packet))
             self.wake()
 
-    def run(self, interrupts: Interrupts | None, is_alone: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+    def run(
+        self,
+        interrupts: Interrupts | None,
+        is_alone: Callable[[], bool],
+        is_over: Callable[[], bool],
+        each_second: Callable[[str], None] = lambda chief: None,
+    ) -> None:
         """Runs until the outcome has come, all workers have left after a notice, or `is_over` says so.
 
         That is asked while the host `is_alone`, without a stream. Without `interrupts` another loop has the signals.
+        `each_second` gets the name of the host that coordinates.
         """
         if interrupts is not None:
-            self._selector.register(interrupts, selectors.EVENT_READ, partial(self._interrupted, interrupts))
+            self._workers.add(interrupts, partial(self._interrupted, interrupts))
         try:
-            self._run(is_alone, is_over)
+            self._run(is_alone, is_over, each_second)
         finally:
             if interrupts is not None:
-                self._selector.unregister(interrupts)
+                self._workers.remove(interrupts)
 
-    def _run(self, is_alone: Callable[[], bool], is_over: Callable[[], bool]) -> None:
+    def _run(
+        self, is_alone: Callable[[], bool], is_over: Callable[[], bool], each_second: Callable[[str], None]
+    ) -> None:
         looked_s = time.monotonic()
         while self.outcome is None:
-            for key, _ in self._selector.select(_ALONE_S if is_alone() else TICK_S):
-                if self._selector.get_map().get(key.fd) is key:
-                    with contextlib.suppress(BlockingIOError):
-                        key.data()
+            self._workers.wait(_ALONE_S if is_alone() else TICK_S)
             if self.num_notices and not self._is_ending and all(each.has_left for each in [*self._processes.values()]):
                 self._send(LeavesHostMessage())
                 self.has_left = True
@@ -292,7 +295,7 @@ class HostWorkers:
             if time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
                 self._record_clock()
-                self.each_second(self._chief)
+                each_second(self._chief)
             if is_alone() and is_over():
                 return
 
@@ -306,7 +309,7 @@ class HostWorkers:
         self._signs.close()
         self.lines.close()
         self.end_workers()
-        self._selector.close()
+        self._workers.close()
 
     def end_workers(self) -> None:
         """Ends all workers."""
@@ -346,64 +349,42 @@ class HostWorkers:
         self._is_ending = False
         self._board.grow(order.num_lines)
         self._board.clear(order.worker)  # of a worker before the workers began again
-        name = f"bamboo-{order.worker}"
         log, fds = self._logs / f"worker-{order.worker}.log", (*self._record_fds, self._board.fd)
         try:
             with self._server.forking():
-                child, link = fork_linked(self._server, "worker", name, log, fds)
+                child, link = self._server.start_worker(order.worker, log, fds, self._board)
         except EnvironmentLacksError as error:
             self._send(UnforkedHostMessage(order.process, str(error)))
             return
         made = LocalProcess(order.process, order.worker, child, link)
         self._processes[order.process] = made
         self._send(ForkedHostMessage(order.process, child.pid))
-        self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._ended, made))
-        self._selector.register(link, selectors.EVENT_READ, partial(self._spoken, made))
+        self._workers.watch(child, link, hear=partial(self._hear_worker, made), end=partial(self._see_end, made))
 
-    def _spoken(self, of: LocalProcess) -> bool:
-        """Passes on one message of a worker; returns whether there was one."""
-        try:
-            data = of.link.socket.recv(MAX_BYTES)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            if of.link in self._selector.get_map():
-                self._selector.unregister(of.link)
-            return False
+    def _hear_worker(self, of: LocalProcess, packet: bytes) -> None:
         of.heard_ns = now_ns()
-        if data.startswith(_HEARTBEAT):
-            of.heartbeat = data
-        elif not self._pairs.hears(of, data):
-            of.said.add(data)
-            if not self._is_own and (hashes := hashes_of(data)) is not None:
+        if packet.startswith(_HEARTBEAT):
+            of.heartbeat = packet
+        elif not self._pairs.hears(of, packet):
+            of.said.add(packet)
+            if not self._is_own and (hashes := hashes_of(packet)) is not None:
                 self._recorder.write(audit_record(of.worker, hashes))
-            self._send(WordsHostMessage(of.number), data)
-        return True
+            self._send(WordsHostMessage(of.number), packet)
 
-    def _ended(self, of: LocalProcess) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._spoken(of):
-                pass
-        of.code = required(of.child.wait(), "a process whose pidfd is readable has ended")
+    def _see_end(self, of: LocalProcess, code: int) -> None:
+        of.code = code
         self._signs.tell(of)  # its line of the board outlives it
         self._send(EndedHostMessage(of.number, of.code))
-        self._unwatch(of)
-        self._server.end_descendants(_PATIENCE_S)
 
     def _living(self, worker: int) -> LocalProcess | None:
         processes = self._processes.values()
         return next((each for each in processes if each.worker == worker and not each.has_ended), None)
 
-    def _unwatch(self, of: LocalProcess) -> None:
-        for each in (of.link, of.child.pidfd):
-            if each in self._selector.get_map():
-                self._selector.unregister(each)
-
     def _release(self, number: int) -> None:
         of = self._processes.pop(number, None)
         if of is not None:
             self._is_ending = self._is_ending or (of.has_ended and not of.has_left)
-            self._unwatch(of)
+            self._workers.forget(of.child, of.link)
             of.link.close()
             of.child.close()
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from bamboo_cli.options import completion
-from bamboo_cli.options.run import caller_layer
-from bamboo_cli.options.trust import TrustCode, tell_untrusted
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli import completion
+from bamboo_cli.echo import echo
+from bamboo_cli.run_options import TrustCode, caller_layer, tell_untrusted
 from engine.core.errors import BambooError, Problem, UserError, noting, problems_of
 from engine.core.job.job import ARGS_FIELDS, Job
 from engine.files.jobs.job_value import FIELD_HELP, FIELD_TYPES

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,23 +37,23 @@ from engine.core.hosts.host_messages import (
 from engine.core.hosts.host_options import RegisteredHost
 from engine.core.message_kinds import Message, ToWorker
 from engine.core.messages import HeartbeatMessage, PingMessage
-from engine.core.protocol.events import Loading
-from engine.runtime.hosts.frames import frame
-from engine.runtime.hosts.record_shipping import RecordReceiver, RecordShipper
-from engine.runtime.hosts.wire import HostPeer, StreamEnd
+from engine.core.protocol.events import Loading, Sight
+from engine.core.protocol.succession import ProcessOnHost
+from engine.runtime.agent.frames import frame
+from engine.runtime.agent.record_shipping import RecordReceiver, RecordShipper
+from engine.runtime.agent.wire import HostPeer, StreamEnd
 from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.process import descendants
-from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.ipc.link import WorkerLink
+from engine.runtime.ipc.link import packet as packet_of
+from engine.runtime.ipc.progress_board import Progress, ProgressBoard
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.kernel import ProcessTimes
+from engine.runtime.process.spawner import HostMailbox, Spawner, Started, WorkerProcess
 
-# The process of a worker on another host, as this host sees it: it looks like one of this host.
+# The process of a worker on another host, as this host sees it.
 #
-#     event loop --- `RemoteLink` ------------------> stream ---> the agent of the other host --- link --- worker
-#     event loop <-- its socket, with a far end <-- stream <--- that agent
-#     event loop <-- `pidfd`, an event that the word of the other host about the end sets
+#     event loop --- `RemoteLink` ------> stream ---> the agent of the other host --- link --- worker
+#     event loop <-- `HostMailbox` <-------- stream <--- that agent: words, signs of life, ends
 #
 # Rules: the last words of a worker come before its end. If its host is lost, `lost` says so, and nothing saw the end. A
 # state that was read before the last signal proves nothing about it: it counts as unknown.
@@ -68,14 +66,17 @@ UNKNOWN = "?"  # the state of a process that its host has not looked at since th
 Send = Callable[[bytes], None]
 
 
-class RemoteLink(Link):
-    """The near end of the link of a process on another host: each message goes to the stream at once."""
+class RemoteLink(WorkerLink):
+    """The link to a process on another host: each message goes to the stream at once."""
 
     takes_fds = False
 
-    def __init__(self, near: Link, number: int, send: Send):
-        super().__init__(near.socket, blocking=False)
+    def __init__(self, number: int, send: Send):
         self._header, self._send = WordsHostMessage(number), send
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
+        """Sends one message, without descriptors."""
+        return self.send_packet(packet_of(message), fds)
 
     def send_packet(self, data: bytes, fds: Sequence[int] = ()) -> bool:
         """Sends one message, without descriptors; the agent of the other host asks for signs of life by itself."""
@@ -84,48 +85,46 @@ class RemoteLink(Link):
             self._send(frame(self._header, data))
         return True
 
+    def close(self) -> None:
+        """Does nothing: the stream stays."""
 
-class RemoteProcess(Child):
-    """A worker of another host; `far` is a descriptor of the far end of its link, `board_fd` of this host's board."""
 
-    def __init__(self, name: str, number: int, worker: int, far: int, board_fd: int, send: Send):
-        self._ended_fd = os.eventfd(0)
-        super().__init__(name, 0, os.dup(self._ended_fd))
-        self.worker, self.number = worker, number
-        self._far = Link.from_fd(os.dup(far))
-        self._far.socket.setblocking(True)
-        self._board = ProgressBoard(os.dup(board_fd), worker + 1)
-        self._send = send
+class RemoteProcess(WorkerProcess):
+    """A worker of another host; its words and its end come to the `mailbox`."""
+
+    def __init__(self, number: int, worker: int, send: Send, mailbox: HostMailbox, pid: int = 0):
+        self.number, self.worker, self.pid, self.lost = number, worker, pid, ""
+        self.link = RemoteLink(number, send)
+        self._send, self._mailbox = send, mailbox
+        self._is_closed = False
+        self._progress = Progress(0, 0, "")
+        self._place: tuple[int, ...] = ()  # as in its last sign
+        self._since_ns = 0  # since when it has been there
         self._times: ProcessTimes | None = None
         self._seen_ns = now_ns()
         self._num_signals = self._num_seen = self._age_ns = 0
         self._heartbeat = ""
+        self._code: int | None = None
         self._has_ended = threading.Event()
         self._ending = threading.Lock()
 
-    def linked(self, link: Link) -> Link:
-        """Returns the link of the process, whose words go to the stream."""
-        return RemoteLink(link, self.number, self._send)
-
     def hear(self, packet: bytes) -> None:
         """Takes a message of the worker."""
-        with contextlib.suppress(OSError):  # its handle is closed
-            self._far.send_packet(packet)
+        if not self._has_ended.is_set():
+            self._mailbox.put(self, packet)
 
     def sees(self, sign: WorkerSign) -> None:
         """Takes a sign of life: the last heartbeat, the line of the board, the times of the process."""
         with self._ending:
-            if self.is_closed or self._has_ended.is_set():
+            if self._has_ended.is_set():
                 return
             self._seen_ns = at_ns = now_ns()
             self._age_ns = sign.age_ns
             self._heartbeat = sign.heartbeat or self._heartbeat
-            self._board.write(self.worker, *sign.progress)
+            step, num_computed, action = sign.progress
+            self._progress = Progress(step, num_computed, action)
             if sign.place:
-                epoch, step, number, inside, age_ns, slowest_ns, loading = sign.place
-                self._board.place(self.worker, (epoch, step, number, bool(inside), at_ns - age_ns, slowest_ns))
-                for each in Loading:
-                    self._board.load(self.worker, each, each is not Loading.NONE and each == loading)
+                self._place, self._since_ns = sign.place, at_ns - sign.place[4]
             if sign.times:
                 self._times = ProcessTimes(*sign.times)
                 self._num_seen = sign.num_signals
@@ -133,21 +132,16 @@ class RemoteProcess(Child):
     def ended(self, code: int, lost: str = "") -> None:
         """Takes the end of the process."""
         with self._ending:
-            if not self._has_ended.is_set():
-                self._code, self.lost = code, lost
-                self._has_ended.set()
-                os.eventfd_write(self._ended_fd, 1)
-                with contextlib.suppress(OSError):
-                    self._far.socket.shutdown(socket.SHUT_WR)  # no more words come
+            if self._has_ended.is_set():
+                return
+            self._code, self.lost = code, lost
+            self._has_ended.set()
+        self._mailbox.put(self, code)
 
     @property
-    def is_unseen(self) -> bool:  # type: ignore[override]
+    def is_unseen(self) -> bool:
         """Whether no sign of life of it has come for a while."""
         return now_ns() - self._seen_ns > _UNSEEN_NS
-
-    def seen_ns(self) -> int:
-        """Returns the time of its last sign of life."""
-        return self._seen_ns
 
     def word(self) -> tuple[int, HeartbeatMessage | None]:
         """Returns how long ago it spoke, by its last sign of life, and takes its heartbeat."""
@@ -163,9 +157,18 @@ class RemoteProcess(Child):
                 return None
             return UNKNOWN if self._times is None or self._num_seen != self._num_signals else self._times.state
 
-    def times(self) -> ProcessTimes | None:
-        """Returns its times as its host saw them last."""
-        return None if self._has_ended.is_set() else self._times
+    def progress(self, worker: int, board: ProgressBoard) -> Progress:
+        """Returns where it was at its last sign of life."""
+        return self._progress
+
+    def sight(self, worker: int, board: ProgressBoard) -> Sight | None:
+        """Returns the findings of its host's last look at it."""
+        with self._ending:
+            if self._has_ended.is_set() or self._times is None or not self._place:
+                return None
+            epoch, step, number, inside, _, slowest_ns, loading = self._place
+            inside_ns = max(0, self._seen_ns - self._since_ns) if inside else 0
+            return Sight(epoch, step, number, bool(inside), inside_ns, slowest_ns, Loading(loading), *self._times)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal, if the process has not ended."""
@@ -178,21 +181,13 @@ class RemoteProcess(Child):
         return self._code if self._has_ended.wait(timeout_s) else None
 
     def close(self, patience_s: float = 2.0) -> None:
-        """Kills the process if it has not ended, and releases all that this host has of it."""
-        if self.is_closed:
-            return
-        self.signal(signal.SIGKILL)
-        self.wait(patience_s)
-        self._send(frame(SignalHostMessage(self.number, CLOSED)))
-        with self._ending:
-            self.is_closed = True
+        """Kills the process if it has not ended, and lets its host release it."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.signal(signal.SIGKILL)
+            self.wait(patience_s)
             self._has_ended.set()
-            with contextlib.suppress(OSError):
-                self._far.socket.shutdown(socket.SHUT_RDWR)
-            self._far.close()
-            self._board.close()
-            os.close(self._ended_fd)
-            os.close(self.pidfd)
+            self._send(frame(SignalHostMessage(self.number, CLOSED)))
 
 
 # The fork server of another host, as the agent of the coordinator's host uses it: it forks over the stream.
@@ -200,14 +195,15 @@ _FORK_S = 90.0  # for the first one the other host imports torch
 _WAIT_S = 1.0
 
 
-class RemoteSpawner(ForkServer):
+class RemoteSpawner(Spawner):
     """The processes of one other host. With `takes_over` that host has processes already, from another coordinator."""
 
     def __init__(self, known: RegisteredHost, *, takes_over: bool = False):
         self.host, self.address = known.name, known.address
         self.known = known
         self.peer = HostPeer(known.incarnation, self._deliver)
-        self.while_waiting: Callable[[], None] = lambda: None
+        self.mailbox = HostMailbox()
+        self._while_waiting: Callable[[], object] = lambda: None
         self._number = 0
         self._away: dict[int, RemoteProcess] = {}
         self._answers: queue.SimpleQueue[ForkedHostMessage | UnforkedHostMessage | None] = queue.SimpleQueue()
@@ -232,29 +228,30 @@ class RemoteSpawner(ForkServer):
         """Whether workers can be started on the host: it is not lost, and has not left."""
         return not (self.peer.is_lost or self.has_left)
 
-    def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
-        """Forks a worker on the other host; of `fds` it takes the link and the progress board, which come first.
+    def start_worker(
+        self, worker: int, log: Path, fds: Sequence[int], board: ProgressBoard, role: str = "worker"
+    ) -> Started:
+        """Starts a worker on the other host, whose agent gives it a log, records and a board there.
 
         If the host is lost, the process counts as ended with it. Raises EnvironmentLacksError if the host cannot fork.
         """
         ensure(role == "worker", f"another host runs workers, and no {role}")
         self._number += 1
-        number, worker = self._number, int(name.rpartition("-")[2])
-        child = RemoteProcess(name, number, worker, fds[0], fds[3], self.peer.end.send)
+        process = RemoteProcess(self._number, worker, self.peer.end.send, self.mailbox)
         with self._losing:
-            self._away[number] = child
-        self.peer.end.send(frame(ForkHostMessage(number, worker, ProgressBoard.lines_in(fds[3]))))
+            self._away[process.number] = process
+        self.peer.end.send(frame(ForkHostMessage(process.number, worker, board.num_lines)))
         answer = self._answer()
         if isinstance(answer, ForkedHostMessage):
-            child.pid = answer.pid
+            process.pid = answer.pid
         elif self.peer.is_lost:
-            child.ended(KILLED, self._why_lost)
+            process.ended(KILLED, self._why_lost)
         else:
-            child.ended(KILLED)
-            child.close()
+            process.ended(KILLED)
+            process.close()
             why = f"it did not answer within {_FORK_S:g} s" if answer is None else answer.error
             raise EnvironmentLacksError(f"no process can be started on host {self.host}: {why}")
-        return child
+        return process, process.link
 
     def _answer(self) -> ForkedHostMessage | UnforkedHostMessage | None:
         until_s = time.monotonic() + _FORK_S
@@ -263,7 +260,7 @@ class RemoteSpawner(ForkServer):
                 with breakable():
                     return self._answers.get(timeout=_WAIT_S)
             except queue.Empty:
-                self.while_waiting()
+                self._while_waiting()
         return None
 
     def _deliver(self, header: Message, packet: bytes) -> None:
@@ -315,17 +312,16 @@ class RemoteSpawner(ForkServer):
             elif child is not None:
                 getattr(child, name)(*given)
 
-    def adopt(self, number: int, worker: int, pid: int, ended: Sequence[int], far: int, board_fd: int) -> Child:
-        """Returns a handle of a process that another coordinator has had; `ended` has its exit code, or is empty."""
-        child = RemoteProcess(f"bamboo-{worker}", number, worker, far, board_fd, self.peer.end.send)
-        child.pid = pid
+    def adopt(self, taken: ProcessOnHost) -> Started:
+        """Returns a handle of a process that another coordinator has had."""
+        process = RemoteProcess(taken.number, taken.worker, self.peer.end.send, self.mailbox, taken.pid)
         with self._losing:
-            self._number = max(self._number, number)
-            self._away[number] = child
+            self._number = max(self._number, taken.number)
+            self._away[taken.number] = process
             is_lost = self.peer.is_lost
-        if ended or is_lost:
-            child.ended(ended[0] if ended else KILLED, "" if ended else self._why_lost)
-        return child
+        if taken.ended or is_lost:
+            process.ended(taken.ended[0] if taken.ended else KILLED, "" if taken.ended else self._why_lost)
+        return process, process.link
 
     def end_held(self) -> None:
         """Ends the processes that the host has from another coordinator: all workers begin again."""
@@ -342,15 +338,11 @@ class RemoteSpawner(ForkServer):
 
     def hear_again(self) -> None:
         """Lets all come to the handles that has come before them, and from now on all at once."""
-
-        def replay() -> None:
-            with self._hearing:
-                for number, name, given in self._early:
-                    if (child := self._away.get(number)) is not None:
-                        getattr(child, name)(*given)
-                self._early, self._is_early = [], False
-
-        threading.Thread(target=replay, name=f"again {self.host}", daemon=True).start()
+        with self._hearing:
+            for number, name, given in self._early:
+                if (process := self._away.get(number)) is not None:
+                    getattr(process, name)(*given)
+            self._early, self._is_early = [], False
 
     def tick(self) -> None:
         """Tells the other host that this one lives."""
@@ -369,22 +361,18 @@ class RemoteSpawner(ForkServer):
 
     def leave(self) -> None:
         """Forgets the processes, which go on; no order reaches them any more."""
+        self.mailbox.close()
         self.peer.end.close()
         for child in self._away.values():
             child.ended(0)
 
     @contextlib.contextmanager
-    def forking(self) -> Iterator[None]:
-        """The agent of the other host does it."""
+    def adopting(
+        self, preload: tuple[str, ...] = (), while_waiting: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
+        """Calls `while_waiting` in waits; the agent of the other host does the rest."""
+        self._while_waiting = while_waiting
         yield
-
-    @contextlib.contextmanager
-    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
-        """The agent of the other host does it."""
-        yield
-
-    def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
-        """The agent of the other host does it."""
 
     def keep(self, number: int, line: str) -> None:
         """Lets the other host keep a decision."""
@@ -396,7 +384,7 @@ class RemoteSpawner(ForkServer):
 
     @property
     def pid(self) -> int:
-        """There is none on this host."""
+        """Returns 0: there is none on this host."""
         return 0
 
     def has_ended(self) -> bool:
@@ -405,6 +393,7 @@ class RemoteSpawner(ForkServer):
 
     def close(self) -> None:
         """Ends the processes that are not closed."""
+        self.mailbox.close()
         for child in self._away.values():
             child.close()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli.options import completion
+from bamboo_cli import completion
 from engine.core.errors import Problem, UserError, problems_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.echo import echo
 from engine.core.texts import printable
 
 # Colour and width of the output: decided here for every command.

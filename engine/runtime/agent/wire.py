@@ -18,7 +18,7 @@ from engine.core.errors import EnvironmentLacksError, InvariantError
 from engine.core.hosts.host_messages import HailedHostMessage, HelloHostMessage, SignsHostMessage, TickHostMessage
 from engine.core.hosts.host_options import MOST_HOSTS
 from engine.core.message_kinds import Message
-from engine.runtime.hosts.frames import (
+from engine.runtime.agent.frames import (
     MOST_BUNDLE_BYTES,
     Packets,
     bundle,
@@ -29,7 +29,7 @@ from engine.runtime.hosts.frames import (
     read_from_coordinator,
     read_from_host,
 )
-from engine.runtime.hosts.host_registry import NAME, RunCertificate
+from engine.runtime.agent.host_registry import NAME, RunCertificate
 from engine.runtime.process.grpc_import import grpc
 
 # One end of the stream between two hosts: frames in order, each once, also over a connection that broke and came back.

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import StrEnum
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from bamboo_cli.terminal.echo import echo
+from bamboo_cli.echo import echo
 from engine.core.errors import Problem, UserError, problems_of
 from engine.core.hosts.notice_answer import NoticeFrom
 from engine.core.units import DURATION_FORM, parse_duration
@@ -29,9 +29,27 @@ from engine.core.units import DURATION_FORM, parse_duration
 if TYPE_CHECKING:
     from engine.core.faults.scenario import Scenario
     from engine.core.job.job import Job
+    from engine.core.job.job_rules import JobParts
     from engine.files.jobs.job_layers import Layer
     from engine.harness.screen import Screen
     from engine.runtime.agent.run_state import RunView
+
+
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        envvar="BAMBOO_TRUST_CODE",
+        help="Trust code (package.module:attribute) and output folders named by a scenario, a matrix, a job file that "
+        "they name, a checkpoint, or the bamboo.yaml in this folder.",
+    ),
+]
+
+
+def tell_untrusted(foreign: Iterable[Problem], offered: JobParts) -> None:
+    """Prints one line to stderr for each value that a run would refuse, unless the user trusts files."""
+    for each in () if offered.trusts_files else foreign:
+        echo(f"a run needs --trust-code: {each}", err=True)
 
 
 # The options of `bamboo run` about failures: the kills, the twin, the grace of a leaving worker.

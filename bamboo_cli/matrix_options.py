@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from bamboo_cli.options.completion import library_files
+from bamboo_cli.completion import library_files
 
 DEFAULT_RESULTS = Path("results")
 _PANEL = "Which cells"

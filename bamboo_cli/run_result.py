@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bamboo_cli.terminal.echo import echo
-from bamboo_cli.terminal.worker_rows import evaluation_words
+from bamboo_cli.echo import echo
+from bamboo_cli.worker_rows import evaluation_words
 from engine.core.errors import BambooError, ExitCode, Problem, StorageError, UserError
 from engine.core.units import finite
 from engine.files.jobs.resolved_job import ResolvedJob, secret_arguments
@@ -49,7 +49,7 @@ def _print_ending(summary: dict[str, Any], result: CaseResult, resolved: Resolve
 
     The summary gets the command that goes on with the run, as `next`.
     """
-    from bamboo_cli.terminal.live import untold
+    from bamboo_cli.live import untold
     from engine.core.texts import not_kept_words
 
     if result.error is not None:

@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from bamboo_cli.terminal.tables import BAD, STATE_STYLES, can_redraw, console, fitted, width_of
-from bamboo_cli.terminal.worker_rows import slots_text
+from bamboo_cli.tables import BAD, STATE_STYLES, can_redraw, console, fitted, width_of
+from bamboo_cli.worker_rows import slots_text
 
 if TYPE_CHECKING:
     from engine.core.protocol.run_status import RunStatus, WorkerStatus

@@ -61,12 +61,12 @@ from engine.core.messages import (
     WelcomeMessage,
 )
 from engine.core.texts import numbered
+from engine.runtime.agent.remote_workers import CoordinatorLines, RemoteSpawner
 from engine.runtime.agent.run_state import RunState, audit_record
-from engine.runtime.hosts.remote_workers import CoordinatorLines, RemoteSpawner
-from engine.runtime.hosts.wire import MOST_WAITING_BYTES
+from engine.runtime.agent.wire import MOST_WAITING_BYTES
 from engine.runtime.ipc.clock import TICK_S
 from engine.runtime.process import descendants
-from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.spawner import Spawner
 
 # The words of a worker that the next coordinator has to hear again: that it has joined, its notice, its last words.
 #
@@ -263,14 +263,14 @@ _SLEPT_NS = 500_000_000
 _FIRST_NS = 60_000_000_000  # from the election until a host has to have connected
 
 
-class HostServers(ForkServer):
-    """The fork server of this host, and those of others by name. Each has room for some workers; 0: for any."""
+class HostServers(Spawner):
+    """The spawner of this host, and those of others by name. Each has room for some workers; 0: for any."""
 
     later_ns = LATER_NS
 
     def __init__(
         self,
-        local: ForkServer,
+        local: Spawner,
         away: Sequence[RemoteSpawner],
         kv: KV,
         room: int = 0,
@@ -278,6 +278,7 @@ class HostServers(ForkServer):
     ):
         self.host, self.address, self.network = local.host, local.address, network
         self._local, self._away = local, {each.host: each for each in away}
+        self.news = [each.mailbox for each in away]
         self.dealt: dict[int, str] = {}  # the host of each worker
         self._kv, self._room = kv, room
         self._lines = CoordinatorLines(self.host, self._away)
@@ -287,7 +288,7 @@ class HostServers(ForkServer):
         self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
         self._thread.start()
 
-    def at(self, worker: int) -> ForkServer:
+    def at(self, worker: int) -> Spawner:
         """Returns the fork server of the host of a worker; one that comes later goes where the fewest are."""
         if worker not in self.dealt:
             self.dealt[worker] = host_for_one_more(self.dealt, self._living)
@@ -396,16 +397,6 @@ class HostServers(ForkServer):
         self._lines.begin(run)
 
     @property
-    def while_waiting(self) -> Callable[[], None]:
-        """Is called each second in which a server does not answer."""
-        return self._local.while_waiting
-
-    @while_waiting.setter
-    def while_waiting(self, call: Callable[[], None]) -> None:
-        for each in (self._local, *self._away.values()):
-            each.while_waiting = call
-
-    @property
     def pid(self) -> int:
         """The pid of the fork server of this host."""
         return self._local.pid
@@ -421,18 +412,18 @@ class HostServers(ForkServer):
             yield
 
     @contextlib.contextmanager
-    def adopting(self, preload: tuple[str, ...] = ()) -> Iterator[None]:
+    def adopting(
+        self, preload: tuple[str, ...] = (), while_waiting: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
         """As on one host; the agents of the others do the same there."""
-        with self._local.adopting(preload):
+        with contextlib.ExitStack() as stack:
+            for each in {self._local, *self._away.values()}:
+                stack.enter_context(each.adopting(preload, while_waiting))
             yield
 
     def end_descendants(self, patience_s: float = descendants.PATIENCE_S) -> None:
         """As on one host."""
         self._local.end_descendants(patience_s)
-
-    def fork(self, role: str, name: str, log_fd: int, fds: Sequence[int] = ()) -> Child:
-        """Forks a process on this host."""
-        return self._local.fork(role, name, log_fd, fds)
 
     def close(self) -> None:
         """Ends all processes."""

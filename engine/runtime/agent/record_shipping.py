@@ -22,8 +22,8 @@ from engine.core.hosts.host_messages import (
 )
 from engine.files.atomic_write import make_folder, open_to_append, open_to_read
 from engine.files.run_folder import HOSTS_FOLDER
-from engine.runtime.hosts.frames import frame, shipped_frame, shipped_parts
-from engine.runtime.hosts.wire import StreamEnd
+from engine.runtime.agent.frames import frame, shipped_frame, shipped_parts
+from engine.runtime.agent.wire import StreamEnd
 
 # Ships the records of this host to another one: what its files have more than the other end keeps.
 #
