@@ -36,7 +36,7 @@ from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.transfers import worker_program
 from engine.runtime.worker.executor import Call, Executor, Handler, register
 from engine.runtime.worker.step_end import WorkerContext
-from engine.runtime.worker.worker import GroupMember, WorkerLife, direct_backend
+from engine.runtime.worker.worker import GroupMember, WorkerRun, direct_backend
 
 _LEAD_NS = 5_000_000  # between the agreement on a start and the start
 _NUM_WARM_UP = 2
@@ -89,7 +89,7 @@ class OurSide:
 def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int) -> int:
     """Runs one worker of one case over the file descriptors from the launcher; returns its exit code."""
     sleep_exactly()
-    worker = WorkerLife((events_fd, steps_fd), board_fd)
+    worker = WorkerRun((events_fd, steps_fd), board_fd)
     control = Control(Link.from_fd(control_fd), worker)
     turns, welcome = control.take(Turns), control.take(WelcomeMessage)
     set_up(settings_of(job := Job(**welcome.job)))

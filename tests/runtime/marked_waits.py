@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from engine.runtime.ipc.control import Control
-from engine.runtime.worker.worker import WorkerLife
+from engine.runtime.worker.worker import WorkerRun
 from tests.doubles.fake_gpu import FakeGpu
 
 
 @contextlib.contextmanager
 def unmarked_waits(gpu: FakeGpu) -> Iterator[list[str]]:
     """Collects the places of such waits, of workers that are threads and have joined."""
-    controls, found, run = dict[int, Control](), list[str](), WorkerLife.run
+    controls, found, run = dict[int, Control](), list[str](), WorkerRun.run
 
-    def watched(worker: WorkerLife, control: Control, *given: Any) -> int:
+    def watched(worker: WorkerRun, control: Control, *given: Any) -> int:
         own = threading.get_ident()
         controls[own] = control
         try:
@@ -41,5 +41,5 @@ def unmarked_waits(gpu: FakeGpu) -> Iterator[list[str]]:
 
     gpu.streams.on_wait = look
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkerLife, "run", watched)
+        patch.setattr(WorkerRun, "run", watched)
         yield found

@@ -33,7 +33,7 @@ from engine.runtime.ipc.control import Control, ControlHandler, Fenced, Stopped
 from engine.runtime.ipc.link import Link
 from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.worker.training import WorkerProtocol
-from engine.runtime.worker.worker import WorkerLife
+from engine.runtime.worker.worker import WorkerRun
 from tests.runtime.peer_messages import Word, an_epoch
 
 # The thread ends by an exception where it would end the process.
@@ -188,7 +188,7 @@ def test_a_plan_is_prepared_while_the_main_thread_is_inside_an_action(pair: tupl
 
 def test_that_somebody_has_ended_is_recorded_and_changes_nothing(pair: tuple[Control, Link], tmp_path: Path) -> None:
     control, agent = pair
-    control.handler = worker = WorkerLife((-1, -1), -1)
+    control.handler = worker = WorkerRun((-1, -1), -1)
     agent.send(ExitMessage(1))  # before anybody knows where to record it
     agent.send(Word())
     assert control.take(Word)

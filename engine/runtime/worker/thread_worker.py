@@ -21,7 +21,7 @@ from engine.runtime.ipc.control import FOREVER_S, Control, ControlHandler, Kille
 from engine.runtime.ipc.link import Link
 from engine.runtime.transport.direct_transport import DirectBackend, DirectJoining, LinkCuts
 from engine.runtime.transport.links import Links
-from engine.runtime.worker.worker import WorkerLife
+from engine.runtime.worker.worker import WorkerRun
 
 
 class Turn:
@@ -143,7 +143,7 @@ class WorkerThread:
     def __init__(self, fds: Sequence[int], life: object, turn: Turn):
         link, *own = (os.dup(fd) for fd in fds[:4])
         self._fds = events_fd, steps_fd, board_fd = own
-        self._worker = WorkerLife((events_fd, steps_fd), board_fd)
+        self._worker = WorkerRun((events_fd, steps_fd), board_fd)
         self._control = ThreadControl(Link.from_fd(link), turn, self._worker)
         self._life = life
         self._backend: ThreadBackend | None = None

@@ -220,7 +220,7 @@ class GroupMember(NamedTuple):
 def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_fd: int | None = None) -> int:
     """Runs one worker over the file descriptors from the agent; returns its exit code."""
     sleep_exactly()
-    worker = WorkerLife((events_fd, steps_fd), board_fd)
+    worker = WorkerRun((events_fd, steps_fd), board_fd)
     control = Control(Link.from_fd(control_fd), worker)
 
     def backend_of(welcome: WelcomeMessage, device: Device) -> TransportBackend:
@@ -229,7 +229,7 @@ def main(control_fd: int, events_fd: int, steps_fd: int, board_fd: int, network_
     return worker.run(control, backend_of, takes_sigterm=True)
 
 
-class WorkerLife(ControlHandler):
+class WorkerRun(ControlHandler):
     """The life of one worker: `run` has its order, `join` its start. Its control calls the other public methods."""
 
     def __init__(self, record_fds: tuple[int, int], board_fd: int):
