@@ -272,6 +272,21 @@ def test_a_silent_worker_is_put_out_killed_and_named_with_its_heir() -> None:
     assert note.startswith("worker 2 has been silent for 5.2 s in 2F1 of step 0 and is put out; worker 1 takes over")
 
 
+def test_a_worker_that_is_out_is_killed_until_its_end_is_seen_and_hears_the_present_epoch() -> None:
+    state = training()
+    beats = [heard(worker, messages.HeartbeatMessage(1, 0, 1, False), 5 * S) for worker in (0, 1)]
+    state, _ = given(state, *map(ClockTick, range(S // 4, 5 * S, S // 4)), *beats, ClockTick(5 * S))
+    state, outputs = given(state, ClockTick(5 * S + S // 4))
+    assert [each for each in outputs if isinstance(each, Kill)] == [Kill(2)]
+    state, outputs = given(state, ClockTick(5 * S + S // 2))
+    assert outputs == (), "it was ordered"
+    state, outputs = given(state, ClockTick(5 * S + 3 * S // 4))
+    assert outputs == (Kill(2),), "nothing moves"
+    assert given(state, killed(2), *(ClockTick(5 * S + each * S // 4) for each in (4, 5)))[1] == ()
+    late = heard(0, messages.FinishedMessage(1, (), 0, ()))
+    assert Tell((0,), state.epoch) in step(state, late)[1]
+
+
 def leaving(grace_s: int = 120) -> CoordinatorState:
     return given(training(), Notice(6, 2, grace_s * S))[0]
 
