@@ -7,14 +7,13 @@ A message has at most `MAX_BYTES`. Texts of a user may have any length: the clas
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 
-from engine.codec.values import other_plain, parsed, plain_of, value_of
+from engine.codec.values import cut, other_plain, parsed, plain_of, value_of
 from engine.core.errors import InvariantError
 from engine.core.message_kinds import MAX_BYTES, Message, class_of, head_of, kind_of
 
@@ -89,17 +88,6 @@ def _with_cut_texts(value: Any, most: int, note: str) -> Any:
     return value
 
 
-def cut(text: str, most: int, note: str) -> str:
-    """Returns a text that has at most `most` bytes in a message; a longer one is cut, and ends in the note."""
-    if len(text) <= most and _size(text) <= most:
-        return text
-    if 2 * _size(note) > most:
-        note = "..."
-    room = most - _size(note)
-    length = bisect_right(range(min(len(text), room) + 1), room, key=lambda number: _size(text[:number])) - 1
-    return text[:length] + note
-
-
 def in_messages(rows: Iterable[Row]) -> Iterator[tuple[Row, ...]]:
     """Yields rows in order, as many together as one message takes."""
     part: list[Row] = []
@@ -113,8 +101,3 @@ def in_messages(rows: Iterable[Row]) -> Iterator[tuple[Row, ...]]:
         part.append(row)
     if part:
         yield tuple(part)
-
-
-def _size(text: str) -> int:
-    """Returns the bytes that a text has in a message, without its quotes."""
-    return len(_wire(text)) - 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -50,6 +51,22 @@ def text_of(value: Any, *, sort_keys: bool = False) -> str:
     except ValueError:
         known = json.loads(json.dumps(value, default=plain_of), parse_constant=str)
         return _TEXTS[sort_keys](known)
+
+
+def cut(text: str, most: int, note: str) -> str:
+    """Returns a text that has at most `most` bytes in a message; a longer one is cut, and ends in the note."""
+    if len(text) <= most and _size(text) <= most:
+        return text
+    if 2 * _size(note) > most:
+        note = "..."
+    room = most - _size(note)
+    length = bisect_right(range(min(len(text), room) + 1), room, key=lambda number: _size(text[:number])) - 1
+    return text[:length] + note
+
+
+def _size(text: str) -> int:
+    """Returns the bytes that a text has in a message, without its quotes."""
+    return len(text_of(text)) - 2
 
 
 def parsed(text: str | bytes) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from engine.codec.messages import cut
+from engine.codec.values import cut
 from engine.core.errors import WorkerException
 from engine.core.texts import counted, printable
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.codec.messages import cut, decode, encode, in_messages
+from engine.codec.messages import decode, encode, in_messages
+from engine.codec.values import cut
 from engine.core.errors import InvariantError, Problem, WorkerException
 from engine.core.message_kinds import MAX_BYTES, TextsToAgent
 from engine.core.messages import (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.codec.messages import cut
+from engine.codec.values import cut
 from engine.core.errors import Problem, UserError
 from engine.core.job.job import Job
 from engine.core.message_kinds import CUT

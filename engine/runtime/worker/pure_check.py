@@ -15,7 +15,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.codec.messages import cut, in_messages
+from engine.codec.messages import in_messages
+from engine.codec.values import cut
 from engine.core.checks.determinism import without_form
 from engine.core.checks.trajectory import DATA, OPTIMIZER, DigestByName, impure_layer
 from engine.core.errors import Problem, UserError
