@@ -49,18 +49,18 @@ def state_of(text: str, now_ns: int) -> State:
 def documents(state: CoordinatorState) -> dict[str, str]:
     """Returns the value of each key in the store, as one line of JSON."""
     facts = {name: getattr(state, name) for name in _FACTS}
-    found = {STATE: state_text(state.membership), FACTS: text_of(facts, sort_keys=True)}
-    return found if state.commit is None else found | {COMMIT: text_of(state.commit._asdict())}
+    texts = {STATE: state_text(state.membership), FACTS: text_of(facts, sort_keys=True)}
+    return texts if state.commit is None else texts | {COMMIT: text_of(state.commit._asdict())}
 
 
-def resume(job: Job, found: Mapping[str, str], now_ns: int) -> CoordinatorState:
+def resume(job: Job, texts: Mapping[str, str], now_ns: int) -> CoordinatorState:
     """Returns the state that another coordinator has kept in `documents`, on this one's clock.
 
     Raises InvariantError if one of them is of another form.
     """
-    membership = state_of(found[STATE], now_ns)
-    facts = _fields_of(found.get(FACTS, ""), _FORM_OF_FACTS, "facts of a coordinator")
-    commit = _fields_of(found[COMMIT], _FORM_OF_COMMIT, "commit of a coordinator") if COMMIT in found else None
+    membership = state_of(texts[STATE], now_ns)
+    facts = _fields_of(texts.get(FACTS, ""), _FORM_OF_FACTS, "facts of a coordinator")
+    commit = _fields_of(texts[COMMIT], _FORM_OF_COMMIT, "commit of a coordinator") if COMMIT in texts else None
     return resumed(job, membership, facts, None if commit is None else Commit(**commit), now_ns)
 
 

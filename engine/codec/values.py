@@ -111,8 +111,8 @@ def converted(plain: Any, made: type[Made], called: str) -> Made:
 
 def _mended(plain: Any, error: str) -> bool:
     """Puts numbers in the place of texts of `NOT_FINITE` where an error has found them; returns whether it did."""
-    found = _STEP.findall(error.rpartition("$")[2])
-    way = [int(place) if place.isdigit() else field or place for field, place in found]
+    steps = _STEP.findall(error.rpartition("$")[2])
+    way = [int(place) if place.isdigit() else field or place for field, place in steps]
     try:
         holders = [plain]
         for step in way[:-1]:

@@ -171,7 +171,7 @@ def with_shadows(
     count = partial(_count, ownership, redundancy, level, shadows, leaving)
     staying_members = sorted(set(members).difference(leaving))
     for slot in slots:
-        staying = tuple(each for each in shadows[slot] if each not in leaving)
+        staying = tuple(worker for worker in shadows[slot] if worker not in leaving)
         shadows[slot] = staying if due else _kept(ownership.owner(*slot), staying, count(slot), host_of or {})
     loads = Counter([*ownership.owners * _LOAD_OF_OWNING, *(each for line in shadows.values() for each in line)])
 
@@ -184,13 +184,12 @@ def with_shadows(
         if slot in due and due[slot] not in shadows[slot]:
             add(slot, due[slot])
         while len(shadows[slot]) < count(slot):
-            able = _able((owner, *shadows[slot]), staying_members, host_of or {})
-            if not able:
+            if not (able := _able((owner, *shadows[slot]), staying_members, host_of or {})):
                 break
             add(slot, _best(able, ownership, loads, slot))
         if host_of and shadows[slot] and count(slot) and _on_one_host(owner, shadows[slot], host_of):
-            able = _able((owner, *shadows[slot]), staying_members, host_of)
-            if able := [each for each in able if host_of.get(each) != host_of.get(owner)]:
+            others = [worker for worker in staying_members if host_of.get(worker) != host_of.get(owner)]
+            if able := _able((owner, *shadows[slot]), others, host_of):
                 add(slot, _best(able, ownership, loads, slot))
     for slot in slots:
         shadows[slot] += tuple(each for each in ownership.shadows_of(*slot) if each in leaving)

@@ -277,9 +277,8 @@ def fault_form(name: str, kinds: tuple[FaultKind, ...]) -> type[Form]:
         return _form("Fault", _ANY_FAULT, do=do, **{one: _key(Any, each.about) for one, each in parameters.items()})
     keys = {each.name: _key(_parameter(each), each.about) for each in kind.parameters}
     base, target = (_BED_FAULT, _ON_BED.get(kind.target, {})) if kind.by == "bed" else (_FAULT, {})
-    found = _form(name, base, **target, do=_key(Literal[name], kind.about, ...), **keys)
-    found.kind, found.foreign = kind, parameters.keys() - keys.keys()
-    return found
+    form = _form(name, base, **target, do=_key(Literal[name], kind.about, ...), **keys)
+    return type(name, (form,), {"kind": kind, "foreign": parameters.keys() - keys.keys(), "__module__": __name__})
 
 
 def _parameter(of: Parameter) -> Any:

@@ -317,7 +317,7 @@ def _scenario(
     reading.problems += [reading.located(each) for each in wrong if each.field not in known]
     if found.job is not None:
         told = a_worker(found.job)
-        reading.problems = [
+        reading.problems[:] = [
             replace(each, expected=told) if each.expected == A_WORKER else each for each in reading.problems
         ]
     if reading.problems or job is None:
