@@ -64,11 +64,6 @@ def resume(job: Job, texts: Mapping[str, str], now_ns: int) -> CoordinatorState:
     return resumed(job, membership, facts, None if commit is None else Commit(**commit), now_ns)
 
 
-def verdicts_of(text: bytes) -> Verdicts:
-    """Returns the latest verdicts; raises InvariantError for another text."""
-    return read(text, Verdicts, "list of verdicts")
-
-
 def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunStatus:
     """Returns the status of a live run from its keys at a time of the launcher's clock.
 
@@ -83,6 +78,7 @@ def status_of_keys(run_id: str, keys: Mapping[str, bytes], now_ns: int) -> RunSt
             for key, value in keys.items()
             if key.startswith("members/")
         }
-        return status_of(run_id, state, verdicts_of(keys.get("verdicts", b"[]")), beats, members, now_ns)
+        verdicts = read(keys.get("verdicts", b"[]"), Verdicts, "list of verdicts")
+        return status_of(run_id, state, verdicts, beats, members, now_ns)
     except (KeyError, ValueError, InvariantError) as error:
         raise InvariantError(f"the keys of run {run_id} hold something else: {error!r}") from error

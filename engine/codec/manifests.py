@@ -55,8 +55,8 @@ def manifest_of(name: str, data: bytes) -> Manifest:
     except (ValueError, RecursionError):
         refuse("expected one object of JSON")
     if type(plain) is not dict or plain.get("format") != FORMAT:
-        format_ = plain.get("format") if type(plain) is dict else plain
-        refuse(f"the field 'format': expected {FORMAT}, found {format_!r:.80}; another bamboo wrote it")
+        version = plain.get("format") if type(plain) is dict else plain
+        refuse(f"the field 'format': expected {FORMAT}, found {version!r:.80}; another bamboo wrote it")
     try:
         manifest = value_of(plain, Manifest, "a manifest")
     except InvariantError as error:

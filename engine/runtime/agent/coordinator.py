@@ -24,8 +24,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from engine.codec.documents import documents, resume, verdicts_of
-from engine.codec.values import plain_of, text_of
+from engine.codec.documents import documents, resume
+from engine.codec.values import plain_of, read, text_of
 from engine.core.errors import CoordinatorUnavailableError, InvariantError, LeaseLostError, required
 from engine.core.history.process_records import KeysLeftRecord, StoreRecord
 from engine.core.kv import KV, Change, Delete, KeyValue, Lease, Put, Txn, absent, equal
@@ -34,7 +34,7 @@ from engine.core.protocol.coordinator import is_to_be_kept, step
 from engine.core.protocol.coordinator_state import ROLE, STATE, CoordinatorState
 from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput
 from engine.core.protocol.membership import plan_document
-from engine.core.protocol.run_status import Heartbeats, Member, Slots
+from engine.core.protocol.run_status import Heartbeats, Member, Slots, Verdicts
 from engine.core.protocol.state import State
 from engine.runtime.ipc.clock import now_ns
 from engine.runtime.ipc.recorder import Recorder
@@ -116,7 +116,7 @@ def _resume(first: CoordinatorState, found: Mapping[str, KeyValue], now_ns: int)
 
 def _read_verdicts(found: KeyValue | None) -> list[tuple[int, str]]:
     try:
-        return [] if found is None else [*verdicts_of(found.value)]
+        return [] if found is None else [*read(found.value, Verdicts, "list of verdicts")]
     except InvariantError as error:
         raise InvariantError(f"the key 'verdicts' of this run is not of a coordinator: {error}") from error
 
