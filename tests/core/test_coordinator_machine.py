@@ -284,7 +284,7 @@ def test_a_worker_that_is_out_is_killed_until_its_end_is_seen_and_hears_the_pres
     assert outputs == (Kill(2),), "nothing moves"
     assert given(state, killed(2), *(ClockTick(5 * S + each * S // 4) for each in (4, 5)))[1] == ()
     late = heard(0, messages.FinishedMessage(1, (), 0, ()))
-    assert Tell((0,), state.epoch) in step(state, late)[1]
+    assert state.epoch is not None and Tell((0,), state.epoch) in step(state, late)[1]
 
 
 def leaving(grace_s: int = 120) -> CoordinatorState:
