@@ -154,14 +154,14 @@ def with_shadows(
 ) -> Ownership:
     """Returns the ownership with new shadows up to the number that the policy wants; surplus ones are dropped.
 
-    `lazy` and `eager` want `level` shadows of each slot. `reroute` wants one where no other worker holds the stage in
-    another pipeline. `none` wants none. A new shadow is a member, not the owner, and not leaving. The `wanted` owner of
-    a slot becomes a shadow first, in addition to the present ones. A leaving worker stays a shadow until it has left.
-    Where `host_of` names hosts, a worker on a host without a replica of the slot comes first; and a slot whose replicas
-    are all on one host gets one more, so that one of the others is surplus the next time. In a run of several blocks,
+    `lazy` and `eager` want `level` shadows of each slot, `none` wants none, and `reroute` wants one where no other
+    worker holds the stage in another pipeline. A new shadow is a member, not the owner, and not leaving. The `wanted`
+    owner of a slot becomes a shadow first, in addition to the present ones. A leaving worker stays a shadow until it
+    has left. Where `host_of` names hosts, a worker on a host without a replica of the slot comes first; a slot whose
+    replicas are all on one host gets one more, so one of the others is surplus next time. In a run of several blocks,
     the owner of the preceding run shadows the first half, and that of the following run (cyclic), or another worker,
-    the second half: two workers share the blocks of one that dies. Any other slot gets the least loaded worker; of
-    several, the owner of the nearest preceding stage (cyclic), then those of other pipelines.
+    the second half: two workers share the blocks of one that dies. Other slots get the least loaded worker; of several,
+    the owner of the nearest preceding stage (cyclic), then those of other pipelines.
     """
     if redundancy == "none" and not wanted and not any(ownership.shadows):
         return ownership
