@@ -165,8 +165,7 @@ def with_shadows(
     """
     if redundancy == "none" and not wanted and not any(ownership.shadows):
         return ownership
-    slots = ownership.grid.slots()
-    shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
+    shadows = {slot: ownership.shadows_of(*slot) for slot in (slots := ownership.grid.slots())}
     due = _due(ownership, members, leaving, wanted)
     count = partial(_count, ownership, redundancy, level, shadows, leaving)
     staying_members = sorted(set(members).difference(leaving))
