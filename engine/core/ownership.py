@@ -165,8 +165,8 @@ def with_shadows(
     """
     if redundancy == "none" and not wanted and not any(ownership.shadows):
         return ownership
-    shadows = {slot: ownership.shadows_of(*slot) for slot in (slots := ownership.grid.slots())}
-    due = _due(ownership, members, leaving, wanted)
+    slots, due = ownership.grid.slots(), _due(ownership, members, leaving, wanted)
+    shadows = {slot: ownership.shadows_of(*slot) for slot in slots}
     count = partial(_count, ownership, redundancy, level, shadows, leaving)
     staying_members = sorted(set(members).difference(leaving))
     for slot in slots:
