@@ -258,11 +258,11 @@ class CallRecorder(TorchFunctionMode):
 
     def _made(self, tensor: Tensor, is_of_data: bool) -> TracedValue:
         value = self._values[id(tensor)] = TracedValue(len(self._values))
-        if is_of_data:
-            self._of_data.add(value)
         self._alive.append(tensor)
         self.trace.shapes[value] = (tensor.dtype, tensor.shape)
         self.trace.memory[value] = self._memory(tensor)
+        if is_of_data:  # last: the calls above are recorded too, and may not depend on data
+            self._of_data.add(value)
         return value
 
     def _memory(self, tensor: Tensor) -> int:
