@@ -16,9 +16,9 @@ MOST_STOREYS = 16
 _TABLE = """
 api: core.checks core.faults core.history core.job core.protocol files files.jobs harness observers report
     runtime.checkpoint runtime.faults runtime.process
-bench: codec core.checks core.history core.hosts core.job core.program core.protocol core.worker files harness models
-    runtime.agent runtime.checkpoint runtime.device runtime.ipc runtime.process runtime.stage runtime.store
-    runtime.transport runtime.worker
+bench: codec core.checks core.history core.hosts core.job core.program core.protocol files harness models
+    runtime.agent runtime.checkpoint runtime.device runtime.process runtime.stage runtime.store runtime.transport
+    runtime.worker
 codec: core.history core.job core.program core.protocol
 core.checks: core.faults core.history core.job core.program
 core.faults: core.history core.job core.program core.protocol
@@ -27,28 +27,26 @@ core.hosts: core.history core.job
 core.job: core.program
 core.program:
 core.protocol: core.history core.job core.program
-core.worker: core.job core.program
 files: codec core.checks core.history core.job
 files.jobs: codec core.checks core.faults core.job core.program files
-harness: codec core.checks core.faults core.history core.hosts core.job core.protocol files files.jobs models observers
-    runtime.agent runtime.checkpoint runtime.faults runtime.ipc runtime.process runtime.store
+harness: codec core.checks core.faults core.history core.hosts core.job core.protocol files files.jobs models
+    observers runtime.agent runtime.checkpoint runtime.faults runtime.process runtime.store
 models: codec core.job
 models.traced: core.job models
 observers: core.checks core.history core.job files runtime.process
 report: codec core.checks core.history core.job core.program
 report.pages: core.checks core.history core.job core.program engine report
 runtime.agent: codec core.checks core.faults core.history core.hosts core.job core.program core.protocol files
-    files.jobs runtime.faults runtime.ipc runtime.process runtime.store
-runtime.checkpoint: core.job core.worker files models runtime.device runtime.ipc runtime.stage
+    files.jobs runtime.faults runtime.process runtime.store
+runtime.checkpoint: core.job core.protocol files models runtime.device runtime.process runtime.stage
 runtime.device: core.checks
-runtime.faults: core.faults files runtime.device runtime.ipc runtime.stage runtime.transport
-runtime.ipc: codec core.history core.program core.protocol core.worker files
-runtime.process: core.protocol files runtime.ipc
+runtime.faults: core.faults files runtime.device runtime.process runtime.stage runtime.transport
+runtime.process: codec core.history core.program core.protocol files
 runtime.stage: codec core.checks core.history core.job core.program models runtime.device runtime.transport
-runtime.store: core.history files runtime.ipc runtime.process
-runtime.transport: core.history core.program files models runtime.device runtime.ipc runtime.process
-runtime.worker: codec core.checks core.faults core.history core.job core.program core.worker files models
-    runtime.checkpoint runtime.device runtime.faults runtime.ipc runtime.process runtime.stage runtime.transport
+runtime.store: core.history files runtime.process
+runtime.transport: core.history core.program files models runtime.device runtime.process
+runtime.worker: codec core.checks core.faults core.history core.job core.program core.protocol files models
+    runtime.checkpoint runtime.device runtime.faults runtime.process runtime.stage runtime.transport
 """
 
 ROOMS: dict[str, frozenset[str]] = {

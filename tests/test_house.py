@@ -77,7 +77,7 @@ ROOMS_WITH_NOUNS = (
         "engine.core.job",
         "engine.core.program",
     ),
-    *("engine.core.worker", "engine.models", "engine.models.traced", "engine.report"),
+    *("engine.models", "engine.models.traced", "engine.report"),
 )
 WITHOUT_NOUNS_YET: tuple[str, ...] = ()
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")

@@ -23,7 +23,7 @@ from engine.bench.figures import BenchRow, Cases, in_turns, paired_row, ratio_ro
 from engine.bench.runs import BenchRun, run_bamboo, run_python
 from engine.core.checkpoint_rules import StateShare
 from engine.core.history.run_records import CommitRecord, FaultRecord, KeptRecord
-from engine.core.worker.state import Keep
+from engine.core.protocol.worker_state import Keep
 from engine.models.layers import LayerSpec, Model
 from engine.models.losses import default_loss
 from engine.models.networks import Timed

@@ -36,8 +36,8 @@ from engine.core.history.step_files import FIELDS, FOLDER, StepFile, as_ranges, 
 from engine.core.job.job import Job, parse_size
 from engine.core.job.partition import initial_program
 from engine.files.run_folder import RunFolder, create_run_folder
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
 
 _STEP_NS = 10**9 // 12
 _DAY_STEPS = 24 * 3600 * 12

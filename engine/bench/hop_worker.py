@@ -17,9 +17,9 @@ from engine.bench.figures import GLOO, LINKS, TORCH, Hops, HopTimes, in_turns
 from engine.bench.torch_side import AgentStore, join_default_group
 from engine.core.messages import ByeMessage
 from engine.runtime.device.device import HOST
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.control import Control
+from engine.runtime.process.link import Link
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport, LinkCuts
 from engine.runtime.transport.links import Links

@@ -29,9 +29,9 @@ from engine.models.data import Data
 from engine.models.data_sources import open_data
 from engine.models.layers import Batch
 from engine.runtime.device.device import open_device, set_up
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.control import Control
+from engine.runtime.process.link import Link
 from engine.runtime.process.prctl import sleep_exactly
 from engine.runtime.transport.transfers import worker_program
 from engine.runtime.worker.executor import Call, Executor, Handler, register

@@ -30,11 +30,11 @@ from engine.runtime.agent.agent import Agent, AgentTasks
 from engine.runtime.agent.coordinator import Node, join_store
 from engine.runtime.agent.session import supervise
 from engine.runtime.agent.worker_handles import close_workers, start_workers
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, open_events, open_steps
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, holding
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import Recorder, open_events, open_steps
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 
 _RELAY_S = 0.005

@@ -13,11 +13,11 @@ from engine.bench.figures import Round
 from engine.core.history.process_records import KnownRecord
 from engine.core.history.run_records import MarkRecord
 from engine.core.messages import ByeMessage, ReadyMessage
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Control, ControlHandler, Stopped
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.control import Control, ControlHandler, Stopped
+from engine.runtime.process.link import Link
 from engine.runtime.process.prctl import sleep_exactly
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.transport.direct_transport import DirectBackend, LinkCuts
 from engine.runtime.transport.links import Links
 

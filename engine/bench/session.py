@@ -42,10 +42,10 @@ from engine.core.ownership import Ownership
 from engine.core.program.schedules import SCHEDULES
 from engine.core.units import Args
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, start_workers, tell_all
-from engine.runtime.ipc.link import Link, LinkPairs
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import open_events, open_steps
 from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.process.link import Link, LinkPairs
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import open_events, open_steps
 
 _PLAIN = ("1f1b", "eager-1f1b", "gpipe")  # one stage per worker: their ideal time is known
 _GOALS_OF_TORCH = {"eager-1f1b": 0.97}  # on stages that sleep: torch's waits for each transfer

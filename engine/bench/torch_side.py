@@ -22,7 +22,7 @@ from engine.models.data_sources import open_data
 from engine.models.layers import Batch, Model
 from engine.models.model_loader import build_model
 from engine.runtime.device.device import HOST, Device
-from engine.runtime.ipc.control import Control
+from engine.runtime.process.control import Control
 from engine.runtime.stage.stage import build_layer
 from engine.runtime.worker.step_end import WorkerContext
 

@@ -31,7 +31,7 @@ import psutil
 from engine.core.errors import BambooError, ExitCode
 from engine.core.texts import counted
 from engine.files.accelerators import LEAST_NCCL, Accelerators, accelerators, lacks_nvml
-from engine.runtime.ipc.link import new_ring
+from engine.runtime.process.link import new_ring
 from engine.runtime.process.subprocesses import inherited
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, find_etcd
 

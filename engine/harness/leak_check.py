@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.runtime.ipc.link import held, shared_memory
+from engine.runtime.process.link import held, shared_memory
 from engine.runtime.store.etcd_settings import EtcdSettings
 
 _VARIABLE = "_BAMBOO_CASE"  # BAMBOO_* are fields of a job

@@ -1,7 +1,7 @@
 """A lane of `bamboo matrix`: a process that runs cells one after another, with one fork server for all.
 
-Started as ``python -m engine.harness.matrix_lane FD``; FD is one end of a link (`engine/runtime/ipc/link.py`). Its log
-has the results, and the lines that `bamboo inject` would print.
+Started as ``python -m engine.harness.matrix_lane FD``; FD is one end of a link (`engine/runtime/process/link.py`). Its
+log has the results, and the lines that `bamboo inject` would print.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def main(fd: int) -> None:
     from engine.codec.values import plain_of, text_of
     from engine.core.messages import CaseMessage, DoneMessage
     from engine.harness.leak_check import mark_processes
-    from engine.runtime.ipc.link import Link
     from engine.runtime.process.fork_client import ForkServer
     from engine.runtime.process.interrupts import holding
+    from engine.runtime.process.link import Link
 
     link = Link.from_fd(fd)
     mark_processes()

@@ -39,11 +39,11 @@ from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.scribe_work import scribe_for
 from engine.runtime.agent.start_up import recording
 from engine.runtime.agent.wire import WireClient, WireServer
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.process.spawner import Spawner
 
 OF_COORDINATOR = (ROLE, STATE, COMMIT, FACTS, *READERS)  # keys in the store, and prefixes

@@ -29,7 +29,7 @@ from engine.core.job.job import Job
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.run_state import RunView, WorkerView
 from engine.harness import host_checks
-from engine.runtime.ipc.progress_board import Progress
+from engine.runtime.process.progress_board import Progress
 
 found = [host_checks.HostCheck("a", each, "b", "c") for each in ("ok", "warn", "missing")]
 host_checks.check_host = lambda results: found

@@ -14,7 +14,7 @@ from bamboo_cli.live import LivePicture, untold
 from bamboo_cli.worker_rows import awaited, doing
 from engine.core.job.job import Job
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
-from engine.runtime.ipc.progress_board import Progress
+from engine.runtime.process.progress_board import Progress
 
 BAR = "\u2501\u2578\u257a"
 

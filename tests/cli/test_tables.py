@@ -38,7 +38,7 @@ from engine.report.formats import for_reading, for_terminal, title_of
 from engine.report.load import TABLES, joined
 from engine.report.pages.matrix_page import CellGrid, grid_of, grid_parts
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
-from engine.runtime.ipc.progress_board import Progress
+from engine.runtime.process.progress_board import Progress
 from tests.core.made_records import records_of
 from tests.report.made_up import MadeUpRun, agent, load, make_run
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, fields, is_dataclass
+from importlib import import_module
 from random import Random
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +20,9 @@ from engine.core.messages import CommitMessage, EpochMessage, GoMessage, Heartbe
 from engine.core.program.ballot import SlotVote, VoteMessage
 from tests.test_house import MODULES
 
+for module in MODULES:
+    if "\n@message\n" in module.text:
+        import_module(module.name)
 KINDS = sorted((kind, made) for kind, made in kinds().items() if made.__module__.startswith("engine."))
 
 

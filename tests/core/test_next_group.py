@@ -24,9 +24,9 @@ from engine.core.protocol.coordinator_state import CoordinatorState, NextGroup, 
 from engine.core.protocol.events import Notice, WantedOwners
 from engine.core.protocol.inputs_outputs import Kill, Note, Tell
 from engine.core.protocol.state import Phase
-from engine.core.worker.inputs import GroupKey, NextGroupFormed, NoticeReceived, ProtocolMessage
-from engine.core.worker.machine import step as worker_step
-from engine.core.worker.state import (
+from engine.core.protocol.worker_inputs import GroupKey, NextGroupFormed, NoticeReceived, ProtocolMessage
+from engine.core.protocol.worker_machine import step as worker_step
+from engine.core.protocol.worker_state import (
     End,
     EnterNextGroup,
     FormNextGroup,

@@ -27,7 +27,7 @@ from engine.core.messages import (
 from engine.core.ownership import Grid, Ownership
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage, PrepareMessage
 from engine.core.program.planner import EpochPlan, Plan
-from engine.core.worker.inputs import (
+from engine.core.protocol.worker_inputs import (
     GroupFormed,
     GroupKey,
     Inbox,
@@ -47,8 +47,8 @@ from engine.core.worker.inputs import (
     arrived,
     taken,
 )
-from engine.core.worker.machine import KINDS, TABLE, changes_nothing, step
-from engine.core.worker.state import (
+from engine.core.protocol.worker_machine import KINDS, TABLE, changes_nothing, step
+from engine.core.protocol.worker_state import (
     Adopt,
     Audit,
     BeginAt,

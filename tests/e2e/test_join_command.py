@@ -20,8 +20,8 @@ from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import own_sources
 from engine.runtime.agent.requests import TOO_LATE
-from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.process.locks import folder_used
+from engine.runtime.process.recorder import Recorder, open_events
 from tests.e2e.launcher import Done, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

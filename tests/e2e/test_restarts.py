@@ -16,8 +16,8 @@ from engine.core.history.run_records import EpochRecord, PartitionRecord, Record
 from engine.core.job.job import Job
 from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
-from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process.fork_client import ForkServer
+from engine.runtime.process.recorder import Recorder
 from tests.e2e.conftest import Launch, Train
 
 JOB = Job(model="mlp", stages=3, microbatches=4, steps=2)

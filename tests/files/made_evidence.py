@@ -38,7 +38,7 @@ from engine.files.evidence import seal_of
 from engine.files.linked_lines import add_records
 from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import trajectory_text
-from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
+from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
 
 LAYERS, WORKERS = 4, 3
 

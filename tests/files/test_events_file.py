@@ -15,7 +15,7 @@ from engine.core.history.run_records import AGENT, VERSION, ActionRecord, Unread
 from engine.core.history.step_files import FOLDER
 from engine.files.events_file import read_events
 from engine.files.linked_lines import add_records
-from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
+from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
 from tests.core.made_records import made
 
 JOB, GO = made("job"), made("go")

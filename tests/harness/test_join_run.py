@@ -19,8 +19,8 @@ from engine.files.run_folder import RunFolder
 from engine.files.trajectory_file import own_sources
 from engine.harness import join_run
 from engine.harness.join_run import AddedWorker, run_to_join
-from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.process.locks import folder_used
+from engine.runtime.process.recorder import Recorder, open_events
 
 NAME = "20260101-120000-gpt-1a2b"
 

@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.job.job import Job
 from engine.harness.live_recoveries import LiveRecoveries
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
-from engine.runtime.ipc.progress_board import Progress
+from engine.runtime.process.progress_board import Progress
 from tests.core.made_records import lines_of
 
 JOB = Job(stages=2, steps=99)

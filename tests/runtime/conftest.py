@@ -11,8 +11,8 @@ from typing import NoReturn
 import pytest
 
 from engine.core.errors import ExitCode
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
+from engine.runtime.process.control import Control
+from engine.runtime.process.link import Link
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from engine.runtime.store.etcd_settings import EtcdSettings
 from tests.runtime.kv_backends import Backend, DoubleBackend, EtcdBackend

@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.core.message_kinds import Message
 from engine.core.messages import LinkMessage, LinkWantedMessage
-from engine.runtime.ipc.control import Wakeups
-from engine.runtime.ipc.link import LinkPairs
+from engine.runtime.process.control import Wakeups
+from engine.runtime.process.link import LinkPairs
 from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport, LinkCuts
 from engine.runtime.transport.links import Links
 from engine.runtime.worker.thread_worker import Turn

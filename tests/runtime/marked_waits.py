@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.ipc.control import Control
+from engine.runtime.process.control import Control
 from engine.runtime.worker.worker import WorkerRun
 from tests.doubles.fake_gpu import FakeGpu
 

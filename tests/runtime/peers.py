@@ -24,10 +24,10 @@ import pytest
 from torch.distributed import FileStore, PrefixStore
 
 from engine.core.messages import LinkWantedMessage
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link, LinkPairs
 from engine.runtime.process import forkserver
+from engine.runtime.process.control import Control
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.link import Link, LinkPairs
 from engine.runtime.transport.direct_transport import DirectBackend, DirectTransport, LinkCuts
 from engine.runtime.transport.links import Links
 from engine.runtime.transport.transport import AsideKey, AsidePurpose, ProgramKey, ProgramPurpose

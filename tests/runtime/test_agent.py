@@ -20,9 +20,9 @@ from engine.core.protocol.coordinator import step
 from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOutput
 from engine.runtime.agent.agent import Agent, AgentTasks
 from engine.runtime.agent.session import run_session
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.recorder import Recorder, open_events
 from tests.core.coordinator_cases import training, votes
 
 

@@ -18,9 +18,9 @@ from engine.core.protocol.events import HostWord
 from engine.runtime.agent import remote_workers, session, worker_handles
 from engine.runtime.agent.remote_workers import RemoteProcess
 from engine.runtime.agent.worker_handles import WorkerHandle, sights_of
-from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process import spawner
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.spawner import HostMailbox
 
 S = 1_000_000_000

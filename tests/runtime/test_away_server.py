@@ -27,7 +27,7 @@ from engine.runtime.agent import host_servers as heard_results
 from engine.runtime.agent.frames import read_frame as read
 from engine.runtime.agent.host_servers import HostServers, ReplicatedResults
 from engine.runtime.agent.remote_workers import RemoteSpawner
-from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.process.progress_board import ProgressBoard
 from tests.doubles.kv_double import StoreDouble
 from tests.doubles.kv_double_client import ClientDouble
 

@@ -19,9 +19,9 @@ from engine.runtime.agent.frames import read_frame
 from engine.runtime.agent.host_workers import HeartbeatReporter, LocalProcess
 from engine.runtime.agent.remote_workers import UNKNOWN, RemoteProcess
 from engine.runtime.agent.wire import StreamEnd
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.link import Link
+from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.spawner import HostMailbox
 
 RUNS = ("R", 5, 5)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.core.checkpoint_rules import KeptMessage, StateShare, UnkeptMessage
 from engine.core.manifest import Part
-from engine.core.worker.state import Keep
+from engine.core.protocol.worker_state import Keep
 from engine.files.checkpoint_folder import checkpoints_at
 from engine.runtime.checkpoint import writer
 from engine.runtime.checkpoint import writer as snapshot

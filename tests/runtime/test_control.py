@@ -27,11 +27,11 @@ from engine.core.ownership import Grid, fresh
 from engine.core.program.ballot import SlotVote, VoteMessage
 from engine.core.program.inventory import PlanMessage, PreparedMessage, PrepareMessage
 from engine.core.program.planner import EpochPlan, Plan
-from engine.core.worker.inputs import PlanPrepared, ProtocolMessage, StagesBuilt
-from engine.core.worker.state import PreparePlan
-from engine.runtime.ipc.control import Control, ControlHandler, Fenced, Stopped
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.core.protocol.worker_inputs import PlanPrepared, ProtocolMessage, StagesBuilt
+from engine.core.protocol.worker_state import PreparePlan
+from engine.runtime.process.control import Control, ControlHandler, Fenced, Stopped
+from engine.runtime.process.link import Link
+from engine.runtime.process.recorder import Recorder, open_events
 from engine.runtime.worker.training import WorkerProtocol
 from engine.runtime.worker.worker import WorkerRun
 from tests.runtime.peer_messages import Word, an_epoch

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.core.errors import TransferFailedError
 from engine.core.messages import StopMessage
-from engine.runtime.ipc.control import Stopped
+from engine.runtime.process.control import Stopped
 from engine.runtime.transport.transport import TensorSpec, Transport
 from tests.runtime.peers import PeerServer, PeerWorker, an_aside, an_order, connect, plane_of
 

@@ -19,7 +19,7 @@ from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.device.copies import tensors_of
-from engine.runtime.ipc.control import Fenced
+from engine.runtime.process.control import Fenced
 from engine.runtime.process.kernel import CoreWaits
 from engine.runtime.stage.replicas import Replicas, ValueStore
 from engine.runtime.worker.executor import Executor

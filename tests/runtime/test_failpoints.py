@@ -14,9 +14,9 @@ from engine.core.faults.fault import At, Fault, slot_owner
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import FiredMessage, InflictMessage, StopMessage, StrikeMessage, SufferedMessage
 from engine.runtime.device.device import HOST
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Control, Fenced, Stopped
-from engine.runtime.ipc.link import Link
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.control import Control, Fenced, Stopped
+from engine.runtime.process.link import Link
 from engine.runtime.worker import failpoints
 from engine.runtime.worker.failpoints import Failpoints
 from tests.runtime.peer_messages import Word, an_epoch

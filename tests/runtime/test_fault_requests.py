@@ -15,7 +15,7 @@ from engine.core.errors import BambooError
 from engine.core.faults.fault import After, At, Fault, Owner, Role, Worker, to_plain
 from engine.core.job.job import Job
 from engine.runtime.agent.injector import FaultRequests, read_request
-from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.process.recorder import Recorder, open_events
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 WORKERS = (0, 1, 2)

@@ -17,9 +17,9 @@ import pytest
 
 from engine.core.errors import EnvironmentLacksError, ExitCode
 from engine.core.messages import StopMessage
-from engine.runtime.ipc.link import Link
 from engine.runtime.process import subprocesses
 from engine.runtime.process.fork_client import Child, ForkServer
+from engine.runtime.process.link import Link
 from tests.runtime.peers import ROOT, PeerServer
 
 

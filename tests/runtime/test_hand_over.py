@@ -10,7 +10,7 @@ from engine.core.action import Action
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.protocol import orders
 from engine.core.protocol.wishes import LeaveStrategy
-from engine.core.worker.inputs import NoticeReceived
+from engine.core.protocol.worker_inputs import NoticeReceived
 from engine.runtime.stage.gradient_log import GradientStreams
 from engine.runtime.worker.executor import Executor
 from engine.runtime.worker.training import Training, WorkerProtocol

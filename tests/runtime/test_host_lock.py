@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.locks import HostLock
+from engine.runtime.process.progress_board import ProgressBoard
 
 _HOLDS = """
 import sys, threading

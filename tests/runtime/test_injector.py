@@ -22,10 +22,10 @@ from engine.core.messages import ArmMessage, FiredMessage
 from engine.core.protocol.state import Options, Phase, State, begin
 from engine.runtime.agent.injector import Injector
 from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, open_events
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.link import Link
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import Recorder, open_events
 
 JOB = Job(stages=3, microbatches=4, steps=8)
 ACTION = Action(1, Op.B, 2)

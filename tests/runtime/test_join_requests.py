@@ -16,7 +16,7 @@ from engine.core.job.job import Job
 from engine.core.protocol.state import State
 from engine.files.events_file import read_history
 from engine.runtime.agent.requests import CLOSED, TOO_LATE, JoinRequests, WorkerControls
-from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.process.recorder import Recorder, open_events
 from tests.core.membership_cases import committed, running
 
 JOIN = {"ask": "join", "standby": False}

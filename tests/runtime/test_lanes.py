@@ -14,8 +14,8 @@ import pytest
 
 from engine.core.message_kinds import Plain
 from engine.core.messages import CaseMessage, DoneMessage
-from engine.runtime.ipc.link import Link
 from engine.runtime.process.fork_client import Lanes
+from engine.runtime.process.link import Link
 
 THIS_MODULE = "tests.runtime.test_lanes"
 

@@ -13,7 +13,7 @@ import pytest
 
 from engine.harness import leak_check as leftovers
 from engine.harness.leak_check import LeakCheck, mark_processes
-from engine.runtime.ipc import link
+from engine.runtime.process import link
 
 NO_SERVER = -1
 OF_THE_HOST = link.SHARED_MEMORY

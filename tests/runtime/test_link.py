@@ -11,7 +11,7 @@ import pytest
 from engine.core.errors import InvariantError
 from engine.core.job.partition import MOST_LAYERS, partition
 from engine.core.messages import CutMessage, ForkMessage, PingMessage, SuspicionMessage
-from engine.runtime.ipc.link import Link, packet
+from engine.runtime.process.link import Link, packet
 from tests.runtime.peer_messages import Result, Word
 
 

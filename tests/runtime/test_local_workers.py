@@ -10,8 +10,8 @@ import time
 from typing import Any, cast
 
 from engine.runtime.agent.worker_handles import LocalWorkers
-from engine.runtime.ipc.link import Link
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.link import Link
 
 
 def test_the_last_words_of_a_worker_come_before_its_end_while_another_process_holds_its_link() -> None:

@@ -11,8 +11,8 @@ import pytest
 from engine.core.errors import InvariantError
 from engine.core.message_kinds import MAX_BYTES
 from engine.core.messages import KeyMessage, StopMessage
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
+from engine.runtime.process.control import Control
+from engine.runtime.process.link import Link
 from engine.runtime.transport.nccl_transport import AgentMeeting
 from tests.runtime.peer_messages import an_epoch
 

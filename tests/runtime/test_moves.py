@@ -23,7 +23,7 @@ from engine.files.events_file import read_history
 from engine.runtime.agent.agent import Agent
 from engine.runtime.agent.run_state import Ending
 from engine.runtime.agent.session import run_session
-from engine.runtime.ipc.clock import now_ns
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.thread_server import ThreadServer
 from tests.kills import parse_kills
 from tests.runtime.small_jobs import WIDTH, Block

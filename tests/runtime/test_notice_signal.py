@@ -7,7 +7,7 @@ import sys
 
 PRELUDE = """
 import os, signal, threading
-from engine.runtime.ipc.control import give_notice_of_sigterm
+from engine.runtime.process.control import give_notice_of_sigterm
 
 given = threading.Semaphore(0)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

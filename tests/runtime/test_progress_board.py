@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.core.action import WHOLE_STAGE, Action, Op
-from engine.runtime.ipc.progress_board import Progress, ProgressBoard
+from engine.runtime.process.progress_board import Progress, ProgressBoard
 from tests.runtime.peers import PeerServer
 
 

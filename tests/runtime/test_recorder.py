@@ -18,8 +18,8 @@ from engine.core.history.process_records import FailedRecord, KnownRecord, Store
 from engine.core.history.run_records import ActionRecord, AuditRecord, MovedRecord, PreparedRecord
 from engine.core.history.step_files import ENTRY_BYTES, FOLDER
 from engine.files.events_file import StepReader
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
 from tests.runtime.peers import PeerServer
 
 NUM_WRITERS = 6

@@ -14,7 +14,7 @@ from engine.core.job.job import Job
 from engine.core.ownership import Grid, Ownership, fresh
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
-from engine.runtime.ipc.control import Fenced
+from engine.runtime.process.control import Fenced
 from engine.runtime.stage.gradient_log import LogEntry, laid_out, take_step
 from engine.runtime.stage.replicas import Replicas, hash_rows
 from engine.runtime.stage.sharded_stages import ShardedStages

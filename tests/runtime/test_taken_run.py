@@ -29,8 +29,8 @@ from engine.runtime.agent.run_state import FailoverContext, InheritedProcess, In
 from engine.runtime.agent.start_up import LaunchSpec
 from engine.runtime.agent.wire import StreamEnd
 from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.interrupts import RunInterruptedError, breakable, holding
+from engine.runtime.process.progress_board import ProgressBoard
 
 JOB = Job(model="mlp", stages=3)
 START = "3 workers began"

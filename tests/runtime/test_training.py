@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from engine.core.errors import TransferFailedError
-from engine.core.worker import inputs, state
-from engine.runtime.ipc.control import Fenced, Stopped
+from engine.core.protocol import worker_inputs as inputs
+from engine.core.protocol import worker_state as state
+from engine.runtime.process.control import Fenced, Stopped
 from engine.runtime.worker.training import Training
 
 END, ASIDE = state.End, state.PreparePlan

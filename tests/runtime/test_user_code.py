@@ -15,7 +15,7 @@ from engine.codec.messages import decode, encode
 from engine.core.errors import WorkerException
 from engine.core.messages import RaisedMessage
 from engine.models.user_code import blame, exception_of
-from engine.runtime.ipc.link import packet
+from engine.runtime.process.link import packet
 
 MINE = """
 import json

@@ -10,8 +10,8 @@ import pytest
 from engine.core.ownership import Grid, fresh
 from engine.models.data_sources import open_data
 from engine.models.model_loader import build_model
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.link import Link
+from engine.runtime.process.control import Control
+from engine.runtime.process.link import Link
 from engine.runtime.stage.replicas import Replicas
 from engine.runtime.stage.stage import Stage
 from engine.runtime.worker.validation import Validation

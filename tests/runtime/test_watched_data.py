@@ -16,7 +16,7 @@ from engine.core.job.job import Job
 from engine.core.protocol.events import Loading
 from engine.models.data import DataFacts
 from engine.models.layers import Batch
-from engine.runtime.ipc.progress_board import LoaderStatus, ProgressBoard
+from engine.runtime.process.progress_board import LoaderStatus, ProgressBoard
 from engine.runtime.worker import microbatches
 from engine.runtime.worker.microbatches import MicrobatchLoader, WatchedData
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.core.protocol.events import Loading
-from engine.runtime.ipc.progress_board import BoardPlace, LoaderStatus, ProgressBoard
+from engine.runtime.process.progress_board import BoardPlace, LoaderStatus, ProgressBoard
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def board() -> Iterator[ProgressBoard]:
 def at_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The present time, which the test sets."""
     now = [10]
-    monkeypatch.setattr("engine.runtime.ipc.progress_board.now_ns", lambda: now[0])
+    monkeypatch.setattr("engine.runtime.process.progress_board.now_ns", lambda: now[0])
     return now
 
 

@@ -16,7 +16,7 @@ from engine.core.ownership import Ownership
 from engine.runtime.agent import session
 from engine.runtime.agent.coordinator import Node
 from engine.runtime.agent.run_state import Ending
-from engine.runtime.ipc.clock import now_ns
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.thread_server import ThreadServer
 from tests.doubles.kv_double import StoreDouble
 from tests.doubles.kv_double_client import ClientDouble

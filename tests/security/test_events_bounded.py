@@ -23,8 +23,8 @@ from engine.core.history.step_files import FOLDER, entry, span_of
 from engine.core.job.job import Job
 from engine.files.events_file import StepReader, read_events, read_history
 from engine.report.load import load
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import LogRetention, Recorder, StepWriter, open_events, open_steps
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.recorder import LogRetention, Recorder, StepWriter, open_events, open_steps
 from tests.core.made_records import lines_of, made, records_of
 
 NAME = "20261121-100000-made-0a1b"

@@ -37,8 +37,8 @@ from engine.harness.attach import _request
 from engine.harness.dead_runs import delete_dead_stores
 from engine.harness.matrix_lane import run_cell
 from engine.harness.run_list import OldRuns, delete, leftovers
-from engine.runtime.ipc.recorder import open_events
 from engine.runtime.process.fork_client import ForkServer, Lane
+from engine.runtime.process.recorder import open_events
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd
 from tests.report.made_up import MadeUpRun, make_run
 

@@ -20,7 +20,7 @@ from engine.core.history.run_history import gaps
 from engine.core.history.run_records import AGENT, VERSION, JobRecord
 from engine.core.job.job import Job
 from engine.files.events_file import read_events, read_history
-from engine.runtime.ipc.recorder import Recorder, StepWriter, open_events, open_steps
+from engine.runtime.process.recorder import Recorder, StepWriter, open_events, open_steps
 from tests.e2e.disk_soak import PLACES, fail_at, kept_store, whole_run
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")

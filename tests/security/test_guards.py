@@ -59,7 +59,7 @@ create_run_folder(Path("results"), "../up", datetime.now(), "0000")
 """,
     "a message that does not fit": """
 from engine.core.program.inventory import InventoryMessage
-from engine.runtime.ipc.link import packet
+from engine.runtime.process.link import packet
 packet(InventoryMessage(0, "x" * 200_000, ()))
 """,
     "a value that is too large for the store": """

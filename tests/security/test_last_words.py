@@ -26,7 +26,7 @@ from engine.core.messages import (
 from engine.core.program.inventory import InventoryMessage
 from engine.models import user_code
 from engine.models.user_code import RAISED, blame, exception_of, log_exception
-from engine.runtime.ipc.link import packet
+from engine.runtime.process.link import packet
 from engine.runtime.worker.worker import _told
 from tests.e2e.launcher import Launcher
 

@@ -20,8 +20,8 @@ from engine.core.faults.fault import MOST_NS, After, Fault, Parameter, Role, to_
 from engine.core.messages import ArmMessage
 from engine.harness.attach import _Events, _wait
 from engine.runtime.agent.injector import FaultRequests, read_request
-from engine.runtime.ipc.link import packet
-from engine.runtime.ipc.recorder import Recorder, open_events
+from engine.runtime.process.link import packet
+from engine.runtime.process.recorder import Recorder, open_events
 from tests.core.made_records import lines_of
 from tests.runtime.test_fault_requests import GOOD, JOB, WORKERS, Listener, changed, written
 

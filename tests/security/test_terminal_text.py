@@ -34,7 +34,7 @@ from engine.core.protocol.recorded_status import status_of_history
 from engine.core.texts import printable
 from engine.files.run_folder import create_run_folder
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
-from engine.runtime.ipc.progress_board import Progress
+from engine.runtime.process.progress_board import Progress
 from tests.core.made_records import records_of
 from tests.report.made_up import MadeUpRun, agent, make_run
 

@@ -14,7 +14,7 @@ from engine.core.ownership import Grid, Ownership, Redundancy, Slot, healed
 from engine.core.program.build import build_program
 from engine.core.program.inventory import Inventory, PlanMessage, from_json
 from engine.core.program.planner import EpochPlan, PlanInput, make_plan
-from engine.core.worker.inputs import plan_epoch
+from engine.core.protocol.worker_inputs import plan_epoch
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled, compiled
 from tests.simulation.oracle import check_plan

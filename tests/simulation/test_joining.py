@@ -11,12 +11,12 @@ import pytest
 from engine.core.messages import EpochMessage, NextGroupMessage
 from engine.core.protocol import coordinator as hearing
 from engine.core.protocol import orders
+from engine.core.protocol import worker_machine as machine
 from engine.core.protocol.coordinator_state import NextGroup, attempted
 from engine.core.protocol.state import Phase, State
-from engine.core.worker import machine
-from engine.core.worker.inputs import GroupKey
-from engine.core.worker.machine import Stepped
-from engine.core.worker.state import EnterNextGroup, WorkerState
+from engine.core.protocol.worker_inputs import GroupKey
+from engine.core.protocol.worker_machine import Stepped
+from engine.core.protocol.worker_state import EnterNextGroup, WorkerState
 from tests.simulation.case import MOVE, Case, Fault
 from tests.simulation.links import MS
 from tests.simulation.planting import SMALL, all_well, caught

@@ -16,10 +16,10 @@ from engine.core.message_kinds import Message
 from engine.core.program.inventory import PlannedMessage
 from engine.core.protocol import events, failure_detector, orders, transitions, verdicts
 from engine.core.protocol import membership as protocol
+from engine.core.protocol import worker_machine as machine
 from engine.core.protocol.state import Phase, Rule, State
-from engine.core.worker import machine
-from engine.core.worker.machine import Stepped
-from engine.core.worker.state import WorkerState
+from engine.core.protocol.worker_machine import Stepped
+from engine.core.protocol.worker_state import WorkerState
 from tests.core.membership_cases import kind_of
 from tests.simulation.case import FOR_EVER_US, HEALS_IN_TIME_US, Case, Fault
 from tests.simulation.planting import SMALL, caught, kills, troubled

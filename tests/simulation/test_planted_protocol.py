@@ -17,15 +17,14 @@ from engine.core.program.inventory import PlanMessage
 from engine.core.protocol import coordinator as hearing
 from engine.core.protocol import coordinator as machine
 from engine.core.protocol import membership as protocol
-from engine.core.protocol import orders
+from engine.core.protocol import orders, worker_machine
 from engine.core.protocol import transitions as membership_rules
 from engine.core.protocol import verdicts as membership_verdicts
+from engine.core.protocol import worker_machine as recovery_rules
+from engine.core.protocol import worker_state as outputs
 from engine.core.protocol.events import Takeover, WorkerWord
-from engine.core.worker import machine as recovery_rules
-from engine.core.worker import machine as worker_machine
-from engine.core.worker import state as outputs
-from engine.core.worker.inputs import Inbox
-from engine.core.worker.state import Mode
+from engine.core.protocol.worker_inputs import Inbox
+from engine.core.protocol.worker_state import Mode
 from tests.simulation import coordinator, plans, replica
 from tests.simulation import worker as driver
 from tests.simulation.case import Case, Fault

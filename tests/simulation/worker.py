@@ -17,12 +17,12 @@ from engine.core.message_kinds import ToWorker
 from engine.core.messages import NextGroupMessage
 from engine.core.ownership import Ownership, Slot
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PrepareMessage
+from engine.core.protocol import worker_inputs as inputs
+from engine.core.protocol import worker_state as outputs
 from engine.core.protocol.state import LEAST_QUIET_NS
-from engine.core.worker import inputs
-from engine.core.worker import state as outputs
-from engine.core.worker.inputs import Inbox, arrived, taken
-from engine.core.worker.machine import step
-from engine.core.worker.state import Mode, WorkerState
+from engine.core.protocol.worker_inputs import Inbox, arrived, taken
+from engine.core.protocol.worker_machine import step
+from engine.core.protocol.worker_state import Mode, WorkerState
 from tests.simulation.actions import take_arrived
 from tests.simulation.case import Violation
 from tests.simulation.compiled import Compiled

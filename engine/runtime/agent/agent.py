@@ -54,10 +54,10 @@ from engine.runtime.agent.keeper import NO_KEEPER, Keeper
 from engine.runtime.agent.newcomers import Newcomers
 from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.agent.worker_handles import WorkerHandle, give_slots, sights_of, tell_all
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.link import LinkPairs
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.link import LinkPairs
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import Recorder
 
 _START_GRACE_NS = 300_000_000
 _GONE_S = 2.0  # from SIGKILL, where no record can be written any more

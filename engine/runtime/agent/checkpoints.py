@@ -33,7 +33,7 @@ from engine.files.checkpoint_folder import CheckpointName, NewestGood, RefusedCh
 from engine.runtime.agent.keeper import Keeper
 from engine.runtime.agent.orders import LIMIT_S, READ_LIMIT_S
 from engine.runtime.agent.run_state import RunState
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.recorder import Recorder
 
 _END_S = LIMIT_S  # that the end of a run waits for the last manifest
 _READ_S = READ_LIMIT_S

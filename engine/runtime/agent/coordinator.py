@@ -36,9 +36,9 @@ from engine.core.protocol.inputs_outputs import CoordinatorInput, CoordinatorOut
 from engine.core.protocol.membership import plan_document
 from engine.core.protocol.run_status import Heartbeats, Member, Slots, Verdicts
 from engine.core.protocol.state import State
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.interrupts import RunInterruptedError
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.store.election import LEASE_TTL_S, PRIVATE_TTL_S, RENEW_EVERY_NS, Election
 from engine.runtime.store.embedded_etcd import EmbeddedEtcd, StoreKeeper
 from engine.runtime.store.etcd_settings import EtcdSettings

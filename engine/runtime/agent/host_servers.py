@@ -64,8 +64,8 @@ from engine.core.texts import numbered
 from engine.runtime.agent.remote_workers import CoordinatorLines, RemoteSpawner
 from engine.runtime.agent.run_state import RunState, audit_record
 from engine.runtime.agent.wire import MOST_WAITING_BYTES
-from engine.runtime.ipc.clock import TICK_S
 from engine.runtime.process import descendants
+from engine.runtime.process.clock import TICK_S
 from engine.runtime.process.spawner import Spawner
 
 # The words of a worker that the next coordinator has to hear again: that it has joined, its notice, its last words.

@@ -58,12 +58,12 @@ from engine.runtime.agent.remote_workers import ServedLines
 from engine.runtime.agent.run_state import audit_record
 from engine.runtime.agent.wire import StreamEnd
 from engine.runtime.agent.worker_handles import LocalWorkers
-from engine.runtime.ipc.clock import TICK_S, now_ns
-from engine.runtime.ipc.link import Link, LinkPairs
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import TICK_S, now_ns
 from engine.runtime.process.fork_client import Child, ForkServer
 from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.process.link import Link, LinkPairs
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import Recorder
 
 # A process of a worker on this host, as its agent keeps it for the host that coordinates, and for the next one.
 

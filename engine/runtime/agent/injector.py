@@ -51,9 +51,9 @@ from engine.core.protocol.state import State
 from engine.runtime.agent.requests import MAX_BYTES, REQUEST, RequestFiles, json_of, reason_of
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.faults.registry import registered, worker_kinds
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import Recorder
 
 AnyFaultRecord = FaultRecord | ConfirmedRecord | UnconfirmedRecord
 

@@ -19,8 +19,8 @@ from engine.core.protocol.state import State
 from engine.core.protocol.wishes import MemoryLook, Rebalancing, look_for_memory, wish
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.recorder import Recorder
 
 # Asks the policy of an elastic job at a tick, if that is due, and lets the coordinator decide on its answer.
 #

@@ -42,12 +42,12 @@ from engine.core.protocol.succession import ProcessOnHost
 from engine.runtime.agent.frames import frame
 from engine.runtime.agent.record_shipping import RecordReceiver, RecordShipper
 from engine.runtime.agent.wire import HostPeer, StreamEnd
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.link import WorkerLink
-from engine.runtime.ipc.link import packet as packet_of
-from engine.runtime.ipc.progress_board import Progress, ProgressBoard
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.interrupts import breakable
 from engine.runtime.process.kernel import ProcessTimes
+from engine.runtime.process.link import WorkerLink
+from engine.runtime.process.link import packet as packet_of
+from engine.runtime.process.progress_board import Progress, ProgressBoard
 from engine.runtime.process.spawner import HostMailbox, Spawner, Started, WorkerProcess
 
 # The process of a worker on another host, as this host sees it.

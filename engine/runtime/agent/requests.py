@@ -17,7 +17,7 @@ from engine.core.history.process_records import RefusedRecord
 from engine.core.history.run_records import AddedRecord
 from engine.core.job.job import Job
 from engine.core.protocol.state import State
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.recorder import Recorder
 
 # Requests to a launcher while its job runs: files ``<kind>-<hex>.json`` in its run folder.
 #

@@ -49,9 +49,9 @@ from engine.core.protocol.worker_times import PaceChange, WorkerTimes, after_com
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.worker_handles import WorkerHandle
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.progress_board import Progress, ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.progress_board import Progress, ProgressBoard
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.process.spawner import Started
 
 _UNNAMED_DATA = "; the job names no data, so it trains on the built-in synthetic float vectors: name data by --data"

@@ -25,8 +25,8 @@ from engine.files.linked_lines import stamped
 from engine.files.run_folder import RunFolder
 from engine.runtime.agent import orders as away
 from engine.runtime.agent.orders import RECORD, Orders
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.recorder import Recorder, RecordListener
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.recorder import Recorder, RecordListener
 
 _PART = 1 << 20  # characters of a file
 _SYNC_BYTES_PER_S = 10e6  # of a slow disk, which gets as much more time for a large file

@@ -34,8 +34,8 @@ from engine.files.run_folder import RunFolder, create_run_folder, delete_tree, p
 from engine.files.trajectory_file import keep_twin, kept_twin, trajectory_rows, trajectory_text
 from engine.runtime.agent.orders import ANSWER, GOES_ON, UNASKED, forked, line, threaded, told
 from engine.runtime.agent.scribe import Scribe
-from engine.runtime.ipc.recorder import LogRetention, Recorder, StepWriter, open_events, open_steps
 from engine.runtime.process.locks import folder_used
+from engine.runtime.process.recorder import LogRetention, Recorder, StepWriter, open_events, open_steps
 
 _GOES_ON_S = 1.0
 Duty = Callable[..., Any]

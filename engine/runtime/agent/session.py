@@ -63,11 +63,11 @@ from engine.runtime.agent.run_state import (
 )
 from engine.runtime.agent.start_up import LaunchSpec, WorkerGroup, recording
 from engine.runtime.agent.worker_handles import LocalWorkers, WorkerHandle, give_slots
-from engine.runtime.ipc.clock import TICK_S, now_ns
-from engine.runtime.ipc.link import swept_of_nccl
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import TICK_S, now_ns
 from engine.runtime.process.fork_client import ForkServer
 from engine.runtime.process.interrupts import Interrupts, RunInterruptedError, holding
+from engine.runtime.process.link import swept_of_nccl
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.process.spawner import HostMailbox, Spawner, WorkerProcess
 from engine.runtime.store.etcd_settings import EtcdSettings
 

@@ -22,9 +22,9 @@ from engine.runtime.agent.keeper import place_of
 from engine.runtime.agent.run_state import InheritedRun
 from engine.runtime.agent.scribe import Scribe
 from engine.runtime.agent.worker_handles import WorkerHandle, close_workers, free_rank, start_worker
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import LogRetention, Recorder, RecordListener, StepWriter, open_events, open_steps
 from engine.runtime.process.kernel import new_network
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import LogRetention, Recorder, RecordListener, StepWriter, open_events, open_steps
 from engine.runtime.process.spawner import Spawner
 
 

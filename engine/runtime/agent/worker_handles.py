@@ -17,10 +17,10 @@ from engine.core.message_kinds import Message, ToWorker
 from engine.core.messages import BusyMessage
 from engine.core.ownership import Ownership
 from engine.core.protocol.events import HostWord, Sight
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.link import Link, WorkerLink, packet
-from engine.runtime.ipc.progress_board import ProgressBoard
+from engine.runtime.process.clock import now_ns
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.link import Link, WorkerLink, packet
+from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.spawner import Spawner, WorkerProcess
 
 Looks = tuple[dict[int, Sight], tuple[int, ...], dict[int, HostWord]]

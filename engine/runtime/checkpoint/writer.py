@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from engine.core.checkpoint_rules import KeptMessage, StateShare, UnkeptMessage
 from engine.core.errors import StorageError
 from engine.core.ownership import Slot
-from engine.core.worker.state import Keep
+from engine.core.protocol.worker_state import Keep
 from engine.files.checkpoint_disk import DiskTroubles
 from engine.files.checkpoint_folder import checkpoints_at
 from engine.runtime.checkpoint.loader import LayerImage, laid_out
 from engine.runtime.device.device import Device
-from engine.runtime.ipc.control import Control
+from engine.runtime.process.control import Control
 from engine.runtime.stage.buffers import named_copies
 from engine.runtime.stage.optimizer import LayerOptimizer
 from engine.runtime.stage.replicas import Replicas

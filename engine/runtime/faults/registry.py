@@ -21,7 +21,7 @@ from engine.core.faults.fault import HOST_KINDS, FaultKind, Parameter, Parameter
 if TYPE_CHECKING:
     from engine.files.checkpoint_disk import DiskTroubles
     from engine.runtime.device.device import Device
-    from engine.runtime.ipc.control import Control
+    from engine.runtime.process.control import Control
     from engine.runtime.stage.stage import Stage
     from engine.runtime.transport.transport import LinkFaults
 

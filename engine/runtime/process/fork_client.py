@@ -34,13 +34,13 @@ from engine.core.messages import (
 )
 from engine.core.protocol.events import Sight
 from engine.files.atomic_write import open_to_append
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.progress_board import Progress, ProgressBoard
 from engine.runtime.process import descendants, subprocesses
 from engine.runtime.process.interrupts import RunInterruptedError, breakable
 from engine.runtime.process.kernel import ProcessTimes, process_state, process_times
+from engine.runtime.process.link import Link
 from engine.runtime.process.locks import folder_used
 from engine.runtime.process.prctl import adopting
+from engine.runtime.process.progress_board import Progress, ProgressBoard
 from engine.runtime.process.spawner import Spawner, start_linked
 from engine.runtime.process.subprocesses import is_readable
 

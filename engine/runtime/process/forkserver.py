@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from engine.core.messages import BeginMessage, ForkedMessage, ForkMessage, LeftMessage, UnforkedMessage
-from engine.runtime.ipc.link import Link
 from engine.runtime.process.interrupts import ignore_ctrl_c
+from engine.runtime.process.link import Link
 from engine.runtime.process.prctl import adopt, die_with_parent, name_process
 from engine.runtime.process.subprocesses import log_stream
 

@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar
 from engine.core.messages import HeartbeatMessage
 from engine.core.protocol.events import Sight
 from engine.files.atomic_write import open_to_append
-from engine.runtime.ipc.link import Link, WorkerLink
-from engine.runtime.ipc.progress_board import Progress, ProgressBoard
 from engine.runtime.process import descendants
+from engine.runtime.process.link import Link, WorkerLink
+from engine.runtime.process.progress_board import Progress, ProgressBoard
 
 
 class WorkerProcess(Protocol):

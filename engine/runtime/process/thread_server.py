@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ExitCode, ensure, required
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.progress_board import ProgressBoard
 from engine.runtime.process.fork_client import Child
+from engine.runtime.process.link import Link
+from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.spawner import Spawner, start_linked
 
 _WORKERS = "engine.runtime.worker.thread_worker"  # imported late, as the fork server does: it imports torch

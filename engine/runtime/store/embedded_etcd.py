@@ -28,9 +28,9 @@ from types import FrameType
 from engine.core.errors import CoordinatorUnavailableError, EnvironmentLacksError, InvariantError, StorageError, ensure
 from engine.core.history.process_records import StoreEndedRecord
 from engine.files.atomic_write import open_to_append
-from engine.runtime.ipc.recorder import Recorder
 from engine.runtime.process import subprocesses
 from engine.runtime.process.interrupts import breakable
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.process.subprocesses import is_readable
 from engine.runtime.store.etcd_settings import SOCKET, EtcdSettings, private_settings
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from engine.core.errors import TransferFailedError, required
 from engine.core.history.run_records import MarkRecord
 from engine.core.messages import EpochMessage, NextGroupMessage
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.control import Control
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.transport.transport import Joining, Transport, TransportBackend
 
 _Key = tuple[int, int]

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from engine.core.errors import InvariantError, TransferFailedError
 from engine.core.links import Disturbance, Mailbox
 from engine.core.messages import LinkMessage, LinkWantedMessage
-from engine.runtime.ipc.control import Control
+from engine.runtime.process.control import Control
 from engine.runtime.transport.host_door import GREET_S, HostDoor
 from engine.runtime.transport.link_wire import Met, Wire
 from engine.runtime.transport.peer_link import Arrived, Ends, InRing, Lacks, OutRing, PeerLink, host_room

@@ -27,7 +27,7 @@ from engine.core.messages import KeyMessage
 from engine.models.layers import Tensors
 from engine.runtime.device.copies import Leaving, tensors_of
 from engine.runtime.device.side_queue import SideQueue, moment_now
-from engine.runtime.ipc.control import Control
+from engine.runtime.process.control import Control
 from engine.runtime.transport.direct_transport import (
     DirectBackend,
     DirectJoining,

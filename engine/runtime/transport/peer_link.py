@@ -34,7 +34,7 @@ from engine.core.links import (
     RingSpace,
     aligned,
 )
-from engine.runtime.ipc.link import COUNT_BYTES, RING_BYTES
+from engine.runtime.process.link import COUNT_BYTES, RING_BYTES
 from engine.runtime.transport.link_wire import Met, Wire, disturbed
 
 # The memory of host tensors as bytes, which a socket or a ring reads and writes in place.

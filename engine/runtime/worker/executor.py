@@ -25,8 +25,8 @@ from engine.core.program.schedules import OVERLAPS, Overlap, pairs_of
 from engine.core.value import Kind, Value
 from engine.models.layers import Tensors
 from engine.models.user_code import RAISED, blame_microbatch
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Fenced
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.control import Fenced
 from engine.runtime.process.kernel import CoreWaits
 from engine.runtime.stage.gradient_log import GradientStreams
 from engine.runtime.stage.replicas import ValueStore

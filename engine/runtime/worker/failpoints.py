@@ -23,9 +23,9 @@ from engine.core.faults.fault import After, At, Fault, When, from_plain, struck_
 from engine.core.messages import ArmMessage, InflictMessage, StrikeMessage, SufferedMessage
 from engine.files.checkpoint_disk import DiskTroubles
 from engine.runtime.faults.registry import WorkerFaultContext, registered
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.control import Control
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.stage.replicas import Replicas
 from engine.runtime.transport.transport import LinkFaults
 

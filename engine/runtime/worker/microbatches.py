@@ -25,7 +25,7 @@ from engine.models.data import Data, DataFacts
 from engine.models.data_sources import evaluation, evaluation_sets, num_samples, samples_of
 from engine.models.layers import Batch, Tensors
 from engine.runtime.device.device import HOST, Device
-from engine.runtime.ipc.progress_board import LoaderStatus
+from engine.runtime.process.progress_board import LoaderStatus
 from engine.runtime.stage.random_streams import displace, positions
 from engine.runtime.stage.trials import MICROBATCHES
 

@@ -29,7 +29,7 @@ from engine.models.data import Data, keyed_generator
 from engine.models.layers import Batch, Model, Tensors
 from engine.models.model_registry import is_own
 from engine.runtime.device.device import HOST, Device, WithoutForm, unwritten_filled
-from engine.runtime.ipc.clock import now_ns
+from engine.runtime.process.clock import now_ns
 from engine.runtime.stage.random_streams import displace, set_back
 from engine.runtime.stage.trials import MICROBATCHES, LayerTrial, OptimizerTrial, drawn_like
 from engine.runtime.transport.transport import Border

@@ -23,9 +23,9 @@ from engine.core.program.dependencies import Routes
 from engine.core.value import Kind, Value
 from engine.models.data import Data
 from engine.runtime.checkpoint.writer import CheckpointWriter
-from engine.runtime.ipc.control import Control
-from engine.runtime.ipc.progress_board import ProgressBoard
-from engine.runtime.ipc.recorder import Recorder
+from engine.runtime.process.control import Control
+from engine.runtime.process.progress_board import ProgressBoard
+from engine.runtime.process.recorder import Recorder
 from engine.runtime.stage.gradient_log import (
     LogEntry,
     laid_out,

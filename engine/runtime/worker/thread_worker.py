@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from engine.core.messages import WelcomeMessage
 from engine.runtime.device.device import Device
-from engine.runtime.ipc.control import FOREVER_S, Control, ControlHandler, Killed, Wakeups
-from engine.runtime.ipc.link import Link
+from engine.runtime.process.control import FOREVER_S, Control, ControlHandler, Killed, Wakeups
+from engine.runtime.process.link import Link
 from engine.runtime.transport.direct_transport import DirectBackend, DirectJoining, LinkCuts
 from engine.runtime.transport.links import Links
 from engine.runtime.worker.worker import WorkerRun

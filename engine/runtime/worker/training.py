@@ -3,8 +3,8 @@
     input -> WorkerProtocol.feed -> outputs -> one method for each -> the answer of the last one is the next input
                                     no answer, or interrupted      -> Control.hear waits for the next input
 
-Rules: the driver decides nothing; `engine.core.worker` has the rules. An output that is interrupted by a newer epoch
-(Fenced) or by the end (Stopped) drops the outputs behind it, as one that fails does.
+Rules: the driver decides nothing; `engine.core.protocol.worker_machine` has the rules. An output that is interrupted by
+a newer epoch (Fenced) or by the end (Stopped) drops the outputs behind it, as one that fails does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from engine.core.ownership import Grid, Ownership, Slot, healed
 from engine.core.program.build import build_program
 from engine.core.program.inventory import PrepareMessage, to_json
 from engine.core.program.planner import EpochPlan
-from engine.core.worker import inputs
-from engine.core.worker import state as outputs
-from engine.core.worker.inputs import Input, PlanPrepared, plan_epoch
-from engine.core.worker.machine import step
-from engine.core.worker.state import Output, PlanNextStep, WorkerState
-from engine.runtime.ipc.control import Control, Fenced, Stopped
+from engine.core.protocol import worker_inputs as inputs
+from engine.core.protocol import worker_state as outputs
+from engine.core.protocol.worker_inputs import Input, PlanPrepared, plan_epoch
+from engine.core.protocol.worker_machine import step
+from engine.core.protocol.worker_state import Output, PlanNextStep, WorkerState
+from engine.runtime.process.control import Control, Fenced, Stopped
 from engine.runtime.process.locks import HostLock
 from engine.runtime.stage.memory_watch import MemoryWatch, stage_bytes
 from engine.runtime.stage.replicas import hash_rows

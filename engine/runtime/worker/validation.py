@@ -18,7 +18,7 @@ from engine.core.messages import Evaluation
 from engine.core.ownership import Ownership
 from engine.core.program.build import build_validation
 from engine.core.program.dependencies import carried, routes_of
-from engine.core.worker.inputs import PassEnded
+from engine.core.protocol.worker_inputs import PassEnded
 from engine.models.data import Data
 from engine.models.data_sources import EvaluatedBatch, evaluation, evaluation_sets
 from engine.models.layers import Model, Tensors

@@ -54,9 +54,9 @@ from engine.core.messages import (
 )
 from engine.core.ownership import Ownership
 from engine.core.program.inventory import PrepareMessage
+from engine.core.protocol.worker_inputs import NoticeReceived, ProtocolMessage
+from engine.core.protocol.worker_state import Output, SendMessage
 from engine.core.random_key import random_key
-from engine.core.worker.inputs import NoticeReceived, ProtocolMessage
-from engine.core.worker.state import Output, SendMessage
 from engine.files.accelerators import nccl_settings, nccl_stand_in
 from engine.models.data import Data
 from engine.models.data_sources import evaluation, evaluation_sets, open_data
@@ -69,12 +69,12 @@ from engine.runtime.checkpoint.writer import CheckpointWriter
 from engine.runtime.device.device import HOST, Device, WithoutForm, changed, device_trouble, open_device, set_up
 from engine.runtime.device.device_faults import DeviceFaults
 from engine.runtime.device.side_queue import SideQueue
-from engine.runtime.ipc.clock import now_ns
-from engine.runtime.ipc.control import Control, ControlHandler, Fenced, Killed, Stopped, give_notice_of_sigterm
-from engine.runtime.ipc.link import Link
-from engine.runtime.ipc.progress_board import LoaderStatus, ProgressBoard
-from engine.runtime.ipc.recorder import Recorder, StepWriter
+from engine.runtime.process.clock import now_ns
+from engine.runtime.process.control import Control, ControlHandler, Fenced, Killed, Stopped, give_notice_of_sigterm
+from engine.runtime.process.link import Link
 from engine.runtime.process.prctl import sleep_exactly
+from engine.runtime.process.progress_board import LoaderStatus, ProgressBoard
+from engine.runtime.process.recorder import Recorder, StepWriter
 from engine.runtime.stage.class_optimizer import check_groups
 from engine.runtime.stage.optimizer import check_rates
 from engine.runtime.stage.random_streams import displace, set_back

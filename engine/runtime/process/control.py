@@ -41,8 +41,8 @@ from engine.core.messages import (
 )
 from engine.core.program.inventory import PrepareMessage
 from engine.core.protocol.state import LEAST_QUIET_NS
-from engine.core.worker.inputs import Inbox, arrived, taken, without
-from engine.runtime.ipc.link import Link
+from engine.core.protocol.worker_inputs import Inbox, arrived, taken, without
+from engine.runtime.process.link import Link
 
 # The one wait of a worker's main thread, for its links and for news from other threads.
 #

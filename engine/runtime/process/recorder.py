@@ -23,7 +23,7 @@ from engine.core.history.run_records import AGENT, AuditRecord, CommitRecord, Re
 from engine.core.history.step_files import MarkedSteps, StepFile, as_ranges, entry, superfluous
 from engine.files.atomic_write import open_to_append
 from engine.files.linked_lines import Chain, chain_of
-from engine.runtime.ipc.clock import now_ns
+from engine.runtime.process.clock import now_ns
 
 
 class LogRetention:

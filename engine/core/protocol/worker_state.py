@@ -13,7 +13,7 @@ from engine.core.messages import CommitMessage, EpochMessage, GoMessage, NextGro
 from engine.core.ownership import Grid, Ownership, Slot
 from engine.core.program.inventory import PlanMessage, PrepareMessage
 from engine.core.program.planner import EpochPlan
-from engine.core.worker.inputs import GroupKey, TransferFailed
+from engine.core.protocol.worker_inputs import GroupKey, TransferFailed
 
 # The outputs of the worker machine, for its driver to carry out in order.
 #

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core.protocol.events import Loading
-from engine.runtime.ipc.clock import now_ns
+from engine.runtime.process.clock import now_ns
 
 _LINE = struct.Struct("<qq16s")
 _PLACE = struct.Struct("<iii?qqq")  # the last field is the hash of the others

@@ -32,9 +32,9 @@ from engine.core.messages import (
 )
 from engine.core.ownership import Slot
 from engine.core.program.inventory import InventoryMessage, PlanMessage, PlannedMessage, PreparedMessage, PrepareMessage
-from engine.core.worker import inputs
-from engine.core.worker.inputs import GroupKey, NextGroupFormed
-from engine.core.worker.state import (
+from engine.core.protocol import worker_inputs as inputs
+from engine.core.protocol.worker_inputs import GroupKey, NextGroupFormed
+from engine.core.protocol.worker_state import (
     Adopt,
     Audit,
     BeginAt,

@@ -1,1 +1,0 @@
-"""The protocol of a worker as a pure machine."""
