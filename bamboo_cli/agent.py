@@ -221,7 +221,10 @@ def agent(
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
-    """Train on several hosts, with one agent on each; or add a worker to a running job and follow it."""
+    """Train on several hosts, with one agent on each; or add a worker to a running job and follow it.
+
+    For several hosts, run the same command on every host.
+    """
     of_several = {"JOB": job_file, "--hosts": hosts, "--run": run_id, "--set": settings, "--workers": workers}
     of_several |= {"--node": node, "--address": address, "--trusted-network": trusted, "--isa": isa, "--etcd": etcd}
     of_several |= {"--kill": kill, "--grace": grace if grace != DEFAULT_GRACE else ""}

@@ -27,9 +27,9 @@ from engine.core.texts import printable
 COMMANDS = {
     "run": "Train a model in a pipeline of worker processes.",
     "doctor": "Check this machine: one line per check, with the fix.",
-    "agent": "Train on several hosts, with one agent on each; or add a worker to a running job",
+    "agent": "Train on several hosts, with one agent on each; or add a worker to a running job and follow it.",
     "launch": "Print the files that start a run on several hosts with Slurm, Kubernetes, Ray or ssh.",
-    "status": "Show the stage owners, step, heartbeats and verdicts of a run",
+    "status": "Show the stage owners, step, heartbeats and verdicts of a run, from its etcd or else from its events.",
     "inject": "Run a scenario (job, faults and fault-free twin), then check its expectations.",
     "validate": "Check scenario, matrix and job files: fields, possible moments, existing victims.",
     "schema": "Print the JSON schema of scenario, matrix or job files.",
@@ -42,7 +42,7 @@ COMMANDS = {
     "schedule": "Show, check or export the program of a job, or compare schedules.",
     "checkpoint": "List the checkpoints of a run, verify every byte, delete old ones.",
     "list": "List the runs, or the parts that a job or scenario can name.",
-    "clean": "Delete the files that killed runs left behind",
+    "clean": "Delete the files that killed runs left behind: stores, temporary files, twins that no run can reuse.",
     "bench": "Measure bamboo and its peers, interleaved in one run.",
 }
 # Name of a command -> its module and function, where they have other names.

@@ -100,7 +100,7 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="N|NAME,NAME",
-        help="Number of hosts, or their names. Run the same command on every host.",
+        help="Number of hosts, or their names.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -27,5 +27,5 @@ def init(
     for path in (folder / name for name in files):
         echo(f"{path}{'' if path in written else ' (kept: it exists)'}")
     if folder / WORKFLOW in written and not reference():
-        echo("next: put a wheel of bamboo into wheels/, or say in the workflow from where pip gets it (BAMBOO)")
+        echo("next: put a wheel of bamboo into wheels/, or set BAMBOO in the workflow to where pip can get it")
     echo(f"next: bamboo inject {folder / SCENARIO}")

@@ -39,8 +39,9 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="latest|RUN|DIR[@STEP]",
-        help="Resume from the newest good checkpoint of a run, of the newest run that has one (latest), or of a folder "
-        "or URL, with its job. Stages, schedule, redundancy, workers and the like may change.",
+        help="Resume RUN, the newest run with a checkpoint (latest), or a checkpoint folder or URL, from its newest "
+        "good checkpoint or that of STEP. The job comes from the checkpoint. Stages, schedule, redundancy, workers and "
+        "the like may change.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -215,7 +216,7 @@ def _flag(name: str, default: object) -> Any:
     kind, flag = FIELD_TYPES[name], name.replace("_", "-")
     help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
     if kind is bool:  # the flag sets the opposite of the default; --set sets either
-        help_text = f"turn off {FIELD_HELP[name]}" if default else FIELD_HELP[name]
+        help_text = f"skip {FIELD_HELP[name]}" if default else FIELD_HELP[name]
         option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
         return Annotated[bool | None, option]
     choices = get_args(kind) if get_origin(kind) is Literal else ()

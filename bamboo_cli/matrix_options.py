@@ -16,7 +16,7 @@ File = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="a matrix or scenario file, or a name from the library",
+        help="a shipped matrix or scenario, or a file",
         show_default=False,
         autocompletion=library_files,
     ),

@@ -76,7 +76,7 @@ def report(
     table: Annotated[Table, typer.Option(help="Table to print.")] = Table.RECOVERY,
     form: Annotated[
         Format | None,
-        typer.Option("--format", help="Format; all but terminal print only the table.", show_default="terminal"),
+        typer.Option("--format", help="Every format but terminal prints the table alone.", show_default="terminal"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,
@@ -89,8 +89,8 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="CONDITION",
-            help="TABLE.COLUMN.FIGURE OPERATOR NUMBER: exit with 1 if it holds, if a recovery is unfinished, or if the "
-            "run failed; with 5 if there is nothing to measure. Repeatable.",
+            help="Exit with 1 if CONDITION (TABLE.COLUMN.FIGURE OPERATOR NUMBER) holds, a recovery is unfinished or "
+            "the run failed; with 5 if there is nothing to measure. Repeatable.",
         ),
     ] = None,
     verify: Annotated[

@@ -40,8 +40,8 @@ TrustCode = Annotated[
     typer.Option(
         "--trust-code",
         envvar="BAMBOO_TRUST_CODE",
-        help="Trust code (package.module:attribute) and output folders named by a scenario, a matrix, a job file that "
-        "they name, a checkpoint, or the bamboo.yaml in this folder.",
+        help="Allow importing code (package.module:attribute) and writing to output folders named in a scenario or "
+        "matrix, in their job file, in a checkpoint, or in ./bamboo.yaml.",
     ),
 ]
 
@@ -86,7 +86,7 @@ Injectable = Annotated[
     YesNo,
     typer.Option(
         "--injectable",
-        help="no: refuse faults requested while the run is going, as by `bamboo inject --run`.",
+        help="Accept faults while the run is going (`bamboo inject --run`).",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -95,7 +95,8 @@ EventsMax = Annotated[
     typer.Option(
         "--events-max",
         metavar="SIZE",
-        help="Maximum size of a run's events (200MB); beyond it, actions of ordinary steps are dropped; 0B: no limit.",
+        help="Maximum size of a run's events, such as 200MB; beyond it, actions of ordinary steps are dropped; 0B: no "
+        "limit.",
         show_default="the job's",
     ),
 ]
@@ -104,7 +105,7 @@ Grace = Annotated[
     typer.Option(
         "--grace",
         metavar="DURATION",
-        help="Time between SIGTERM and the end of a worker: 2m, 120s, or 120 (seconds).",
+        help="How long a worker may take to leave after SIGTERM: 2m, 120s, or 120 (seconds).",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -168,7 +169,8 @@ NoticeCommand = Annotated[
     typer.Option(
         "--notice-command",
         metavar="COMMAND",
-        help="Poll this command for notices: output with exit code 0 is one, for the workers it numbers or for all.",
+        help="Poll this command for notices. Output with exit code 0 is a notice: for the workers whose numbers it "
+        "prints, or for all.",
         rich_help_panel=_NOTICES,
     ),
 ]

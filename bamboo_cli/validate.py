@@ -103,8 +103,8 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
 
 
 def _needs_trust(foreign: Collection[Problem]) -> str:
-    """Returns the fields that a run takes from the file with ``--trust-code`` only."""
-    return f"; a run needs --trust-code: {', '.join(dict.fromkeys(each.field for each in foreign))}" if foreign else ""
+    """Returns the flag of a run that takes these values from the file; empty if there are none."""
+    return "; to run it, pass --trust-code" if foreign else ""
 
 
 def _not_imported(*jobs: Job) -> str:
@@ -112,4 +112,4 @@ def _not_imported(*jobs: Job) -> str:
     from engine.models.model_registry import is_own
 
     own = dict.fromkeys(name for job in jobs for name in (job.model, job.data, job.schedule) if is_own(name))
-    return f"; not imported: {', '.join(own)}" if own else ""
+    return f"; did not import {', '.join(own)}" if own else ""

@@ -105,7 +105,7 @@ def test_a_case_in_which_everything_is_as_expected() -> None:
     ]
     assert found["recovery.phases.detect"].text == "1.0 ms, 100ms at most"
     assert found["trajectory"].text == "identical in 2 of 80 steps"
-    assert found["culprit"].text == "put out: 1"
+    assert found["culprit"].text == "evicted: 1"
     assert verdict(tuple(found.values())) == "passed"
     assert exit_code(tuple(found.values()), SEEN) == ExitCode.OK
 
@@ -180,7 +180,7 @@ def test_what_is_not_expected_is_not_looked_at() -> None:
             "culprit",
             {"history": made_history([*EVENTS, epoch(3, 9_900_000, [0, 0], [0, "was silent"])])},
             "failed",
-            "worker 0 was put out, and should not have been",
+            "worker 0 was evicted, and should not have been",
         ),
         (
             "culprit",
@@ -274,7 +274,7 @@ def test_whoever_is_struck_with_what_ends_nobody_may_stay_or_go() -> None:
     stop = replace(FAULT, do="stop")
     assert checked(Expect(culprit="exact"), faults=(stop,))["culprit"].result == "passed"
     stays = replace(SEEN, history=history_without(EXIT, VERDICT))
-    assert checked(Expect(culprit="exact"), stays, (stop,))["culprit"].text == "put out: nobody"
+    assert checked(Expect(culprit="exact"), stays, (stop,))["culprit"].text == "evicted: nobody"
     assert checked(Expect(culprit="nobody"), stays, (stop,))["culprit"].result == "passed"
     assert checked(Expect(culprit="nobody"), faults=(stop,))["culprit"].result == "failed"
 
@@ -370,7 +370,7 @@ def run(num_done: int, num_later: int = 0, when: When = "before", do: str = "kil
 )
 def test_where_it_was_to_strike(num_done: int, num_later: int, when: When) -> None:
     check = run(num_done, num_later, when)
-    assert (check.result, check.text) == ("passed", "1 struck where the scenario says")
+    assert (check.result, check.text) == ("passed", "1 fault struck where the scenario says")
 
 
 @pytest.mark.parametrize(

@@ -271,11 +271,11 @@ def test_the_headline_of_a_run_that_failed_a_check_begins_with_it() -> None:
 
 def test_a_request_that_failed_makes_a_finished_run_red() -> None:
     """The command of the run ends with 0: only `bamboo inject --run` knew that its expectations were not met."""
-    failed = {"event": "check", "name": "culprit", "result": "failed", "text": "worker 1 was put out"}
+    failed = {"event": "check", "name": "culprit", "result": "failed", "text": "worker 1 was evicted"}
     request = {"request": "request-1.json"}
     verdict = {"event": "verdict", "result": "failed", "exit_code": 1}
     mood, text = judged(SAME, failed | request, verdict | request, exit_code=0)
-    assert (mood, text.split(". ")[0]) == ("bad", "Failed: the request request-1.json: worker 1 was put out")
+    assert (mood, text.split(". ")[0]) == ("bad", "Failed: the request request-1.json: worker 1 was evicted")
 
 
 def test_a_failure_that_the_scenario_expects_is_good() -> None:

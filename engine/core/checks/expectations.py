@@ -268,10 +268,10 @@ def _culprit(
     gone = out | {each.of for each in run.of(NoticeRecord)}
     if run.exit_code:  # a run that halts gives no further verdict
         gone |= {each.of for each in run.of(ExitRecord) if each.code}
-    wrong = [f"worker {worker} was put out, and should not have been" for worker in sorted(out - struck)]
+    wrong = [f"worker {worker} was evicted, and should not have been" for worker in sorted(out - struck)]
     wrong += [f"worker {worker} was struck, and no verdict names it" for worker in sorted(must - gone)]
     named = ", ".join(str(worker) for worker in sorted(out & struck)) or "nobody"
-    return _judged("culprit", not wrong, _first(wrong) or f"put out: {named}")
+    return _judged("culprit", not wrong, _first(wrong) or f"evicted: {named}")
 
 
 def _limits(limits: Limits, recoveries: Sequence[Recovery]) -> Iterator[Check]:
@@ -464,7 +464,7 @@ def strike_accuracy(job: Job, faults: Sequence[Fault], history: RunHistory) -> I
             continue  # a further victim: only the owner is at the named action
         number += 1
         wrong += _misses(job, fault, fault.moment, strike, history)
-    text = wrong[0] if wrong else f"{number} struck where the scenario says"
+    text = wrong[0] if wrong else f"{counted(number, 'fault')} struck where the scenario says"
     if number:
         yield Check("precision", "failed" if wrong else "passed", text)
 

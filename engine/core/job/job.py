@@ -21,7 +21,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layer of each stage but the first, as 2,4,6"
+PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1, 2, ...: 2,4,6"
 CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule", "logger")  # name code
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
@@ -47,8 +47,7 @@ class Job:
     )
     load_ahead: int = described(
         1,
-        "microbatches that a worker loads ahead if the source is slow and draws no random numbers, one thread "
-        "each; 0 = none",
+        "microbatches to load ahead, one thread each; only for slow sources that draw no random numbers; 0 = off",
     )
     stages: int = described(4, "stages of each pipeline (P)")
     blocks: int = described(
@@ -114,7 +113,7 @@ class Job:
         "also runs its forwards when idle; reroute: the next pipeline",
     )
     redundancy_level: int = described(
-        1, "shadows per stage with lazy and eager: the number of simultaneous failures that it survives"
+        1, "shadows per stage with lazy and eager; the job survives this many simultaneous failures"
     )
     log_every: int = described(
         0, "send gradients to the shadows every N microbatches, so that less is redone after a failure; 0 = off"
@@ -143,8 +142,7 @@ class Job:
     threads: int = described(1, "compute threads per worker; changes bits")
     check_pure: bool = described(
         True,
-        "the check before training that refuses layers whose results depend on anything but weights, buffers and "
-        "inputs",
+        "the check before training that refuses layers whose results depend on more than weights, buffers and inputs",
     )
     audit: int = described(1, "hash weights and optimizer state every N steps; 0 = off")
     validate_every: int = described(20, "run a validation every N steps or epochs (1epoch); 0 = off")
@@ -161,8 +159,8 @@ class Job:
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for this long (5x if its thread is running), but never before 10x its "
-        "slowest recent action",
+        "evict a worker stuck in one action for this long; five times as long if its thread still uses the CPU; never "
+        "sooner than ten times its slowest recent action",
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(
