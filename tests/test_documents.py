@@ -301,6 +301,6 @@ def test_pages_name_every_model_source_schedule_and_kind_of_fault() -> None:
 
 def test_the_shown_program_is_the_one_that_the_command_prints() -> None:
     (arguments, shown) = re.findall(
-        r"^\$ bamboo (run --dry-run .*)\n(.*?)^```", DOCUMENTS["README.md"], re.DOTALL | re.M
+        r"^\$ bamboo (run --dry-run .*)\n(.*?)^\.\.\.\n```", DOCUMENTS["README.md"], re.DOTALL | re.M
     )[0]
     assert CliRunner().invoke(app, arguments.split()).stdout.startswith(shown)
