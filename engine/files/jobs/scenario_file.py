@@ -17,7 +17,7 @@ from engine.core.faults.expansion import expand
 from engine.core.faults.fault import A_WORKER, ONE_HOST, OTHER, After, At, Fault, FaultKind, InStep, OnHosts
 from engine.core.faults.matrix import slots_of_fields
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario, Target, Trigger
-from engine.core.faults.scenario_rules import PlannedFaults, a_worker, check_faults
+from engine.core.faults.scenario_rules import PlannedFaults, a_worker, check_faults, check_scenario
 from engine.core.job.job import Job
 from engine.core.job.job_rules import ANYTHING, JobParts
 from engine.files.jobs.forms import SCENARIO, Reading, fault_form, in_order
@@ -155,7 +155,8 @@ class LoadedScenario:
     """A scenario with its file, the faults that its seed draws, and the source of its job.
 
     `settings` are the ``FIELD=VALUE`` that overrode its job, `origins` has the place of each value of the job, and
-    `foreign` has the values that a run takes with ``--trust-code`` only.
+    `foreign` has the values that a run takes with ``--trust-code`` only. A scenario that a program made has no
+    `document`.
     """
 
     path: Path
@@ -166,6 +167,7 @@ class LoadedScenario:
     origins: Mapping[str, str]
     settings: tuple[str, ...] = ()
     foreign: tuple[Problem, ...] = ()
+    document: Document | None = None
 
     @property
     def settings_but_results(self) -> tuple[str, ...]:
@@ -230,7 +232,9 @@ def load_document(
     seed = scenario.job.seed if seed is None else seed
     try:
         faults = () if to_attach else expand(scenario, seed)
-        return LoadedScenario(path, scenario, seed, faults, source, resolved.origins, settings, resolved.foreign)
+        return LoadedScenario(
+            path, scenario, seed, faults, source, resolved.origins, settings, resolved.foreign, document
+        )
     except UserError as error:
         raise in_order(_as_written(reading.located(each), first) for each in error.problems) from None
 
@@ -282,7 +286,12 @@ def _as_written(problem: Problem, first: int | None) -> Problem:
 
 def fitted(loaded: LoadedScenario, kinds: Mapping[str, FaultKind], job: Job, expect: Expect) -> Scenario:
     """Returns a scenario that was loaded `to_attach`, for the job of that run; raises UserError if it does not fit."""
-    reading = Reading(_in_one_list(read_yaml(loaded.path))[0])
+    if loaded.document is None:
+        made = replace(loaded.scenario, job=job, expect=expect)
+        if problems := check_scenario(made, {kind.name for kind in kinds.values() if kind.ends}):
+            raise UserError(problems)
+        return made
+    reading = Reading(loaded.document)
     if (scenario := _scenario(reading, kinds, job, ONE_HOST, expect)) is None:
         raise in_order(reading.problems)
     return scenario
