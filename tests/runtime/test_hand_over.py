@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.action import Action
 from engine.core.checks.trajectory import trajectory_hash
-from engine.core.protocol import orders
+from engine.core.protocol import coordinator
 from engine.core.protocol.wishes import LeaveStrategy
 from engine.core.protocol.worker_inputs import NoticeReceived
 from engine.runtime.stage.gradient_log import GradientStreams
@@ -68,7 +68,7 @@ class Hands:
         patch.setattr(Training, "__init__", note)
         patch.setattr(Executor, "_run", count)
         patch.setattr(GradientStreams, "run", hand)
-        patch.setattr(orders, "way_out", lambda *known: LeaveStrategy.INSIDE)
+        patch.setattr(coordinator, "way_out", lambda *known: LeaveStrategy.INSIDE)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -12,17 +12,17 @@ from engine.core.protocol import worker_state as state
 from engine.runtime.process.control import Fenced, Stopped
 from engine.runtime.worker.training import Training
 
-END, ASIDE = state.End, state.PreparePlan
+END = state.End
 
 
 def bare() -> Any:
     return object.__new__(Training)
 
 
-def test_every_output_has_a_method_but_the_end_and_the_one_that_no_main_thread_gets() -> None:
+def test_every_output_but_the_end_has_a_method() -> None:
     classes = [each for each in vars(state).values() if isinstance(each, type)]
     kinds = {each for each in classes if issubclass(each, state.Output)} - {state.Output}
-    assert set(bare()._table()) == kinds - {END, ASIDE}
+    assert set(bare()._table()) == kinds - {END}
 
 
 @pytest.mark.parametrize(

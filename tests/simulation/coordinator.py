@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine.codec.documents import documents, resume
 from engine.core import checkpoint_rules
-from engine.core.history.run_records import EpochRecord
 from engine.core.job.job import Job
 from engine.core.program.ballot import VoteMessage
 from engine.core.protocol import inputs_outputs
@@ -143,9 +142,10 @@ class Coordinator:
                     if not world.reach():
                         return  # a host agent passes on the words of the present coordinator only
             elif isinstance(output, inputs_outputs.KeepStep):
-                world.await_parts(output.step)
-            elif isinstance(output, inputs_outputs.Write) and isinstance(output.record, EpochRecord):
-                world.gathering = checkpoint_rules.begin_epoch(world.gathering)
+                if output.begins:
+                    world.gathering = checkpoint_rules.begin_epoch(world.gathering)
+                if output.step >= 0:
+                    world.await_parts(output.step)
             elif isinstance(output, inputs_outputs.Kill):
                 world.evict(world.workers[output.worker])
             elif isinstance(output, inputs_outputs.Restart):

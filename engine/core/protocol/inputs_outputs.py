@@ -107,10 +107,14 @@ class Teach(NamedTuple):
 
 
 class KeepStep(NamedTuple):
-    """Awaits the parts of the checkpoint of a step, which the workers are ordered to write."""
+    """Awaits the parts of the checkpoint of a step, which the workers are ordered to write; -1 without an order.
+
+    `begins`: with a new epoch, from which workers may be missing that had parts to write.
+    """
 
     step: int
     epoch: int
+    begins: bool = False
 
 
 class Write(NamedTuple):

@@ -420,7 +420,8 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
     )
     new = state._replace(epoch=epoch, ballot=None, owners=known.owners)
     outputs: tuple[CoordinatorOutput, ...]
-    outputs = (tell_all(new, epoch), Write(record), *_kept(new, epoch), PhaseReached("agree", known.epoch))
+    kept = KeepStep(known.committed if keeps(epoch) else -1, known.epoch, begins=True)
+    outputs = (kept, tell_all(new, epoch), Write(record), PhaseReached("agree", known.epoch))
     if known.verdict and (stop := repeated(new)):
         return new._replace(is_stopping=True), (*outputs, stop)
     return new, (*outputs, *put_out(new, state.owners))
@@ -459,7 +460,7 @@ def _start_training(state: CoordinatorState) -> Decided:
     ballot = open_ballot(known.epoch, known.committed + 1, state.ownership, state.job.clip_norm)
     new, go = state._replace(started=known.epoch, ballot=ballot), _go(state)
     epoch = required(state.epoch, "training starts in an epoch")
-    told: tuple[CoordinatorOutput, ...] = (tell_all(new, go), *_kept(new, go)) if epoch.go is None else ()
+    told: tuple[CoordinatorOutput, ...] = (*_kept(new, go), tell_all(new, go)) if epoch.go is None else ()
     new, warned = warned_of(new, healed_soon(new, ballot.ownership))
     go_on = Write(GoRecord(epoch=known.epoch, end=go.end))
     return new, (Arm(), *told, go_on, PhaseReached("replay", known.epoch), *warned)
@@ -504,10 +505,11 @@ def _tell_commit(state: CoordinatorState, then: Literal["step", "end", "epoch"])
     ensure(commit.step == committed, f"commit of step {commit.step} where {committed} is announced")
     told = messages.CommitMessage(commit.step, commit.clip_factor, then, keep=state.kept == commit.step)
     new = state._replace(told=told)
-    return new, (tell_all(new, told), Write(commit_record(new)), *_kept(new, told))
+    return new, (*_kept(new, told), tell_all(new, told), Write(commit_record(new)))
 
 
 def _kept(state: CoordinatorState, told: ToWorker) -> tuple[KeepStep, ...]:
+    """Precedes the order: workers may write parts, and this coordinator may end, before all of them have it."""
     known = state.membership
     return (KeepStep(known.committed, known.epoch),) if keeps(told) else ()
 

@@ -25,7 +25,7 @@ from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCod
 from engine.core.faults.fault import Fault
 from engine.core.faults.injection import MomentReport
 from engine.core.history import process_records as records
-from engine.core.history.run_records import EpochRecord, GoRecord, PaceRecord
+from engine.core.history.run_records import GoRecord, PaceRecord
 from engine.core.hosts import ends
 from engine.core.hosts.ends import HostAgent, HostEnd, HostOutput
 from engine.core.job.job import Job
@@ -289,11 +289,15 @@ class Agent:
         self._close_step()
         if is_new:
             self.recorder.write(record)
-        if isinstance(record, EpochRecord):
-            self.checkpoints.begin_epoch()
         if isinstance(record, GoRecord):
             for worker in self.node.state.members:
                 self.members[worker].state = "running"
+
+    def _keep(self, keep: inputs_outputs.KeepStep) -> None:
+        if keep.begins:
+            self.checkpoints.begin_epoch()
+        if keep.step >= 0:
+            self.checkpoints.await_parts(keep.step, keep.epoch)
 
     def _restart(self, restart: inputs_outputs.Restart) -> None:
         self.is_restarting = True
@@ -483,7 +487,7 @@ class Agent:
 _CARRY_OUT: dict[type[inputs_outputs.CoordinatorOutput | HostOutput], Callable[[Agent, Any], object]] = {
     inputs_outputs.Tell: Agent._tell,
     inputs_outputs.Teach: lambda agent, teach: agent.newcomers.learn(teach.message),
-    inputs_outputs.KeepStep: lambda agent, keep: agent.checkpoints.await_parts(keep.step, keep.epoch),
+    inputs_outputs.KeepStep: Agent._keep,
     inputs_outputs.Write: Agent._write,
     inputs_outputs.Kill: lambda agent, kill: agent.end_workers(ends.kill, kill.worker),
     inputs_outputs.Note: lambda agent, note: agent.run_state.note(note.text),
