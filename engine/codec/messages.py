@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.codec.values import cut, other_plain, parsed, plain_of, value_of
+from engine.codec.values import cut, decoder_of, other_plain, parsed, plain_of, value_of
 from engine.core.errors import InvariantError
 from engine.core.message_kinds import MAX_BYTES, Message, class_of, head_of, kind_of
 
@@ -23,7 +23,6 @@ _HEAD = b'{"kind":"'
 
 Row = TypeVar("Row")
 _encoder = msgspec.json.Encoder(enc_hook=other_plain)
-_decoder = cache(msgspec.json.Decoder)  # of a class
 _head = cache(head_of)
 _wire = json.JSONEncoder(separators=(",", ":"), default=plain_of).encode  # with numbers that are not finite
 
@@ -56,7 +55,7 @@ def decode(data: bytes) -> Message:
     made: Any = class_of(data[len(_HEAD) : data.find(b'"', len(_HEAD))].decode(errors="replace"))
     try:
         if made is not None:
-            message: Message = _decoder(made).decode(data)
+            message: Message = decoder_of(made).decode(data)
             if _text(message) == data:
                 return message
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -9,7 +9,9 @@ comparisons depend on it. The standard library writes these texts; msgspec reads
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -23,7 +25,21 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path: a field, the place in a list, some key of a mapping
 _MOST = 300  # characters of a wrong value in an error
 
+# msgspec shows a class to other threads while it still looks at it; who reads that class then crashes the process. No
+# process is forked meanwhile: its copy of the class would stay half looked at.
+_LOOKING = threading.Lock()
+os.register_at_fork(before=_LOOKING.acquire, after_in_parent=_LOOKING.release, after_in_child=_LOOKING.release)
+_DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
+
 Made = TypeVar("Made")
+
+
+def decoder_of(made: Any) -> msgspec.json.Decoder[Any]:
+    """Returns the decoder of a class; before any other use of a class, msgspec must have looked at it here."""
+    if made not in _DECODERS:
+        with _LOOKING:
+            _DECODERS[made] = msgspec.json.Decoder(made)
+    return _DECODERS[made]
 
 
 def other_plain(value: Any) -> Any:
@@ -101,6 +117,7 @@ def value_of(plain: Any, made: type[Made], called: str, *, is_whole: bool = True
 
 def converted(plain: Any, made: type[Made], called: str) -> Made:
     """Returns the value as `value_of` does, but leaves out fields that the class does not have."""
+    decoder_of(made)
     while True:
         try:
             return msgspec.convert(plain, made, str_keys=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ import pytest
 from engine.codec.values import parsed, read, text_of
 from engine.core.errors import InvariantError
 from engine.core.exclusion import Cause
+from tests.test_house import ROOT
 
 
 class Pair(NamedTuple):
@@ -113,3 +116,32 @@ def test_a_text_that_is_nested_deep_is_a_value_or_refused(depth: int) -> None:
 
 def test_halves_of_surrogate_pairs_come_back() -> None:
     assert parsed('"\\ud800"') == "\ud800"
+
+
+RACE = """
+import sys, threading
+from dataclasses import make_dataclass
+from engine.codec.values import read, text_of
+
+sys.setswitchinterval(1e-6)
+for _ in range(60):
+    inner = make_dataclass("Inner", [(f"a{number}", tuple[int, ...]) for number in range(20)], slots=True)
+    outer = make_dataclass("Outer", [(f"b{number}", inner) for number in range(10)], slots=True)
+    part = inner(*[(1, 2)] * 20)
+    texts = {inner: text_of(part), outer: text_of(outer(*[part] * 10))}
+    ready = threading.Barrier(4)
+    threads = [
+        threading.Thread(target=lambda made: (ready.wait(), read(texts[made], made, "it")), args=(made,))
+        for made in (*texts, *texts)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_that_are_the_first_to_read_a_class_do_not_crash() -> None:
+    """Msgspec alone ends with SIGSEGV: it shows a class to other threads before it has looked at all of it."""
+    done = subprocess.run([sys.executable, "-c", RACE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
