@@ -22,10 +22,8 @@ def add_the_field() -> None:
     source = spec.loader.get_source(_NAME)
     assert source.count(_FIELD) == 1
     module = sys.modules[_NAME] = module_from_spec(spec)
-    exec(
-        source.replace(_FIELD, f'    sixth_args: Args = described(dict, "of a part to come")\n{_FIELD}'),
-        module.__dict__,
-    )  # noqa: S102
+    more = f'    sixth_args: Args = described(dict, "of a part to come")\n{_FIELD}'
+    exec(source.replace(_FIELD, more), module.__dict__)  # noqa: S102
 
 
 def shown(secret: str) -> dict[str, str]:
