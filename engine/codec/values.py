@@ -22,7 +22,6 @@ from engine.core.errors import InvariantError
 
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-_STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path: a field, the place in a list, some key of a mapping
 _MOST = 300  # characters of a wrong value in an error
 
 # msgspec shows a class to other threads while it still looks at it; who reads that class then crashes the process. No
@@ -118,32 +117,31 @@ def value_of(plain: Any, made: type[Made], called: str, *, is_whole: bool = True
 def converted(plain: Any, made: type[Made], called: str) -> Made:
     """Returns the value as `value_of` does, but leaves out fields that the class does not have."""
     decoder_of(made)
-    while True:
-        try:
-            return msgspec.convert(plain, made, str_keys=True)
-        except msgspec.ValidationError as error:
-            if not _mended(plain, str(error)):
-                raise InvariantError(_worded(str(error), called)) from None
-
-
-def _mended(plain: Any, error: str) -> bool:
-    """Puts numbers in the place of texts of `NOT_FINITE` where an error has found them; returns whether it did."""
-    steps = _STEP.findall(error.rpartition("$")[2])
-    way = [int(place) if place.isdigit() else field or place for field, place in steps]
     try:
-        holders = [plain]
-        for step in way[:-1]:
-            holders = [holder[key] for holder in holders for key in _keys(holder, step)]
-        places = [(holder, key) for holder in holders for key in _keys(holder, way[-1]) if holder[key] in NOT_FINITE]
-        for holder, key in places:
-            holder[key] = float(holder[key])
-    except (LookupError, TypeError):
-        return False
-    return bool(places)
+        return msgspec.convert(plain, made, str_keys=True)
+    except msgspec.ValidationError:
+        pass
+    # Numbers that are not finite are texts, which the lax mode reads: all at once, because a list may have millions.
+    try:
+        value = msgspec.convert(plain, made, str_keys=True, strict=False)
+        _refuse_lax(plain, plain_of(value), called, called)
+    except msgspec.ValidationError as error:
+        raise InvariantError(_worded(str(error), called)) from None
+    except RecursionError as error:
+        raise InvariantError(f"{called} is nested too deep") from error
+    return value
 
 
-def _keys(holder: Any, step: int | str) -> list[Any]:
-    return list(holder) if step == "..." else [step]
+def _refuse_lax(plain: Any, built: Any, where: str, called: str) -> None:
+    """Refuses plain values that only the lax mode reads, but for the texts of `NOT_FINITE`."""
+    if isinstance(plain, list):
+        for one, other in zip(plain, built, strict=False):
+            _refuse_lax(one, other, where, called)
+    elif isinstance(plain, dict):
+        for name in plain.keys() & built.keys():
+            _refuse_lax(plain[name], built[name], f"the field {name!r} of {called}", called)
+    elif type(plain) is not type(built) and not (type(built) is float and (type(plain) is int or plain in NOT_FINITE)):
+        raise InvariantError(f"{where} is not right: expected another type, found {plain!r:.{_MOST}}")
 
 
 def _worded(error: str, called: str) -> str:

@@ -74,6 +74,21 @@ def test_a_number_that_is_not_finite_is_a_text_wherever_it_stands(number: float)
     assert text_of(read(text, Whole, "whole")) == text
 
 
+def test_a_long_list_of_numbers_that_are_not_finite_is_read_in_one_go() -> None:
+    """A stranger's record has a line of megabytes of them: one error each would take days."""
+    many = ",".join(['"NaN"'] * 200_000)
+    value = read(TEXT.replace("[2.5]", f"[{many}]"), Whole, "whole")
+    assert len(value.by_worker[7]) == 200_000 and all(map(math.isnan, value.by_worker[7]))
+
+
+@pytest.mark.parametrize("wrong", ['"1.5"', '"nan"', "true"])
+def test_a_text_beside_a_number_that_is_not_finite_is_no_number(wrong: str) -> None:
+    text = TEXT.replace("0.5", '"NaN"')
+    assert math.isnan(read(text, Whole, "whole").inner.real)
+    with pytest.raises(InvariantError, match=r"the field '(by_worker|7)'"):
+        read(text.replace("2.5", wrong), Whole, "whole")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
