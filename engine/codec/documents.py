@@ -39,7 +39,7 @@ def state_text(state: State) -> str:
 
 
 def state_of(text: str, now_ns: int) -> State:
-    """Returns the state that another coordinator has written, on this one's clock; its `pending_effects` are due again.
+    """Returns the state that another coordinator has written, on this one's clock.
 
     Raises InvariantError if `text` is no such state.
     """

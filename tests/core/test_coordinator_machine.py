@@ -38,6 +38,7 @@ from engine.core.protocol.inputs_outputs import (
     KeepStep,
     Kill,
     Note,
+    OrphanParts,
     PhaseReached,
     Place,
     Release,
@@ -60,7 +61,7 @@ def kinds(outputs: tuple[object, ...]) -> list[type]:
 def test_the_last_worker_to_join_begins_training() -> None:
     state, outputs = given(begun(), *(heard(worker, messages.ReadyMessage()) for worker in range(3)))
     first, *outputs = outputs  # type: ignore[assignment]
-    assert first == KeepStep(-1, 1, begins=True)
+    assert first == OrphanParts()
     assert kinds(outputs) == [Tell, Write, PhaseReached, Arm, Write, PhaseReached, Note, Write], "one host is deadly"
     assert outputs[0] == Tell((0, 1, 2), EpochMessage(1, (0, 1, 2), False, False, None, None, GoMessage(False, False)))
     assert kinds(tuple(written(outputs))) == [EpochRecord, GoRecord, DeadlyRecord]

@@ -142,10 +142,9 @@ class Coordinator:
                     if not world.reach():
                         return  # a host agent passes on the words of the present coordinator only
             elif isinstance(output, inputs_outputs.KeepStep):
-                if output.begins:
-                    world.gathering = checkpoint_rules.begin_epoch(world.gathering)
-                if output.step >= 0:
-                    world.await_parts(output.step)
+                world.await_parts(output.step)
+            elif isinstance(output, inputs_outputs.OrphanParts):
+                world.gathering = checkpoint_rules.begin_epoch(world.gathering)
             elif isinstance(output, inputs_outputs.Kill):
                 world.evict(world.workers[output.worker])
             elif isinstance(output, inputs_outputs.Restart):

@@ -107,14 +107,14 @@ class Teach(NamedTuple):
 
 
 class KeepStep(NamedTuple):
-    """Awaits the parts of the checkpoint of a step, which the workers are ordered to write; -1 without an order.
-
-    `begins`: with a new epoch, from which workers may be missing that had parts to write.
-    """
+    """Awaits the parts of the checkpoint of a step, which the workers are ordered to write next."""
 
     step: int
     epoch: int
-    begins: bool = False
+
+
+class OrphanParts(NamedTuple):
+    """Marks the awaited parts as orphans: the next epoch may leave out the workers that had to write them."""
 
 
 class Write(NamedTuple):
@@ -172,7 +172,9 @@ class Release(NamedTuple):
     cut_short: str
 
 
-CoordinatorOutput = Tell | Teach | KeepStep | Write | Kill | Note | PhaseReached | Arm | Restart | Stop | Fail | Release
+CoordinatorOutput = (
+    Tell | Teach | KeepStep | OrphanParts | Write | Kill | Note | PhaseReached | Arm | Restart | Stop | Fail | Release
+)
 
 
 def recorded_first(outputs: Iterable[CoordinatorOutput]) -> list[CoordinatorOutput]:

@@ -57,6 +57,7 @@ from engine.core.protocol.inputs_outputs import (
     KeepStep,
     Kill,
     Note,
+    OrphanParts,
     PhaseReached,
     Release,
     Restart,
@@ -419,9 +420,8 @@ def _publish_epoch(state: CoordinatorState) -> Decided:
         shadows=known.shadows,
     )
     new = state._replace(epoch=epoch, ballot=None, owners=known.owners)
-    outputs: tuple[CoordinatorOutput, ...]
-    kept = KeepStep(known.committed if keeps(epoch) else -1, known.epoch, begins=True)
-    outputs = (kept, tell_all(new, epoch), Write(record), PhaseReached("agree", known.epoch))
+    awaited: Outputs = (OrphanParts(), *_kept(new, epoch))
+    outputs: Outputs = (*awaited, tell_all(new, epoch), Write(record), PhaseReached("agree", known.epoch))
     if known.verdict and (stop := repeated(new)):
         return new._replace(is_stopping=True), (*outputs, stop)
     return new, (*outputs, *put_out(new, state.owners))

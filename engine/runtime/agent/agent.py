@@ -293,12 +293,6 @@ class Agent:
             for worker in self.node.state.members:
                 self.members[worker].state = "running"
 
-    def _keep(self, keep: inputs_outputs.KeepStep) -> None:
-        if keep.begins:
-            self.checkpoints.begin_epoch()
-        if keep.step >= 0:
-            self.checkpoints.await_parts(keep.step, keep.epoch)
-
     def _restart(self, restart: inputs_outputs.Restart) -> None:
         self.is_restarting = True
         self.stop()
@@ -487,7 +481,8 @@ class Agent:
 _CARRY_OUT: dict[type[inputs_outputs.CoordinatorOutput | HostOutput], Callable[[Agent, Any], object]] = {
     inputs_outputs.Tell: Agent._tell,
     inputs_outputs.Teach: lambda agent, teach: agent.newcomers.learn(teach.message),
-    inputs_outputs.KeepStep: Agent._keep,
+    inputs_outputs.KeepStep: lambda agent, keep: agent.checkpoints.await_parts(keep.step, keep.epoch),
+    inputs_outputs.OrphanParts: lambda agent, orphan: agent.checkpoints.begin_epoch(),
     inputs_outputs.Write: Agent._write,
     inputs_outputs.Kill: lambda agent, kill: agent.end_workers(ends.kill, kill.worker),
     inputs_outputs.Note: lambda agent, note: agent.run_state.note(note.text),
