@@ -89,7 +89,7 @@ class Form(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Wording:
     """Beside a type: what to say of a value that is `expected`, and of an absent one."""
 
     expected: str
@@ -116,35 +116,35 @@ def _read_steps(value: object) -> float | None:
 
 def _whole(least: int, most: int | None = None) -> Any:
     told = f"a whole number >= {least}{'' if most is None else f' and <= {most}'}"
-    return Annotated[int, Field(ge=least, le=most), _Told(told)]
+    return Annotated[int, Field(ge=least, le=most), _Wording(told)]
 
 
 def _text(read: Callable[[Any], Any], kind: type, pattern: str, told: str) -> Any:
     """Returns the type of a text that `read` returns as a value of another kind, or as None."""
     json = {"type": "string", "pattern": pattern}
-    return Annotated[kind, BeforeValidator(read), WithJsonSchema(json), _Told(told)]
+    return Annotated[kind, BeforeValidator(read), WithJsonSchema(json), _Wording(told)]
 
 
 _COUNT = _whole(0)
-_FLAG = Annotated[bool, _Told("true or false")]
+_FLAG = Annotated[bool, _Wording("true or false")]
 _DURATION = _text(
     lambda value: parse_duration(value) if isinstance(value, str) else None, int, DURATION_PATTERN, DURATION_FORM
 )
 _NUM_STEPS = _text(_read_steps, float, f"^{_STEPS.pattern}$", "a number of steps such as 20 steps")
-_NAME = Annotated[str, MinLen(1), Field(pattern=f"^{_ID}$"), _Told("a name of letters, digits and . _ -")]
-_AN_ID = Annotated[str, MinLen(1), Field(pattern=f"^{_ID}$"), _Told("an id of letters, digits and . _ -")]
-_SENTENCE = Annotated[str, MinLen(1), Predicate(str.strip), _Told("one sentence")]
+_NAME = Annotated[str, MinLen(1), Field(pattern=f"^{_ID}$"), _Wording("a name of letters, digits and . _ -")]
+_AN_ID = Annotated[str, MinLen(1), Field(pattern=f"^{_ID}$"), _Wording("an id of letters, digits and . _ -")]
+_SENTENCE = Annotated[str, MinLen(1), Predicate(str.strip), _Wording("one sentence")]
 _VERSION = Annotated[
     int,
     Field(ge=VERSION, le=VERSION),
     WithJsonSchema({"const": VERSION}),
-    _Told("1", if_absent=f"'version: {VERSION}' in the first line"),
+    _Wording("1", if_absent=f"'version: {VERSION}' in the first line"),
 ]
-_MAPPING = Annotated[dict[str, Any], MinLen(1), _Told("a mapping")]
-_AT_LEAST_ONE = _Told("a list of at least one")
+_MAPPING = Annotated[dict[str, Any], MinLen(1), _Wording("a mapping")]
+_AT_LEAST_ONE = _Wording("a list of at least one")
 
 
-_A_JOB = _Told("a mapping of fields, or the path of a job file")
+_A_JOB = _Wording("a mapping of fields, or the path of a job file")
 _JOB = Annotated[dict[str, Any] | Annotated[str, Predicate(str.strip)], _A_JOB]
 _JOB_OF_CASES = Annotated[dict[str, Any] | str, MinLen(1), _A_JOB]
 
@@ -192,7 +192,7 @@ _AT = _form(
     microbatch=_key(_COUNT, "the microbatch of the action (default: the middle one)"),
     when=_key(When, "before, during or after the action (default before)"),
 )
-_ANOTHER = Annotated[str, Field(pattern=f"^{_ID}$"), _Told("the id of another fault")]
+_ANOTHER = Annotated[str, Field(pattern=f"^{_ID}$"), _Wording("the id of another fault")]
 _AFTER = _form_of("After", After, fault=_ANOTHER)
 _AFTER.any_of = ("phase", "delay")
 _EVERY = _form_of("Every", Every, count=_whole(1, _MOST_DRAWN))
@@ -208,7 +208,7 @@ _FAULT = _form(
 )
 _FAULT.one_of = ("at", "after", "every")
 _HOST = Annotated[
-    str, Field(pattern=f"^({HOST_PATTERN})$"), _Told("h0, h1 and so on, coordinator, etcd-leader or other")
+    str, Field(pattern=f"^({HOST_PATTERN})$"), _Wording("h0, h1 and so on, coordinator, etcd-leader or other")
 ]
 _HOST_KEY = _key(_HOST, "the host (default other: one that does not coordinate)")
 # The target of a fault of hosts, by that of its kind: a kind that always strikes one and the same host has none.
@@ -251,7 +251,7 @@ CASE = _form(
     about=_key(_SENTENCE, "the purpose of the case (default: that of the matrix)"),
     only=_key(_MAPPING, "per axis, the labels that the case is made for (default: all)"),
     job=_key(_JOB_OF_CASES, "the job, as of a scenario; its fields override those of the matrix"),
-    faults=_key(Annotated[list[Any], MinLen(1), _Told("a list")], "the faults, with their targets and moments", ...),
+    faults=_key(Annotated[list[Any], MinLen(1), _Wording("a list")], "the faults, with their targets and moments", ...),
     expect=_key(_MAPPING, "expectations; they override those of the matrix"),
 )
 MATRIX = _form(
@@ -298,7 +298,7 @@ def _parameter(of: Parameter) -> Any:
         "number": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_NUMBER},
         "text": {"type": "string", "maxLength": MOST_CHARACTERS},
     }
-    return Annotated[Any, BeforeValidator(read), WithJsonSchema(json[of.form]), _Told(of.expected)]
+    return Annotated[Any, BeforeValidator(read), WithJsonSchema(json[of.form]), _Wording(of.expected)]
 
 
 # The JSON schemas of the forms.
@@ -406,7 +406,7 @@ class Reading:
             form = _inner(form, str(part)) or form
         if error["type"] == "missing":
             info = form.model_fields[str(loc[-1])]
-            expected = next((each.if_absent for each in info.metadata if isinstance(each, _Told)), "a value")
+            expected = next((each.if_absent for each in info.metadata if isinstance(each, _Wording)), "a value")
             if place not in self.document.key_places:  # whose value may be left out, because it had a problem
                 self.refuse(place, expected, "nothing", info.description or "")
         elif error["type"] == "extra_forbidden":
