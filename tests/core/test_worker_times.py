@@ -136,7 +136,7 @@ def test_votes_after_lost_steps_do_not_close_a_step() -> None:
 
 def test_a_slow_worker_is_told_relieved_within_ten_steps_and_the_step_is_near_the_best() -> None:
     run = Training(slow_from(60)).run(0, 61 + 10)
-    assert [(each.step, each.worker) for each in run.changes] == [(64, 1)]
+    assert [(each.step, each.worker) for each in run.changes] == [(67, 1)]
     assert len(run.moves) == 1 and run.moves[0] <= 68
     owned = [run.known.owners.count(worker) for worker in range(3)]
     assert owned == [5, 2, 5]

@@ -39,7 +39,7 @@ def test_a_slow_worker_is_told_and_an_elastic_job_relieves_it(
     assert (ending.outcome, ending.error) == ("finished", None)
     assert exits_of(events) == {0: 0, 1: 0, 2: 0}
     paces = [event for event in events if event["event"] == "pace" and event["of"] == 1]
-    assert paces[0]["step"] <= BEGIN_STEP + 6
+    assert paces[0]["step"] <= BEGIN_STEP + 9
     assert 2.5 < paces[0]["slowness"] < 6
     assert any(paces[0]["why"] in note for note in ending.view.run_state.notes)
     owned = [[*event["owners"]].count(1) for event in events if event["event"] == "epoch"]

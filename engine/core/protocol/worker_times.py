@@ -27,16 +27,17 @@ from engine.core.protocol.assignment import BYTES_PER_S, PAUSE_S, MeasuredFacts
 #     usual    median of its past paces
 #     factor   pace / usual, over that of the machine: three quarters of the workers are at least that slow
 #
-# A worker is slow after five steps in a row with a factor of 1.5 or more, if nine tenths of its past were faster than
-# each of them. Three such steps later it is surely slow: its speed is 1 / factor. Any other step before that ends the
-# doubt. It then stays slow until most of its last steps were well, so a speed that flaps does not change the decision
-# with every turn. Rules: no worker is given up for its pace. A busy machine slows all workers, and makes none of them
-# slow. A slow worker that has computed nothing for a thousand steps is tried again, with a part of the work.
+# A worker is slow after eight steps in a row, with a second of computing in them, that have a factor of 1.5 or more, if
+# nine tenths of its past were faster than each of them: its speed is then 1 / factor. The second keeps a job with steps
+# of some milliseconds from judging a worker by one time slice of a busy core. It stays slow until most of its last
+# steps were well, so a speed that flaps does not change the decision with every turn. Rules: no worker is given up for
+# its pace. A busy machine slows all workers, and makes none of them slow. A slow worker that has computed nothing for a
+# thousand steps is tried again, with a part of the work.
 
 
 SLOW_FACTOR = 1.5
-SLOW_STEPS = 5  # in a row
-SURE_STEPS = 3  # after these
+SLOW_STEPS = 8  # in a row
+SLOW_S = 1.0  # of computing in them
 WELL_STEPS = 25  # the last ones, of which most must be well
 _MOST_WELL = 0.8
 _WELL_FACTOR = 1.25
@@ -55,13 +56,13 @@ class Compute(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """The paces of one worker up to its last steps, these last paces and factors, and the factor of a slow worker."""
+    """The past paces of one worker, its slow last steps, and the factor of a slow worker."""
 
     past: tuple[float, ...] = ()
-    last: tuple[float, ...] = ()  # at most `SLOW_STEPS`, which become the past if the worker is not slow
-    factors: tuple[float, ...] = ()  # at most `WELL_STEPS`
+    doubt: tuple[float, ...] = ()  # of the last steps if they were slow; another one makes all of them the past
+    doubt_s: float = 0.0  # of computing in these steps
+    factors: tuple[float, ...] = ()  # at most `WELL_STEPS`, of a slow worker
     slowness: float = 1.0
-    is_sure: bool = True
     idle: int = 0  # steps without work, of a slow worker
 
 
@@ -93,9 +94,12 @@ def after_step(paces: Paces, step: int, computed: Mapping[int, Compute]) -> tupl
     new, changes = dict(paces), []
     for worker, pace in now.items():
         was = new.get(worker, Pace())
-        new[worker] = (
-            _judged(was, pace / machine, factors[worker] / machine) if worker in factors else _grown(was, pace)
-        )
+        if worker not in factors:
+            new[worker] = Pace((*was.past, pace))
+        elif was.slowness > 1:
+            new[worker] = _of_slow(was, factors[worker] / machine)
+        else:
+            new[worker] = _judged(was, pace / machine, computed[worker].seconds)
         if new[worker].slowness != was.slowness:
             changes.append(PaceChange(step, worker, new[worker].slowness, _words(worker, was, new[worker])))
     for worker in sorted(worker for worker, was in paces.items() if worker not in now and was.slowness > 1):
@@ -112,36 +116,25 @@ def members_only(paces: Paces, members: Iterable[int]) -> Paces:
 
 
 def speeds(paces: Paces) -> dict[int, float]:
-    """Returns the speed of each worker that is surely slow, below 1; all others have their usual one."""
-    return {worker: 1 / pace.slowness for worker, pace in sorted(paces.items()) if pace.slowness > 1 and pace.is_sure}
+    """Returns the speed of each slow worker, below 1; all others have their usual one."""
+    return {worker: 1 / pace.slowness for worker, pace in sorted(paces.items()) if pace.slowness > 1}
 
 
-def slow_workers(paces: Paces) -> tuple[int, ...]:
-    """Returns the slow workers, also those that are not surely slow."""
-    return tuple(worker for worker, pace in sorted(paces.items()) if pace.slowness > 1)
+def _judged(was: Pace, pace: float, seconds: float) -> Pace:
+    """Returns the pace of a worker that was not slow after a step with so many seconds of computing."""
+    usual, doubt = median(was.past), (*was.doubt, pace)[-_PAST_STEPS:]
+    if pace < max(SLOW_FACTOR * usual, sorted(was.past)[int(_FASTER * len(was.past))]):
+        return Pace((*was.past, *doubt)[-_PAST_STEPS:])
+    doubt_s = was.doubt_s + seconds
+    if len(doubt) < SLOW_STEPS or doubt_s < SLOW_S:
+        return was._replace(doubt=doubt, doubt_s=doubt_s)
+    return Pace(was.past, slowness=median(doubt[-SLOW_STEPS:]) / usual)
 
 
-def _grown(was: Pace, pace: float) -> Pace:
-    last = (*was.last, pace)
-    return was._replace(past=(*was.past, *last[:-SLOW_STEPS])[-_PAST_STEPS:], last=last[-SLOW_STEPS:])
-
-
-def _judged(was: Pace, pace: float, factor: float) -> Pace:
-    usual = median(was.past)
-    least = max(SLOW_FACTOR * usual, sorted(was.past)[int(_FASTER * len(was.past))])
-    if was.slowness == 1:
-        grown = _grown(was, pace)
-        is_slow = len(grown.last) == SLOW_STEPS and min(grown.last) >= least
-        return Pace(was.past, slowness=median(grown.last) / usual, is_sure=False) if is_slow else grown
+def _of_slow(was: Pace, factor: float) -> Pace:
+    """Returns the pace of a slow worker after a step: slower still, less slow, or well."""
     factors = (*was.factors, factor)[-WELL_STEPS:]
-    if not was.is_sure:
-        return was._replace(factors=factors, is_sure=len(factors) == SURE_STEPS) if pace >= least else Pace(was.past)
-    return _of_slow(was._replace(factors=factors))
-
-
-def _of_slow(was: Pace) -> Pace:
-    """Returns the pace of a slow worker: slower still, less slow, or well."""
-    factors = was.factors
+    was = was._replace(factors=factors)
     if len(factors) >= SLOW_STEPS and min(factors[-SLOW_STEPS:]) >= SLOW_FACTOR * was.slowness:
         return Pace(was.past, slowness=median(factors[-SLOW_STEPS:]))
     better = max(_WELL_FACTOR, was.slowness / SLOW_FACTOR)
@@ -157,14 +150,12 @@ def _idle(was: Pace) -> Pace:
 
 
 def _words(worker: int, was: Pace, now: Pace) -> str:
-    if now.slowness == 1 and not was.is_sure:
-        return f"worker {worker} is not slow: it was for a moment"
     if now.slowness == 1:
         return f"worker {worker} is as fast as usual again: most of its last {WELL_STEPS} steps took their usual time"
     if now.slowness > was.slowness:
         return (
             f"worker {worker} is slow: it takes {now.slowness:.2g} times its usual time for the same work, "
-            f"for {SLOW_STEPS} steps in a row"
+            f"for at least {SLOW_STEPS} steps in a row"
         )
     return (
         f"worker {worker} is less slow: it takes {now.slowness:.2g} times its usual time instead of {was.slowness:.2g}"

@@ -40,7 +40,7 @@ from engine.core.protocol.coordinator_state import first_state
 from engine.core.protocol.events import JobRestart, Takeover
 from engine.core.protocol.inputs_outputs import JobResumption
 from engine.core.protocol.wishes import MemoryLook, Rebalancing
-from engine.core.protocol.worker_times import slow_workers
+from engine.core.protocol.worker_times import speeds
 from engine.files.accelerators import GpuLook, refuse_what_this_host_lacks
 from engine.runtime.agent.agent import Agent, AgentTasks
 from engine.runtime.agent.coordinator import Node, join_store
@@ -326,7 +326,7 @@ def _look_at(server: Spawner, agent: Agent, known: int) -> int:
 
 
 def _view(agent: Agent) -> RunView:
-    sightings, slow = agent.node.state.sightings, slow_workers(agent.run_state.times.paces)
+    sightings, slow = agent.node.state.sightings, speeds(agent.run_state.times.paces)
     board = required(agent.board, "the workers of a session have a board")
     workers = tuple(
         worker_view(member, board, sightings.get(member.worker), is_slow=member.worker in slow)
