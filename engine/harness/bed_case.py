@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.core.checks.expectations import HostStrike, Observation, exit_code, host_checks, why_no_twin
+from engine.core.checks.expectations import HostStrike, Observation, OutsideView, why_no_twin
 from engine.core.errors import BambooError, ExitCode
 from engine.core.history.process_records import NotComparedRecord
 from engine.core.job.job import Job
@@ -167,22 +167,16 @@ def _concluded(
     history = read_history(folder.events)
     code = _code(end)
     error = str(end.error) if end.error else history.error or (_last_words(folder) if code else "")
-    observation = Observation(code, error, history, leftovers=left)
+    outside = OutsideView(end.strikes, end.codes, lease_s * 1_000_000_000)
+    observation = Observation(code, error, history, leftovers=left, outside=outside)
     job, expect = case.scenario.job, case.scenario.expect
-    if why := why_no_twin(expect, (), observation):
+    if why := why_no_twin(expect, case.faults, observation):
         scribe.add(folder.events, NotComparedRecord(why=why))
     else:
         rows = partial(trajectory_rows, folder.trajectory.read_text(encoding="utf-8"), folder.trajectory)
         run = partial(_run_twin, run_id=f"{folder.path.name}-twin", scribe=scribe, say=screen.say)
         observation = replace(observation, twin=compared(job, history, rows, folder, scribe, run, screen.say))
-    result = judged(case.scenario, (), folder.path, observation)
-    own = host_checks(case.faults, end.strikes, end.codes, history, lease_s * 1_000_000_000)
-    checks = (*own, *result.checks)
-    if result.is_interrupted:
-        checks = tuple(each if each in result.checks else replace(each, result="not judged") for each in checks)
-        result = replace(result, checks=checks)
-    else:
-        result = replace(result, checks=checks, exit_code=exit_code(checks, result.observation))
+    result = judged(case.scenario, case.faults, folder.path, observation)
     summary = _summary(folder) | {"wall_s": round(wall_s, 3), "hosts": merged["hosts"]}
     result = replace(result, summary=summary, is_scenario=True, run_error=end.error)
     scribe.write(folder.run_json, facts_text(case, folder.path.name, result.to_plain()))

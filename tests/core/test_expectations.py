@@ -13,9 +13,10 @@ from engine.core.checks.expectations import (
     Check,
     HostStrike,
     Observation,
+    OutsideView,
     check,
+    decided,
     exit_code,
-    host_checks,
     verdict,
     why_no_twin,
 )
@@ -23,7 +24,7 @@ from engine.core.checks.proof import compare
 from engine.core.checks.trajectory import TrajectoryRow
 from engine.core.errors import BambooError, ExitCode
 from engine.core.exclusion import Cause, Exclusion
-from engine.core.faults.fault import At, Fault, Host, InStep, Owner, Role, When, Worker
+from engine.core.faults.fault import HOST_KINDS, At, Fault, Host, InStep, Owner, Role, When, Worker
 from engine.core.faults.scenario import Expect, Limits
 from engine.core.history.process_records import RestartRecord, StartedRecord
 from engine.core.history.run_history import RunHistory, history_of
@@ -463,8 +464,16 @@ def results(
     records: Sequence[Record], strikes: Sequence[HostStrike] = (STRIKE,), codes: dict[str, int] | None = None
 ) -> dict[str, str]:
     """Returns the result of each check but those that passed."""
-    found = host_checks([HOST_FAULT], strikes, CODES if codes is None else codes, history_of(records), 5 * S)
-    return {each.name: each.result for each in found if each.result != "passed"}
+    run = struck_hosts(records, strikes, CODES if codes is None else codes)
+    checks = check(Expect(trajectory=None, leftovers=None), JOB, [HOST_FAULT], {**KINDS, **HOST_KINDS}, run)
+    return {each.name: each.result for each in checks if each.result != "passed"}
+
+
+def struck_hosts(
+    records: Sequence[Record], strikes: Sequence[HostStrike], codes: dict[str, int], code: int = 0
+) -> Observation:
+    every = [*records, *(record for strike in strikes for record in strike.records())]
+    return Observation(code, "", history_of(every), outside=OutsideView(strikes, codes, 5 * S))
 
 
 GOOD = [*STARTED, host_epoch(1), host_epoch(2, 1, 2)]
@@ -507,6 +516,15 @@ def test_agents_end_as_they_have_to() -> None:
 def test_a_fault_that_proved_nothing_makes_the_case_invalid() -> None:
     assert results([*STARTED, host_epoch(1)], [], CODES | {"h1": 0}) == {"faults": "invalid"}
     assert results(GOOD, [replace(STRIKE, ended_ns=None)]) == {"faults": "invalid"}
+
+
+def test_an_interrupted_run_leaves_the_checks_of_hosts_undecided_but_for_the_strikes() -> None:
+    run = struck_hosts([*STARTED, host_epoch(1)], [STRIKE], CODES, code=130)
+    seen = check(Expect(), JOB, [HOST_FAULT], {**KINDS, **HOST_KINDS}, run)
+    assert exit_code(seen, run) == 130
+    checks = decided(seen, run)
+    assert {each.name: each.result for each in checks if each.result != "not judged"} == {"faults": "passed"}
+    assert {"epochs", "processes", "agents"} <= {each.name for each in checks}
 
 
 def test_who_is_lost_and_what_is_recorded() -> None:

@@ -75,12 +75,59 @@ class Check:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class HostStrike:
+    """A fault has struck host `node` in `step`, with `workers` on it at that time.
+
+    `ended_ns` is the time from the strike until the struck processes had ended; None if they were not seen to end.
+    `spare_ns` is the time from then until the lease of a host that was cut off could expire, None if it is not known.
+    """
+
+    fault: Fault
+    node: str
+    step: int
+    at_ns: int
+    workers: tuple[int, ...]
+    ended_ns: int | None = None
+    spare_ns: int | None = None
+
+    @property
+    def loses_host(self) -> bool:
+        """Whether the run loses the host by it."""
+        return self.fault.do in LOSES_A_HOST
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The workers that are lost by it."""
+        struck = tuple(each.worker for each in self.fault.victims if isinstance(each, Worker))
+        return struck or (self.workers if self.loses_host else ())
+
+    def records(self) -> Iterator[FaultRecord | ConfirmedRecord]:
+        """Yields the records of the strike: one for each worker that is lost, and one for its effect."""
+        stamp: dict[str, Any] = {"worker": AGENT, "at_ns": self.at_ns, "fault": self.fault.id}
+        for worker in self.lost:
+            yield FaultRecord(**stamp, do=self.fault.do, step=self.step, of=worker, slot=None)
+        if self.ended_ns is not None:
+            stamp["at_ns"] += self.ended_ns
+            yield ConfirmedRecord(**stamp, how=f"{self.fault.do} {self.node}, from outside")
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideView:
+    """What was seen from outside of all hosts: the strikes, the exit codes of the agents by host, and the lease."""
+
+    strikes: Sequence[HostStrike]
+    codes: Mapping[str, int]
+    lease_ns: int
+
+
 @dataclass(frozen=True)  # without slots, which a cached property cannot have
 class Observation:
     """A run that has ended: its exit code, error and history, the comparison with its twin, the leftovers.
 
     `twin` is an error if the twin failed. `twin` and `leftovers` are None if they were not checked. Only events since
-    `since_ns` (the host's monotonic clock) are judged; earlier ones only show the owners.
+    `since_ns` (the host's monotonic clock) are judged; earlier ones only show the owners. `outside` is None unless
+    hosts could be struck.
     """
 
     exit_code: int
@@ -89,6 +136,7 @@ class Observation:
     twin: ComparisonRecord | BambooError | None = None
     leftovers: Sequence[str] | None = None
     since_ns: int = 0
+    outside: OutsideView | None = None
 
     def of(self, kind: type[S]) -> list[S]:
         """Returns the judged records of one kind."""
@@ -97,6 +145,15 @@ class Observation:
     def strikes(self, fault: Fault) -> list[FaultRecord]:
         """Returns the strikes of a fault, one record for each victim."""
         return [strike for strike in self.of(FaultRecord) if strike.fault == fault.id]
+
+    def host_strike(self, fault: Fault) -> HostStrike | None:
+        """Returns the strike of a fault from outside of its host; None without one."""
+        strikes = self.outside.strikes if self.outside else ()
+        return next((strike for strike in strikes if strike.fault.id == fault.id), None)
+
+    def has_struck(self, fault: Fault) -> bool:
+        """Returns whether a fault has struck, be it a worker, a host, or a member of etcd."""
+        return bool(self.strikes(fault)) or self.host_strike(fault) is not None
 
     @cached_property
     def recoveries(self) -> list[Recovery]:
@@ -111,8 +168,13 @@ class Observation:
 def check(
     expect: Expect, job: Job, faults: Sequence[Fault], kinds: Mapping[str, FaultKind], run: Observation
 ) -> tuple[Check, ...]:
-    """Returns a check for each expectation; the first one is that the faults struck, if there are any."""
-    checks = [*([_struck(faults, run)] if faults else []), _outcome(expect, run)]
+    """Returns a check for each expectation; the first one is that the faults struck, if there are any.
+
+    A run whose hosts could be struck has checks of them behind it.
+    """
+    checks = [_struck(faults, run)] if faults else []
+    checks += _host_checks(run.outside, run) if run.outside else ()
+    checks.append(_outcome(expect, run))
     if expect.trajectory is not None:
         checks.append(_trajectory(expect.trajectory, run))
     if expect.steps_lost is not None:
@@ -193,8 +255,13 @@ def _first(texts: Sequence[str]) -> str:
 def _struck(faults: Sequence[Fault], run: Observation) -> Check:
     """Checks that every fault struck all its victims and that its effect was seen."""
     wrong = [why for fault in faults if (why := why_not_struck(fault, run))]
-    text = "; ".join(wrong) or (f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck")
-    missed = [fault.moment for fault in faults if not run.strikes(fault)]
+    hosts = (
+        ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in run.outside.strikes)
+        if run.outside
+        else ""
+    )
+    text = "; ".join(wrong) or hosts or (f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck")
+    missed = [fault.moment for fault in faults if not run.has_struck(fault)]
     if len(missed) < len(faults) and any(isinstance(moment, At) and moment.is_half for moment in missed):
         text += f" ({WHOLE_AFTERWARDS})"
     return Check("faults", "invalid" if wrong else "passed", text)
@@ -202,14 +269,16 @@ def _struck(faults: Sequence[Fault], run: Observation) -> Check:
 
 def why_not_struck(fault: Fault, run: Observation) -> str:
     """Returns why a fault proves nothing: it struck too few victims, or its effect was not seen; else an empty text."""
-    victims = {each.of for each in run.strikes(fault)}
-    if not victims:
+    if not run.has_struck(fault):
         return f"{fault.id} did not strike ({fault.in_words(run.history.job.slot_noun)})"
-    if len(victims) < len(fault.victims):
-        return f"{fault.id} struck {len(victims)} of {len(fault.victims)}"
-    if all(each.fault != fault.id for each in run.of(ConfirmedRecord)):
-        return f"{fault.id} struck, but its effect was not seen ({fault.do})"
-    return ""
+    if (host := run.host_strike(fault)) is not None:
+        is_seen = host.ended_ns is not None
+    else:
+        victims = {each.of for each in run.strikes(fault)}
+        if len(victims) < len(fault.victims):
+            return f"{fault.id} struck {len(victims)} of {len(fault.victims)}"
+        is_seen = any(each.fault == fault.id for each in run.of(ConfirmedRecord))
+    return "" if is_seen else f"{fault.id} struck, but its effect was not seen ({fault.do})"
 
 
 def why_no_twin(expect: Expect, faults: Sequence[Fault], run: Observation) -> str:
@@ -220,7 +289,7 @@ def why_no_twin(expect: Expect, faults: Sequence[Fault], run: Observation) -> st
         return "no twin was asked for"
     if _outcome(expect, run).result != "passed":
         return "the run did not end as expected"
-    return "no fault struck" if faults and not any(map(run.strikes, faults)) else ""
+    return "no fault struck" if faults and not any(map(run.has_struck, faults)) else ""
 
 
 def _outcome(expect: Expect, run: Observation) -> Check:
@@ -302,79 +371,28 @@ def _short_enough(name: str, stall: Stall, limit_ns: int) -> Check:
 
 # Checks of a run whose hosts were struck: one epoch for each host lost, the other processes go on, who ended how.
 #
-# Rules: as in `expectations`: a fault that did not strike, or whose effect was not seen, makes the case invalid. The
-# times of strikes and ends were taken outside of the hosts, by one clock.
+# Rule: the times of strikes and ends were taken outside of the hosts, by one clock.
 
 # A member of etcd that is cut off may lead for two election timeouts, and answers renewals meanwhile. The next leader
 # begins all leases afresh, later than that, so the last answered renewal still tells when a lease could expire.
 _STILL_LEADS_NS = 2_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class HostStrike:
-    """A fault has struck host `node` in `step`, with `workers` on it at that time.
-
-    `ended_ns` is the time from the strike until the struck processes had ended; None if they were not seen to end.
-    `spare_ns` is the time from then until the lease of a host that was cut off could expire, None if it is not known.
-    """
-
-    fault: Fault
-    node: str
-    step: int
-    at_ns: int
-    workers: tuple[int, ...]
-    ended_ns: int | None = None
-    spare_ns: int | None = None
-
-    @property
-    def loses_host(self) -> bool:
-        """Whether the run loses the host by it."""
-        return self.fault.do in LOSES_A_HOST
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The workers that are lost by it."""
-        struck = tuple(each.worker for each in self.fault.victims if isinstance(each, Worker))
-        return struck or (self.workers if self.loses_host else ())
-
-    def records(self) -> Iterator[FaultRecord | ConfirmedRecord]:
-        """Yields the records of the strike: one for each worker that is lost, and one for its effect."""
-        stamp: dict[str, Any] = {"worker": AGENT, "at_ns": self.at_ns, "fault": self.fault.id}
-        for worker in self.lost:
-            yield FaultRecord(**stamp, do=self.fault.do, step=self.step, of=worker, slot=None)
-        if self.ended_ns is not None:
-            stamp["at_ns"] += self.ended_ns
-            yield ConfirmedRecord(**stamp, how=f"{self.fault.do} {self.node}, from outside")
-
-
-def host_checks(
-    faults: Sequence[Fault],
-    strikes: Sequence[HostStrike],
-    codes: Mapping[str, int],
-    history: RunHistory,
-    lease_ns: int,
-) -> tuple[Check, ...]:
-    """Returns the checks of a run whose hosts were struck; `codes` are the exit codes of the agents, by host."""
-    cut = [strike for strike in strikes if strike.fault.do == "cut-host"]
-    return (
-        _struck_hosts(faults, strikes),
-        _epochs(strikes, history),
-        _processes(strikes, history),
-        _agents(strikes, codes),
-        *([_lease(cut, lease_ns)] if cut else []),
-    )
+def _host_checks(view: OutsideView, run: Observation) -> Iterator[Check]:
+    """Yields the checks of the hosts; an interrupted run leaves all of them undecided."""
+    cut = [strike for strike in view.strikes if strike.fault.do == "cut-host"]
+    checks = [
+        _epochs(view.strikes, run.history),
+        _processes(view.strikes, run.history),
+        _agents(view.strikes, view.codes),
+        *([_lease(cut, view.lease_ns)] if cut else []),
+    ]
+    for each in checks:
+        yield replace(each, result="not judged", text=_INTERRUPTED) if run.exit_code in BY_SIGNAL else each
 
 
 def _judged_hosts(name: str, wrong: Sequence[str], text: str) -> Check:
     return Check(name, "failed" if wrong else "passed", "; ".join(wrong) or text)
-
-
-def _struck_hosts(faults: Sequence[Fault], strikes: Sequence[HostStrike]) -> Check:
-    by_id = {each.fault.id: each for each in strikes}
-    wrong = [f"{each.id} did not strike ({each.in_words('stage')})" for each in faults if each.id not in by_id]
-    wrong += [f"{each.fault.id} struck, but its effect was not seen" for each in strikes if each.ended_ns is None]
-    text = ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in strikes)
-    return Check("faults", "invalid" if wrong else "passed", "; ".join(wrong) or text)
 
 
 def _epochs(strikes: Sequence[HostStrike], history: RunHistory) -> Check:
