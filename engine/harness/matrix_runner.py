@@ -126,8 +126,7 @@ class MatrixRun:
             say(f"shrink: {size}, {job.microbatches} microbatches: {'fails' if same else 'does not'}")
             return same
 
-        ending = {kind.name for kind in kinds().values() if kind.ends}
-        shrunk = shrink(scenario, fails, ending, budget)
+        shrunk = shrink(scenario, fails, kinds(), budget)
         scenario = replace(shrunk.scenario, job=replace(shrunk.scenario.job, results=Job().results))  # of this search
         shrunk = replace(shrunk, scenario=scenario)
         path = self.folder / f"shrunk-{_file_name(failed.cell)}.yaml"

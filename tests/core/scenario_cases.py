@@ -19,10 +19,10 @@ KINDS = {
         FaultKind("slow", "Slows it.", "worker", False, (Parameter("factor", "number", "how slow", required=True),)),
         FaultKind("gil", "Hangs.", "worker", False, (Parameter("gil", "choice", "x", "held", choices=("held", "no")),)),
         FaultKind("say", "Says it.", "worker", False, (Parameter("text", "text", "what"),)),
+        FaultKind("gpu-oom", "Fills its GPU.", "worker", ends=True, acts_on="GPU"),
         FaultKind("cut", "Cuts it.", "worker", False, (Parameter("peer", "worker", "the other end", required=True),)),
     )
 }
-ENDING = {name for name, kind in KINDS.items() if kind.ends}
 JOB = Job(stages=4, pipelines=2, microbatches=4, steps=12, device="cpu")
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.faults.fault import ANY_HOSTS, ONE_HOST, InStep, OnHosts, chosen_host
+from engine.core.faults.fault import ANY_HOSTS, HOST_KINDS, ONE_HOST, InStep, OnHosts, chosen_host
 from engine.core.faults.scenario import Expect, FaultSpec, Target
 from engine.core.faults.scenario_rules import PlannedFaults, check_faults
 from engine.core.job.job import Job
-from tests.core.scenario_cases import at
+from tests.core.scenario_cases import KINDS, at
 
 JOB = Job(stages=4, steps=10)
 GOOD = FaultSpec("one", InStep(3), Target(), "power-off")
@@ -21,7 +21,7 @@ OF_A_WORKER = FaultSpec("kill", at(1, "1B4"), Target(), "kill")
 
 def fields(*faults: FaultSpec, on: OnHosts = OnHosts(3)) -> list[str]:  # noqa: B008 - frozen
     """Returns the fields of the problems of some faults."""
-    found = check_faults(PlannedFaults(JOB, dict(enumerate(faults)), whole=True), Expect(), {"kill"}, on)
+    found = check_faults(PlannedFaults(JOB, dict(enumerate(faults)), whole=True), Expect(), {**KINDS, **HOST_KINDS}, on)
     return [each.field.removeprefix("faults.") for each in found]
 
 

@@ -16,7 +16,7 @@ from engine.files.jobs.matrix_file import read_matrix
 from engine.runtime.faults.registry import kinds
 from tests.core.scenario_cases import at, scenario, wanted
 
-ENDING = {kind.name for kind in kinds().values() if kind.ends}
+KINDS = kinds()
 JOB = Job(model="mlp", stages=4, microbatches=4, steps=8)
 KILL = wanted("first", at(3, "1B2"))
 PAIR = wanted("pair", at(3, "1B2"), count=2, adjacent=True)
@@ -24,7 +24,7 @@ NOTHING = wanted("nothing", at(3, "1B2"), "noop")
 
 
 def told(faults: tuple[FaultSpec, ...], expect: Expect, **job: Any) -> list[str]:
-    return [str(each) for each in check_scenario(scenario(*faults, job=replace(JOB, **job), expect=expect), ENDING)]
+    return [str(each) for each in check_scenario(scenario(*faults, job=replace(JOB, **job), expect=expect), KINDS)]
 
 
 RECOVERED, LOST = Expect(), Expect("state-lost")

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.faults.fault import ON_LINKS, After, Parameter, kind_problems
+from engine.core.faults.fault import After, FaultKind, Parameter, kind_problems
 from engine.core.faults.scenario import Every, Expect, FaultSpec, Limits, Scenario
 from engine.core.faults.scenario_rules import check_scenario
 from engine.core.job.job import Job
 from engine.core.job.partition import initial_program
-from tests.core.scenario_cases import ENDING, JOB, KINDS, at, scenario, wanted
+from tests.core.scenario_cases import JOB, KINDS, at, scenario, wanted
 
 FIRST = wanted("first", at(5, "2B3"))
 
 
 def problems(case: Scenario) -> list[str]:
-    return [str(each) for each in check_scenario(case, ENDING)]
+    return [str(each) for each in check_scenario(case, KINDS)]
 
 
 def test_a_link_leads_to_another_worker() -> None:
@@ -130,13 +130,15 @@ def test_what_can_never_be_is_told_before_the_run(fault: FaultSpec, problem: str
     assert len(found) == 1 and found[0].startswith(f"faults.0.{problem}"), found
 
 
-@pytest.mark.parametrize("kind", sorted(ON_LINKS))
-def test_a_link_has_no_tensor_that_nccl_sends(kind: str) -> None:
+def test_a_link_has_no_tensor_that_nccl_sends() -> None:
+    kind = FaultKind("delay-link", "Delays.", "worker", ends=False, acts_on="frames")
     assert [str(each) for each in kind_problems(kind, {}, replace(JOB, device="cuda", backend="nccl"))] == [
-        f"do: expected a kind for a job over links, found {kind!r} "
+        "do: expected a kind for a job over links, found 'delay-link' "
         "(NCCL sends between GPUs, past the links: set backend: direct, or take cut-link)"
     ]
-    assert list(kind_problems(kind, {}, JOB)) == list(kind_problems("cut-link", {}, JOB)) == []
+    assert list(kind_problems(kind, {}, JOB)) == []
+    on_processes = replace(kind, acts_on="process")
+    assert list(kind_problems(on_processes, {}, replace(JOB, device="cuda", backend="nccl"))) == []
 
 
 def test_healing_needs_a_failure_in_an_earlier_step_and_somebody_to_heal() -> None:

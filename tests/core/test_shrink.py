@@ -8,7 +8,7 @@ from engine.core.faults.fault import After, At
 from engine.core.faults.matrix import is_possible, proposals, shrink
 from engine.core.faults.scenario import Scenario
 from engine.core.job.job import Job
-from tests.core.scenario_cases import ENDING, JOB, at, scenario, wanted
+from tests.core.scenario_cases import JOB, KINDS, at, scenario, wanted
 
 BIG = scenario(
     wanted("one", at(5, "1B2")),
@@ -22,7 +22,7 @@ def steps_of(found: Scenario) -> list[int]:
 
 
 def test_whatever_fails_shrinks_to_almost_nothing() -> None:
-    found = shrink(BIG, lambda tried: True, ENDING)
+    found = shrink(BIG, lambda tried: True, KINDS)
     assert found.is_minimal
     job = found.scenario.job
     assert len(found.scenario.faults) == 1
@@ -31,7 +31,7 @@ def test_whatever_fails_shrinks_to_almost_nothing() -> None:
 
 
 def test_what_only_the_whole_fails_stays() -> None:
-    found = shrink(BIG, lambda tried: tried == BIG, ENDING)
+    found = shrink(BIG, lambda tried: tried == BIG, KINDS)
     assert found.scenario == BIG
     assert found.is_minimal
 
@@ -41,7 +41,7 @@ def test_what_is_needed_stays() -> None:
         stops = any(each.do == "stop" for each in tried.faults)
         return stops and tried.job.stages >= 3 and tried.job.steps >= 4
 
-    found = shrink(BIG, fails, ENDING)
+    found = shrink(BIG, fails, KINDS)
     job = found.scenario.job
     assert [each.id for each in found.scenario.faults] == ["two"]
     assert (job.stages, job.pipelines, job.microbatches, job.steps) == (3, 1, 1, 4)
@@ -74,9 +74,9 @@ def test_only_scenarios_that_break_no_rule_are_tried() -> None:
         asked.append(tried)
         return True
 
-    shrink(start, fails, ENDING)
+    shrink(start, fails, KINDS)
     assert asked
-    assert all(is_possible(each, ENDING) for each in asked)
+    assert all(is_possible(each, KINDS) for each in asked)
     assert len(asked) == len({str(each) for each in asked})
 
 
@@ -87,7 +87,7 @@ def test_the_budget_is_kept() -> None:
         asked.append(tried)
         return False
 
-    found = shrink(BIG, fails, ENDING, budget=3)
+    found = shrink(BIG, fails, KINDS, budget=3)
     assert (len(asked), found.num_tries, found.is_minimal) == (3, 3, False)
     assert found.scenario == BIG
 

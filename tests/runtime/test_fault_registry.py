@@ -9,22 +9,22 @@ from typing import get_args
 import pytest
 
 from engine.core.errors import InvariantError
-from engine.core.faults.fault import HOST_KINDS, ParameterForm, Parameters, Sign, at_once
+from engine.core.faults.fault import HOST_KINDS, ActsOn, ParameterForm, Parameters, Sign, at_once
 from engine.runtime.faults import registry
 from engine.runtime.faults.registry import WorkerFaultContext, fault_kind
 from engine.runtime.faults.registry import worker_kinds as kinds
 
-KINDS = {
-    *("kill", "terminate", "stop", "exit", "raise", "abort", "segfault"),
-    *("oom", "slow", "hang", "nan", "flip-bit", "noop"),
-    *("cut-link", "delay-link", "stall-link", "reset-link"),
-    *("disk-full", "disk-error", "damage"),
-    *("gpu-error", "gpu-sticky", "gpu-hang", "gpu-oom"),
+_PROCESS = ("kill", "terminate", "stop", "exit", "raise", "abort", "segfault", "oom", "slow", "hang", "nan", "flip-bit")
+KINDS: dict[str, ActsOn] = {
+    **dict.fromkeys((*_PROCESS, "noop", "cut-link"), "process"),
+    **dict.fromkeys(("delay-link", "stall-link", "reset-link"), "frames"),
+    **dict.fromkeys(("disk-full", "disk-error", "damage"), "checkpoints"),
+    **dict.fromkeys(("gpu-error", "gpu-sticky", "gpu-hang", "gpu-oom"), "GPU"),
 }
 
 
 def test_every_kind_says_what_it_is() -> None:
-    assert kinds().keys() == KINDS
+    assert {name: kind.acts_on for name, kind in kinds().items()} == KINDS
     for name, kind in kinds().items():
         assert name == kind.name
         assert kind.about.endswith(".")

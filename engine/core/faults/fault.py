@@ -28,10 +28,7 @@ from engine.core.units import DURATION_FORM, Scalar, described, duration_text, p
 AT_ONCE = frozenset({"kill"})  # kinds that end their victim at once
 WITH_NOTICE = frozenset({"terminate"})  # kinds whose victim may hand its stages over before it ends
 HARMLESS = frozenset({"noop"})  # kinds without an effect
-ON_DISKS = frozenset({"disk-full", "disk-error", "damage"})  # kinds that act on files of checkpoints
-ON_GPUS = frozenset({"gpu-error", "gpu-sticky", "gpu-hang", "gpu-oom"})  # kinds that act on the GPU of a worker
-ON_LINKS = frozenset({"delay-link", "stall-link", "reset-link"})  # kinds that act on frames
-WITHOUT_GPU, DOUBLE = "without_gpu", "double"  # the parameter of these kinds for a job on the CPU, and its value
+WITHOUT_GPU, DOUBLE = "without_gpu", "double"  # the parameter of kinds on a GPU for a job on the CPU, and its value
 
 MOST_NS = 24 * 3600 * 10**9  # no wait is longer: a system call may refuse it
 MOST_COUNT, MOST_NUMBER, MOST_CHARACTERS = 10**9, 10**6, 1000
@@ -41,6 +38,7 @@ ParameterForm = Literal["duration", "count", "worker", "number", "text", "choice
 Parameters = Mapping[str, Scalar]
 # exit: exit code; notice: the worker gave notice; raised: an exception; suffered: the worker confirms; state: in /proc.
 Sign = Literal["exit", "notice", "raised", "suffered", "state"]
+ActsOn = Literal["process", "checkpoints", "frames", "GPU"]  # frames: those of links, which NCCL does not send
 
 
 class TimedSignal(NamedTuple):
@@ -116,8 +114,8 @@ class FaultKind:
     """One kind of fault; `by` carries it out, `ends` says whether it ends its victim, the worker or the host.
 
     A kind by the bed strikes hosts from outside: `target` is ``host`` where a scenario names one, ``worker``, or the
-    word for the host that it always strikes. `shows` returns whether a sign and its value confirm the effect; `signals`
-    returns what the agent sends.
+    word for the host that it always strikes. A job must have what the kind `acts_on`. `shows` returns whether a sign
+    and its value confirm the effect; `signals` returns what the agent sends.
     """
 
     name: str
@@ -128,6 +126,7 @@ class FaultKind:
     shows: Callable[[Sign, Any, Parameters], bool] = at_once
     signals: Callable[[Parameters], tuple[TimedSignal, ...]] = no_signals
     target: str = "worker"
+    acts_on: ActsOn = "process"
 
     def with_defaults(self, given: Parameters) -> dict[str, Scalar]:
         """Returns the `given` parameters, by key, and the defaults of the others."""
@@ -135,22 +134,25 @@ class FaultKind:
         return {**defaults, **given}
 
 
-def kind_problems(kind: str, parameters: Parameters, job: Job) -> Iterator[Problem]:
-    """Yields the problems of a kind with these parameters in a job in which it can have no effect."""
-    if kind in ON_DISKS and keeping_of(job.checkpoint_every) == KeepRule(last=False):
+Kinds = Mapping[str, FaultKind]  # by name
+
+
+def ends(do: str, kinds: Kinds) -> bool:
+    """Returns whether a kind is known and ends its victim."""
+    return do in kinds and kinds[do].ends
+
+
+def kind_problems(kind: FaultKind, parameters: Parameters, job: Job) -> Iterator[Problem]:
+    """Yields the problem of a kind with these parameters in a job that lacks what the kind acts on."""
+    if kind.acts_on == "checkpoints" and keeping_of(job.checkpoint_every) == KeepRule(last=False):
         hint = "no checkpoint is written there: set checkpoint_every in the job"
-        yield Problem("do", "a kind for a job that keeps checkpoints", repr(kind), hint)
-    if kind in ON_LINKS and job.backend == "nccl":
+        yield Problem("do", "a kind for a job that keeps checkpoints", repr(kind.name), hint)
+    if kind.acts_on == "frames" and job.backend == "nccl":
         hint = "NCCL sends between GPUs, past the links: set backend: direct, or take cut-link"
-        yield Problem("do", "a kind for a job over links", repr(kind), hint)
-    yield from gpu_problems(kind, parameters, job)
-
-
-def gpu_problems(kind: str, parameters: Parameters, job: Job) -> Iterator[Problem]:
-    """Yields the problem of a fault of a GPU in a job without GPUs and without their double."""
-    if kind in ON_GPUS and job.device != "cuda" and parameters.get(WITHOUT_GPU) != DOUBLE:
+        yield Problem("do", "a kind for a job over links", repr(kind.name), hint)
+    if kind.acts_on == "GPU" and job.device != "cuda" and parameters.get(WITHOUT_GPU) != DOUBLE:
         hint = f"its workers compute on the CPU: with {WITHOUT_GPU}: {DOUBLE} a worker plays its GPU"
-        yield Problem("do", "a kind for a job on GPUs", repr(kind), hint)
+        yield Problem("do", "a kind for a job on GPUs", repr(kind.name), hint)
 
 
 When = Literal["before", "during", "after"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from engine.core.action import STAGE_OPS, WHOLE_STAGE, Action, Op
 from engine.core.errors import Problem, UserError, nearest
-from engine.core.faults.fault import WHENS, At
+from engine.core.faults.fault import WHENS, At, FaultKind
 from engine.core.faults.scenario import Expect, FaultSpec, Scenario, Target
 from engine.core.faults.scenario_rules import PlannedFaults, changes_by, never_striking, own_actions
 from engine.core.job.job import Job
@@ -22,6 +22,7 @@ from engine.core.ownership import Slot
 KILL_FORM = "STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]"
 
 _KILL = "kill"
+_KINDS = {_KILL: FaultKind(_KILL, "SIGKILL", "agent", ends=True)}
 _NOTHING = Expect()
 _OPS = {op.value: op for op in Op}
 _BACKWARDS = (Op.B, Op.I)  # a microbatch has one of them: a whole backward, or the part for the inputs
@@ -51,7 +52,7 @@ def kill_scenario(texts: Sequence[str], job: Job, expect: Expect = _NOTHING) -> 
     known = PlannedFaults(job, dict(enumerate(faults.values())), whole=not problems)
     for each in faults.values():
         field = f"--kill {each.id}"
-        problems += [replace(problem, field=field) for problem in never_striking(known, job, each, {_KILL})]
+        problems += [replace(problem, field=field) for problem in never_striking(known, job, each, _KINDS)]
     if problems:
         raise UserError(problems)
     return Scenario(job.name, "", job, tuple(faults.values()), expect)

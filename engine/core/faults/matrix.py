@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from math import prod
@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.core.action import STAGE_OPS
 from engine.core.errors import MOST_PROBLEMS, Problem, UserError, nearest
-from engine.core.faults.fault import After, At
+from engine.core.faults.fault import After, At, Kinds
 from engine.core.faults.scenario import FaultSpec, Scenario
 from engine.core.faults.scenario_rules import check_scenario
 from engine.core.job.job import Job
@@ -294,18 +294,16 @@ class SmallestScenario:
     is_minimal: bool
 
 
-def shrink(
-    scenario: Scenario, fails: Callable[[Scenario], bool], ending: Collection[str], budget: int = 40
-) -> SmallestScenario:
+def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], kinds: Kinds, budget: int = 40) -> SmallestScenario:
     """Returns the smallest scenario found for which `fails` is true, as it is for the given one.
 
-    `ending` are the kinds of faults that end their victim.
+    `kinds` are those of faults, by name.
     """
     num_tries = 0
     tried: list[Scenario] = []
     while True:
         for proposal in proposals(scenario):
-            if proposal in tried or not is_possible(proposal, ending):
+            if proposal in tried or not is_possible(proposal, kinds):
                 continue
             if num_tries == budget:
                 return SmallestScenario(scenario, num_tries, is_minimal=False)
@@ -318,9 +316,9 @@ def shrink(
             return SmallestScenario(scenario, num_tries, is_minimal=True)
 
 
-def is_possible(scenario: Scenario, ending: Collection[str]) -> bool:
+def is_possible(scenario: Scenario, kinds: Kinds) -> bool:
     """Returns whether a scenario breaks no rule."""
-    return not check_job(scenario.job) and not check_scenario(scenario, ending)
+    return not check_job(scenario.job) and not check_scenario(scenario, kinds)
 
 
 def proposals(scenario: Scenario) -> Iterator[Scenario]:

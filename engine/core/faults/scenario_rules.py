@@ -26,7 +26,9 @@ from engine.core.faults.fault import (
     After,
     At,
     InStep,
+    Kinds,
     OnHosts,
+    ends,
     kind_problems,
     number_of,
 )
@@ -49,9 +51,9 @@ NO_TWIN = "a run without the settings of a deterministic one may have other bits
 
 
 def impossible_expectations(
-    expect: Expect, job: Job, faults: Mapping[int, FaultSpec] | None, ending: Collection[str]
+    expect: Expect, job: Job, faults: Mapping[int, FaultSpec] | None, kinds: Kinds
 ) -> Iterator[Problem]:
-    """Yields the problems of expectations that no run can meet; `ending` are the kinds that end their victim.
+    """Yields the problems of expectations that no run can meet; `kinds` are the known ones, by name.
 
     `faults` is None if some are not valid: they may have any effect.
     """
@@ -74,12 +76,12 @@ def impossible_expectations(
         yield Problem(_PLACE, "a job that keeps checkpoints beside it", "'resumable'", hint)
     if faults is None:
         return
-    sure = _why_kept(job, faults, ending) or _why_goes_on(job, faults, ending)
+    sure = _why_kept(job, faults, kinds) or _why_goes_on(job, faults, kinds)
     if expect.outcome == "resumable" and is_kept and sure:
         yield Problem(_PLACE, "recovered", "'resumable'", sure)
-    if expect.outcome == "recovered" and not (is_kept and job.restarts) and (why := _why_lost(job, faults, ending)):
+    if expect.outcome == "recovered" and not (is_kept and job.restarts) and (why := _why_lost(job, faults, kinds)):
         yield Problem(_PLACE, "state-lost", "'recovered'", why)
-    if expect.outcome == "state-lost" and (why := _why_kept(job, faults, ending)):
+    if expect.outcome == "state-lost" and (why := _why_kept(job, faults, kinds)):
         yield Problem(_PLACE, "recovered", "'state-lost'", why)
     if (
         expect.outcome == "recovered"
@@ -98,18 +100,18 @@ def _is_harmless(wanted: FaultSpec) -> bool:
     return wanted.do in HARMLESS
 
 
-def _why_lost(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]) -> str:
+def _why_lost(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
     """Returns why the state of a stage is surely lost; empty if a run may keep it."""
     for wanted in faults.values():
         at = wanted.trigger
-        if not isinstance(at, At) or wanted.do not in ending or wanted.do in WITH_NOTICE or _is_at_the_end(at, job):
+        if not isinstance(at, At) or not ends(wanted.do, kinds) or wanted.do in WITH_NOTICE or _is_at_the_end(at, job):
             continue
         if all(len(each) == 1 for each in holders(job)):
             alone = len(fresh_ownership(job).workers()) == 1
             held = "shards" if job.fsdp else f"{job.slot_noun}s"
             why = f"with redundancy {job.redundancy} no other worker holds its {held}"
             return f"{wanted.id} ends a worker, and {'the job has one worker' if alone else why}"
-        if not _comes_first(wanted, at, faults, ending):
+        if not _comes_first(wanted, at, faults, kinds):
             continue
         victims = _victims(wanted, at, job)
         for stage, workers in enumerate(holders(job)):
@@ -120,9 +122,9 @@ def _why_lost(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]
     return ""
 
 
-def _why_kept(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]) -> str:
+def _why_kept(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
     """Returns why the state of every stage is surely kept; empty if a run may lose it."""
-    if not all(each.do in ending or _is_harmless(each) for each in faults.values()):
+    if not all(ends(each.do, kinds) or _is_harmless(each) for each in faults.values()):
         return ""
     dead = sum(_most_victims(each) for each in faults.values() if not _is_harmless(each))
     kept = min(len(each) for each in holders(job))
@@ -141,10 +143,10 @@ def _keeps_before_the_end(job: Job) -> bool:
     return keeping.needs_time or keeping.in_epochs or is_due
 
 
-def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], ending: Collection[str]) -> str:
+def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
     """Returns why a run surely goes on from a checkpoint by itself; empty if its restarts may be used up."""
-    lost = sum(_most_victims(each) for each in faults.values() if each.do in ending)
-    if lost > job.restarts or any(each.do not in ending and not _is_harmless(each) for each in faults.values()):
+    lost = sum(_most_victims(each) for each in faults.values() if each.do in kinds)
+    if lost > job.restarts or any(not ends(each.do, kinds) and not _is_harmless(each) for each in faults.values()):
         return ""
     return f"{lost} workers are lost at most, and the run goes on by itself {job.restarts} times: set restarts: 0"
 
@@ -157,7 +159,7 @@ def _is_at_the_end(at: At, job: Job) -> bool:
     return at.step == job.steps - 1 and at.action.op in STAGE_OPS
 
 
-def _comes_first(wanted: FaultSpec, at: At, faults: Mapping[int, FaultSpec], ending: Collection[str]) -> bool:
+def _comes_first(wanted: FaultSpec, at: At, faults: Mapping[int, FaultSpec], kinds: Kinds) -> bool:
     """Returns whether no other fault that ends a worker can strike before this one."""
     others = [each.trigger for each in faults.values() if each is not wanted and not _is_harmless(each)]
     return all(
@@ -195,10 +197,10 @@ _UNDISTURBED = {
 }
 
 
-def check_scenario(scenario: Scenario, ending: Collection[str]) -> list[Problem]:
-    """Returns the problems of a scenario with a valid job; `ending` are the kinds that end their victim."""
+def check_scenario(scenario: Scenario, kinds: Kinds) -> list[Problem]:
+    """Returns the problems of a scenario with a valid job; `kinds` are the known ones, by name."""
     found = PlannedFaults(scenario.job, dict(enumerate(scenario.faults)), whole=True)
-    return check_faults(found, scenario.expect, ending)
+    return check_faults(found, scenario.expect, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +215,7 @@ class PlannedFaults:
     whole: bool
 
 
-def check_faults(
-    found: PlannedFaults, expect: Expect, ending: Collection[str], on: OnHosts = ANY_HOSTS
-) -> list[Problem]:
+def check_faults(found: PlannedFaults, expect: Expect, kinds: Kinds, on: OnHosts = ANY_HOSTS) -> list[Problem]:
     """Returns a problem for each rule between these parts of a scenario that is broken, to run `on` hosts."""
     of_hosts = {number: each for number, each in found.faults.items() if isinstance(each.trigger, InStep)}
     problems = [*_place(found.faults, of_hosts, on), *_ids(found.faults), *_moments(found.faults)]
@@ -230,16 +230,17 @@ def check_faults(
     if found.job is None:
         return problems
     for number, wanted in found.faults.items():
-        impossible = never_striking(found, found.job, wanted, ending)
+        impossible = never_striking(found, found.job, wanted, kinds)
         problems += [replace(each, field=f"faults.{number}.{each.field}") for each in impossible]
     whole = found.whole and found.job.has_program and found.job.has_steps and not problems
-    problems += impossible_expectations(expect, found.job, found.faults if whole else None, ending)
+    problems += impossible_expectations(expect, found.job, found.faults if whole else None, kinds)
     return problems
 
 
-def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Collection[str]) -> list[Problem]:
+def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, kinds: Kinds) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
-    problems = [*_target("target", wanted, job), *kind_problems(wanted.do, wanted.parameters, job)]
+    problems = [*_target("target", wanted, job)]
+    problems += kind_problems(kinds[wanted.do], wanted.parameters, job) if wanted.do in kinds else ()
     peer = wanted.parameters.get("peer", 0)
     if isinstance(peer, int) and peer >= job.num_workers:
         problems.append(_beyond("peer", "worker", peer, job.num_workers, job))
@@ -250,7 +251,7 @@ def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, ending: Co
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger
-    return (_limits("at", at, job) or _never_coming(at, found, job, ending)) + problems
+    return (_limits("at", at, job) or _never_coming(at, found, job, kinds)) + problems
 
 
 def _sole_victim(found: PlannedFaults, job: Job, wanted: FaultSpec) -> int | None:
@@ -265,12 +266,12 @@ def _sole_victim(found: PlannedFaults, job: Job, wanted: FaultSpec) -> int | Non
     return initial_program(job)[1].owner(at.action.pipeline, at.action.stage)
 
 
-def _never_coming(at: At, found: PlannedFaults, job: Job, ending: Collection[str]) -> list[Problem]:
+def _never_coming(at: At, found: PlannedFaults, job: Job, kinds: Kinds) -> list[Problem]:
     """Returns the problem of a moment whose action can never come; without a program none is known."""
     if not job.has_program:
         return []
     own = own_actions(*initial_program(job), (at.action.pipeline, at.action.stage))
-    return _action("at", at.action, own, job, _Failures(at, found, ending))
+    return _action("at", at.action, own, job, _Failures(at, found, kinds))
 
 
 def _ids(faults: Mapping[int, FaultSpec]) -> Iterator[Problem]:
@@ -339,11 +340,11 @@ class _Failures:
 
     at: At
     found: PlannedFaults
-    ending: Collection[str]
+    kinds: Kinds
 
     def before(self, step: int) -> bool:
         """Returns whether one may strike before this step; a fault that could not be read may strike at any time."""
-        triggers = [each.trigger for each in self.found.faults.values() if each.do in self.ending]
+        triggers = [each.trigger for each in self.found.faults.values() if ends(each.do, self.kinds)]
         others = [each for each in triggers if each != self.at]
         return not self.found.whole or any(not isinstance(each, At) or each.step < step for each in others)
 
@@ -354,7 +355,9 @@ class _Failures:
     def recovered_in(self, step: int) -> bool:
         """Returns whether a recovery may finish this step."""
         kills = self._kills()
-        if all(each.do not in self.ending or each.trigger in (self.at, *kills) for each in self.found.faults.values()):
+        if all(
+            not ends(each.do, self.kinds) or each.trigger in (self.at, *kills) for each in self.found.faults.values()
+        ):
             return not self.found.whole or any(each.step <= step <= changes_by(each) for each in kills)
         return self.before(step + 1)  # kinds other than a kill end their victim at an unknown time
 

@@ -288,7 +288,7 @@ def fitted(loaded: LoadedScenario, kinds: Mapping[str, FaultKind], job: Job, exp
     """Returns a scenario that was loaded `to_attach`, for the job of that run; raises UserError if it does not fit."""
     if loaded.document is None:
         made = replace(loaded.scenario, job=job, expect=expect)
-        if problems := check_scenario(made, {kind.name for kind in kinds.values() if kind.ends}):
+        if problems := check_scenario(made, kinds):
             raise UserError(problems)
         return made
     reading = Reading(loaded.document)
@@ -320,9 +320,8 @@ def _scenario(
     expect = expect or _expect(values.get("expect", {}))
     whole = len(faults) == len(listed) and all(each.do for each in faults.values())
     found = PlannedFaults(None if to_attach else job, faults, whole)
-    ending = {kind.name for kind in kinds.values() if kind.ends}
     known = {each.field for each in reading.problems}  # one problem is enough for a value
-    wrong = check_faults(found, expect, ending, on)
+    wrong = check_faults(found, expect, kinds, on)
     reading.problems += [reading.located(each) for each in wrong if each.field not in known]
     if found.job is not None:
         told = a_worker(found.job)

@@ -27,7 +27,7 @@ from engine.core.faults.fault import (
     Victim,
     Worker,
     from_plain,
-    gpu_problems,
+    kind_problems,
     to_plain,
 )
 from engine.core.faults.injection import (
@@ -239,7 +239,7 @@ def _problem(fault: Fault, job: Job, workers: Collection[int], ids: Sequence[str
         return "expected a moment of this job, or after another fault"
     if not 0 < len(fault.victims) <= _MOST_VICTIMS or not all(_is_victim(each, job, workers) for each in fault.victims):
         return "expected victims among the workers of this run"
-    return next((str(each) for each in gpu_problems(fault.do, fault.parameters, job)), "")
+    return next((str(each) for each in kind_problems(registered()[fault.do].kind, fault.parameters, job)), "")
 
 
 def _is_moment(moment: Moment, job: Job, ids: Collection[str]) -> bool:

@@ -127,20 +127,24 @@ _BYTE = Parameter("byte", "count", "the byte that is changed, counted from the n
 _DISK_CALL = Parameter("call", "choice", "the call that fails", "sync", choices=("write", "sync"))
 
 
-@fault_kind("disk-full", "The checkpoint disk is full.", "worker", at_once, _ROOM, _FILES)
+@fault_kind("disk-full", "The checkpoint disk is full.", "worker", at_once, _ROOM, _FILES, acts_on="checkpoints")
 def disk_full(context: WorkerFaultContext) -> None:
     """Lets the writes of the next files fail with ENOSPC."""
     _add(context, full_disk(int(context.parameters["room"]), _files(context), context.tell))
 
 
-@fault_kind("disk-error", "A call of the checkpoint disk fails.", "worker", at_once, _DISK_CALL, _FILES)
+@fault_kind(
+    "disk-error", "A call of the checkpoint disk fails.", "worker", at_once, _DISK_CALL, _FILES, acts_on="checkpoints"
+)
 def disk_error(context: WorkerFaultContext) -> None:
     """Lets a call for the next files fail with EIO."""
     call: FailingCall = "sync" if context.parameters["call"] == "sync" else "write"
     _add(context, failing_disk(call, _files(context), context.tell))
 
 
-@fault_kind("damage", "The disk silently flips one bit of a checkpoint.", "worker", at_once, _BYTE)
+@fault_kind(
+    "damage", "The disk silently flips one bit of a checkpoint.", "worker", at_once, _BYTE, acts_on="checkpoints"
+)
 def damage(context: WorkerFaultContext) -> None:
     """Lets the disk change one bit of a file that is about to be written."""
     _add(context, damaging_disk(int(context.parameters["byte"]), tell=context.tell))
@@ -168,7 +172,9 @@ _WITHOUT = Parameter(
 _ENDS = exit_by(ExitCode.DEVICE_FAILED)
 
 
-@fault_kind("gpu-error", "A call of the worker's GPU fails.", "worker", _ENDS, _CALL, _WITHOUT, ends=True)
+@fault_kind(
+    "gpu-error", "A call of the worker's GPU fails.", "worker", _ENDS, _CALL, _WITHOUT, ends=True, acts_on="GPU"
+)
 def gpu_error(context: WorkerFaultContext) -> None:
     """Lets a call fail; those behind it would work."""
     _strike(context, "error")
@@ -182,19 +188,22 @@ def gpu_error(context: WorkerFaultContext) -> None:
     _CALL,
     _WITHOUT,
     ends=True,
+    acts_on="GPU",
 )
 def gpu_sticky(context: WorkerFaultContext) -> None:
     """Starts a kernel whose assertion fails: the worker has lost its GPU."""
     _strike(context, "sticky")
 
 
-@fault_kind("gpu-oom", "The worker's GPU runs out of memory.", "worker", _ENDS, _CALL, _WITHOUT, ends=True)
+@fault_kind(
+    "gpu-oom", "The worker's GPU runs out of memory.", "worker", _ENDS, _CALL, _WITHOUT, ends=True, acts_on="GPU"
+)
 def gpu_oom(context: WorkerFaultContext) -> None:
     """Asks for more memory than there is, and takes none from the others."""
     _strike(context, "memory")
 
 
-@fault_kind("gpu-hang", "A kernel of the worker's GPU does not end.", "worker", at_once, _CALL, _WITHOUT)
+@fault_kind("gpu-hang", "A kernel of the worker's GPU does not end.", "worker", at_once, _CALL, _WITHOUT, acts_on="GPU")
 def gpu_hang(context: WorkerFaultContext) -> None:
     """Starts a kernel that does not end; the worker hangs where it waits for the GPU."""
     _strike(context, "hang")
@@ -235,21 +244,27 @@ def cut_link(context: WorkerFaultContext) -> None:
     context.links.cut(peer, direction, None if for_ns is None else int(for_ns), met)
 
 
-@fault_kind("delay-link", "A link delivers all frames late.", "worker", at_once, _PEER, _DIRECTION, _BY, _LINK_FOR)
+@fault_kind(
+    *("delay-link", "A link delivers all frames late.", "worker", at_once),
+    *(_PEER, _DIRECTION, _BY, _LINK_FOR),
+    acts_on="frames",
+)
 def delay_link(context: WorkerFaultContext) -> None:
     """Delays the frames of the link to the peer, if there is one."""
     _disturb(context, "delay")
 
 
 @fault_kind(
-    "stall-link", "A link accepts all frames and delivers none.", "worker", at_once, _PEER, _DIRECTION, _LINK_FOR
+    *("stall-link", "A link accepts all frames and delivers none.", "worker", at_once),
+    *(_PEER, _DIRECTION, _LINK_FOR),
+    acts_on="frames",
 )
 def stall_link(context: WorkerFaultContext) -> None:
     """Holds the frames of the link to the peer, if there is one."""
     _disturb(context, "stall")
 
 
-@fault_kind("reset-link", "A link ends inside its next frame.", "worker", at_once, _PEER, _DIRECTION)
+@fault_kind("reset-link", "A link ends inside its next frame.", "worker", at_once, _PEER, _DIRECTION, acts_on="frames")
 def reset_link(context: WorkerFaultContext) -> None:
     """Resets the link to the peer inside its next frame, if there is one."""
     _disturb(context, "reset")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import engine.runtime.faults as package
 from engine.core.errors import ensure
-from engine.core.faults.fault import HOST_KINDS, FaultKind, Parameter, Parameters, Sign, no_signals
+from engine.core.faults.fault import HOST_KINDS, ActsOn, FaultKind, Parameter, Parameters, Sign, no_signals
 
 if TYPE_CHECKING:
     from engine.files.checkpoint_disk import DiskTroubles
@@ -63,7 +63,13 @@ Strike = TypeVar("Strike", bound=Callable[[Any], Any])
 
 
 def fault_kind(
-    name: str, about: str, by: Literal["agent", "worker"], shows: Shows, *parameters: Parameter, ends: bool = False
+    name: str,
+    about: str,
+    by: Literal["agent", "worker"],
+    shows: Shows,
+    *parameters: Parameter,
+    ends: bool = False,
+    acts_on: ActsOn = "process",
 ) -> Callable[[Strike], Strike]:
     """Registers the decorated function as the one that carries out a kind.
 
@@ -73,7 +79,8 @@ def fault_kind(
     def register(strike: Strike) -> Strike:
         ensure(name not in _KINDS, f"two kinds of fault are called {name!r}")
         signals = strike if by == "agent" else no_signals
-        _KINDS[name] = RegisteredFault(FaultKind(name, about, by, ends, parameters, shows, signals), strike)
+        kind = FaultKind(name, about, by, ends, parameters, shows, signals, acts_on=acts_on)
+        _KINDS[name] = RegisteredFault(kind, strike)
         return strike
 
     return register
