@@ -21,25 +21,22 @@ from bamboo_cli.host_options import (
     Hosts,
     HostsWithin,
     InstructionSet,
-    JobFile,
     LeaseSeconds,
     Node,
     PlainHttp,
     RunId,
-    Settings,
     TrustedNetwork,
     Workers,
     etcd_settings,
     fixing,
 )
-from bamboo_cli.job_options import FLAG_FIELDS, resolve_options
+from bamboo_cli.job_options import JobValues, flag_texts, resolve_options, takes_job_values
 from bamboo_cli.run_options import (
     DEFAULT_GRACE,
     Grace,
     Injectable,
     Kills,
     NoTwin,
-    TrustCode,
     YesNo,
     grace_seconds,
     scenario_of,
@@ -48,6 +45,7 @@ from bamboo_cli.run_result import print_result
 from engine.core.errors import BambooError, Problem, UserError, noting
 from engine.core.errors import problems_of as told
 from engine.core.hosts.host_options import HostOptions, problems_of
+from engine.core.job.job import Job
 
 if TYPE_CHECKING:
     from engine.files.jobs.resolved_job import ResolvedJob
@@ -57,13 +55,7 @@ if TYPE_CHECKING:
 
 
 # The agent of one of several hosts: the same line on every host, and the same exit code.
-def run_host(
-    job_file: Path | None,
-    settings: list[str],
-    results: Path | None,
-    given: dict[str, Any],
-    run: Callable[..., Any],
-) -> tuple[HostRunEnd, ResolvedJob]:
+def run_host(values: JobValues, given: dict[str, Any], run: Callable[..., Any]) -> tuple[HostRunEnd, ResolvedJob]:
     """Runs the agent of this host to the end of the run; returns its end. Raises UserError with every mistake."""
     from bamboo_cli.live import screen
     from engine.harness.host_run import run_on_hosts
@@ -73,7 +65,7 @@ def run_host(
         hint = "workers that wait come with --set standby=N"
         problems.append(Problem("--standby", "none beside --hosts", "--standby", hint))
     etcd = noting(problems, lambda: etcd_settings(given["etcd"], given["etcd_plain_http"]))
-    found = noting(problems, lambda: _case(job_file, settings, results, given))
+    found = noting(problems, lambda: _case(values, given))
     resolved, case = found or (None, None)
     options = _options(given, etcd)
     problems += problems_of(options, resolved.job if resolved else None, is_own_address)
@@ -96,19 +88,15 @@ def _options(given: dict[str, Any], etcd: EtcdSettings | None) -> HostOptions:
     return HostOptions(given["run_id"], given["hosts"], node, address, asked, **rest)
 
 
-def _case(
-    job_file: Path | None, settings: list[str], results: Path | None, given: dict[str, Any]
-) -> tuple[ResolvedJob, Case]:
+def _case(values: JobValues, given: dict[str, Any]) -> tuple[ResolvedJob, Case]:
     """Returns the job and the case of an agent: a job with kills, or a scenario; raises UserError with its mistakes."""
     from engine.core.checkpoint_rules import begun_with
     from engine.harness.case import case_of_job
 
     own = {"injectable": given["injectable"], "run_id": given["run_id"]}
-    if job_file is not None and is_scenario(job_file):
-        return _case_of_scenario(job_file, settings, results, given, own)
-    values = dict.fromkeys(FLAG_FIELDS) | {"results": None if results is None else str(results)}
-    values |= {"job_file": job_file, "set": settings, "trust_code": given["trust_code"]}
-    resolved = resolve_options(values, program_only=False, is_plan=False)
+    if values["job_file"] is not None and is_scenario(values["job_file"]):
+        return _case_of_scenario(values, given["kill"], own)
+    resolved = resolve_options(values)
     job, kills = resolved.job, given["kill"]
     after, with_twin = begun_with(resolved.origin), not given["no_twin"]
     problems: list[Problem] = []
@@ -119,9 +107,7 @@ def _case(
     return resolved, case_of_job(resolved, scenario, grace_s=grace_s, **own)
 
 
-def _case_of_scenario(
-    path: Path, settings: list[str], results: Path | None, given: dict[str, Any], own: dict[str, Any]
-) -> tuple[ResolvedJob, Case]:
+def _case_of_scenario(values: JobValues, kills: list[str], own: dict[str, Any]) -> tuple[ResolvedJob, Case]:
     """Returns the case of a scenario, without the expectations that no host can check alone."""
     from engine.files.jobs.resolved_job import ResolvedJob
     from engine.files.jobs.scenario_file import load_scenario
@@ -129,9 +115,11 @@ def _case_of_scenario(
     from engine.harness.job_checks import offered
     from engine.runtime.faults.registry import kinds
 
-    changed = [*settings, *([f"results={results}"] if results is not None else [])]
-    load = partial(load_scenario, str(path), kinds(), None, changed, offered.trusting(given["trust_code"]))
-    if kills := given["kill"]:
+    changed = [*(values["set"] or ()), *(f"{name}={text}" for name, text in flag_texts(values).items())]
+    load = partial(
+        load_scenario, str(values["job_file"]), kinds(), None, changed, offered.trusting(values["trust_code"])
+    )
+    if kills:
         beside = Problem("--kill", "none beside a scenario", ", ".join(kills), "a scenario has its own faults")
         raise UserError([beside, *told(load)])
     loaded = load()
@@ -181,8 +169,6 @@ EPILOG = (
     "Examples:  bamboo agent job.yaml --run 4711 --etcd 10.0.0.1:2379 --hosts 3 --trusted-network 10.0.0.0/8  |  "
     "bamboo agent --join latest  |  bamboo agent --join 20260101-120000-gpt-1a2b --standby"
 )
-_RESULTS = Path("results")
-
 _Join = Annotated[
     str,
     typer.Option(
@@ -194,18 +180,18 @@ _Join = Annotated[
 ]
 
 
+@takes_job_values
 def agent(
-    job_file: JobFile = None,
+    values: JobValues,
+    *,
     join: _Join = "",
     standby: Annotated[
         bool,
         typer.Option("--standby", help="With --join: wait for a failure instead of joining at the next step boundary."),
     ] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder that holds the runs.")] = _RESULTS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
     hosts: Hosts = "",
     run_id: RunId = "",
-    settings: Settings = None,
     workers: Workers = 0,
     node: Node = "",
     address: Address = "",
@@ -217,7 +203,6 @@ def agent(
     no_twin: NoTwin = False,
     grace: Grace = DEFAULT_GRACE,
     injectable: Injectable = YesNo.YES,
-    trust_code: TrustCode = False,
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
@@ -225,23 +210,23 @@ def agent(
 
     For several hosts, run the same command on every host.
     """
-    of_several = {"JOB": job_file, "--hosts": hosts, "--run": run_id, "--set": settings, "--workers": workers}
+    of_several = {"JOB": values["job_file"], "--hosts": hosts, "--run": run_id, "--workers": workers}
+    flags = flag_texts({**values, "results": None}) | {"set": ", ".join(values["set"] or ())}
+    of_several |= {f"--{name.replace('_', '-')}": text for name, text in flags.items()}
     of_several |= {"--node": node, "--address": address, "--trusted-network": trusted, "--isa": isa, "--etcd": etcd}
     of_several |= {"--kill": kill, "--grace": grace if grace != DEFAULT_GRACE else ""}
     if join and (beside := [name for name, value in of_several.items() if value]):
         hint = "the host of the run starts the worker, as its other ones"
         raise UserError([Problem(name, "none beside --join", str(of_several[name]), hint) for name in beside])
     if not hosts:
-        _add_worker(join, results, is_standby=standby, as_json=as_json)
-    pass
+        _add_worker(join, Path(values["results"] or Job().results), is_standby=standby, as_json=as_json)
     from engine.harness.case_runner import run_case_on
 
     given = {"isa": isa, "hosts": hosts, "run_id": run_id, "workers": workers, "node": node, "address": address}
-    given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s, "trust_code": trust_code}
+    given |= {"trusted": trusted, "lease_s": lease_s, "patience_s": patience_s}
     given |= {"etcd": etcd, "etcd_plain_http": etcd_plain_http, "kill": kill or [], "no_twin": no_twin}
     given |= {"grace": grace, "injectable": injectable is YesNo.YES, "standby": standby}
-    place = None if results == _RESULTS else results
-    raise typer.Exit(_printed(*run_host(job_file, settings or [], place, given, run_case_on), as_json))
+    raise typer.Exit(_printed(*run_host(values, given, run_case_on), as_json))
 
 
 def _printed(ended: HostRunEnd, resolved: ResolvedJob, as_json: bool) -> int:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bamboo_cli import completion
 from engine.core.errors import Problem, UserError, problems_of
 
 if TYPE_CHECKING:
@@ -77,15 +76,6 @@ def etcd_settings(endpoints: str, plain_http: bool, environment: Mapping[str, st
 
 _PANEL = "Several hosts"
 
-JobFile = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="JOB.yaml",
-        help="Job file of a run on several hosts.",
-        show_default=False,
-        autocompletion=completion.job_files,
-    ),
-]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -103,6 +103,7 @@ _DEFAULTS = {each.name: each.default for each in fields(Job)}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
+JobValues = Mapping[str, Any]  # of the job's argument and flags, by parameter; None for what is not given
 Own = Callable[[Mapping[str, Any], ResolvedJob | None, list[Problem]], Any]
 First = Callable[[Mapping[str, Any]], list[Problem]]
 
@@ -122,15 +123,12 @@ def takes_job(
     both find mistakes in the command's own flags, which are told together with those of the job. The command gets what
     `own` made of its flags beside the job. Import the types in its annotations at runtime: Typer reads them.
     """
-    flags = list(inspect.signature(command, eval_str=True).parameters.values())[2 if own else 1 :]
-    parameters = [*_job_parameters(instead), *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags)]
+    flags = _own_flags(command, 2 if own else 1)
 
-    @functools.wraps(command)
-    def with_job(**values: Any) -> None:
-        own_values = {each.name: values.pop(each.name) for each in flags}
+    def with_job(values: JobValues, **own_values: Any) -> None:
         is_plan = any(own_values.get(each) for each in _ONLY_SHOWING)
         last = caller_layer() if own_values.get("keywords") else None
-        resolve = functools.partial(resolve_options, values | dict(instead), program_only, is_plan, last=last)
+        resolve = functools.partial(resolve_options, values, program_only, is_plan, last=last)
         problems = first(own_values)
         resolved = noting(problems, lambda: _resolved(own_values, values["results"], resolve))
         made = () if own is None else (own(own_values, resolved, problems),)
@@ -138,10 +136,39 @@ def takes_job(
             raise UserError(problems)
         command(resolved, *made, **own_values)
 
+    return _with_flags(command, with_job, flags, instead)
+
+
+def takes_job_values(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns the command with the job's argument and flags beside its own; it gets their `JobValues` first.
+
+    For a command that is not always about a job. `resolve_options` takes the values. A flag of the command's own hides
+    the one of a field with that name, which `--set` sets.
+    """
+    own = _own_flags(command, 1)
+    return _with_flags(command, command, own, {each.name: None for each in own if each.name in FLAG_FIELDS})
+
+
+def _own_flags(command: Callable[..., None], num_others: int) -> list[inspect.Parameter]:
+    flags = list(inspect.signature(command, eval_str=True).parameters.values())[num_others:]
+    return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags]
+
+
+def _with_flags(
+    command: Callable[..., None], run: Callable[..., None], own: list[inspect.Parameter], instead: JobValues
+) -> Callable[..., None]:
+    """Returns `run` with the name and help of `command` and the flags of both."""
+    parameters = [*_job_parameters(instead), *own]
+
+    @functools.wraps(command)
+    def flagged(**values: Any) -> None:
+        own_values = {each.name: values.pop(each.name) for each in own}
+        run(values | dict(instead), **own_values)
+
     # Typer reads the signature of a function, then its annotations.
-    with_job.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_job.__annotations__ = {each.name: each.annotation for each in parameters}
-    return with_job
+    flagged.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flagged.__annotations__ = {each.name: each.annotation for each in parameters}
+    return flagged
 
 
 def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[..., ResolvedJob]) -> ResolvedJob:
@@ -154,9 +181,9 @@ def _resolved(own_values: Mapping[str, Any], results: Any, resolve: Callable[...
 
 
 def resolve_options(
-    values: Mapping[str, Any],
-    program_only: bool,
-    is_plan: bool,
+    values: JobValues,
+    program_only: bool = False,
+    is_plan: bool = False,
     kept: Document | None = None,
     last: Layer | None = None,
 ) -> ResolvedJob:
@@ -169,13 +196,18 @@ def resolve_options(
     from engine.files.jobs.job_file import resolve_job
     from engine.harness.job_checks import named, offered, readable
 
-    flags = {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
+    flags = flag_texts(values)
     check = (named if program_only else readable if is_plan else offered).trusting(values["trust_code"])
     _refuse_a_library_name(values["job_file"])
     layers = values["job_file"], os.environ, values["set"] or (), flags
     resolved = resolve_job(*layers, offered=check, kept=kept, last=last)
     tell_untrusted(resolved.foreign if is_plan else (), check)
     return resolved
+
+
+def flag_texts(values: JobValues) -> dict[str, str]:
+    """Returns the flags that are given, as texts, by field."""
+    return {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
 
 
 def _refuse_a_library_name(path: Path | None) -> None:

@@ -82,7 +82,8 @@ def tried(name: str, parameter: Any, value: str) -> None:
 
 def values_of(name: str) -> list[Any]:
     """Returns the parameters with values; those of a job, which several commands have, of `run` alone."""
-    of_job = {each.opts[0] for each in LEAVES["run"].params} if name.startswith("schedule ") else set()
+    of_job = {each.opts[0] for each in LEAVES["run"].params if getattr(each, "rich_help_panel", "") == "Job"}
+    of_job = of_job if name != "run" else set()
     return [each for each in LEAVES[name].params if not is_flag(each) and each.opts[0] not in of_job]
 
 

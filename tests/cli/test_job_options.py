@@ -181,16 +181,25 @@ def test_kills_are_parsed_and_checked_once(parsed: list[str]) -> None:
     told = CliRunner().invoke(bamboo, ["run", "--dry-run", *kills], catch_exceptions=False)
     assert (told.exit_code, parsed) == (0, ["5:2", "9:1:B:1"])
     parsed.clear()
-    given = {
-        "kill": kills[1::2],
-        "no_twin": False,
-        "grace": "2m",
-        "injectable": True,
-        "run_id": "r",
-        "trust_code": False,
-    }
-    _, case = _case(None, [], None, given)
+    given = {"kill": kills[1::2], "no_twin": False, "grace": "2m", "injectable": True, "run_id": "r"}
+    values = dict.fromkeys(FLAG_FIELDS) | {"job_file": None, "set": None, "trust_code": False}
+    _, case = _case(values, given)
     assert ([each.id for each in case.faults], parsed) == (["5:2", "9:1:B:1"], kills[1::2])
+
+
+def test_an_agent_takes_the_flags_of_a_job_and_of_a_scenario() -> None:
+    given = {"kill": [], "no_twin": False, "grace": "2m", "injectable": True, "run_id": "r"}
+    values = dict.fromkeys(FLAG_FIELDS) | {"job_file": None, "set": ["seed=7"], "trust_code": False}
+    _, plain = _case({**values, "steps": "9", "audit": None}, given)
+    assert (plain.scenario.job.steps, plain.scenario.job.seed) == (9, 7)
+    _, scenario = _case({**values, "job_file": Path("kill-middle-stage"), "lr": "0.25"}, given)
+    assert (scenario.scenario.job.lr, scenario.scenario.job.seed, len(scenario.faults)) == (0.25, 7, 1)
+
+
+def test_a_worker_that_is_added_has_no_job_of_its_own() -> None:
+    told = CliRunner().invoke(bamboo, ["agent", "--join", "latest", "--load-ahead", "2", "--set", "seed=7"])
+    assert isinstance(told.exception, UserError)
+    assert [each.field for each in told.exception.problems] == ["--load-ahead", "--set"]
 
 
 def test_wrong_kills_are_told_with_the_other_mistakes(parsed: list[str]) -> None:
