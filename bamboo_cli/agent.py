@@ -50,7 +50,7 @@ from engine.core.job.job import Job
 if TYPE_CHECKING:
     from engine.files.jobs.resolved_job import ResolvedJob
     from engine.harness.case import Case
-    from engine.harness.takeover import HostRunEnd
+    from engine.harness.host_agent import HostRunEnd
     from engine.runtime.store.etcd_settings import EtcdSettings
 
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 def run_host(values: JobValues, given: dict[str, Any], run: Callable[..., Any]) -> tuple[HostRunEnd, ResolvedJob]:
     """Runs the agent of this host to the end of the run; returns its end. Raises UserError with every mistake."""
     from bamboo_cli.live import screen
-    from engine.harness.host_run import run_on_hosts
+    from engine.harness.host_agent import run_on_hosts
 
     problems = fixing(given["isa"])
     if given["standby"]:

@@ -104,7 +104,7 @@ def _lament(last: str, *, as_json: bool) -> NoReturn:
 
 def _wait_for_end(results: Path, run: str | None, etcd: str, *, plain_http: bool, as_json: bool) -> NoReturn:
     """Prints the outcome of a run as soon as it has one, and exits with its exit code; raises BambooError."""
-    from engine.harness.host_run import awaited_end
+    from engine.harness.awaited_outcome import awaited_end
 
     name, found = awaited_end(results, run, etcd_settings(etcd, plain_http))
     told = {"run": name, "outcome": found.words, "exit_code": found.code}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from bamboo_cli import app, bench
 from engine.core.errors import BambooError, ExitCode, UserError
-from engine.harness import host_run, job_checks
+from engine.harness import host_agent, job_checks
 
 ACTED = -1  # the command took its words, and was stopped where it would have acted
 _connect = socket.socket.connect
@@ -48,7 +48,7 @@ def confined(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "load", functools.cache(app.load))
     monkeypatch.setattr(bench, "import_module", lambda name: _AnyBenchmark())
     monkeypatch.setattr(bench, "_run", _act)
-    monkeypatch.setattr(host_run, "run_on_hosts", _act)
+    monkeypatch.setattr(host_agent, "run_on_hosts", _act)
 
 
 def called(*words: str) -> Ended:

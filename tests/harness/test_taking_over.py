@@ -15,7 +15,7 @@ from engine.core.messages import PartitionMessage, WelcomeMessage
 from engine.files.jobs.checkpoint_place import places_of
 from engine.files.run_folder import CHECKPOINTS_FOLDER, RunFolder
 from engine.harness.case import Case, facts_text
-from engine.harness.takeover import home_of, taught, wait_for_words
+from engine.harness.host_agent import home_of, taught, wait_for_words
 
 OWN = Path("/h2/results/mlp-h2-2")
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from engine.harness.takeover import refuses
+from engine.harness.host_agent import refuses
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

@@ -1,23 +1,43 @@
-"""The hosts of a run on several hosts: the one that coordinates, those that serve it, and the takeover."""
+"""The life of an agent on one of several hosts, in order: it registers, coordinates or serves, and may take over.
+
+    every host      registers in the store, waits for the others, and compares everything that must be equal
+    one of them     is elected: it runs the job as on one host, with the fork servers of all hosts
+    the others      fork, relay, signal and report exits for it, until it announces the outcome
+    its loss        one of the others is elected, waits for the rest, and continues the run from the store
+
+Rules: the command is the same on all hosts, and so is the exit code. The outcome stays in the store for an hour, for an
+agent that has lost its stream or is late.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.codec.documents import resume
-from engine.core.errors import BambooError, CoordinatorUnavailableError, ExitCode, StorageError, required
+from engine.core.errors import (
+    BambooError,
+    CoordinatorUnavailableError,
+    ExitCode,
+    StorageError,
+    UserError,
+    required,
+)
 from engine.core.history.process_records import EndedRecord, RefusedRecord
-from engine.core.hosts.ends import SILENT_NS
+from engine.core.hosts.ends import SILENT_NS, most_on_one
+from engine.core.hosts.host_options import HostOptions, RegisteredHost
+from engine.core.job.bit_fields import compared_facts
 from engine.core.job.job import Job
 from engine.core.job.update_rules import preloads
 from engine.core.kv import KV, Lease
@@ -25,11 +45,22 @@ from engine.core.message_kinds import ToWorker
 from engine.core.messages import WelcomeMessage
 from engine.core.protocol.coordinator_state import COMMIT, FACTS, READERS, ROLE, STATE, CoordinatorState
 from engine.core.protocol.succession import begins_again, last_number, succession
-from engine.files.host_facts import host_record
+from engine.files.accelerators import refuse_what_this_host_lacks
+from engine.files.host_facts import host_facts, host_record
 from engine.files.jobs.checkpoint_place import with_whole_place
+from engine.files.jobs.user_files import code_files, data_files
 from engine.files.run_folder import RunFolder
+from engine.files.trajectory_file import own_sources
 from engine.harness.screen import Screen
-from engine.runtime.agent.host_registry import ElectedHost, HostOutcome, HostRegistry, network_of
+from engine.models.model_registry import unreadable_files
+from engine.runtime.agent.host_registry import (
+    ElectedHost,
+    HostOutcome,
+    HostRegistry,
+    KeptLease,
+    network_of,
+    new_certificate,
+)
 from engine.runtime.agent.host_servers import HostServers
 from engine.runtime.agent.host_workers import HostWorkers
 from engine.runtime.agent.remote_workers import RemoteSpawner
@@ -41,10 +72,11 @@ from engine.runtime.agent.start_up import recording
 from engine.runtime.agent.wire import WireClient, WireServer
 from engine.runtime.process.clock import now_ns
 from engine.runtime.process.fork_client import ForkServer
-from engine.runtime.process.interrupts import Interrupts
+from engine.runtime.process.interrupts import Interrupts, holding
 from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.recorder import Recorder
 from engine.runtime.process.spawner import Spawner
+from engine.runtime.store.etcd_settings import EtcdSettings
 
 OF_COORDINATOR = (ROLE, STATE, COMMIT, FACTS, *READERS)  # keys in the store, and prefixes
 # Runs the job with the servers of all hosts; returns the result of its case, None if this host has handed over.
@@ -72,6 +104,91 @@ class OwnHost:
     run: RunOn
     give_back: Callable[[], None]  # the lease
     room: int = 0  # for workers on each host; 0: for any
+
+
+_LEASE_CALL_S, _REVOKE_S = 0.7, 2.0  # deadlines of calls; each kind has its own client
+_NOT_EQUAL = ("results", "name")  # fields of a job that may differ between hosts
+
+
+def run_on_hosts(
+    job: Job, name: str, options: HostOptions, patience_s: float, etcd: EtcdSettings, screen: Screen, run: RunOn
+) -> HostRunEnd:
+    """Runs the agent of this host to the end of the run; if it coordinates, `run` runs the job.
+
+    Raises BambooError if the run could not be started.
+    """
+    from engine.runtime.store.etcd_kv import EtcdKV
+
+    if problems := unreadable_files(job):
+        raise UserError(problems)
+    refuse_what_this_host_lacks(job, num_workers=most_on_one(job.num_workers + job.standby, options.number))
+    root = f"/bamboo/{options.run_id}/"
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(holding())
+        clients = (EtcdKV(etcd, root), EtcdKV(etcd, root, _LEASE_CALL_S), EtcdKV(etcd, root, _REVOKE_S))
+        kv, lease_kv, watch_kv = (stack.enter_context(contextlib.closing(client)) for client in clients)
+        keeper = KeptLease(lease_kv, options.lease_s)
+        stack.callback(back := partial(_give_back, keeper))
+        lease, facts = keeper.lease, _facts(job, options)
+        own = RegisteredHost(options.node, secrets.token_hex(8), options.address, lease.lease_id, facts)
+        registry = HostRegistry(kv, own, lease)
+        if (outcome := registry.outcome()) is not None:
+            hint = f"run {options.run_id} has ended before (choose another --run to train again)"
+            return HostRunEnd(replace(outcome, words=f"{hint}: {outcome.words}"))
+        registry.register()
+        screen.say(f"host {own.name} has registered, and waits for {options.number - 1} more")
+        if (run_of := registry.outlived()) is not None:
+            screen.say(f"the run goes on without host {own.name}, which was lost; its outcome is awaited")
+            return HostRunEnd(registry.awaited(run_of))
+        hosts = registry.gathered(options.names, options.number, patience_s)
+        server = stack.enter_context(_forking(keeper, own))
+        elected = registry.elected()
+        if elected is None:
+            if kv.get(STATE) is not None:
+                why = f"run {options.run_id} was begun before: {registry.holder()}, and is gone; choose another --run"
+                raise CoordinatorUnavailableError(why)
+            wire = WireServer(own.address, certificate := new_certificate(), screen.say)
+            stack.callback(wire.close)
+            if registry.elect(hosts, place_of_host(own.address, wire.port), certificate):
+                away = [RemoteSpawner(host) for host in hosts if host.name != own.name]
+                network = network_of(certificate, options.transfers)
+                servers = HostServers(server, away, watch_kv, options.workers, network)
+                for other in away:
+                    wire.admit(other.host, other.peer)
+                return coordinate(run, servers, registry, FailoverContext(lease), back)
+            elected = required(registry.waited_for_elected(), "another host was elected")
+        screen.say(f"host {elected.name} coordinates the run")
+        at = OwnHost(job, f"{name}/{options.run_id}", registry, lease, watch_kv, screen, run, back, options.workers)
+        return serve(at, elected, server, interrupts)
+
+
+def _facts(job: Job, options: HostOptions) -> dict[str, Any]:
+    """Returns the facts of this host, its job and its options on which all hosts of a run must agree."""
+    fields = {name: value for name, value in asdict(job.masked).items() if name not in _NOT_EQUAL}
+    files = {"code files": code_files(job), "data files": data_files(job)}
+    compared = compared_facts(host_facts(Path.cwd()), job)
+    own_options = {"--hosts": ",".join(sorted(options.names)) or options.hosts, "faults": options.faults}
+    own_options["transfers"] = options.transfers
+    return {**fields, **compared, "sources": own_sources(), **files, **own_options}
+
+
+def _give_back(keeper: KeptLease) -> None:
+    with contextlib.suppress(CoordinatorUnavailableError):
+        keeper.close()
+
+
+@contextlib.contextmanager
+def _forking(keeper: KeptLease, own: RegisteredHost) -> Iterator[ForkServer]:
+    """Starts the fork server of this host, whose processes end before the host's lease can expire."""
+    with ForkServer(host=own.name, address=own.address) as server:
+
+        def end_workers(why: str) -> None:
+            server.kill_all()
+            since = f"{keeper.unrenewed_s:.3f} s after the sending of the last renewal that was answered"
+            os.write(2, f"bamboo: {why}; its workers were ended {since}\n".encode())
+
+        keeper.cover(end_workers)
+        yield server
 
 
 def coordinate(
@@ -138,9 +255,7 @@ _ASK_EVERY_S = 0.1
 _REFUSED_S = 0.2  # for an answer of the port
 
 
-def serve(
-    at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Interrupts, take_over: Callable[..., HostRunEnd]
-) -> HostRunEnd:
+def serve(at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Interrupts) -> HostRunEnd:
     """Serves the coordinating host with the workers of this host, until the outcome is known; may take over."""
     interrupts.let_wait()  # also during a takeover: a signal is a notice for its workers
     own, job, (name, run_id) = at.registry.own, at.job, at.label.rsplit("/", 1)
