@@ -48,6 +48,7 @@ class HostJudge(Judge):
         self.take_overs = self.epochs_of_them = 0
         self.once: dict[tuple[int, type[ToAgent]], int] = {}  # words that come once only, and when
         self.singly: set[int] = set()  # workers that were struck without their host
+        self.lost_since_commit = False  # a host
 
     def may_end_early(self, why: str) -> None:
         """Notes why the run ends before its last step."""
@@ -66,6 +67,7 @@ class HostJudge(Judge):
     def host_lost(self, name: str, kind: str) -> None:
         """Notes the loss of a host, for which its workers may be excluded."""
         self.lost[name] = kind
+        self.lost_since_commit = True
         self.struck |= {number for number, there in self.world.host_of.items() if there == name}
         if kind == "silent":
             self.clock_may_rule = True
@@ -101,6 +103,7 @@ class HostJudge(Judge):
         """Checks a decision that has been written."""
         super().decided(old, new, given)
         if new.commit is not old.commit:
+            self.lost_since_commit = False
             self._check_words(new.membership)
         if new.membership.epoch == old.membership.epoch:
             return
@@ -128,6 +131,7 @@ class HostJudge(Judge):
         if state.phase is Phase.HALTED:
             return
         is_whole = not state.lost_stages and bool(state.members) and len(state.done) == len(state.members)
+        is_whole = is_whole and not self.lost_since_commit
         self.world.results.close_book()
         self._check_results(self.world.before, self.world.results, is_whole)
         for name, agent in self.world.agents.items():
@@ -148,7 +152,10 @@ class HostJudge(Judge):
             raise Violation(f"host {name} has other losses: {results.losses}, and {reference} without faults")
 
     def _check_results(self, name: str, results: RunState, is_whole: bool) -> None:
-        """Checks the trajectory; the hashes of the last step may lack if not all members have come to the end."""
+        """Checks the trajectory; the hashes of the last step may lack (`RunState.missing`).
+
+        They do if not all members have come to the end, or if a host is lost behind it with what it alone has heard.
+        """
         self._check_losses(name, results)
         if len(results.losses) != len(self.outcomes):
             raise Violation(f"host {name} has {len(results.losses)} losses of {len(self.outcomes)} steps")
