@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,21 @@ def test_a_link_leads_to_another_worker() -> None:
     assert told(own + 1) == []
     assert told(5, worker=5) == [told_so.format(5)]
     assert told(own, wanted("b", at(2, "2B3"))) == [], "its slot has another owner by then"
+
+
+def test_a_link_leads_to_a_worker_with_which_the_victim_exchanges_tensors() -> None:
+    def told(peer: int, **fields: Any) -> list[str]:
+        cut = replace(wanted("a", at(5, "2B3"), "cut-link"), parameters={"peer": peer})
+        return problems(scenario(cut, job=replace(JOB, **fields)))
+
+    own = initial_program(JOB)[1].owner(0, 2)
+    (problem,) = told(own - 2)
+    assert problem == (
+        f"faults.0.peer: expected a worker that exchanges tensors with worker {own}: {own - 1}, {own + 1}, {own + 4}, "
+        f"found {own - 2} (no frame would meet the fault)"
+    )
+    assert [told(own + by) for by in (-1, 1, 4)] == [[], [], []], "its neighbours, and that of the other pipeline"
+    assert told(own - 2, blocks=2, elastic=True) == [], "slots of an elastic job may move"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from engine.core.action import COMPUTE_OPS, OP_TABLE, RECEIVE_OPS, SEND_OPS, SHARD_OPS, STAGE_OPS, Action, Op, Program
 from engine.core.checkpoint_rules import keeping_of
@@ -36,6 +37,7 @@ from engine.core.faults.scenario import NOTICES, Every, Expect, FaultSpec, Scena
 from engine.core.job.job import Job
 from engine.core.job.partition import fresh_ownership, holders, initial_program
 from engine.core.ownership import Ownership, Slot
+from engine.core.program.dependencies import rendezvous, routes_of
 from engine.core.program.schedule_csv import is_text
 from engine.core.texts import numbered
 
@@ -241,17 +243,37 @@ def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, kinds: Kin
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
     problems = [*_target("target", wanted, job)]
     problems += kind_problems(kinds[wanted.do], wanted.parameters, job) if wanted.do in kinds else ()
-    peer = wanted.parameters.get("peer", 0)
-    if isinstance(peer, int) and peer >= job.num_workers:
-        problems.append(_beyond("peer", "worker", peer, job.num_workers, job))
-    elif "peer" in wanted.parameters and peer == _sole_victim(found, job, wanted):
-        problems.append(
-            Problem("peer", f"another worker than {peer}, the victim", str(peer), "no link leads to itself")
-        )
+    peer = wanted.parameters.get("peer")
+    problems += _peer(peer, found, job, wanted) if isinstance(peer, int) else ()
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger
     return (_limits("at", at, job) or _never_coming(at, found, job, kinds)) + problems
+
+
+def _peer(peer: int, found: PlannedFaults, job: Job, wanted: FaultSpec) -> Iterator[Problem]:
+    """Yields the problem of the other end of a link, if no link of the victim leads there."""
+    victim = _sole_victim(found, job, wanted)
+    if peer >= job.num_workers:
+        yield _beyond("peer", "worker", peer, job.num_workers, job)
+        return
+    if peer == victim:
+        yield Problem("peer", f"another worker than {peer}, the victim", str(peer), "no link leads to itself")
+        return
+    is_alone = len(found.faults) == 1 and not job.elastic
+    if is_alone and (partners := _partners(victim, job)) and peer not in partners:
+        expected = f"a worker that exchanges tensors with worker {victim}: {', '.join(map(str, partners))}"
+        yield Problem("peer", expected, str(peer), "no frame would meet the fault")
+
+
+def _partners(worker: int | None, job: Job) -> list[int]:
+    """Returns the workers with which a worker exchanges tensors in a run without failures; none if it is not known."""
+    if worker is None or worker >= job.num_workers or not job.has_program:
+        return []
+    program, ownership = initial_program(job)
+    routes = routes_of(worker, program, ownership)
+    met = (peer for action in program[worker] for peer, _ in rendezvous(action, worker, ownership))
+    return sorted({*chain.from_iterable(routes.targets.values()), *routes.sources.values(), *met} - {worker})
 
 
 def _sole_victim(found: PlannedFaults, job: Job, wanted: FaultSpec) -> int | None:
