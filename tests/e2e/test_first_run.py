@@ -11,7 +11,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "first-run.md"
 FILE = re.compile(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", re.DOTALL)
 SESSION = re.compile(r"```console\n(.*?)```", re.DOTALL)
-PROGRESS = re.compile(r"(?:starting:|step \d+/\d+ ).*\n|worker \d .*, 0 steps lost\n")  # as many lines as it takes long
+PROGRESS = re.compile(r"(?:starting:|step \d+/\d+).*\n|worker \d .*, 0 steps lost\n")  # as many lines as it takes long
 VARYING = [
     (r"\d{8}-\d{6}-(\w+)-[0-9a-f]{4}", r"TIME-\1-HEX"),
     (r"trajectory [0-9a-f]{12}", "trajectory HASH"),
