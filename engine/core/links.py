@@ -151,6 +151,9 @@ class FrameReader:
 # The reader frees pieces in the order in which they were placed, and reports the total bytes freed. An empty ring
 # starts over at its first byte, so that a link with little traffic touches little memory.
 
+RING_BYTES = 64 << 20  # of shared memory, each way; only what was written is used
+COUNT_BYTES = 64  # behind them, for the number of bytes freed
+
 
 class RingSpace:
     """The space of one ring of `size` bytes."""

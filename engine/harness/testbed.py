@@ -29,8 +29,7 @@ from engine.runtime.store.embedded_etcd import find_etcd
 #
 # Rules:
 # - The kernel removes a bed also after a crash: the init of the outer namespaces dies with the thread that made the
-#   bed,
-#   which must be the main one; with that init die all processes in them, and with the last process each namespace.
+#   bed, which must be the main one; with that init die all processes in them, and with the last process each namespace.
 # - Nothing outside reaches into a bed over the network, and nothing in it reaches out. Files are those of this machine.
 # - A host whose power is cut loses its link first, so that no word of its dying processes leaves it.
 

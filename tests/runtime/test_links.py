@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from engine.core.errors import TransferFailedError
-from engine.core.links import INLINE, MOST_BYTES, Frame
-from engine.runtime.process.link import RING_BYTES
+from engine.core.links import INLINE, MOST_BYTES, RING_BYTES, Frame
 from engine.runtime.transport.direct_transport import DirectTransport
 from engine.runtime.transport.links import Links
 from engine.runtime.transport.peer_link import Ends, PeerLink

@@ -186,9 +186,8 @@ def describe(faults: Sequence[Fault], job: Job) -> list[str]:
 
 # The catch-up point of a recovery: the moment at which the heir has redone the work of the victim on a slot.
 #
-# Rule: the heir replays the backwards of the slot from the first microbatch on, unless a stream has brought some. It
-# has
-# caught up when the first of these moments comes:
+# Rule: the heir replays the backwards of the slot from the first microbatch on, unless a stream has brought some.
+# It has caught up when the first of these moments comes:
 # - after the last backward that the victim had begun (the first one if it had begun none);
 # - with streams, before the next backward, because the stream may have brought the last one;
 # - before the COMMIT, because a slot whose backwards were all done is not replayed.

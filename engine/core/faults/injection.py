@@ -427,8 +427,7 @@ def close(old: Injection, now: Now) -> Moved:
 # The faults of a run that another host has coordinated, as the next one goes on with them.
 #
 #     struck, confirmed      nothing is left to do; a fault after it can strike
-#     struck, no sign yet    its sign may still come: a killed worker has ended by now. What a signal ends is struck
-#     again
+#     struck, no sign yet    its sign may still come: a killed worker has ended by now; a pending signal strikes again
 #     waits for its moment   strikes as ever, as all hosts have the same faults
 #     waited with that host  requested there, or a delay had begun there: it never strikes, and counts as unconfirmed
 #

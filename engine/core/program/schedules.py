@@ -120,12 +120,11 @@ def _warm_up_then_pairs(stage: int, num_warm_up: int, num_microbatches: int) -> 
 #
 # Interleaved schedules take the microbatches in rounds: a worker runs a round on one of its stages, then on the next.
 # After a warm-up it alternates forwards and backwards. The warm-up of the last worker lasts until its first backward
-# can start; each worker before it has two forwards more, the time of one activation down and one gradient up. P = V =
-# 2, M = 4:
+# can start; each worker before it has two forwards more, the time of one activation down and one gradient up.
+# P = V = 2, M = 4:
 #
-#     worker 0  0F0 0F1 2F0 2F1 0F2     2B0 -   0F3 2B1 -   2F2 0B0 -   2F3 0B1 -       2B2 -       2B3 -   0B2 -   0B3
-#     -
-#     worker 1      1F0 1F1 3F0 3B0 -   3F1 3B1 -   1F2 1B0 -   1F3 1B1 -   3F2 3B2 -   3F3 3B3 -   1B2 -   1B3 -
+#    worker 0  0F0 0F1 2F0 2F1 0F2     2B0 -   0F3 2B1 -   2F2 0B0 -   2F3 0B1 -       2B2 -       2B3 -   0B2 -   0B3 -
+#    worker 1      1F0 1F1 3F0 3B0 -   3F1 3B1 -   1F2 1B0 -   1F3 1B1 -   3F2 3B2 -   3F3 3B3 -   1B2 -   1B3 -
 
 
 def interleaved(num_workers: int, stages_per_worker: int, num_microbatches: int) -> ComputeLists:

@@ -1,4 +1,4 @@
-"""The transitions of the membership protocol: a rule per kind of event; `requests.py` has others.
+"""The transitions of the membership protocol: a rule per kind of event.
 
 Rules: a rule only changes the state; the orders to workers follow from the new state. A rule gets
 messages of members only, and answers of the present epoch only. A repeated or late event changes nothing.

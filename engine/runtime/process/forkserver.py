@@ -1,4 +1,4 @@
-"""The fork server: a process that has imported torch once and then forks workers in milliseconds.
+"""The fork server: a process that has imported torch once and then forks workers in milliseconds; for `fork_client`.
 
     launcher -> fork server -> intermediate process -> child
     launcher ----------------------------------------> child    when the intermediate process has ended

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from engine.codec.messages import decode, encode
 from engine.core.errors import ensure
+from engine.core.links import COUNT_BYTES, RING_BYTES
 from engine.core.message_kinds import MAX_BYTES, Message, head_of
 from engine.core.messages import LinkMessage, LinkWantedMessage
 
@@ -153,8 +154,6 @@ def swept_of_nccl() -> Iterator[None]:
 # worker's links end with it. Between hosts the agent sends both workers a token, and one of them the other's address. A
 # pair of workers has one link, however often both request it, and gets another only after that one has closed.
 
-RING_BYTES = 64 << 20  # memory is used only as far as it was written; an empty ring starts again at its first byte
-COUNT_BYTES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # else SIGBUS could hit a reader of a truncated file
 _TOKEN_BYTES = 16
 _REQUEST = head_of(LinkWantedMessage)

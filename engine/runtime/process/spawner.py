@@ -1,8 +1,8 @@
 """The interface of whatever starts the workers of a run, and of one that it has started: on this host or another one.
 
-ForkServer      processes of this host, children of the launcher
-ThreadServer    threads of this process
-HostServers     the processes of several hosts: those of others by messages to their agents
+ForkServer      fork_client.py: processes of this host, children of the launcher; sets their environment
+ThreadServer    thread_server.py: threads of this process
+HostServers     engine/runtime/agent/host_servers.py: processes of several hosts, those of others by their agents
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from engine.core.errors import InvariantError, required
 from engine.core.links import (
+    COUNT_BYTES,
     INLINE,
+    RING_BYTES,
     Arrival,
     Disturbance,
     Frame,
@@ -34,7 +36,6 @@ from engine.core.links import (
     RingSpace,
     aligned,
 )
-from engine.runtime.process.link import COUNT_BYTES, RING_BYTES
 from engine.runtime.transport.link_wire import Met, Wire, disturbed
 
 # The memory of host tensors as bytes, which a socket or a ring reads and writes in place.
