@@ -206,7 +206,7 @@ def agent(
     etcd: Endpoints = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
-    """Train on several hosts, with one agent on each; or add a worker to a running job and follow it.
+    """Train on several hosts, with one agent on each; or add a worker to a running job and follow that worker.
 
     For several hosts, run the same command on every host.
     """

@@ -25,7 +25,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure bamboo and its peers, in
 Quick = Annotated[bool, typer.Option("--quick", help="Measure only enough to check that the benchmark works.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
 Results = Annotated[Path, typer.Option(help="Folder in which bench/NAME-TIME.csv is written.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Losses to measure per kind; a quarter as many power losses.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Failures to measure per kind (a quarter as many power failures).")]
 Case = Annotated[
     str, typer.Option(metavar="TEXT", help="Run only the case with this name, or those whose name contains it.")
 ]
@@ -35,7 +35,7 @@ Case = Annotated[
 _BENCHMARKS = {
     "pipeline": (
         "session.pipeline_cases",
-        "Time of a step's forwards and backwards under each schedule, against torch.distributed.pipelining.",
+        "Time of the forwards and backwards of a step under each schedule, against torch.distributed.pipelining.",
     ),
     "launch": (
         "runs.launch_cases",
@@ -43,9 +43,9 @@ _BENCHMARKS = {
     ),
     "links": (
         "hops.link_cases",
-        "Time of a hop between two workers of a host, quiet and beside a busy loop, against Gloo and torch's calls.",
+        "Hop time between two workers on a host, idle and next to a busy loop, against Gloo and torch's calls.",
     ),
-    "audit": ("runs.audit_cases", "Time of a step with --audit 1, against --audit 0."),
+    "audit": ("runs.audit_cases", "Step time with --audit 1, against --audit 0."),
     "kv": ("kv.kv_cases", "Time of a call to the coordinator's store, against the bare etcd3 client."),
     "coordination": (
         "relay.coordination_cases",
@@ -53,23 +53,23 @@ _BENCHMARKS = {
     ),
     "recovery": (
         "recovery.recovery_cases",
-        "Pause after a SIGKILL, in phases, against the work to redo; torchrun's restart; torchft, where installed.",
+        "Pause after a SIGKILL, by phase, against the redone work, torchrun's restart and torchft (if installed).",
     ),
     "redundancy": (
         "redundancy.redundancy_cases",
-        "Time of a step and peak memory with lazy and eager redundancy, against none and theory.",
+        "Step time and peak memory with lazy and eager redundancy, against no redundancy and theory.",
     ),
     "blocks": (
         "recovery.blocks_cases",
-        "Time of a step and pause after a SIGKILL with four blocks per worker, against one.",
+        "Step time, and pause after a SIGKILL, with four blocks per worker, against one.",
     ),
     "buffers": (
         "buffers.buffer_cases",
-        "Time of a step and peak memory with a buffer that a shadow keeps, against none and against no buffer.",
+        "Step time and peak memory when a shadow keeps a buffer, against no shadow and no buffer.",
     ),
     "checkpoint": (
         "checkpoint.checkpoint_cases",
-        "Time of a step with and without checkpoints, time to save and to resume, against torch's asynchronous save.",
+        "Step time with and without checkpoints, time to save and to resume, against torch's asynchronous save.",
     ),
     "events": (
         "events.events_cases",
@@ -77,15 +77,15 @@ _BENCHMARKS = {
     ),
     "notice": (
         "handover.notice_cases",
-        "Redone work and pause after a SIGTERM with a grace of 0 to 120 s (scaled), against a kill.",
+        "Redone work and pause after a SIGTERM with 0 to 120 s of grace (scaled down), against a kill.",
     ),
     "gpu": (
         "gpu.gpu_cases",
-        "On a GPU: time of a step against PyTorch and torch's pipelining; cost of shadows, audit and determinism.",
+        "On a GPU: step time against PyTorch and torch's pipelining; cost of shadows, audit and determinism.",
     ),
     "handover": (
         "handover.handover_cases",
-        "Cost of a SIGTERM with enough grace, and of a step with one worker fewer, against limits and theory.",
+        "Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory.",
     ),
 }
 
@@ -103,7 +103,7 @@ def _register(name: str, function: str, help_text: str) -> None:
     bench.command(name, help=help_text)(command)
 
 
-@bench.command("hosts", help="Losses of workers, agents and hosts on three hosts, against one host and limits.")
+@bench.command("hosts", help="Worker, agent and host failures on three hosts, against one host and limits.")
 def hosts(
     repeats: Repeats = 20,
     quick: Quick = False,

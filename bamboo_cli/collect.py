@@ -21,7 +21,7 @@ def collect(
         str,
         typer.Argument(
             metavar="RUN",
-            help="The run: the name of its folder on one of the hosts, that folder, or latest.",
+            help="The run: its folder name on any host, that folder, or latest.",
             autocompletion=completion.runs,
         ),
     ] = "latest",

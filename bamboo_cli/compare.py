@@ -28,7 +28,7 @@ def compare(
 ) -> None:
     """Compare two runs: quantiles in ms, ratios of the medians (B / A), and the figures that got slower.
 
-    Different job fields and runs that did not pass are printed first, because their figures may not be comparable.
+    Differing job fields and runs that did not pass are printed first, because the figures may not be comparable.
     """
     from bamboo_cli.tables import BAD, DOUBTFUL, STRONG, print_table, say
     from engine.report.compare import compare as compared

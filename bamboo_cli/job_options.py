@@ -39,9 +39,9 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="latest|RUN|DIR[@STEP]",
-        help="Resume RUN, the newest run with a checkpoint (latest), or a checkpoint folder or URL, from its newest "
-        "good checkpoint or that of STEP. The job comes from the checkpoint. Stages, schedule, redundancy, workers and "
-        "the like may change.",
+        help="Resume RUN, the newest run that has a checkpoint (latest), or a checkpoint folder or URL, at STEP "
+        "(default: the newest good checkpoint). The job comes from the checkpoint. Stages, schedule, "
+        "redundancy, workers and the like may change.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -50,7 +50,7 @@ OtherBits = Annotated[
     bool,
     typer.Option(
         "--other-bits",
-        help="With --resume: resume even if a field, this machine, a data file or your code changes bits.",
+        help="With --resume: resume even if a changed field, machine, data file or code changes the bits.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -227,7 +227,7 @@ def _text(name: str, value: str | bool) -> str:
 def _job_parameters(without: Collection[str]) -> list[inspect.Parameter]:
     file = typer.Argument(
         metavar="JOB.yaml",
-        help="job file (YAML with the fields below), or the run.json of a run to repeat",
+        help="job file (YAML with job fields), or the run.json of a run to repeat",
         show_default=False,
         autocompletion=completion.job_files,
     )

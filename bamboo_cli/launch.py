@@ -35,7 +35,7 @@ EPILOG = (
 )
 _ANY = "192.0.2.1"  # an address for documents: that of the hosts is not known here
 
-Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="Time between a notice and the end of a host.")]
+Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="Time from a notice to the shutdown of a host.")]
 
 
 def launch(

@@ -36,7 +36,7 @@ def show_list(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """List the runs, or the parts that a job or scenario can name. Without a kind, count each."""
+    """List runs, or the names a job or scenario can use. Without KIND, show the count of each."""
     kinds = [kind] if kind else list(Kind)
     rows = {each: _rows(each, results) for each in kinds}
     if as_json:

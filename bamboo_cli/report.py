@@ -76,7 +76,7 @@ def report(
     table: Annotated[Table, typer.Option(help="Table to print.")] = Table.RECOVERY,
     form: Annotated[
         Format | None,
-        typer.Option("--format", help="Every format but terminal prints the table alone.", show_default="terminal"),
+        typer.Option("--format", help="Output format; all but terminal print only the table.", show_default="terminal"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,

@@ -68,7 +68,7 @@ Kills = Annotated[
     typer.Option(
         "--kill",
         metavar="STEP:STAGE[:ACTION[:MICROBATCH]]",
-        help="SIGKILL the worker that owns a stage (a block with --blocks): 5:2 (step 5, stage 2, before its middle "
+        help="SIGKILL the worker that owns a stage (with --blocks: a block): 5:2 (step 5, stage 2, before the middle "
         "backward), 5:2:F:3, 5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). Repeatable. The weights are then "
         "compared with those of a fault-free twin.",
         rich_help_panel=_PANEL,
@@ -95,8 +95,8 @@ EventsMax = Annotated[
     typer.Option(
         "--events-max",
         metavar="SIZE",
-        help="Maximum size of a run's events, such as 200MB; beyond it, actions of ordinary steps are dropped; 0B: no "
-        "limit.",
+        help="Maximum size of a run's events, such as 200MB; beyond it, action records of ordinary steps are dropped; "
+        "0B: no limit.",
         show_default="the job's",
     ),
 ]
@@ -169,8 +169,8 @@ NoticeCommand = Annotated[
     typer.Option(
         "--notice-command",
         metavar="COMMAND",
-        help="Poll this command for notices. Output with exit code 0 is a notice: for the workers whose numbers it "
-        "prints, or for all.",
+        help="Poll this command for notices. If it prints anything and exits 0, that is a notice: for the worker "
+        "numbers printed, otherwise for all workers.",
         rich_help_panel=_NOTICES,
     ),
 ]

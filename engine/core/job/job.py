@@ -21,7 +21,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layers of stages 1, 2, ...: 2,4,6"
+PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layer of each later stage: 2,4,6"
 CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule", "logger")  # name code
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
@@ -47,7 +47,8 @@ class Job:
     )
     load_ahead: int = described(
         1,
-        "microbatches to load ahead, one thread each; only for slow sources that draw no random numbers; 0 = off",
+        "microbatches to prefetch, one thread each; ignored unless the source is slow and draws no random numbers; 0 = "
+        "off",
     )
     stages: int = described(4, "stages of each pipeline (P)")
     blocks: int = described(
@@ -74,7 +75,7 @@ class Job:
     stages_per_worker: int = described(1, "stages of one pipeline on each worker (V)")
     workers: int = described(
         0,
-        "worker processes; 0 = pipelines x stages / stages-per-worker; with fewer, a worker runs the slots of several",
+        "worker processes; 0 = pipelines x stages / stages-per-worker; with fewer, each runs the slots of several",
     )
     placement: PlacementChoice = described(
         "auto", "which stages share a worker: loop, v (there and back), or auto (the schedule's default)"
@@ -142,7 +143,7 @@ class Job:
     threads: int = described(1, "compute threads per worker; changes bits")
     check_pure: bool = described(
         True,
-        "the check before training that refuses layers whose results depend on more than weights, buffers and inputs",
+        "the pre-training check that rejects layers whose results depend on more than weights, buffers and inputs",
     )
     audit: int = described(1, "hash weights and optimizer state every N steps; 0 = off")
     validate_every: int = described(20, "run a validation every N steps or epochs (1epoch); 0 = off")
@@ -155,12 +156,12 @@ class Job:
     name: str = described("", "name of the run; default: the model's name")
     events_max: str = described(
         "500MB",
-        "maximum size of a run's events; beyond it, actions of ordinary steps are dropped; 0B = keep everything",
+        "maximum size of a run's events; beyond it, action records of ordinary steps are dropped; 0B = keep everything",
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for this long; five times as long if its thread still uses the CPU; never "
-        "sooner than ten times its slowest recent action",
+        "evict a worker stuck in one action for this long (5x if its thread still uses the CPU, and at least 10x its "
+        "slowest recent action)",
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(
