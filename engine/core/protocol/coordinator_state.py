@@ -103,7 +103,7 @@ def _wanted(state: State) -> tuple[int, ...]:
 # preparation are not kept: a coordinator that takes over begins an epoch, and in a new epoch all votes come again.
 
 _keeping_of = lru_cache(maxsize=64)(keeping_of)
-_PATIENCE_S = 600
+_PATIENCE_S = 600  # with a start that is slow, or with workers that nobody could replace
 _MAX_RESTARTS = 3  # of the workers, if one of them dies before the first commit
 ROLE, STATE, COMMIT, FACTS = "coordinator", "state", "commit", "facts"  # keys in the store
 READERS = ("epoch", "status", "reconfigured", "verdicts", "plan", "members/", "heartbeats")  # others, and prefixes

@@ -118,16 +118,16 @@ GATHERING = (Phase.FAILING_OVER, Phase.RECONFIGURING)  # inventories, then the p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The parameters of the protocol. `stages` is per pipeline; `redundant` is false if the job has no shadows.
+    """The parameters of the protocol; `coordinator_state.first_state` sets those of a job.
 
-    With `sharded` each pipeline has its own shards of the stages.
+    `stages` is per pipeline; `redundant` is false if the job has no shadows. With `sharded` each pipeline has its own shards of the stages.
     """
 
     stages: int
     redundant: bool
     sharded: bool = False
     noun: str = "stage"  # for a slot of a pipeline, in texts
-    form_ns: int = 60 * _S  # until every worker has joined
+    form_ns: int = 60 * _S  # until every worker has joined; ten minutes in a job
     hail_ns: int = 60 * _S  # until the first message of each worker
     answer_ns: int = 10 * _S  # until every member has reported its inventory, and again until it has made the plan
     stall_ns: int = 60 * _S  # with all workers waiting: after it, a message must have been lost
