@@ -120,7 +120,8 @@ GATHERING = (Phase.FAILING_OVER, Phase.RECONFIGURING)  # inventories, then the p
 class Options:
     """The parameters of the protocol; `coordinator_state.first_state` sets those of a job.
 
-    `stages` is per pipeline; `redundant` is false if the job has no shadows. With `sharded` each pipeline has its own shards of the stages.
+    `stages` is per pipeline; `redundant` is false if the job has no shadows. With `sharded` each pipeline has its own
+    shards of the stages.
     """
 
     stages: int
