@@ -284,7 +284,7 @@ def test_each_of_twenty_questions_has_an_answer_of_at_most_three_files() -> None
 
 
 def test_the_modules_to_read_first_are_short() -> None:
-    shown = DOCUMENTS["ARCHITECTURE.md"].partition("## To read first")[2].partition("\n## ")[0]
+    shown = DOCUMENTS["ARCHITECTURE.md"].partition("## Read these first")[2].partition("\n## ")[0]
     paths = re.findall(r"^\d\. `([\w/]+\.py)`", shown, re.MULTILINE)
     assert 6 <= len(paths) <= 8
     assert sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in paths) <= 1500

@@ -1,4 +1,4 @@
-"""The life of an agent on one of several hosts, in order: it registers, coordinates or serves, and may take over.
+"""The agent of one of several hosts, from its start to its end: it registers, coordinates or serves, may take over.
 
     every host      registers in the store, waits for the others, and compares everything that must be equal
     one of them     is elected: it runs the job as on one host, with the fork servers of all hosts
