@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.codec.messages import decode
 from engine.core.errors import required
@@ -189,16 +189,17 @@ class LocalWorkers:
         child: Child,
         link: Link,
         *,
-        hear: Callable[[bytes], object],
+        hear: Callable[[Any], object],
         end: Callable[[int], object],
         see_end: Callable[[], object] = lambda: None,
+        read: Callable[[bytes], object] | None = None,
     ) -> None:
-        """Tells of the messages of a worker, of the sight of its end, and of the end after its last words."""
+        """Tells of the messages of a worker, as `read` returns them, of the sight of its end, and of its end."""
 
         def spoken() -> bool:
             packet = link.receive_packet()
             if packet:
-                hear(packet)
+                hear(read(packet) if read is not None else packet)
             else:
                 self.remove(link)
             return bool(packet)
@@ -227,9 +228,10 @@ class LocalWorkers:
             self.watch(
                 member.child,
                 member.link,
-                hear=lambda packet: hear(member, decode(packet)),
+                hear=partial(hear, member),
                 end=partial(end, member),
                 see_end=partial(see_end, member),
+                read=decode,
             )
 
     def forget(self, child: Child, link: Link) -> None:
