@@ -128,17 +128,17 @@ class StruckFault(NamedTuple):
         """Returns the record of the last missing sign."""
         return ConfirmedRecord(fault=self.fault.id, how=f"{sign}: {value}")
 
-    def records(self, state: State, told: MomentReport | None = None) -> tuple[FaultRecord, ...]:
+    def records(self, state: State, report: MomentReport | None = None) -> tuple[FaultRecord, ...]:
         """Returns the records of the strike, one for each victim."""
         fault, moment = self.fault, self.fault.moment
         records = [
             FaultRecord(fault=fault.id, do=fault.do, step=state.committed + 1, of=worker, slot=slot)
             for worker, slot in self.victims
         ]
-        if told is not None:
+        if report is not None:
             records = [
-                replace(each, done_step=told.step, done=told.done) if each.of == told.worker else each
-                for each in records
+                replace(record, done_step=report.step, done=report.done) if record.of == report.worker else record
+                for record in records
             ]
         if isinstance(moment, At):
             action = str(moment.action)
@@ -187,8 +187,8 @@ class Injection(NamedTuple):
 
     def grace_ns(self, worker: int) -> int | None:
         """Returns the grace that the latest fault with one gives to a worker; None without such a fault."""
-        found = [each.parameters.get("grace_ns") for each in self.struck if worker in each.workers]
-        return next((int(each) for each in reversed(found) if each is not None), None)
+        graces = [each.parameters.get("grace_ns") for each in self.struck if worker in each.workers]
+        return next((int(grace_ns) for grace_ns in reversed(graces) if grace_ns is not None), None)
 
     def has_struck(self, worker: int) -> bool:
         """Returns whether a fault has struck a worker."""
@@ -204,8 +204,8 @@ def find_victims(
         slot: the slot for which a role is meant, if there is one.
         struck: the workers that the cause of the fault has struck, which may be dead without a verdict.
     """
-    found = (_resolved(victim, grid, state, slot, struck) for victim in wanted)
-    return tuple(dict(each for each in found if each is not None).items())
+    victims = (_resolved(victim, grid, state, slot, struck) for victim in wanted)
+    return tuple(dict(victim for victim in victims if victim is not None).items())
 
 
 def _resolved(
@@ -308,11 +308,11 @@ def arm_merged(old: Injection, now: Now, positions: Mapping[int, tuple[int, str]
     return old, outputs
 
 
-def strike(old: Injection, now: Now, fault_id: str, told: MomentReport | None = None) -> Moved:
+def strike(old: Injection, now: Now, fault_id: str, report: MomentReport | None = None) -> Moved:
     """Records a fault and strikes all its victims; one that has struck before does not hold up the worker that told."""
     fault = next((each for each in old.waiting if each.id == fault_id), None)
     if fault is None:
-        return old, () if told is None else (AnnounceFault(FiredMessage(fault_id), told.worker),)
+        return old, () if report is None else (AnnounceFault(FiredMessage(fault_id), report.worker),)
     state, kind = now.state, old.kinds[fault.do]
     victims = _victims(old, fault, state)
     before = Ownership(old.grid, state.owners, state.shadows)
@@ -320,7 +320,7 @@ def strike(old: Injection, now: Now, fault_id: str, told: MomentReport | None = 
     struck = StruckFault(fault, kind, kind.with_defaults(fault.parameters), state.epoch, victims, before, missing)
     waiting = tuple(each for each in old.waiting if each.id != fault_id)
     new = old._replace(waiting=waiting, struck=(*old.struck, struck))
-    outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, struck.records(state, told)))
+    outputs: tuple[InjectionOutput, ...] = tuple(map(RecordFault, struck.records(state, report)))
     for worker, slot in victims:
         if worker not in old.ended:
             new, more = _hit(new, now.now_ns, struck, worker, slot)
@@ -402,13 +402,13 @@ def _is_awaited(injection: Injection, worker: int, *, ends: bool | None = None) 
 
 def see_sign(old: Injection, now: Now, worker: int, sign: Sign, value: Any, fault_id: str | None = None) -> Moved:
     """Handles a sign that a fault has struck a worker; `fault_id` if the worker has named the fault."""
-    struck, outputs = list(old.struck), tuple[InjectionOutput, ...]()
-    for index, each in enumerate(struck):
-        if fault_id in (None, each.fault.id):
-            struck[index] = new = each.after(worker, sign, value)
-            if each.missing and not new.missing:
+    faults, outputs = list(old.struck), tuple[InjectionOutput, ...]()
+    for index, struck in enumerate(faults):
+        if fault_id in (None, struck.fault.id):
+            faults[index] = new = struck.after(worker, sign, value)
+            if struck.missing and not new.missing:
                 outputs += (RecordFault(new.confirmed(sign, value)),)
-    return old._replace(struck=tuple(struck)), outputs
+    return old._replace(struck=tuple(faults)), outputs
 
 
 def restart(old: Injection, now: Now) -> Moved:
@@ -420,8 +420,8 @@ def restart(old: Injection, now: Now) -> Moved:
 def close(old: Injection, now: Now) -> Moved:
     """Records the unconfirmed faults at the end of the run."""
     missed = [UnconfirmedRecord(fault=each.id, how="it did not strike") for each in old.waiting]
-    found = [each.unconfirmed for each in old.struck]
-    return old, tuple(RecordFault(each) for each in (*missed, *found) if each is not None)
+    unconfirmed = [each.unconfirmed for each in old.struck]
+    return old, tuple(RecordFault(record) for record in (*missed, *unconfirmed) if record is not None)
 
 
 # The faults of a run that another host has coordinated, as the next one goes on with them.
@@ -467,26 +467,26 @@ class InheritedFaults:
                 self.requested += faults
 
 
-def taken_over(old: Injection, now: Now, told: InheritedFaults, lost: str, present: Collection[int]) -> Moved:
+def taken_over(old: Injection, now: Now, inherited: InheritedFaults, lost: str, present: Collection[int]) -> Moved:
     """Returns the injection of the next host, and what it does first; `lost` is the name of the host before.
 
     Of the workers only those that are `present` have a process that may live.
     """
-    struck = tuple(_struck(old, told, name) for name in dict.fromkeys(each.fault for each, _ in told.strikes))
-    known = [each for each in struck if each is not None]
-    names = told.struck
+    struck = tuple(_struck(old, inherited, name) for name in dict.fromkeys(each.fault for each, _ in inherited.strikes))
+    faults = [each for each in struck if each is not None]
+    names = inherited.struck
     waiting = tuple(each for each in old.waiting if each.id not in names)
-    epochs = {each.fault.id: each.epoch for each in known}
+    epochs = {each.fault.id: each.epoch for each in faults}
     begun = {each.id for each in waiting if isinstance(each.moment, After) and _has_begun(each.moment, epochs, now)}
-    ended = {worker for each in known for worker in each.workers if worker not in present}
+    ended = {worker for each in faults for worker in each.workers if worker not in present}
     new = old._replace(
         waiting=tuple(each for each in waiting if each.id not in begun),
-        struck=tuple(known),
+        struck=tuple(faults),
         ended=old.ended | ended,
     )
-    outputs = [*_unconfirmed(told, names, begun, lost)]
-    for each in known:
-        new, more = _again(new, now, each)
+    outputs = [*_unconfirmed(inherited, names, begun, lost)]
+    for fault in faults:
+        new, more = _again(new, now, fault)
         outputs += more
     return new, tuple(outputs)
 
@@ -498,25 +498,25 @@ def _has_begun(moment: After, epochs: Mapping[str, int], now: Now) -> bool:
     return moment.phase is None or (moment.delay_ns > 0 and now.state.epoch > epochs[moment.fault])
 
 
-def _struck(old: Injection, told: InheritedFaults, name: str) -> StruckFault | None:
+def _struck(old: Injection, inherited: InheritedFaults, name: str) -> StruckFault | None:
     """Returns a fault that has struck as the host before had it; None for one that was requested there."""
     fault = next((each for each in old.waiting if each.id == name), None)
     if fault is None:
         return None
-    records = [(each, owners) for each, owners in told.strikes if each.fault == name]
+    records = [(each, owners) for each, owners in inherited.strikes if each.fault == name]
     epoch, owners, shadows = records[0][1]
     victims = tuple((each.of, each.slot) for each, _ in records)
-    missing = frozenset(each.of for each, _ in records) if name not in told.confirmed else frozenset[int]()
+    missing = frozenset(each.of for each, _ in records) if name not in inherited.confirmed else frozenset[int]()
     kind = old.kinds[fault.do]
     before = Ownership(old.grid, owners, shadows)
     return StruckFault(fault, kind, kind.with_defaults(fault.parameters), epoch, victims, before, missing)
 
 
 def _unconfirmed(
-    told: InheritedFaults, struck: Collection[str], begun: Collection[str], lost: str
+    inherited: InheritedFaults, struck: Collection[str], begun: Collection[str], lost: str
 ) -> list[InjectionOutput]:
     """Returns the records of the faults that the lost host alone could have struck, or confirmed."""
-    open_ = [each for each in told.requested if each not in (told.confirmed | told.unconfirmed)]
+    open_ = [each for each in inherited.requested if each not in (inherited.confirmed | inherited.unconfirmed)]
     waited = [*(each for each in open_ if each not in struck), *sorted(begun)]
     how = dict.fromkeys(waited, f"it waited with host {lost}, which was lost")
     how |= {each: f"host {lost}, which had struck it, was lost before its sign" for each in open_ if each in struck}
@@ -532,7 +532,9 @@ def _again(old: Injection, now: Now, struck: StruckFault) -> Moved:
         if worker in old.ended:
             continue
         late += [
-            LateWork(now.now_ns + each.after_ns, SendSignal(worker, each.number)) for each in signals if each.after_ns
+            LateWork(now.now_ns + signal.after_ns, SendSignal(worker, signal.number))
+            for signal in signals
+            if signal.after_ns
         ]
         if worker in struck.missing and struck.kind.by == "agent":
             if struck.fault.do in AT_ONCE:

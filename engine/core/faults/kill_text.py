@@ -34,25 +34,25 @@ def kill_scenario(texts: Sequence[str], job: Job, expect: Expect = _NOTHING) -> 
     Raises:
         UserError: with every problem found, such as a kill that can never strike.
     """
-    found: list[tuple[str, At]] = []
+    moments: list[tuple[str, At]] = []
     problems: list[Problem] = []
     for text in texts:
         try:
-            found.append((text.strip(), kill_moment(text, job)))
+            moments.append((text.strip(), kill_moment(text, job)))
         except UserError as error:
             problems += error.problems
-    changed_by = min((changes_by(at) for _, at in found), default=job.steps)
+    changed_by = min((changes_by(at) for _, at in moments), default=job.steps)
     faults: dict[At, FaultSpec] = {}
-    for name, meant in found:
+    for name, meant in moments:
         is_whole = meant.step > changed_by and meant.action.op is Op.I and not _names(name, Op.I)
         at = replace(meant, action=meant.action._replace(op=Op.B)) if is_whole else meant
         if at in faults:
             problems.append(_problem("each fault once", name))
         faults.setdefault(at, FaultSpec(name, at, Target(), _KILL))
-    known = PlannedFaults(job, dict(enumerate(faults.values())), whole=not problems)
-    for each in faults.values():
-        field = f"--kill {each.id}"
-        problems += [replace(problem, field=field) for problem in never_striking(known, job, each, _KINDS)]
+    planned = PlannedFaults(job, dict(enumerate(faults.values())), whole=not problems)
+    for fault in faults.values():
+        field = f"--kill {fault.id}"
+        problems += [replace(problem, field=field) for problem in never_striking(planned, job, fault, _KINDS)]
     if problems:
         raise UserError(problems)
     return Scenario(job.name, "", job, tuple(faults.values()), expect)

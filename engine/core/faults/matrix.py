@@ -88,7 +88,7 @@ def cells(
     problems: list[Problem] = []
     used: set[str] = set()
     by_name = {axis.name: axis for axis in axes}
-    found: list[Cell] = []
+    all_cells: list[Cell] = []
     num_values = 0
     for case in cases:
         names = dict.fromkeys(_placeholders(case.values, case.place, problems, by_name))
@@ -101,16 +101,16 @@ def cells(
             labels = [case.only.get(axis.name, tuple(axis.values)) for axis in own]
             num_cells = prod(map(len, labels))
             num_values += num_cells * _size(case.values)
-            if num_cells + len(found) > MOST_CELLS or num_values > _MOST_VALUES:
+            if num_cells + len(all_cells) > MOST_CELLS or num_values > _MOST_VALUES:
                 hint = "give fewer labels in `only`, or make two matrices"
                 at_most = f"at most {MOST_CELLS} cells, with {_MOST_VALUES} values"
-                raise UserError([Problem(_dotted(case.place), at_most, f"{num_cells + len(found)} cells", hint)])
-            found += [_cell(case, list(zip(own, each, strict=True)), num_slots) for each in product(*labels)]
+                raise UserError([Problem(_dotted(case.place), at_most, f"{num_cells + len(all_cells)} cells", hint)])
+            all_cells += [_cell(case, list(zip(own, each, strict=True)), num_slots) for each in product(*labels)]
     unused = [axis.name for axis in axes if axis.name not in used]
     problems += [Problem(f"axes.{name}", "an axis that a case uses", repr(f"${name}")) for name in unused]
     if problems:
         raise UserError(problems)
-    return found
+    return all_cells
 
 
 def _size(value: Any) -> int:
@@ -176,17 +176,17 @@ def _filled(
     origins[path] = place
     if isinstance(value, Mapping):
         filled: dict[str, Any] = {}
-        for key, each in value.items():
+        for key, part in value.items():
             if key == SPREAD:
-                for name in spread_axes(each):
+                for name in spread_axes(part):
                     filled |= _filled(axes[name], path, places[name], axes, places, origins)
                 origins[path] = place
             else:
-                filled[key] = _filled(each, (*path, key), (*place, key), axes, places, origins)
+                filled[key] = _filled(part, (*path, key), (*place, key), axes, places, origins)
         return filled
     if isinstance(value, (list, tuple)):
         return [
-            _filled(each, (*path, number), (*place, number), axes, places, origins) for number, each in enumerate(value)
+            _filled(part, (*path, number), (*place, number), axes, places, origins) for number, part in enumerate(value)
         ]
     if isinstance(value, str) and value.startswith("$"):
         return _filled(axes[value[1:]], path, places[value[1:]], axes, places, origins)
@@ -201,14 +201,14 @@ def spread_axes(value: Any) -> list[str]:
 def _name_stages(value: Any, num_slots: int | None) -> None:
     """Replaces first, middle and last by numbers in each field `stage` below `value`, in place."""
     if isinstance(value, list):
-        for each in value:
-            _name_stages(each, num_slots)
+        for part in value:
+            _name_stages(part, num_slots)
     elif isinstance(value, dict):
-        for key, each in value.items():
-            if key == "stage" and each in _STAGES and num_slots is not None:
-                value[key] = (0, num_slots // 2, num_slots - 1)[_STAGES.index(each)]
+        for key, part in value.items():
+            if key == "stage" and part in _STAGES and num_slots is not None:
+                value[key] = (0, num_slots // 2, num_slots - 1)[_STAGES.index(part)]
             else:
-                _name_stages(each, num_slots)
+                _name_stages(part, num_slots)
 
 
 # CI shards: a matrix cut into parts of about equal time, one per CI job.
@@ -354,9 +354,9 @@ def _without_fault(scenario: Scenario, number: int) -> Scenario:
     left = list(scenario.faults)
     while True:
         staying = [
-            each
-            for each in left
-            if each.id not in gone and not (isinstance(each.trigger, After) and each.trigger.fault in gone)
+            fault
+            for fault in left
+            if fault.id not in gone and not (isinstance(fault.trigger, After) and fault.trigger.fault in gone)
         ]
         gone |= {each.id for each in left} - {each.id for each in staying}
         if len(staying) == len(left):

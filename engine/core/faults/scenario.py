@@ -158,9 +158,9 @@ def _fault(wanted: FaultSpec) -> dict[str, Any]:
 def _written(part: Any) -> dict[str, Any]:
     """Returns the fields of a part as a file has them, without those that have their default."""
     plain: dict[str, Any] = {}
-    for each in fields(part):
-        value, (name, _, unit) = getattr(part, each.name), each.name.rpartition("_")
-        if value in (each.default, {}):
+    for attribute in fields(part):
+        value, (name, _, unit) = getattr(part, attribute.name), attribute.name.rpartition("_")
+        if value in (attribute.default, {}):
             continue
         if unit == "ns":
             of_phases = {phase: duration_text(limit) for phase, limit in value.items()} if name == "phases" else {}
@@ -168,5 +168,5 @@ def _written(part: Any) -> dict[str, Any]:
         elif unit == "steps":
             plain[name] = f"{value:g} steps"
         else:
-            plain[each.name] = _written(value) if isinstance(value, Limits) else value
+            plain[attribute.name] = _written(value) if isinstance(value, Limits) else value
     return plain

@@ -165,8 +165,9 @@ def _comes_first(wanted: FaultSpec, at: At, faults: Mapping[int, FaultSpec], kin
     """Returns whether no other fault that ends a worker can strike before this one."""
     others = [each.trigger for each in faults.values() if each is not wanted and not _is_harmless(each)]
     return all(
-        (isinstance(each, At) and each.step > at.step) or (isinstance(each, After) and each.fault == wanted.id)
-        for each in others
+        (isinstance(trigger, At) and trigger.step > at.step)
+        or (isinstance(trigger, After) and trigger.fault == wanted.id)
+        for trigger in others
     )
 
 
@@ -201,8 +202,8 @@ _UNDISTURBED = {
 
 def check_scenario(scenario: Scenario, kinds: Kinds) -> list[Problem]:
     """Returns the problems of a scenario with a valid job; `kinds` are the known ones, by name."""
-    found = PlannedFaults(scenario.job, dict(enumerate(scenario.faults)), whole=True)
-    return check_faults(found, scenario.expect, kinds)
+    planned = PlannedFaults(scenario.job, dict(enumerate(scenario.faults)), whole=True)
+    return check_faults(planned, scenario.expect, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,50 +218,50 @@ class PlannedFaults:
     whole: bool
 
 
-def check_faults(found: PlannedFaults, expect: Expect, kinds: Kinds, on: OnHosts = ANY_HOSTS) -> list[Problem]:
+def check_faults(planned: PlannedFaults, expect: Expect, kinds: Kinds, on: OnHosts = ANY_HOSTS) -> list[Problem]:
     """Returns a problem for each rule between these parts of a scenario that is broken, to run `on` hosts."""
-    of_hosts = {number: each for number, each in found.faults.items() if isinstance(each.trigger, InStep)}
-    problems = [*_place(found.faults, of_hosts, on), *_ids(found.faults), *_moments(found.faults)]
+    of_hosts = {number: each for number, each in planned.faults.items() if isinstance(each.trigger, InStep)}
+    problems = [*_place(planned.faults, of_hosts, on), *_ids(planned.faults), *_moments(planned.faults)]
     for number, each in of_hosts.items():
-        problems += _of_a_host(f"faults.{number}", each, on, found.job)
+        problems += _of_a_host(f"faults.{number}", each, on, planned.job)
     problems += _together(of_hosts, on)
-    workers = {number: each for number, each in found.faults.items() if number not in of_hosts}
-    found = replace(found, faults=workers, whole=found.whole and not of_hosts)
-    for number, wanted in found.faults.items():
+    workers = {number: each for number, each in planned.faults.items() if number not in of_hosts}
+    planned = replace(planned, faults=workers, whole=planned.whole and not of_hosts)
+    for number, wanted in planned.faults.items():
         if isinstance(wanted.trigger, After):
-            problems += _after(f"faults.{number}.after", wanted, wanted.trigger, found)
-    if found.job is None:
+            problems += _after(f"faults.{number}.after", wanted, wanted.trigger, planned)
+    if planned.job is None:
         return problems
-    for number, wanted in found.faults.items():
-        impossible = never_striking(found, found.job, wanted, kinds)
+    for number, wanted in planned.faults.items():
+        impossible = never_striking(planned, planned.job, wanted, kinds)
         problems += [replace(each, field=f"faults.{number}.{each.field}") for each in impossible]
-    whole = found.whole and found.job.has_program and found.job.has_steps and not problems
-    problems += impossible_expectations(expect, found.job, found.faults if whole else None, kinds)
+    whole = planned.whole and planned.job.has_program and planned.job.has_steps and not problems
+    problems += impossible_expectations(expect, planned.job, planned.faults if whole else None, kinds)
     return problems
 
 
-def never_striking(found: PlannedFaults, job: Job, wanted: FaultSpec, kinds: Kinds) -> list[Problem]:
+def never_striking(planned: PlannedFaults, job: Job, wanted: FaultSpec, kinds: Kinds) -> list[Problem]:
     """Returns the problems for which a fault can never strike; a field is a place in the fault: ``at.stage``."""
     problems = [*_target("target", wanted, job)]
     problems += kind_problems(kinds[wanted.do], wanted.parameters, job) if wanted.do in kinds else ()
     peer = wanted.parameters.get("peer")
-    problems += _peer(peer, found, job, wanted) if isinstance(peer, int) else ()
+    problems += _peer(peer, planned, job, wanted) if isinstance(peer, int) else ()
     if not isinstance(wanted.trigger, At):
         return problems
     at = wanted.trigger
-    return (_limits("at", at, job) or _never_coming(at, found, job, kinds)) + problems
+    return (_limits("at", at, job) or _never_coming(at, planned, job, kinds)) + problems
 
 
-def _peer(peer: int, found: PlannedFaults, job: Job, wanted: FaultSpec) -> Iterator[Problem]:
+def _peer(peer: int, planned: PlannedFaults, job: Job, wanted: FaultSpec) -> Iterator[Problem]:
     """Yields the problem of the other end of a link, if no link of the victim leads there."""
-    victim = _sole_victim(found, job, wanted)
+    victim = _sole_victim(planned, job, wanted)
     if peer >= job.num_workers:
         yield _beyond("peer", "worker", peer, job.num_workers, job)
         return
     if peer == victim:
         yield Problem("peer", f"another worker than {peer}, the victim", str(peer), "no link leads to itself")
         return
-    is_alone = len(found.faults) == 1 and not job.elastic
+    is_alone = len(planned.faults) == 1 and not job.elastic
     if is_alone and (partners := _partners(victim, job)) and peer not in partners:
         expected = f"a worker that exchanges tensors with worker {victim}: {', '.join(map(str, partners))}"
         yield Problem("peer", expected, str(peer), "no frame would meet the fault")
@@ -276,24 +277,24 @@ def _partners(worker: int | None, job: Job) -> list[int]:
     return sorted({*chain.from_iterable(routes.targets.values()), *routes.sources.values(), *met} - {worker})
 
 
-def _sole_victim(found: PlannedFaults, job: Job, wanted: FaultSpec) -> int | None:
+def _sole_victim(planned: PlannedFaults, job: Job, wanted: FaultSpec) -> int | None:
     """Returns the worker that a fault strikes, where that is known before the run; None otherwise."""
     if wanted.target.worker is not None:
         return wanted.target.worker
     at = wanted.trigger
-    if wanted.target != Target() or not isinstance(at, At) or len(found.faults) > 1 or not job.has_program:
+    if wanted.target != Target() or not isinstance(at, At) or len(planned.faults) > 1 or not job.has_program:
         return None
     if _limits("at", at, job):
         return None
     return initial_program(job)[1].owner(at.action.pipeline, at.action.stage)
 
 
-def _never_coming(at: At, found: PlannedFaults, job: Job, kinds: Kinds) -> list[Problem]:
+def _never_coming(at: At, planned: PlannedFaults, job: Job, kinds: Kinds) -> list[Problem]:
     """Returns the problem of a moment whose action can never come; without a program none is known."""
     if not job.has_program:
         return []
     own = own_actions(*initial_program(job), (at.action.pipeline, at.action.stage))
-    return _action("at", at.action, own, job, _Failures(at, found, kinds))
+    return _action("at", at.action, own, job, _Failures(at, planned, kinds))
 
 
 def _ids(faults: Mapping[int, FaultSpec]) -> Iterator[Problem]:
@@ -361,14 +362,14 @@ class _Failures:
     """The faults other than the one `at` a moment: they may end a worker before it."""
 
     at: At
-    found: PlannedFaults
+    planned: PlannedFaults
     kinds: Kinds
 
     def before(self, step: int) -> bool:
         """Returns whether one may strike before this step; a fault that could not be read may strike at any time."""
-        triggers = [each.trigger for each in self.found.faults.values() if ends(each.do, self.kinds)]
+        triggers = [each.trigger for each in self.planned.faults.values() if ends(each.do, self.kinds)]
         others = [each for each in triggers if each != self.at]
-        return not self.found.whole or any(not isinstance(each, At) or each.step < step for each in others)
+        return not self.planned.whole or any(not isinstance(each, At) or each.step < step for each in others)
 
     def surely_before(self, step: int) -> bool:
         """Returns whether a worker is lost, and its recovery over, before this step begins."""
@@ -377,15 +378,14 @@ class _Failures:
     def recovered_in(self, step: int) -> bool:
         """Returns whether a recovery may finish this step."""
         kills = self._kills()
-        if all(
-            not ends(each.do, self.kinds) or each.trigger in (self.at, *kills) for each in self.found.faults.values()
-        ):
-            return not self.found.whole or any(each.step <= step <= changes_by(each) for each in kills)
+        triggers = [each.trigger for each in self.planned.faults.values() if ends(each.do, self.kinds)]
+        if all(each in (self.at, *kills) for each in triggers):
+            return not self.planned.whole or any(each.step <= step <= changes_by(each) for each in kills)
         return self.before(step + 1)  # kinds other than a kill end their victim at an unknown time
 
     def _kills(self) -> list[At]:
         """Returns the moments of the other faults that end a worker at once."""
-        triggers = [each.trigger for each in self.found.faults.values() if each.do in AT_ONCE]
+        triggers = [each.trigger for each in self.planned.faults.values() if each.do in AT_ONCE]
         return [each for each in triggers if isinstance(each, At) and each != self.at]
 
 
@@ -445,13 +445,13 @@ def _heal(place: str, job: Job, step: int, *, can_follow: bool) -> list[Problem]
     return [Problem(place, "an action of a step after a failure", "'HEAL'", hint)]
 
 
-def _after(place: str, wanted: FaultSpec, after: After, found: PlannedFaults) -> list[Problem]:
-    by_id = {each.id: each for each in found.faults.values()}
+def _after(place: str, wanted: FaultSpec, after: After, planned: PlannedFaults) -> list[Problem]:
+    by_id = {each.id: each for each in planned.faults.values()}
     if after.fault not in by_id:
-        if not found.whole:
+        if not planned.whole:
             return []
-        known = [each for each in by_id if each != wanted.id]
-        hint = nearest(after.fault, known) or (f"there is {', '.join(known)}" if known else "there is no other fault")
+        ids = [each for each in by_id if each != wanted.id]
+        hint = nearest(after.fault, ids) or (f"there is {', '.join(ids)}" if ids else "there is no other fault")
         return [Problem(f"{place}.fault", "the id of another fault", repr(after.fault), hint)]
     if isinstance(by_id[after.fault].trigger, Every):
         hint = "the faults of `every` are drawn before the run: write the first fault with `at`"
@@ -506,9 +506,9 @@ def _count(place: str, wanted: FaultSpec, job: Job, *, one_only: bool) -> Iterat
 
 
 def _named(target: Target) -> list[str]:
-    found = ["a slot"] if target.pipeline is not None or target.stage is not None else []
-    found += ["a worker"] if target.worker is not None else []
-    return found + ([f"role {target.role}"] if target.role is not None else [])
+    words = ["a slot"] if target.pipeline is not None or target.stage is not None else []
+    words += ["a worker"] if target.worker is not None else []
+    return words + ([f"role {target.role}"] if target.role is not None else [])
 
 
 # Faults of hosts. One that surely ends the run, because etcd loses its majority or no host is left, is refused.
