@@ -233,12 +233,12 @@ def unheard(known: int, told: Iterable[Mapping[int, str]]) -> tuple[str, ...]:
 
     `told` has of each other host some decisions by number. Raises InvariantError if two hosts contradict each other.
     """
-    found: dict[int, str] = {}
-    for each in told:
-        for number, line in each.items():
-            if found.setdefault(number, line) != line:
+    lines: dict[int, str] = {}
+    for decisions in told:
+        for number, line in decisions.items():
+            if lines.setdefault(number, line) != line:
                 raise InvariantError(f"two hosts have heard different decisions, both with number {number}")
     following: list[str] = []
-    while (line := found.get(known + len(following), "")) != "":
+    while (line := lines.get(known + len(following), "")) != "":
         following.append(line)
     return tuple(following)

@@ -52,66 +52,66 @@ class HostOptions:
         return CLEAR if self.trusted else TLS
 
 
-def problems_of(given: HostOptions, job: Job | None, is_own: Callable[[str], bool]) -> list[Problem]:
+def problems_of(options: HostOptions, job: Job | None, is_own: Callable[[str], bool]) -> list[Problem]:
     """Returns every mistake, as far as the job is known; `is_own` tells whether an address is one of this host."""
-    found = [*_of_run(given), *_of_hosts(given), *_of_address(given, is_own)]
-    return found if job is None else [*found, *_of_job(given, job)]
+    problems = [*_of_run(options), *_of_hosts(options), *_of_address(options, is_own)]
+    return problems if job is None else [*problems, *_of_job(options, job)]
 
 
-def _of_run(given: HostOptions) -> list[Problem]:
-    found = []
-    if not given.etcd:
+def _of_run(options: HostOptions) -> list[Problem]:
+    problems = []
+    if not options.etcd:
         hint = "the hosts of a run meet in a kept etcd, which outlives each of them"
-        found.append(Problem("--hosts", "--etcd beside it", "nothing", hint))
-    if not RUN_ID.fullmatch(given.run_id):
+        problems.append(Problem("--hosts", "--etcd beside it", "nothing", hint))
+    if not RUN_ID.fullmatch(options.run_id):
         hint = "the same on every host, such as the number that a scheduler gives"
-        found.append(Problem("--run", "at most 100 letters, digits and . _ -", repr(given.run_id), hint))
-    if not LEAST_S <= given.lease_s <= MOST_S:
-        found.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(given.lease_s)))
-    return found
+        problems.append(Problem("--run", "at most 100 letters, digits and . _ -", repr(options.run_id), hint))
+    if not LEAST_S <= options.lease_s <= MOST_S:
+        problems.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(options.lease_s)))
+    return problems
 
 
-def _of_hosts(given: HostOptions) -> list[Problem]:
-    found = []
-    names = given.names
-    if names and given.number > MOST_HOSTS:
-        found.append(Problem("--hosts", f"at most {MOST_HOSTS} names", f"{given.number} of them"))
-    elif not 1 <= given.number <= MOST_HOSTS:
-        found.append(Problem("--hosts", f"1 to {MOST_HOSTS}, or names with commas between", given.hosts))
+def _of_hosts(options: HostOptions) -> list[Problem]:
+    problems = []
+    names = options.names
+    if names and options.number > MOST_HOSTS:
+        problems.append(Problem("--hosts", f"at most {MOST_HOSTS} names", f"{options.number} of them"))
+    elif not 1 <= options.number <= MOST_HOSTS:
+        problems.append(Problem("--hosts", f"1 to {MOST_HOSTS}, or names with commas between", options.hosts))
     if wrong := [each for each in names if not NAME.fullmatch(each)]:
-        found.append(Problem("--hosts", "names of letters, digits and . _ -", ", ".join(map(repr, wrong))))
+        problems.append(Problem("--hosts", "names of letters, digits and . _ -", ", ".join(map(repr, wrong))))
     if twice := sorted({each for each in names if names.count(each) > 1}):
-        found.append(Problem("--hosts", "each host once", ", ".join(twice)))
-    if not NAME.fullmatch(given.node):
-        found.append(Problem("--node", "at most 63 letters, digits and . _ -", repr(given.node)))
-    elif names and given.node not in names:
-        found.append(Problem("--node", "one of the names in --hosts", given.node, "its default is the host name"))
-    return found
+        problems.append(Problem("--hosts", "each host once", ", ".join(twice)))
+    if not NAME.fullmatch(options.node):
+        problems.append(Problem("--node", "at most 63 letters, digits and . _ -", repr(options.node)))
+    elif names and options.node not in names:
+        problems.append(Problem("--node", "one of the names in --hosts", options.node, "its default is the host name"))
+    return problems
 
 
-def _of_address(given: HostOptions, is_own: Callable[[str], bool]) -> list[Problem]:
+def _of_address(options: HostOptions, is_own: Callable[[str], bool]) -> list[Problem]:
     try:
-        address = ipaddress.ip_address(given.address)
+        address = ipaddress.ip_address(options.address)
     except ValueError:
-        return [Problem("--address", "an IP address of this host", repr(given.address))]
-    found = []
-    if not is_own(given.address):
-        found.append(Problem("--address", "an address of this host", given.address))
+        return [Problem("--address", "an IP address of this host", repr(options.address))]
+    problems = []
+    if not is_own(options.address):
+        problems.append(Problem("--address", "an address of this host", options.address))
     if address.is_loopback:
-        if any(not _is_loopback(each) for each in given.etcd):
+        if any(not _is_loopback(each) for each in options.etcd):
             hint = "loopback is for hosts that are processes of one machine, with their etcd"
-            found.append(Problem("--address", "an address that the other hosts reach", given.address, hint))
-        return found
-    if not given.trusted:
-        return found
+            problems.append(Problem("--address", "an address that the other hosts reach", options.address, hint))
+        return problems
+    if not options.trusted:
+        return problems
     try:
-        network = ipaddress.ip_network(given.trusted)
+        network = ipaddress.ip_network(options.trusted)
     except ValueError:
-        return [*found, Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(given.trusted))]
+        return [*problems, Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(options.trusted))]
     if address not in network:
         hint = "the tensors between hosts travel in clear text: name the network in which that is allowed"
-        found.append(Problem("--trusted-network", f"a network with {given.address}", given.trusted, hint))
-    return found
+        problems.append(Problem("--trusted-network", f"a network with {options.address}", options.trusted, hint))
+    return problems
 
 
 def _is_loopback(host: str) -> bool:
@@ -121,27 +121,27 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _of_job(given: HostOptions, job: Job) -> list[Problem]:
-    found = []
+def _of_job(options: HostOptions, job: Job) -> list[Problem]:
+    problems = []
     wanted = job.num_workers
-    room = given.workers * given.number
-    if given.workers < 0 or (given.workers and room < wanted):
-        hint = f"{given.number} hosts with {given.workers} workers each have room for {max(room, 0)}"
-        found.append(Problem("--workers", f"room for the {wanted} workers of the job", str(given.workers), hint))
-    if given.number > wanted:
-        found.append(Problem("--hosts", f"at most one host for each of the {wanted} workers", str(given.number)))
+    room = options.workers * options.number
+    if options.workers < 0 or (options.workers and room < wanted):
+        hint = f"{options.number} hosts with {options.workers} workers each have room for {max(room, 0)}"
+        problems.append(Problem("--workers", f"room for the {wanted} workers of the job", str(options.workers), hint))
+    if options.number > wanted:
+        problems.append(Problem("--hosts", f"at most one host for each of the {wanted} workers", str(options.number)))
     if job.backend == "nccl":
         hint = (
             "groups of NCCL have no proof of the run's key, and none has been tried between hosts; links take GPUs too"
         )
-        found.append(Problem("backend", "direct on several hosts", job.backend, hint))
+        problems.append(Problem("backend", "direct on several hosts", job.backend, hint))
     if job.fsdp:
         hint = "shards have been put together on one host only; more stages divide a model over hosts"
-        found.append(Problem("fsdp", "0 on several hosts", str(job.fsdp), hint))
-    if keeps_any(job.checkpoint_every) and not (job.checkpoints or _is_loopback(given.address)):
+        problems.append(Problem("fsdp", "0 on several hosts", str(job.fsdp), hint))
+    if keeps_any(job.checkpoint_every) and not (job.checkpoints or _is_loopback(options.address)):
         hint = "checkpoints=PLACE is a folder that all hosts share, or a URL; checkpoint_every=0 keeps none"
-        found.append(Problem("checkpoints", "a place that all hosts reach", "the folder of the run", hint))
-    return found
+        problems.append(Problem("checkpoints", "a place that all hosts reach", "the folder of the run", hint))
+    return problems
 
 
 # The hosts of a run as they register, and the facts in which all of them have to agree: job, code, arithmetic.
@@ -163,7 +163,7 @@ def differences(hosts: Sequence[RegisteredHost]) -> list[str]:
     """Returns a line for each fact in which a host differs from the first one, with both values and both hosts."""
     first, *others = hosts
     return [
-        f"{each.name}: {each.before!r} on host {first.name}, {each.now!r} on host {other.name}"
+        f"{fact.name}: {fact.before!r} on host {first.name}, {fact.now!r} on host {other.name}"
         for other in others
-        for each in different_facts(first.facts, other.facts)
+        for fact in different_facts(first.facts, other.facts)
     ]

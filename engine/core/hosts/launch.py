@@ -61,14 +61,14 @@ class LaunchPlan:
     def words(self, program: str, job_file: str = "") -> list[str]:
         """Returns the words of the line that are the same everywhere, without the run, the node and the address."""
         hosts = ",".join(self.names) or str(self.num_hosts)
-        found = [program, "agent", job_file or self.job_file, "--hosts", hosts, "--etcd", self.etcd]
-        found += ["--workers", str(self.workers)] if self.workers else []
-        found += ["--trusted-network", self.trusted] if self.trusted else []
-        found += ["--etcd-plain-http"] if self.plain_http else []
-        found += ["--lease", str(self.lease_s)] if self.lease_s != USUAL_S else []
-        found += ["--isa", self.isa] if self.isa else []
-        found += ["--trust-code"] if self.trust_code else []
-        return found + [word for each in self.settings for word in ("--set", each)]
+        words = [program, "agent", job_file or self.job_file, "--hosts", hosts, "--etcd", self.etcd]
+        words += ["--workers", str(self.workers)] if self.workers else []
+        words += ["--trusted-network", self.trusted] if self.trusted else []
+        words += ["--etcd-plain-http"] if self.plain_http else []
+        words += ["--lease", str(self.lease_s)] if self.lease_s != USUAL_S else []
+        words += ["--isa", self.isa] if self.isa else []
+        words += ["--trust-code"] if self.trust_code else []
+        return words + [word for each in self.settings for word in ("--set", each)]
 
     def asks(self, program: str) -> list[str]:
         """Returns the words that wait for the outcome of a run, and exit with it, without the run."""
@@ -77,19 +77,21 @@ class LaunchPlan:
 
 def problems_of_plan(place: str, plan: LaunchPlan) -> list[Problem]:
     """Returns every mistake in the options that only a launch has."""
-    found = []
+    problems = []
     if place not in PLACES:
         hint = "torchrun ends every process when one ends, so the loss of a host would end the run"
         expected = ", ".join(PLACES[:-1]) + f" or {PLACES[-1]}"
-        found.append(Problem("PLACE", expected, repr(place), hint if place == "torchrun" else nearest(place, PLACES)))
+        problems.append(
+            Problem("PLACE", expected, repr(place), hint if place == "torchrun" else nearest(place, PLACES))
+        )
     if not NAME.fullmatch(plan.name):
-        found.append(Problem("--name", "at most 40 small letters, digits and -", repr(plan.name)))
+        problems.append(Problem("--name", "at most 40 small letters, digits and -", repr(plan.name)))
     if not 1 <= plan.grace_s <= MOST_GRACE_S:
-        found.append(Problem("--grace", f"1 to {MOST_GRACE_S} seconds", str(plan.grace_s)))
+        problems.append(Problem("--grace", f"1 to {MOST_GRACE_S} seconds", str(plan.grace_s)))
     if place == "k8s" and not plan.image:
         hint = "an image with this bamboo, and with the code and the data of the job"
-        found.append(Problem("--image", "the image of the pods", "nothing", hint))
-    return [*found, *_of_other_places(place, plan), *_of_names(place, plan), *_of_sbatch(plan.extra)]
+        problems.append(Problem("--image", "the image of the pods", "nothing", hint))
+    return [*problems, *_of_other_places(place, plan), *_of_names(place, plan), *_of_sbatch(plan.extra)]
 
 
 def _of_other_places(place: str, plan: LaunchPlan) -> list[Problem]:
@@ -119,11 +121,11 @@ def _of_names(place: str, plan: LaunchPlan) -> list[Problem]:
 
 
 def _of_sbatch(extra: Sequence[str]) -> list[Problem]:
-    found = []
-    for each in extra:
-        option = SBATCH.fullmatch(each)
+    problems = []
+    for text in extra:
+        option = SBATCH.fullmatch(text)
         if option is None:
-            found.append(Problem("--sbatch", "one option of sbatch, such as --partition=train", repr(each)))
+            problems.append(Problem("--sbatch", "one option of sbatch, such as --partition=train", repr(text)))
         elif option[1] in _OWN:
-            found.append(Problem("--sbatch", "an option that the script does not set itself", each, _OWN[option[1]]))
-    return found
+            problems.append(Problem("--sbatch", "an option that the script does not set itself", text, _OWN[option[1]]))
+    return problems

@@ -44,11 +44,11 @@ def answer_of(said: bytes) -> NoticeAnswer | None:
 
 def _named(text: str) -> tuple[int, ...] | None:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         words = [word for word in text.replace(",", " ").lower().split() if word not in _WORKER]
-        found = [int(word) if word.isascii() and word.isdigit() and len(word) < 10 else word for word in words]
-    numbers = found if isinstance(found, list) else [found]
+        value = [int(word) if word.isascii() and word.isdigit() and len(word) < 10 else word for word in words]
+    numbers = value if isinstance(value, list) else [value]
     if not numbers or not all(type(each) is int and each >= 0 for each in numbers):
         return None
     return tuple(dict.fromkeys(numbers))
