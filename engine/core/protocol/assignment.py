@@ -221,9 +221,9 @@ class _Row:
             for begin, (price, uneven, owners) in best.items():
                 for end in range(begin + self.least[at], self._reach(at, begin, limit) + 1):
                     load = (self.work[end] - self.work[begin]) / self.measured.speed_of(worker)
-                    found = price + moved[end] - moved[begin], uneven + load * load
-                    if end not in new or found < new[end][:2]:
-                        new[end] = (*found, (*owners, *(worker,) * (end - begin)))
+                    score = price + moved[end] - moved[begin], uneven + load * load
+                    if end not in new or score < new[end][:2]:
+                        new[end] = (*score, (*owners, *(worker,) * (end - begin)))
             best = new
         return best[self.length][2]
 

@@ -243,33 +243,34 @@ def looks_at_ways(state: CoordinatorState, now_ns: int) -> Decided:
     outputs: Outputs = ()
     for worker in state.membership.leaving:
         until_ns = state.preparation.deadlines_ns.get(worker)
-        known = state.membership
-        if until_ns is None or worker not in known.members or known.phase is not Phase.RUNNING or known.is_over:
+        membership = state.membership
+        is_running = membership.phase is Phase.RUNNING and not membership.is_over
+        if until_ns is None or worker not in membership.members or not is_running:
             continue
         event: HandOver | Departure | None = None
-        if worker in known.owners and worker not in known.going:
-            state, told = _says(state, worker, until_ns - now_ns, now_ns)
-            outputs = (*outputs, *told)
+        if worker in membership.owners and worker not in membership.going:
+            state, news = _says(state, worker, until_ns - now_ns, now_ns)
+            outputs = (*outputs, *news)
             event = HandOver(now_ns, worker) if state.ways.get(worker) is LeaveStrategy.INSIDE else None
-        elif worker not in known.owners and departs(until_ns - now_ns, state.graces_ns[worker]):
+        elif worker not in membership.owners and departs(until_ns - now_ns, state.graces_ns[worker]):
             event = Departure(now_ns, worker)
         if event is not None:
-            state, found = decide(state, event)
-            outputs = (*outputs, *found)
+            state, orders = decide(state, event)
+            outputs = (*outputs, *orders)
     return state, outputs
 
 
 def _says(state: CoordinatorState, worker: int, left_ns: int, now_ns: int) -> Decided:
     """Returns the state with the way out of a worker, and its record and line if it is a new one."""
-    known = state.membership
-    spent_ns = now_ns - known.committed_ns
-    way = way_out(left_ns, spent_ns, known.steps_ns, has_heirs(known, worker))
+    membership = state.membership
+    spent_ns = now_ns - membership.committed_ns
+    way = way_out(left_ns, spent_ns, membership.steps_ns, has_heirs(membership, worker))
     if way is state.ways.get(worker) or worker in state.staying:
         return state, ()
-    step, rest_s = known.committed + 1, until_boundary_ns(spent_ns, known.steps_ns) / 1e9
+    step, rest_s = membership.committed + 1, until_boundary_ns(spent_ns, membership.steps_ns) / 1e9
     short = f"the next step boundary is about {rest_s:.1f} s away, and {max(0, left_ns) / 1e9:.1f} s are left"
     later = f" or a few later, when the wanted owners hold its {state.job.slot_noun}s"
-    is_patient = worker in patient(state.preparation, known, now_ns)
+    is_patient = worker in patient(state.preparation, membership, now_ns)
     text = {
         LeaveStrategy.BOUNDARY: f"hands over at the boundary after step {step}{later if is_patient else ''}",
         LeaveStrategy.INSIDE: f"hands over inside step {step}: {short}",

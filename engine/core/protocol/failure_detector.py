@@ -83,17 +83,17 @@ def sighted(state: State, sights: Mapping[int, Sight], now_ns: int) -> State:
 
 def unresponsive(state: State, now_ns: int) -> Verdict:
     """Returns the verdict on the members that are silent or hang, in the order of their numbers."""
-    options, found = state.patience, []
+    options, exclusions = state.patience, []
     for worker in state.members:
         seen = state.sightings.get(worker)
         if seen is None or worker in state.done:
             continue
         if now_ns - seen.heard_ns > _silence_allowed_ns(seen, options, now_ns):
             how = f"has been silent for {_seconds(now_ns - seen.heard_ns)}"
-            found.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker), seen.heard_ns))
+            exclusions.append(excluded(worker, Cause.SILENCE, how, last_seen(state, worker), seen.heard_ns))
         elif how := _hang(seen, options, now_ns):
-            found.append(excluded(worker, Cause.HANG, how, last_seen(state, worker), seen.since_ns))
-    return tuple(found)
+            exclusions.append(excluded(worker, Cause.HANG, how, last_seen(state, worker), seen.since_ns))
+    return tuple(exclusions)
 
 
 def _silence_allowed_ns(seen: Sighting, options: Options, now_ns: int) -> float:

@@ -182,4 +182,6 @@ def recorded_first(outputs: Iterable[CoordinatorOutput]) -> list[CoordinatorOutp
 
     So a vote of a host's worker proves that the host has heard of all steps before, and its results can go on.
     """
-    return sorted(outputs, key=lambda each: not (isinstance(each, Write) and isinstance(each.record, CommitRecord)))
+    return sorted(
+        outputs, key=lambda output: not (isinstance(output, Write) and isinstance(output.record, CommitRecord))
+    )

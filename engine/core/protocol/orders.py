@@ -264,10 +264,10 @@ def prepare_epoch(
     new = step(state, commit)
     if new.phase is not Phase.RECONFIGURING:
         return None
-    held = (held_at_boundary(worker, new.committed + 1, ownership) for worker in new.members)
+    inventories = (held_at_boundary(worker, new.committed + 1, ownership) for worker in new.members)
     answers = tuple(
-        WorkerWord(now_ns, each.worker, InventoryMessage(new.epoch, to_json(each), ownership.grid.places(each.whole)))
-        for each in held
+        WorkerWord(now_ns, held.worker, InventoryMessage(new.epoch, to_json(held), ownership.grid.places(held.whole)))
+        for held in inventories
     )
     for answer in answers:
         new = step(new, answer)

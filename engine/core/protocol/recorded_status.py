@@ -163,11 +163,11 @@ def live_status(stored: RunStatus, recorded: RunStatus) -> RunStatus:
     the records, whether the run takes faults, the answer of the policy, the slow workers and the deadly hosts.
     """
     workers = {each.worker: each for each in (*recorded.workers, *stored.workers)}
-    for each in recorded.workers:
-        found = workers[each.worker]
-        is_slow = each.state == SLOW and found.state == "in"
-        state = each.state if each.state in _ENDS or is_slow else found.state
-        workers[each.worker] = replace(found, state=state, step=each.step, last_action=each.last_action)
+    for row in recorded.workers:
+        status = workers[row.worker]
+        is_slow = row.state == SLOW and status.state == "in"
+        state = row.state if row.state in _ENDS or is_slow else status.state
+        workers[row.worker] = replace(status, state=state, step=row.step, last_action=row.last_action)
     in_order = tuple(workers[each] for each in sorted(workers))
     names = ("loss", "gaps", "injectable", "data_epoch", "data_epochs", "policy", "deadly")
     return replace(stored, workers=in_order, **{name: getattr(recorded, name) for name in names})

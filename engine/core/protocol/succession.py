@@ -53,19 +53,19 @@ def succession(
     if heard < state.committed - 1:
         why = f"and its results after step {heard} with it: step {state.committed} is committed"
         raise CoordinatorUnavailableError(f"host {lost}, which coordinated the run, is lost, {why}")
-    found = {
+    by_worker = {
         worker: ProcessOnHost(worker, host, number, pid, tuple(ended))
         for host, processes in held.items()
         for number, worker, pid, *ended in processes
     }
     for worker in (*state.members, *state.waiting):
-        if worker not in found and worker not in state.exited:
+        if worker not in by_worker and worker not in state.exited:
             host = state.nodes.get(worker, lost)
-            found[worker] = ProcessOnHost(worker, host, -1 - worker, 0, (KILLED,) if host in held else ())
-    return tuple(found[worker] for worker in sorted(found))
+            by_worker[worker] = ProcessOnHost(worker, host, -1 - worker, 0, (KILLED,) if host in held else ())
+    return tuple(by_worker[worker] for worker in sorted(by_worker))
 
 
-def last_number(state: State, found: Iterable[ProcessOnHost]) -> int:
+def last_number(state: State, processes: Iterable[ProcessOnHost]) -> int:
     """Returns the greatest number that a worker has or had, also one whose process is gone: a newcomer has none."""
-    known = (*state.members, *state.waiting, *state.out, *state.lost, *state.exited)
-    return max((*known, *(each.worker for each in found)))
+    numbers = (*state.members, *state.waiting, *state.out, *state.lost, *state.exited)
+    return max((*numbers, *(process.worker for process in processes)))

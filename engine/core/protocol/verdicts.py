@@ -196,16 +196,16 @@ def handed_over(state: State, now_ns: int, joins: tuple[int, ...] = ()) -> State
 
 def _moves_in_words(state: State, moved: Collection[int]) -> list[str]:
     """Returns in words the slots that move to wanted owners after the last commit, and those that are to move later."""
-    told = []
+    texts = []
     for has_come, words in ((True, f"move after step {state.committed}"), (False, "are to move")):
         slots: dict[int, list[int]] = {}
         for slot, worker in state.wanted_moves.items():
             if (slot in moved) is has_come:
                 slots.setdefault(worker, []).append(slot)
         noun, sizes = state.options.noun, (state.options.stages, len(state.owners))
-        each = [f"{places_text(noun, found, *sizes)} to worker {worker}" for worker, found in sorted(slots.items())]
-        told += [f"{noun}s {words} ({state.wanted_why}): {'; '.join(each)}"] if each else []
-    return told
+        moves = [f"{places_text(noun, places, *sizes)} to worker {worker}" for worker, places in sorted(slots.items())]
+        texts += [f"{noun}s {words} ({state.wanted_why}): {'; '.join(moves)}"] if moves else []
+    return texts
 
 
 def begins_epoch(state: State) -> bool:

@@ -58,9 +58,9 @@ def look_for_memory(
     about = (staying, near, known.waiting, sizes)
     if about == last.about and now_ns - last.at_ns < LOOK_AGAIN_NS:
         return last, None
-    found = _cramped(job, known, len(staying), near, min(sizes), free_bytes())
-    is_news = found.keys() != known.cramped.keys()
-    return MemoryLook(about, now_ns), MemoryShortage(now_ns, found) if is_news else None
+    cramped = _cramped(job, known, len(staying), near, min(sizes), free_bytes())
+    is_news = cramped.keys() != known.cramped.keys()
+    return MemoryLook(about, now_ns), MemoryShortage(now_ns, cramped) if is_news else None
 
 
 def _cramped(
@@ -68,15 +68,15 @@ def _cramped(
 ) -> dict[int, str]:
     if free_bytes is None:
         return {}
-    found, parts = dict[int, str](), num_members
-    for worker in sorted(near, key=lambda each: (each in known.cramped, each not in known.eager, each)):
+    reasons, parts = dict[int, str](), num_members
+    for worker in sorted(near, key=lambda number: (number in known.cramped, number not in known.eager, number)):
         part = free_bytes // (parts + 1)
         if 100 * part >= least * (_AGAIN_PERCENT if worker in known.cramped else 100):
             parts += 1
             continue
         text = f"waits on: one {job.slot_noun} takes {size_text(least)}, and it has {size_text(part)}"
-        found[worker] = known.cramped.get(worker, text)
-    return found
+        reasons[worker] = known.cramped.get(worker, text)
+    return reasons
 
 
 # Rebalancing: when to ask the policy, and when a move of its own will waits.
@@ -173,11 +173,11 @@ def wish(
     ownership = Ownership(job.grid, known.owners, known.shadows)
     whole = {worker: ownership.held_by(worker) for worker in workers}
     measured = facts(times, job, ownership, workers, known.nodes, free_bytes())
-    found = assign(ownership, workers, measured, whole)
-    why, owners, going_on = found.why, found.owners, known.wanted or known.owners
+    assignment = assign(ownership, workers, measured, whole)
+    why, owners, going_on = assignment.why, assignment.owners, known.wanted or known.owners
     # A wish that is carried out goes on: a leaver must lose its slots, and a joiner get them.
     may_go_on = {*going_on} <= {*workers} and owners not in (known.owners, going_on)
-    if may_go_on and not is_worth_it(asked, workers, slow, found):
+    if may_go_on and not is_worth_it(asked, workers, slow, assignment):
         why, owners = f"nothing moves, because the times of few steps are noisy; else {why}", going_on
     is_news = owners != going_on
     moves = is_news and owners != known.owners

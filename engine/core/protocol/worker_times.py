@@ -287,8 +287,8 @@ def facts(
 
     `free_bytes` are those of the one host of all members, which may use equal parts of them, as far as they are known.
     """
-    grid, known = job.grid, range(job.grid.stages)
-    seconds = [found for stage in known if (found := usual(times, stage)) is not None]
+    grid, stages = job.grid, range(job.grid.stages)
+    seconds = [pair for stage in stages if (pair := usual(times, stage)) is not None]
     forward, backward = zip(*seconds, strict=True) if len(seconds) == grid.stages else ((), ())
     owned = owned_sizes(times, job)
     memory: dict[int, int] = {}
@@ -299,7 +299,7 @@ def facts(
         forward_s=tuple(each / grid.microbatches for each in forward),
         backward_s=tuple(each / grid.microbatches for each in backward),
         speed=speeds(members_only(times.paces, members)),
-        replica_bytes=tuple(replica_bytes(times.sizes[stage]) for stage in known) if owned else (),
+        replica_bytes=tuple(replica_bytes(times.sizes[stage]) for stage in stages) if owned else (),
         owned_bytes=owned,
         memory=memory,
         host_of=hosts,
@@ -315,15 +315,15 @@ def _closed(times: WorkerTimes) -> tuple[WorkerTimes, tuple[PaceChange, ...]]:
         return times, ()
     if times.counted == 0:
         return times._replace(counted=1), ()
-    computed = {worker: found for worker, votes in whole.items() if (found := _computed(times, votes)) is not None}
+    computed = {worker: compute for worker, votes in whole.items() if (compute := _computed(times, votes)) is not None}
     paces, changes = after_step(times.paces, times.at[1], computed)
     stages = dict(times.stages)
     for worker, votes in sorted(whole.items()):
         if worker in paces and paces[worker].slowness > 1:
             continue  # else the usual times would follow the slow worker, and it would be well, or slow, for ever
-        for each in votes:
-            took = each.took_ns[0] / _NS, each.took_ns[1] / _NS
-            stages[each.stage] = (*stages.get(each.stage, ()), took)[-_LAST_STEPS:]
+        for vote in votes:
+            took = vote.took_ns[0] / _NS, vote.took_ns[1] / _NS
+            stages[vote.stage] = (*stages.get(vote.stage, ()), took)[-_LAST_STEPS:]
     return times._replace(counted=times.counted + 1, stages=stages, paces=paces), changes
 
 
@@ -331,11 +331,11 @@ def _computed(times: WorkerTimes, votes: Iterable[SlotVote]) -> Compute | None:
     """Returns the seconds of a worker, and the usual ones of the same work; None if these are unknown."""
     seconds = work = 0.0
     for vote in votes:
-        each = usual(times, vote.stage)
-        if each is None:
+        pair = usual(times, vote.stage)
+        if pair is None:
             return None
         seconds += sum(vote.took_ns) / _NS
-        work += sum(each)
+        work += sum(pair)
     return Compute(seconds, work) if work > 0 else None
 
 
