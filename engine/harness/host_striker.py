@@ -82,8 +82,8 @@ class BedAgent:
     @property
     def folders(self) -> list[RunFolder]:
         """The run folders of this host that have events."""
-        found = [RunFolder(self.results / name) for name in run_names(self.results)]
-        return [each for each in found if each.events.is_file()]
+        folders = [RunFolder(self.results / name) for name in run_names(self.results)]
+        return [folder for folder in folders if folder.events.is_file()]
 
     def news(self) -> Iterator[Record]:
         """Yields the records that this host has written since the last call."""
@@ -124,8 +124,8 @@ class BedAgents:
     @property
     def codes(self) -> dict[str, int]:
         """The exit codes of the agents that have ended, negative for a signal, by host."""
-        found = {name: each.entered.poll() for name, each in self.by_host.items()}
-        return {name: code for name, code in found.items() if code is not None}
+        codes = {name: each.entered.poll() for name, each in self.by_host.items()}
+        return {name: code for name, code in codes.items() if code is not None}
 
     @property
     def folders(self) -> list[RunFolder]:
@@ -167,14 +167,14 @@ def write_history(
 def _with_strikes(merged: Sequence[Record], back_ns: int, strikes: Sequence[HostStrike]) -> Iterator[Record]:
     """Yields the records of the run with those of the strikes, without the end of the agents' command."""
     added = sorted((record for each in strikes for record in each.records()), key=lambda record: record.at_ns)
-    for each in merged:
-        if isinstance(each, EndedRecord):
+    for record in merged:
+        if isinstance(record, EndedRecord):
             continue
-        if not isinstance(each, StampedRecord):
-            yield each
+        if not isinstance(record, StampedRecord):
+            yield record
             continue
-        moved = _back(each, back_ns)
-        while added and added[0].at_ns <= moved.at_ns and not isinstance(each, JobRecord):
+        moved = _back(record, back_ns)
+        while added and added[0].at_ns <= moved.at_ns and not isinstance(record, JobRecord):
             yield added.pop(0)
         yield moved
     yield from added
@@ -206,8 +206,8 @@ class _Blow:
         return replace(self._strike, ended_ns=self._ended_ns)
 
     def _see_ends(self) -> None:
-        for each in self._pidfds:
-            while not is_readable(each, _LOOK_S):
+        for pidfd in self._pidfds:
+            while not is_readable(pidfd, _LOOK_S):
                 if self._is_over.is_set():
                     return
         self._ended_ns = time.monotonic_ns() - self._strike.at_ns

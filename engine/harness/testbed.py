@@ -83,14 +83,14 @@ class BedHost:
 
     def processes(self) -> dict[int, str]:
         """Returns the processes of this host as this machine numbers them, with their names; none once it is off."""
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
         with contextlib.suppress(OSError):
             own = os.readlink(f"/proc/{self.pid}/ns/pid")
-            for each in filter(str.isdecimal, os.listdir("/proc")):
+            for pid in filter(str.isdecimal, os.listdir("/proc")):
                 with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-                    if os.readlink(f"/proc/{each}/ns/pid") == own:
-                        found[int(each)] = Path(f"/proc/{each}/comm").read_text().strip()
-        return found
+                    if os.readlink(f"/proc/{pid}/ns/pid") == own:
+                        names[int(pid)] = Path(f"/proc/{pid}/comm").read_text().strip()
+        return names
 
     def connect(self) -> None:
         """Joins this host to the bridge."""
@@ -159,10 +159,10 @@ class HostBed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGKILL)
             self._outer.kill()
-            for each in (*self._starters, self._outer):
-                subprocesses.end(each, _END_S)
-                if each.stdout is not None:
-                    each.stdout.close()
+            for process in (*self._starters, self._outer):
+                subprocesses.end(process, _END_S)
+                if process.stdout is not None:
+                    process.stdout.close()
         for host in self.hosts:
             host.close()
         self._outer, self.hosts, self._starters = None, [], []
@@ -269,9 +269,9 @@ class BedEtcd:
     def __enter__(self) -> BedEtcd:
         """Starts the members and waits for their leader."""
         self._make_certificate()
-        for each in self.hosts:
-            with open(open_to_append(self._logs / f"etcd-{each.name}.log"), "ab") as log:
-                self._members.append(each.start(find_etcd(), *self._flags(each), log=log))
+        for host in self.hosts:
+            with open(open_to_append(self._logs / f"etcd-{host.name}.log"), "ab") as log:
+                self._members.append(host.start(find_etcd(), *self._flags(host), log=log))
         until_s = time.monotonic() + _ETCD_START_S
         while not all(self.answers(each) for each in self.hosts):
             if any(each.poll() is not None for each in self._members):
@@ -281,9 +281,9 @@ class BedEtcd:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._members:  # what enters a host for them; the members end with their hosts
-            each.kill()
-            each.wait()
+        for member in self._members:  # what enters a host for them; the members end with their hosts
+            member.kill()
+            member.wait()
 
     def answers(self, host: BedHost, timeout_s: float = _ETCD_CALL_S) -> bool:
         """Returns whether the member on a host has a quorum; asked on that host."""
@@ -297,14 +297,14 @@ class BedEtcd:
 
     def leader(self, *, first: BedHost | None = None, but: BedHost | None = None) -> BedHost:
         """Returns the host whose member leads; the member on `first` is asked first, that on `but` is not asked."""
-        for each in sorted(self.hosts, key=lambda host: host is not first):
-            if not each.is_on or each is but:
+        for host in sorted(self.hosts, key=lambda other: other is not first):
+            if not host.is_on or host is but:
                 continue
-            done = self._ask(each, _ETCD_CALL_S, "endpoint", "status", "--write-out=json")
-            status: list[dict[str, Any]] = json.loads(done.stdout or "[]")  # of a member that does not answer, none
-            found = [told["Status"] for told in status]  # without `leader` while none is elected
-            if any(told.get("leader") == told["header"]["member_id"] for told in found):
-                return each
+            done = self._ask(host, _ETCD_CALL_S, "endpoint", "status", "--write-out=json")
+            answers: list[dict[str, Any]] = json.loads(done.stdout or "[]")  # of a member that does not answer, none
+            statuses = [answer["Status"] for answer in answers]  # without `leader` while none is elected
+            if any(status.get("leader") == status["header"]["member_id"] for status in statuses):
+                return host
         raise EnvironmentLacksError("no member of etcd leads")
 
     def lead(self, host: BedHost) -> None:

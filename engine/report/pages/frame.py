@@ -91,16 +91,16 @@ def rendered(template: str, heading: Heading, scripts: Sequence[str], **values: 
 
 @cache
 def _environment() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("engine.report.pages", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals["definition"] = definition
-    found.filters |= {"compressed": _compressed, "with_units": _with_units}
-    return found
+    environment.globals["definition"] = definition
+    environment.filters |= {"compressed": _compressed, "with_units": _with_units}
+    return environment
 
 
 def asset(name: str) -> Markup:
@@ -231,12 +231,12 @@ def metric_names(run: RunTables) -> list[str]:
 
 def _metrics(run: RunTables) -> Figure:
     """Returns a line for each metric of each evaluation set."""
-    found = run.evaluations.melt(id_vars=["step", "set"], value_vars=metric_names(run)).dropna(subset="value")
-    groups = found.groupby(["variable", "set"], sort=False)
-    is_one = found["set"].nunique() == 1
+    rows = run.evaluations.melt(id_vars=["step", "set"], value_vars=metric_names(run)).dropna(subset="value")
+    groups = rows.groupby(["variable", "set"], sort=False)
+    is_one = rows["set"].nunique() == 1
     lines = [
-        _points(str(name) if is_one else f"{name}, {of}", each["step"], each["value"], colour)
-        for colour, ((name, of), each) in zip(cycle(_OF_SETS), groups, strict=False)
+        _points(str(name) if is_one else f"{name}, {of}", group["step"], group["value"], colour)
+        for colour, ((name, of), group) in zip(cycle(_OF_SETS), groups, strict=False)
     ]
     return _by_step(lines, run, "metric")
 

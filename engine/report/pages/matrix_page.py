@@ -62,16 +62,16 @@ def grid_of(cells: Iterable[tuple[str, Labels]], results: Mapping[str, CellResul
     rows = tuple(dict.fromkeys(row for row, _ in fields))
     stages = _in_order([[stage for row, (_, stage) in fields if row == each] for each in rows])
     faults = {fault: number for number, fault in enumerate(dict.fromkeys(column[0] for _, column in fields))}
-    columns = sorted({column for _, column in fields}, key=lambda each: (faults[each[0]], stages[each[1]]))
+    columns = sorted({column for _, column in fields}, key=lambda pair: (faults[pair[0]], stages[pair[1]]))
     worst_first = {
-        field: tuple(sorted(found, key=lambda cell: order.index(letter_of(cell[1])))) for field, found in fields.items()
+        field: tuple(sorted(group, key=lambda cell: order.index(letter_of(cell[1])))) for field, group in fields.items()
     }
     return CellGrid(" or ".join(sorted(axes)), rows, tuple(columns), worst_first)
 
 
 def _in_order(stages: Iterable[Sequence[str]]) -> dict[str, int]:
     """Returns the place of each stage; rows with more stages decide first, because not every action has all stages."""
-    longest_first = sorted(stages, key=lambda each: len(set(each)), reverse=True)
+    longest_first = sorted(stages, key=lambda row: len(set(row)), reverse=True)
     return {stage: place for place, stage in enumerate(dict.fromkeys(chain.from_iterable(longest_first)))}
 
 
@@ -201,11 +201,11 @@ def _tiles(grid: CellGrid, results: Sequence[CellResult]) -> list[Tile]:
 
 def _stalls(results: Sequence[CellResult]) -> tuple[str, str]:
     """Returns the median and the longest of the times that training stalled, in milliseconds; empty without any."""
-    found = [each for each in results if each.stall_ms is not None]
-    if not found:
+    stalled = [each for each in results if each.stall_ms is not None]
+    if not stalled:
         return "", ""
-    at_least = "\u2265 " if any(each.stall_bound for each in found) else ""
-    times_ms = [each.stall_ms or 0.0 for each in found]
+    at_least = "\u2265 " if any(each.stall_bound for each in stalled) else ""
+    times_ms = [each.stall_ms or 0.0 for each in stalled]
     return f"{at_least}{median(times_ms):,.0f}", f"{at_least}{max(times_ms):,.0f}"
 
 

@@ -165,8 +165,8 @@ def _worker(row: Any, run: RunTables) -> dict[str, Any]:
     lost = run.takeovers[run.takeovers["before"] == row.worker]
     gained = run.takeovers[run.takeovers["heir"] == row.worker]
     also = []
-    for (from_ms, before), each in gained.groupby(["from_ms", "before"]):
-        taken = slots_text(each[["pipeline", "stage"]].to_numpy(), run.job)
+    for (from_ms, before), rows in gained.groupby(["from_ms", "before"]):
+        taken = slots_text(rows[["pipeline", "stage"]].to_numpy(), run.job)
         also.append(f"from {from_ms / 1e3:.1f} s also {taken} (of worker {before})")
     is_gone = row.state not in ("finished", "stopped", "running")
     heirs = [f"worker {heir}" for heir in dict.fromkeys(lost["heir"])]
@@ -310,14 +310,14 @@ def page(run: RunTables) -> str:
 
 def _weights(run: RunTables) -> tuple[str, str]:
     """Returns the mood and the text of the line on the weights; a run that still trains has no such line."""
-    found = run.judgement.comparison
+    comparison = run.judgement.comparison
     if run.judgement.proof.flaws:
         return "bad", run.judgement.weights()
     if not run.judgement.training:
         return "open", ""
-    if found is not None and found.difference:
+    if comparison is not None and comparison.difference:
         return "bad", "Weights differ from those of the run without the fault."
-    return "open" if found is None else "good", run.judgement.weights()
+    return "open" if comparison is None else "good", run.judgement.weights()
 
 
 def _checks(run: RunTables) -> dict[str, Any] | None:
