@@ -29,8 +29,8 @@ def inherited() -> dict[str, str]:
     Every process of a user can read it in /proc, and no child of the launcher asks the store. In a tree that is not
     installed it leads to bamboo's modules, which `-P` would not find.
     """
-    found = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHER)}
-    return found if _ROOT in sys.path[1:] else found | {"PYTHONPATH": python_path()}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHER)}
+    return environment if _ROOT in sys.path[1:] else environment | {"PYTHONPATH": python_path()}
 
 
 def python_path() -> str:

@@ -86,7 +86,7 @@ def run_in_order(entries: Sequence[QueuedAction], check: Callable[[], None], run
         if handler is None:
             run(*entry)
         else:
-            _hand_over(handler, (entry,), lambda each: run(*each))
+            _hand_over(handler, (entry,), lambda call: run(*call))
 
     actions = [action for action, _, _ in entries]
     pairs = {each: _handlers[kind] for each, kind in pairs_of(actions) if kind in _handlers} if _handlers else {}

@@ -196,8 +196,8 @@ class MicrobatchLoader:
         """Raises UserError if the bits of a microbatch, whose backward has run, have changed since its forward."""
         used = self._used.pop((action.pipeline, action.stage, action.microbatch), ())
         if self._job.check_pure and any(_mark(tensors) != mark for tensors, mark in used):
-            found = f"{named(action.microbatch, action.pipeline, step)} was overwritten before its backward"
-            raise UserError([impure_data(self._job.data, found)])
+            difference = f"{named(action.microbatch, action.pipeline, step)} was overwritten before its backward"
+            raise UserError([impure_data(self._job.data, difference)])
 
     def marks_of(self, slot: Slot) -> LoadedMarks:
         """Returns the marks of the microbatches that were loaded for a slot in the open step."""

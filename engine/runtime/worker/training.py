@@ -272,13 +272,13 @@ class Training:
     def run(self) -> int:
         """Trains until the machine ends; returns the exit code. Raises the exceptions of layers and of broken rules."""
         self._memory.begin(self.context.data)
-        given: inputs.Input | None = self._built
+        next_input: inputs.Input | None = self._built
         while True:
-            found = self._protocol.feed(given or self._heard())
-            if found and isinstance(found[-1], outputs.End):
-                self._carry_out(found[:-1])
-                return exit_code(found)
-            given = self._carry_out(found)
+            work = self._protocol.feed(next_input or self._heard())
+            if work and isinstance(work[-1], outputs.End):
+                self._carry_out(work[:-1])
+                return exit_code(work)
+            next_input = self._carry_out(work)
 
     def carry_out_aside(self, output: outputs.Output) -> None:
         """Carries out an output that does not concern the main thread, in any thread."""
@@ -288,11 +288,11 @@ class Training:
         heard = self.context.control.hear(self._group_news, urgent=self._protocol.state.awaits_group)
         return heard if isinstance(heard, inputs.Input) else inputs.ProtocolMessage(heard)
 
-    def _carry_out(self, found: Iterable[outputs.Output]) -> inputs.Input | None:
+    def _carry_out(self, work: Iterable[outputs.Output]) -> inputs.Input | None:
         """Carries out outputs; returns the answer of the last one, or the failure of the first one that fails."""
         answer = None
         try:
-            for output in found:
+            for output in work:
                 answer = self._methods[type(output)](output)
         except (Fenced, Stopped):
             return None  # the message that has interrupted is the next one that is heard
@@ -442,9 +442,9 @@ class Training:
         control.send(messages.FinishedMessage(control.accepted, peaks, _peak_memory_kib(), sizes))
 
 
-def exit_code(found: Iterable[outputs.Output]) -> int:
+def exit_code(ending: Iterable[outputs.Output]) -> int:
     """Returns the exit code of the outputs that end a worker."""
-    return next(each.code for each in found if isinstance(each, outputs.End))
+    return next(each.code for each in ending if isinstance(each, outputs.End))
 
 
 def _failed(failure: TransferFailedError) -> inputs.TransferFailed:

@@ -80,10 +80,10 @@ class Validation:
         own = [each for each in results if each[0].name == name]
         shares = [part.rows / self.context.job.microbatch_size for part, _, _ in own]
         loss = fmean((each for _, each, _ in own), shares)
-        metrics = {each: fmean((found[each] for _, _, found in own), shares) for each in own[0][2]}
-        for each, path in named_metrics(self.context.job).items():
+        metrics = {metric: fmean((values[metric] for _, _, values in own), shares) for metric in own[0][2]}
+        for metric, path in named_metrics(self.context.job).items():
             if path == PERPLEXITY:
-                metrics[each] = math.exp(loss) if loss < _MOST_EXPONENT else math.inf
+                metrics[metric] = math.exp(loss) if loss < _MOST_EXPONENT else math.inf
         return Evaluation(name, sum(part.rows for part, _, _ in own), loss, metrics)
 
     def _forward(self, action: Action, made: dict[tuple[int, int], Tensors], results: list[_Result]) -> None:
