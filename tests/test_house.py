@@ -78,6 +78,11 @@ ROOMS_WITH_NOUNS = (
         "engine.core.program",
     ),
     *("engine.models", "engine.models.traced", "engine.report"),
+    *("bamboo", "engine", "engine.api", "engine.bench", "engine.files", "engine.observers", "engine.report.pages"),
+    *("engine.core.faults", "engine.core.hosts", "engine.core.protocol", "engine.harness"),
+    *("engine.runtime", "engine.runtime.checkpoint", "engine.runtime.device", "engine.runtime.faults"),
+    *("engine.runtime.process", "engine.runtime.stage", "engine.runtime.store"),
+    *("engine.runtime.transport", "engine.runtime.worker"),
 )
 WITHOUT_NOUNS_YET: tuple[str, ...] = ()
 BLOCKED_FOR_CORE = ("torch", "numpy", "pandas", "yaml", "pydantic", "psutil", "typer", "rich")
