@@ -198,8 +198,9 @@ class Agent:
                 self.decide(Notice(now_ns(), worker, grace_ns))
                 self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
                 return
-            found = self.decide(WorkerWord(now_ns(), worker, message, member.host or self.node.name))
-            if isinstance(message, RaisedMessage) and not any(isinstance(each, inputs_outputs.Fail) for each in found):
+            outputs = self.decide(WorkerWord(now_ns(), worker, message, member.host or self.node.name))
+            has_failed = any(isinstance(output, inputs_outputs.Fail) for output in outputs)
+            if isinstance(message, RaisedMessage) and not has_failed:
                 self.injector.sees(worker, "raised", message.exception.error)
 
     def take_own_part(self, member: WorkerHandle, message: Message) -> bool:
@@ -257,18 +258,18 @@ class Agent:
 
     def decide(self, given: CoordinatorInput) -> tuple[inputs_outputs.CoordinatorOutput, ...]:
         """Lets the coordinator decide on an input as one transaction; carries out its outputs and returns them."""
-        found: tuple[inputs_outputs.CoordinatorOutput, ...] = ()
+        outputs: tuple[inputs_outputs.CoordinatorOutput, ...] = ()
         with self.failing():
             owners, members = self.node.coordination.owners, self.node.state.members
-            found = self.node.handle(given)
+            outputs = self.node.handle(given)
             if self.node.coordination.owners != owners:
                 give_slots([self.members[each] for each in self.node.state.members], self.node.coordination.ownership)
             self._told_ns = 0
-            for output in inputs_outputs.recorded_first(found) if self.own_host else found:
+            for output in inputs_outputs.recorded_first(outputs) if self.own_host else outputs:
                 self.carry_out(output)
             if self.node.state.phase is Phase.FAILING_OVER and not set(members).issuperset(self.node.state.members):
                 self._tasks.ask(self, takes_in=True)
-        return found
+        return outputs
 
     def carry_out(self, output: inputs_outputs.CoordinatorOutput | HostOutput) -> None:
         """Carries out a decision of the coordinator, or one about the ends of processes."""
@@ -374,10 +375,10 @@ class Agent:
 
     # The ends of the run and of the processes of this host; `engine/core/hosts/ends.py` decides.
 
-    def end_workers(self, rule: Callable[..., HostEnd], *given: int | str) -> None:
+    def end_workers(self, rule: Callable[..., HostEnd], *arguments: int | str) -> None:
         """Lets a rule of `engine/core/hosts/ends.py` decide on an input, now, and carries out its outputs."""
-        self.host, found = rule(self.host, now_ns(), *given)
-        for output in found:
+        self.host, outputs = rule(self.host, now_ns(), *arguments)
+        for output in outputs:
             self.carry_out(output)
 
     def kill(self, kill: ends.KillWorker) -> None:
@@ -447,8 +448,8 @@ class Agent:
 
     def living(self, worker: int) -> WorkerHandle | None:
         """Returns a worker that has not ended."""
-        found = self.members.get(worker)
-        return found if found is not None and found.exit_code is None else None
+        member = self.members.get(worker)
+        return member if member is not None and member.exit_code is None else None
 
     @property
     def own_living(self) -> list[WorkerHandle]:

@@ -109,17 +109,17 @@ class Checkpoints:
         if step in self._gathering.pending:
             self._under_way.setdefault(step, _UnderWay(epoch))
 
-    def kept(self, told: KeptMessage) -> None:
+    def kept(self, message: KeptMessage) -> None:
         """Takes a part that is on disk."""
-        found = self._under_way.get(told.step)
-        if found is None:  # it came too late
-            self._order(_Spare(told.step, [told.part.file]))
+        checkpoint = self._under_way.get(message.step)
+        if checkpoint is None:  # it came too late
+            self._order(_Spare(message.step, [message.part.file]))
             return
-        found.copy_ns += told.copy_ns
-        found.write_ns += told.write_ns
-        found.sync_ns += told.sync_ns
-        found.files.append(told.part.file)
-        self._go_on(gathering.add_part(self._gathering, told.step, told.part))
+        checkpoint.copy_ns += message.copy_ns
+        checkpoint.write_ns += message.write_ns
+        checkpoint.sync_ns += message.sync_ns
+        checkpoint.files.append(message.part.file)
+        self._go_on(gathering.add_part(self._gathering, message.step, message.part))
 
     def unkept(self, told: UnkeptMessage) -> None:
         """Gives up a checkpoint of which a worker cannot write its own share."""
@@ -127,8 +127,8 @@ class Checkpoints:
 
     def close_step(self, step: int, loss: float, rows: Iterable[TrajectoryRow]) -> None:
         """Takes a `ClosedStep`."""
-        if (found := self._under_way.get(step)) is not None:
-            found.loss = loss
+        if (checkpoint := self._under_way.get(step)) is not None:
+            checkpoint.loss = loss
         hashes = tuple(LayerHash(row.layer, row.state, row.buffers) for row in rows)
         self._go_on(gathering.close(self._gathering, step, hashes))
 
@@ -164,15 +164,15 @@ class Checkpoints:
                     self._run_state.not_kept, self._unkept = record.why, record.step
                     self._run_state.note(f"step {record.step} is not kept as a checkpoint: {record.why}")
 
-    def _go_on(self, found: Gathered) -> None:
-        self._gathering, settled = found
-        for each in settled:
-            under_way = self._under_way.pop(each.step)
-            if isinstance(each, AbandonedCheckpoint):
-                self._results.put(UnkeptRecord(step=each.step, why=each.why))
-                self._order(_Spare(each.step, under_way.files))
+    def _go_on(self, outcome: Gathered) -> None:
+        self._gathering, settled = outcome
+        for checkpoint in settled:
+            under_way = self._under_way.pop(checkpoint.step)
+            if isinstance(checkpoint, AbandonedCheckpoint):
+                self._results.put(UnkeptRecord(step=checkpoint.step, why=checkpoint.why))
+                self._order(_Spare(checkpoint.step, under_way.files))
             else:
-                self._order((each, under_way))
+                self._order((checkpoint, under_way))
         self.record()
 
     def _order(self, order: tuple[CompleteCheckpoint, _UnderWay] | _Spare) -> None:

@@ -60,12 +60,12 @@ class Coordinator:
     def __init__(self, kv: KV, election: Election, first: CoordinatorState, now_ns: int):
         self._kv = kv
         self._election = election
-        found = {each.key: each for each in kv.read_prefix("").items}
-        known = found.get(STATE)
-        self.state = first if known is None else _resume(first, found, now_ns)
+        entries = {item.key: item for item in kv.read_prefix("").items}
+        entry = entries.get(STATE)
+        self.state = first if entry is None else _resume(first, entries, now_ns)
         self._written = documents(self.state)
-        self._verdicts = _read_verdicts(found.get("verdicts"))
-        unchanged = absent(STATE) if known is None else equal(STATE, known.value)
+        self._verdicts = _read_verdicts(entries.get("verdicts"))
+        unchanged = absent(STATE) if entry is None else equal(STATE, entry.value)
         changes = [Put(key, text.encode()) for key, text in self._written.items()]
         status = Put("status", self.state.membership.phase.encode())
         self._transact(Txn((election.fence, unchanged), (*changes, status)))
@@ -106,17 +106,17 @@ class Coordinator:
         return f"another client has written the key {STATE!r}"
 
 
-def _resume(first: CoordinatorState, found: Mapping[str, KeyValue], now_ns: int) -> CoordinatorState:
-    texts = {key: each.value.decode(errors="replace") for key, each in found.items()}
+def _resume(first: CoordinatorState, entries: Mapping[str, KeyValue], now_ns: int) -> CoordinatorState:
+    texts = {key: entry.value.decode(errors="replace") for key, entry in entries.items()}
     try:
         return resume(first.job, texts, now_ns)
     except InvariantError as error:
         raise InvariantError(f"the key {STATE!r} of this run is not of a coordinator: {error}") from error
 
 
-def _read_verdicts(found: KeyValue | None) -> list[tuple[int, str]]:
+def _read_verdicts(entry: KeyValue | None) -> list[tuple[int, str]]:
     try:
-        return [] if found is None else [*read(found.value, Verdicts, "list of verdicts")]
+        return [] if entry is None else [*read(entry.value, Verdicts, "list of verdicts")]
     except InvariantError as error:
         raise InvariantError(f"the key 'verdicts' of this run is not of a coordinator: {error}") from error
 

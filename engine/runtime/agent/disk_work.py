@@ -86,7 +86,7 @@ def _changed_code(work: _Work) -> list[str]:
 
 
 def _newest_good(work: _Work, place: str, run: str, step: int | None, before: int | None) -> tuple[Any, ...]:
-    good = checkpoints_at(place).newest_good(run, step, refuses=lambda each: _too_new(each, before))
+    good = checkpoints_at(place).newest_good(run, step, refuses=lambda manifest: _too_new(manifest, before))
     return good.name, "" if good.manifest is None else good.manifest.init, good.refused
 
 

@@ -45,33 +45,33 @@ _WITH_PACKET = (WordsHostMessage, HeardHostMessage, ToldHostMessage, TaughtHostM
 def sign_frames(received: int, sent_ns: int, signs: Sequence[WorkerSign]) -> Iterator[bytes]:
     """Yields the frames with signs of life, one without any too: a heartbeat is longer the more workers there are."""
     first, num_bytes = 0, 0
-    for place, each in enumerate(signs):
-        num_bytes += len(each.heartbeat)
+    for place, sign in enumerate(signs):
+        num_bytes += len(sign.heartbeat)
         if place - first >= _SIGNS or (num_bytes > _SIGN_BYTES and place > first):
             yield frame(SignsHostMessage(received, sent_ns, tuple(signs[first:place])))
-            first, num_bytes = place, len(each.heartbeat)
+            first, num_bytes = place, len(sign.heartbeat)
     yield frame(SignsHostMessage(received, sent_ns, tuple(signs[first:])))
 
 
 def frame(header: Message, packet: bytes = b"") -> bytes:
     """Returns a frame; raises InvariantError for one of bamboo's own that is too long."""
-    found = encode(header) + (_BREAK + packet if packet else b"")
-    if len(found) > MOST_BYTES:
-        raise InvariantError(f"a frame {type(header).__name__} of {len(found)} bytes is too long")
-    return found
+    data = encode(header) + (_BREAK + packet if packet else b"")
+    if len(data) > MOST_BYTES:
+        raise InvariantError(f"a frame {type(header).__name__} of {len(data)} bytes is too long")
+    return data
 
 
 def read_frame(data: bytes) -> tuple[Message, bytes]:
     """Returns the header of a frame and the packet behind it; raises InvariantError for another form."""
     if len(data) > MOST_BYTES:
         raise InvariantError(f"a frame has {len(data)} bytes, and at most {MOST_BYTES}")
-    header, found, packet = data.partition(_BREAK)
-    read = decode(header)
-    if not isinstance(read, FromOtherHost | ToOtherHost):
-        raise InvariantError(f"a frame begins with a message between hosts, not with {type(read).__name__}")
-    if bool(found) is not isinstance(read, _WITH_PACKET):
+    header, separator, packet = data.partition(_BREAK)
+    message = decode(header)
+    if not isinstance(message, FromOtherHost | ToOtherHost):
+        raise InvariantError(f"a frame begins with a message between hosts, not with {type(message).__name__}")
+    if bool(separator) is not isinstance(message, _WITH_PACKET):
         raise InvariantError("a control message, a line, or bytes, follow a header that says so, and no other")
-    return read, packet
+    return message, packet
 
 
 # A bundle: the frames that are due at one time travel as one message, because each message has its price.
@@ -100,14 +100,14 @@ def bundle(frames: Iterable[bytes]) -> bytes:
 
 def frames_of(data: bytes) -> list[bytes]:
     """Returns the frames of a bundle, in order; raises InvariantError for another form."""
-    found, place = list[bytes](), 0
-    while place < len(data) or not found:
+    frames, place = list[bytes](), 0
+    while place < len(data) or not frames:
         begin = place + _LENGTH.size
         place = begin + (_LENGTH.unpack_from(data, place)[0] if begin <= len(data) else 0)
         if place > len(data):
             raise InvariantError(f"a bundle of {len(data)} bytes ends inside of a frame")
-        found.append(data[begin:place])
-    return found
+        frames.append(data[begin:place])
+    return frames
 
 
 # The rules of frames of another host beyond their form: numbers that a host can have, and words of workers alone.
@@ -196,10 +196,10 @@ def shipped_frame(parts: Sequence[tuple[ShippedPart, bytes]], *, is_last: bool =
 
 def shipped_parts(header: ShippedHostMessage, packet: bytes) -> list[tuple[ShippedPart, bytes]]:
     """Returns the parts of a frame and their bytes; raises InvariantError for any other form."""
-    for each in header.parts:
-        if not (NAME.fullmatch(each.node) and is_shipped(each.file) and each.begin >= 0 and each.length >= 0):
-            raise InvariantError(f"this is no part of the records of a host: {each!r:.200}")
-    total = sum(each.length for each in header.parts)
+    for part in header.parts:
+        if not (NAME.fullmatch(part.node) and is_shipped(part.file) and part.begin >= 0 and part.length >= 0):
+            raise InvariantError(f"this is no part of the records of a host: {part!r:.200}")
+    total = sum(part.length for part in header.parts)
     if total > MOST_SHIPPED_BYTES:
         raise InvariantError(f"{total} bytes of records come in one frame, and at most {MOST_SHIPPED_BYTES} may")
     inflating = zlib.decompressobj()
@@ -209,8 +209,8 @@ def shipped_parts(header: ShippedHostMessage, packet: bytes) -> list[tuple[Shipp
         raise InvariantError(f"records of a host cannot be read: {error}") from error
     if len(data) != total or not inflating.eof or inflating.unused_data:
         raise InvariantError(f"records of a host do not have the {total} bytes of their parts")
-    found = []
-    for each in header.parts:
-        found.append((each, data[: each.length]))
-        data = data[each.length :]
-    return found
+    parts = []
+    for part in header.parts:
+        parts.append((part, data[: part.length]))
+        data = data[part.length :]
+    return parts

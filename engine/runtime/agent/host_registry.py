@@ -203,18 +203,18 @@ class HostKeys:
 
     def hosts(self) -> list[RegisteredHost]:
         """Returns the hosts that have registered, in the order in which they came."""
-        found = sorted(self._kv.read_prefix(_HOSTS).items, key=lambda each: each.create_revision)
-        return [read(each.value, RegisteredHost, "host of a run") for each in found]
+        entries = sorted(self._kv.read_prefix(_HOSTS).items, key=lambda entry: entry.create_revision)
+        return [read(entry.value, RegisteredHost, "host of a run") for entry in entries]
 
     def elected(self) -> ElectedHost | None:
         """Returns the host that coordinates the run, None if there is none."""
-        found = self._kv.get(_ELECTED)
-        return None if found is None else read(found.value, ElectedHost, "elected host")
+        entry = self._kv.get(_ELECTED)
+        return None if entry is None else read(entry.value, ElectedHost, "elected host")
 
     def outcome(self) -> HostOutcome | None:
         """Returns the outcome of the run, None if it has none yet."""
-        found = self._kv.get(_OUTCOME)
-        return None if found is None else read(found.value, HostOutcome, "outcome of a run")
+        entry = self._kv.get(_OUTCOME)
+        return None if entry is None else read(entry.value, HostOutcome, "outcome of a run")
 
     def end(self) -> HostOutcome | None:
         """Waits for the end of the run, also of one that is refused; returns its outcome, None for no such run.
@@ -224,8 +224,8 @@ class HostKeys:
         is_known, seen_s, why = False, time.monotonic(), ""
         while True:
             try:
-                if (found := self.outcome() or self._refusal()) is not None:
-                    return found
+                if (outcome := self.outcome() or self._refusal()) is not None:
+                    return outcome
                 if self.elected() is not None or self.hosts():
                     is_known, seen_s = True, time.monotonic()
                 elif not is_known:
@@ -241,10 +241,10 @@ class HostKeys:
             _pause()
 
     def _refusal(self) -> HostOutcome | None:
-        found = self._kv.get(_REFUSED) if self.elected() is None else None
-        if found is None:
+        entry = self._kv.get(_REFUSED) if self.elected() is None else None
+        if entry is None:
             return None
-        return HostOutcome(ExitCode.ENVIRONMENT, f"refused: {read(found.value, Refusal, 'refusal').why}")
+        return HostOutcome(ExitCode.ENVIRONMENT, f"refused: {read(entry.value, Refusal, 'refusal').why}")
 
 
 class HostRegistry(HostKeys):
@@ -258,9 +258,9 @@ class HostRegistry(HostKeys):
     def register(self) -> None:
         """Writes the key of this host; raises UserError for a name that is taken."""
         key = _HOSTS + self.own.name
-        found = self._kv.transact(Txn((absent(key),), (Put(key, text_of(self.own).encode(), self._lease),)))
-        if not found.succeeded and found.found[0] is not None:
-            other = read(found.found[0].value, RegisteredHost, "host of a run")
+        outcome = self._kv.transact(Txn((absent(key),), (Put(key, text_of(self.own).encode(), self._lease),)))
+        if not outcome.succeeded and outcome.found[0] is not None:
+            other = read(outcome.found[0].value, RegisteredHost, "host of a run")
             if other.incarnation != self.own.incarnation:
                 hint = f"it is at {other.address}; give each host its own name with --node"
                 raise UserError([Problem("--node", "a name that no other host of the run has", self.own.name, hint)])
@@ -294,9 +294,9 @@ class HostRegistry(HostKeys):
         raise EnvironmentLacksError(why)
 
     def _look_for_refusal(self) -> None:
-        found = self._kv.get(_REFUSED)
-        if found is not None and self.own.incarnation in (told := read(found.value, Refusal, "refusal")).hosts:
-            raise EnvironmentLacksError(told.why)
+        entry = self._kv.get(_REFUSED)
+        if entry is not None and self.own.incarnation in (refusal := read(entry.value, Refusal, "refusal")).hosts:
+            raise EnvironmentLacksError(refusal.why)
 
     def elect(self, hosts: Sequence[RegisteredHost], place: str, made: RunCertificate) -> bool:
         """Tries to make this host the one that coordinates; returns whether it is."""
@@ -324,8 +324,8 @@ class HostRegistry(HostKeys):
 
     def holder(self) -> str:
         """Returns in words which host began the run last, and with which others; empty if nobody did."""
-        found = self._kv.get(_BEGUN)
-        return "" if found is None else found.value.decode(errors="replace")
+        entry = self._kv.get(_BEGUN)
+        return "" if entry is None else entry.value.decode(errors="replace")
 
     def revoke(self, elected: ElectedHost) -> None:
         """Ends the lease of a host whose process is known to have ended."""
@@ -339,20 +339,20 @@ class HostRegistry(HostKeys):
 
     def outlived(self) -> ElectedHost | None:
         """Returns the run that goes on without this host, which was lost and has come back; None if there is none."""
-        found = self.elected()
-        is_back = found is not None and self.own.name in found.hosts and self.own.incarnation not in found.incarnations
-        return found if is_back else None
+        run = self.elected()
+        is_back = run is not None and self.own.name in run.hosts and self.own.incarnation not in run.incarnations
+        return run if is_back else None
 
     def awaited(self, run: ElectedHost) -> HostOutcome:
         """Waits for the outcome of a run; raises CoordinatorUnavailableError if no host coordinates it any more."""
         seen_s = time.monotonic()
-        while (found := self.outcome()) is None:
+        while (outcome := self.outcome()) is None:
             if self.elected() is not None:
                 seen_s = time.monotonic()
             elif time.monotonic() - seen_s > _ELECTION_S:
                 raise CoordinatorUnavailableError(f"host {run.name}, which coordinated the run, is lost")
             _pause()
-        return found
+        return outcome
 
     def tell(self, outcome: HostOutcome) -> None:
         """Writes the outcome, which stays for an hour."""
@@ -366,16 +366,16 @@ class HostRegistry(HostKeys):
     def waited_for_elected(self, patience_s: float = _ELECTION_S) -> ElectedHost | None:
         """Returns the host that was elected, None if there is none after a time."""
         until_s = time.monotonic() + patience_s
-        while (found := self.elected()) is None and time.monotonic() < until_s:
+        while (host := self.elected()) is None and time.monotonic() < until_s:
             _pause()
-        return found
+        return host
 
     def waited(self, look: Callable[[], HostOutcome | None], patience_s: float) -> HostOutcome | None:
         """Returns the outcome as soon as there is one, None after a time."""
         until_s = time.monotonic() + patience_s
-        while (found := look()) is None and time.monotonic() < until_s:
+        while (outcome := look()) is None and time.monotonic() < until_s:
             _pause()
-        return found
+        return outcome
 
 
 def _missing(hosts: Sequence[RegisteredHost], wanted: Sequence[str], number: int, patience_s: float) -> str:

@@ -78,8 +78,8 @@ from engine.runtime.process.spawner import Spawner
 
 
 _ONCE = tuple(
-    head_of(each)
-    for each in (
+    head_of(kind)
+    for kind in (
         ReadyMessage,
         WaitingMessage,
         NoticeMessage,
@@ -232,23 +232,23 @@ class ReplicatedResults:
     def hear(self, record: object) -> None:
         """Takes a decision. Results that contradict each other are for the host that coordinates to judge."""
         self.faults.hear(record)
-        found = self.results
+        results = self.results
         with contextlib.suppress(BambooError):
             match record:
                 case ResumedRecord(step=step):
-                    self.results = found.again(step) if found.losses else RunState(found.job, step)
+                    self.results = results.again(step) if results.losses else RunState(results.job, step)
                 case PartitionRecord(starts=starts, layers=layers, samples=samples):  # of each start of the workers
-                    self.results = found = found.again(found.committed)
-                    found.cut(CutMessage(starts, layers, samples))
+                    self.results = results = results.again(results.committed)
+                    results.cut(CutMessage(starts, layers, samples))
                 case AuditRecord(of=worker, step=step, pipeline=pipeline, rows=rows):
-                    found.audit(worker, AuditMessage(step, pipeline, tuple((*row, (), ()) for row in rows)))
+                    results.audit(worker, AuditMessage(step, pipeline, tuple((*row, (), ()) for row in rows)))
                 case ValidationRecord(step=step, name=name, samples=samples, loss=loss, metrics=metrics):
-                    known = [each for each in found.validations.get(step, ()) if each.name != name]
-                    found.validations[step] = (*known, Evaluation(name, samples, loss, metrics))
+                    others = [each for each in results.validations.get(step, ()) if each.name != name]
+                    results.validations[step] = (*others, Evaluation(name, samples, loss, metrics))
                 case KeptRecord(step=step):
-                    found.kept = step
+                    results.kept = step
                 case StampedRecord():
-                    found.books(record)
+                    results.books(record)
 
     def hear_again(self, worker: int, packet: bytes) -> None:
         """Takes hashes of a worker that the host which is lost may not have told; raises ReplicasDifferError."""
@@ -315,17 +315,17 @@ class HostServers(Spawner):
             has_slept, looked_ns = now_ns - looked_ns > _SLEPT_NS, now_ns
             if has_slept:  # this host stood still, and may not coordinate any more: it judges no host by that time
                 began_ns = now_ns
-                for each in self._away.values():
-                    each.peer.heard_ns, each.peer.ended_ns = now_ns, each.peer.ended_ns and now_ns
+                for spawner in self._away.values():
+                    spawner.peer.heard_ns, spawner.peer.ended_ns = now_ns, spawner.peer.ended_ns and now_ns
             is_due = now_ns - ticked_ns >= TICK_S * 1e9
             ticked_ns = now_ns if is_due else ticked_ns
-            for each in self._away.values():
+            for spawner in self._away.values():
                 if is_due:
-                    each.tick()
-                is_open = not each.peer.is_lost and each.host not in self._losing
-                if is_open and (why := self._why_lost(each, began_ns, now_ns)):
-                    self._losing[each.host] = threading.Thread(target=self._lose, args=(each, why), daemon=True)
-                    self._losing[each.host].start()
+                    spawner.tick()
+                is_open = not spawner.peer.is_lost and spawner.host not in self._losing
+                if is_open and (why := self._why_lost(spawner, began_ns, now_ns)):
+                    self._losing[spawner.host] = threading.Thread(target=self._lose, args=(spawner, why), daemon=True)
+                    self._losing[spawner.host].start()
             self._lines.look()
 
     def _why_lost(self, away: RemoteSpawner, began_ns: int, now_ns: int) -> str:
@@ -364,14 +364,14 @@ class HostServers(Spawner):
     def go_on_after(self, heard: ReplicatedResults) -> None:
         """Lets all other hosts keep what this one has heard before; one that lacks too much of it counts as lost."""
         self._num_decisions = heard.count
-        for each in self._others:
+        for spawner in self._others:
             try:
-                found = heard.since(each.heard)
+                lines = heard.since(spawner.heard)
             except CoordinatorUnavailableError as error:
-                self._lose(each, f"it lacks results: {error}")
+                self._lose(spawner, f"it lacks results: {error}")
                 continue
-            for number, line in found.items():
-                each.keep(number, line)
+            for number, line in lines.items():
+                spawner.keep(number, line)
 
     def leave(self) -> None:
         """Lets the workers of other hosts go on without this one: nothing more is told to them."""

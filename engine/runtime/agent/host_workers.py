@@ -148,16 +148,16 @@ class HeartbeatReporter:
     def _tell_all(self) -> None:
         looked_ns = now_ns()
         while not self._is_over.wait(TICK_S):
-            living, end = [each for each in self._all_of() if not each.has_ended], self._end
+            living, end = [process for process in self._all_of() if not process.has_ended], self._end
             late_ns, looked_ns = unwatched_ns(looked_ns, at_ns := now_ns()), at_ns
-            for each in living:
-                each.heard_ns = min(at_ns, each.heard_ns + late_ns)
+            for process in living:
+                process.heard_ns = min(at_ns, process.heard_ns + late_ns)
             if end is None:
                 continue
             self._send(end, living)
-            for each in living:
+            for process in living:
                 with contextlib.suppress(OSError):  # it was released meanwhile
-                    each.link.send_packet(_PING)
+                    process.link.send_packet(_PING)
 
     def tell(self, of: LocalProcess) -> None:
         """Tells the sign of one process at once."""
@@ -234,14 +234,14 @@ class HostWorkers:
         self._chief, self._is_own = chief, is_own
         self._offset, self._bounds = OffsetWatch(), None
         living = [*self._processes.values()]
-        end.send(frame(HoldsHostMessage(tuple(each.to_plain() for each in living), self.heard.count)))
+        end.send(frame(HoldsHostMessage(tuple(process.to_plain() for process in living), self.heard.count)))
         for number, line in self.heard.last_since(known).items():
             end.send(frame(ToldHostMessage(number), line.encode()))
         for packet in self._taught.packets:
             end.send(frame(TaughtHostMessage(), packet))
-        for each in living:
-            for packet in each.said.packets:
-                end.send(frame(WordsHostMessage(each.number), packet))
+        for process in living:
+            for packet in process.said.packets:
+                end.send(frame(WordsHostMessage(process.number), packet))
         self.lines.follow(chief, end)
         end.send(frame(SaidAllHostMessage()))
         self._end = end
@@ -392,6 +392,6 @@ class HostWorkers:
         interrupts.take()
         self.num_notices += 1
         number = signal.SIGTERM if self.num_notices == 1 else signal.SIGKILL
-        for each in self._processes.values():
-            if not each.has_ended:
-                each.child.signal(number)
+        for process in self._processes.values():
+            if not process.has_ended:
+                process.child.signal(number)

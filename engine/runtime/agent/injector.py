@@ -209,14 +209,14 @@ def read_request(text: str, job: Job, workers: Collection[int], known: Collectio
     if len(json.dumps(plain)) > MAX_BYTES:  # as it travels to the workers
         raise ValueError(f"it is longer than {MAX_BYTES} bytes in ASCII")
     faults: list[Fault] = []
-    names = [str(each.get("id")) for each in plain if isinstance(each, dict)]
-    for each in plain:
+    names = [str(item.get("id")) for item in plain if isinstance(item, dict)]
+    for item in plain:
         try:
-            fault = from_plain(each)
-            if to_plain(fault) != each:
+            fault = from_plain(item)
+            if to_plain(fault) != item:
                 raise TypeError("a field is unknown")
         except (AttributeError, KeyError, TypeError, StopIteration) as error:
-            raise ValueError(f"expected a fault, found {json.dumps(each)[:200]}") from error
+            raise ValueError(f"expected a fault, found {json.dumps(item)[:200]}") from error
         problem = _problem(fault, job, workers, [*known, *names])
         if problem:
             raise ValueError(f"{fault.id}: {problem}"[:200])

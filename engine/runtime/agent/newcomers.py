@@ -37,13 +37,13 @@ def ask(
     takes_in: bool = False,
 ) -> Rebalancing:
     """Asks if that is due, and records the answer. Returns what was asked; workers that begin again need a new one."""
-    found = wish(asked, run.job, known, now_ns(), run.times, _memory_of(run.job, known), takes_in=takes_in)
-    if found.why:
-        owners = found.wanted.owners if found.wanted else ()
-        recorder.write(PolicyRecord(step=known.committed, why=found.why, owners=owners))
-    if found.wanted is not None:
-        decide(found.wanted)
-    return found.asked
+    answer = wish(asked, run.job, known, now_ns(), run.times, _memory_of(run.job, known), takes_in=takes_in)
+    if answer.why:
+        owners = answer.wanted.owners if answer.wanted else ()
+        recorder.write(PolicyRecord(step=known.committed, why=answer.why, owners=owners))
+    if answer.wanted is not None:
+        decide(answer.wanted)
+    return answer.asked
 
 
 def look_at_memory(

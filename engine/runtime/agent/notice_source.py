@@ -139,11 +139,11 @@ class NoticeSource:
     def look(self, agent: NoticeTarget) -> None:
         """Passes on the answers that have come, in the thread of the agent."""
         while not self._answers.empty():
-            found = self._answers.get()
-            if isinstance(found, str):
-                agent.run_state.note(found)
+            answer = self._answers.get()
+            if isinstance(answer, str):
+                agent.run_state.note(answer)
             elif not agent.is_stopping:
-                self._tell(agent, found)
+                self._tell(agent, answer)
 
     def _tell(self, agent: NoticeTarget, notice: NoticeAnswer) -> None:
         """Gives the workers that a notice names theirs, each process once: all workers may begin again.
@@ -186,8 +186,8 @@ def _over_http(url: str) -> bytes:
     request = urllib.request.Request(url, headers=_HEADERS)  # noqa: S310 - its scheme was checked
     try:
         with opener.open(request, timeout=_URL_S) as response:
-            found: bytes = response.read(MOST_BYTES) if response.status == OK else b""
-            return found
+            content: bytes = response.read(MOST_BYTES) if response.status == OK else b""
+            return content
     except HTTPError as error:
         error.close()
         if error.code not in _SILENT:

@@ -48,7 +48,7 @@ _CHILD_GONE_S = 1.0  # the same, from SIGKILL
 _OF_THIS_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)  # with handlers that a fork inherits
 StartAway = Callable[[int], Child | None]  # gets the far end of a socket; a thread of this process is no child
 _CLASSES: Mapping[int, type[BambooError]] = {
-    each.exit_code: each for each in (StorageError, NothingMatchedError, EnvironmentLacksError)
+    kind.exit_code: kind for kind in (StorageError, NothingMatchedError, EnvironmentLacksError)
 }  # of the errors that a process tells; others are mistakes of the user
 
 
@@ -355,8 +355,8 @@ class Orders(HelperProcess):
                 self._lose()
                 raise StorageError(self.why)
             *lines, self._read = (self._read + data).split(b"\n")
-            for each in lines:
-                kind, value, error = json.loads(each)
+            for word in lines:
+                kind, value, error = json.loads(word)
                 self._take(kind, value, error, fds)
 
     def _take(self, kind: str, value: Any, error: list[Any] | None, fds: list[int]) -> None:

@@ -101,7 +101,7 @@ class RecordShipper:
 
     def _next(self) -> list[tuple[ShippedPart, bytes]]:
         """Returns the next parts; a file that is gone meanwhile was left out."""
-        found = self._left_out()
+        parts = self._left_out()
         room, self._has_more = MOST_SHIPPED_BYTES, False
         for node, file, path in self._files():
             begin = self._kept.get((node, file), 0)
@@ -112,11 +112,11 @@ class RecordShipper:
                 data = _read(path, begin, min(room, size - begin))
                 self._has_more = self._has_more or size - begin > room
                 if length := whole_bytes(file, begin, data):
-                    found.append((ShippedPart(node, file, begin, length), data[:length]))
+                    parts.append((ShippedPart(node, file, begin, length), data[:length]))
                     room -= length
             if not room:
                 break
-        return found
+        return parts
 
     def _left_out(self) -> list[tuple[ShippedPart, bytes]]:
         """Returns a part without bytes for each file that this host has left out since it shipped it."""
@@ -142,15 +142,15 @@ class RecordShipper:
     def _step_files(self, node: str, folder: Path) -> list[str]:
         """Returns the files of steps; of a worker only its newest one grows."""
         names = _names(folder / FOLDER)
-        kinds = sorted((each for each in map(_kind, names) if each is not None), key=lambda each: each.first)
-        newest = {each.worker: each.first for each in kinds}
-        for each in kinds:
-            key = node, f"{FOLDER}/{each}"
-            if each.first < newest[each.worker] and (size := self._kept.get(key)) and key not in self._whole:
+        files = sorted((file for file in map(_kind, names) if file is not None), key=lambda file: file.first)
+        newest = {file.worker: file.first for file in files}
+        for file in files:
+            key = node, f"{FOLDER}/{file}"
+            if file.first < newest[file.worker] and (size := self._kept.get(key)) and key not in self._whole:
                 with contextlib.suppress(OSError):
                     if (folder / key[1]).stat().st_size <= size:
                         self._whole.add(key)
-        return [f"{FOLDER}/{each}" for each in kinds]
+        return [f"{FOLDER}/{file}" for file in files]
 
 
 def _names(folder: Path) -> list[str]:
@@ -203,8 +203,8 @@ class RecordReceiver:
         self._came.put(None)
 
     def _work(self) -> None:
-        while (found := self._came.get()) is not None and not self._is_over.is_set():
-            header, parts, answer = found
+        while (shipment := self._came.get()) is not None and not self._is_over.is_set():
+            header, parts, answer = shipment
             sizes: dict[tuple[str, str], int] = {}
             for part, data in parts:
                 while (size := self._try(part, data)) is None:

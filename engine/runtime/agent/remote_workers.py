@@ -295,14 +295,14 @@ class RemoteSpawner(Spawner):
     def _keep_lines(self, header: ShippedHostMessage, packet: bytes) -> None:
         """Keeps records; the last answer is on its way when the host has shipped all."""
 
-        def answer(found: bytes) -> None:
-            self.peer.end.send(found)
+        def answer(data: bytes) -> None:
+            self.peer.end.send(data)
             self.has_shipped = header.is_last
 
         parts = required(self.keeper, "a host is admitted after its keeper is there").take(header, packet, answer)
-        for each in parts:
+        for part in parts:
             if self.shipper is not None:
-                self.shipper.knows(each.node, each.file, each.begin + each.length)
+                self.shipper.knows(part.node, part.file, part.begin + part.length)
 
     def _with(self, process: int, name: str, *given: Any) -> None:
         with self._hearing:
@@ -439,9 +439,9 @@ class ServedLines:
         """Takes a frame with parts, or an answer; returns whether it is one."""
         shipper, end = self._shipper, self._end
         if isinstance(header, ShippedHostMessage) and end is not None:
-            for each in self._keeper.take(header, packet, end.send):
+            for part in self._keeper.take(header, packet, end.send):
                 if shipper is not None:
-                    shipper.knows(each.node, each.file, each.begin + each.length)
+                    shipper.knows(part.node, part.file, part.begin + part.length)
         elif isinstance(header, KeptHostMessage) and shipper is not None:
             shipper.kept(header)
         return isinstance(header, ShippedHostMessage | KeptHostMessage)
@@ -499,8 +499,8 @@ class CoordinatorLines:
     def finish(self) -> None:
         """Waits until the hosts have shipped their last records."""
         until_s = time.monotonic() + _LAST_S
-        for each in self._away.values():
-            while self._is_shipping(each) and time.monotonic() < until_s:
+        for spawner in self._away.values():
+            while self._is_shipping(spawner) and time.monotonic() < until_s:
                 time.sleep(_LOOK_S)
         self.close()
 

@@ -75,8 +75,8 @@ class RequestFiles:
                 names = [each.name for each in islice(entries, _MOST_FILES)]
         except OSError:
             return []
-        found = (each for each in names if each.startswith(self._beginning) and each.endswith(_ENDING))
-        waiting = sorted(each for each in found if each not in self._left_there)
+        candidates = (each for each in names if each.startswith(self._beginning) and each.endswith(_ENDING))
+        waiting = sorted(each for each in candidates if each not in self._left_there)
         return [RequestFile(self._folder / each) for each in waiting[:_MOST_ANSWERS]]
 
     def remove(self, request: RequestFile) -> bool:
@@ -102,8 +102,8 @@ def reason_of(error: Exception) -> str:
 def json_of(text: str) -> Any:
     """Returns the values of a JSON text; raises ValueError if they are too deep, or for NaN or Infinity."""
     depth = 0
-    for each in _TEXTS.sub("", text):
-        depth += (each in "[{") - (each in "]}")
+    for character in _TEXTS.sub("", text):
+        depth += (character in "[{") - (character in "]}")
         if depth > _MOST_DEEP:
             raise ValueError(f"expected at most {_MOST_DEEP} brackets in brackets")
     return json.loads(text, parse_constant=_refuse_constant)

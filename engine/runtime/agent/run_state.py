@@ -249,10 +249,10 @@ class RunState:
         """Returns in words the results of the last step that a finished run lacks."""
         step = self.committed
         audited = not is_due(self.job.audit, step, True) or any(row.step == step for row in self.rows[-1:])
-        found = [] if audited else [f"the hashes of step {step}"]
+        results = [] if audited else [f"the hashes of step {step}"]
         is_owed = step >= 0 and step not in self.validations and is_due(self.job.validate_every, step, True)
-        found += [f"the validation after step {step}"] if is_owed else []
-        return (*found, *(["the last checkpoint"] if self.not_kept else []))
+        results += [f"the validation after step {step}"] if is_owed else []
+        return (*results, *(["the last checkpoint"] if self.not_kept else []))
 
 
 def audit_record(worker: int, audit: AuditMessage) -> AuditRecord:

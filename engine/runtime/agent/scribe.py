@@ -62,9 +62,9 @@ class Scribe(Orders):
     def recorder(self, events: Path, job: Job, tell: RecordListener | None = None) -> tuple[Recorder, tuple[int, int]]:
         """Opens the files of the records of a run; returns their recorder, which tells of records, and descriptors."""
         limit = parse_size(job.events_max) or 0
-        found = self.question("open", (str(events), span_of(job), limit), "the files of the records")
-        events_fd, steps_fd = found.fds
-        return _ScribeRecorder(self, found.value, tell), (events_fd, steps_fd)
+        answer = self.question("open", (str(events), span_of(job), limit), "the files of the records")
+        events_fd, steps_fd = answer.fds
+        return _ScribeRecorder(self, answer.value, tell), (events_fd, steps_fd)
 
     def add(self, events: Path, *records: StampedRecord) -> None:
         """Appends records of this process to a file of events, with the present time."""

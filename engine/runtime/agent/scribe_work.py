@@ -81,16 +81,16 @@ def serve(pid: int, more: Mapping[str, Duty], fd: int) -> None:
     with socket.socket(fileno=fd) as near, near.makefile("rb") as lines:
         desk = RunWriter(pid, near)
         with desk.used:
-            for each in lines:
+            for text in lines:
                 is_asked, value, error = False, None, None
                 try:
-                    if each.startswith(b"["):
-                        name, is_asked, *given = json.loads(each)
-                        value = works[name](desk, *given)
+                    if text.startswith(b"["):
+                        name, is_asked, *arguments = json.loads(text)
+                        value = works[name](desk, *arguments)
                     else:
-                        _record(desk, *each.decode().rstrip("\n").split(" ", 2))
-                except Exception as found:  # the launcher hears of it
-                    error = told(found)
+                        _record(desk, *text.decode().rstrip("\n").split(" ", 2))
+                except Exception as exception:  # the launcher hears of it
+                    error = told(exception)
                 if is_asked or error is not None:
                     desk.say([ANSWER if is_asked else UNASKED, value, error])
 
@@ -182,8 +182,8 @@ def _fail(desk: RunWriter, run: str, text: str, code: int) -> None:
     failed = [] if history.error else [FailedRecord(error=text)]
     training = [] if history.training_ended else [TrainingEndedRecord(outcome=outcome, exit_code=code)]
     if not history.is_empty and history.ended is None:
-        found = (*failed, *training, EndedRecord(outcome=outcome, exit_code=code))
-        add_lines(folder.events, stamped(found, desk.pid), desk.pid)
+        records = (*failed, *training, EndedRecord(outcome=outcome, exit_code=code))
+        add_lines(folder.events, stamped(records, desk.pid), desk.pid)
 
 
 def _kept_twin(desk: RunWriter, results: str, fingerprint: str) -> str | None:

@@ -107,16 +107,16 @@ class LaunchSpec:
         self.stack.callback(board.close)
         struck = taken.faults.struck
         waiting = tuple(each for each in self.faults if each.id not in struck)
-        told = next(iter(taken.welcomes.values()), self._told((), origin))  # none is there if no worker lives
-        told = replace(told, faults=tuple(map(to_plain, waiting)))
-        crew = WorkerGroup(self, board, (), told, {}, taken.last)
+        welcome = next(iter(taken.welcomes.values()), self._told((), origin))  # none is there if no worker lives
+        welcome = replace(welcome, faults=tuple(map(to_plain, waiting)))
+        crew = WorkerGroup(self, board, (), welcome, {}, taken.last)
         self.stack.callback(close_workers, crew.members)
         self.numbers.update(workers)
-        for each in taken.processes:
-            log = self.logs / f"worker-{each.worker}.log"
-            member = WorkerHandle(each.worker, (), *each.adopt(), log, "running", host=each.host)
-            member.local_rank = taken.welcomes.get(each.worker, told).local_rank
-            crew.members[each.worker] = member
+        for process in taken.processes:
+            log = self.logs / f"worker-{process.worker}.log"
+            member = WorkerHandle(process.worker, (), *process.adopt(), log, "running", host=process.host)
+            member.local_rank = taken.welcomes.get(process.worker, welcome).local_rank
+            crew.members[process.worker] = member
         return crew
 
     def _told(self, faults: Sequence[Fault], origin: Resumption | None) -> WelcomeMessage:

@@ -143,12 +143,12 @@ class StreamEnd:
                 self._changed.wait_for(lambda: self._is_over(connection) or self._is_due())
                 if connection != self._connection or not self._is_due():
                     return
-                found, num_bytes = list[bytes](), 0
+                frames, num_bytes = list[bytes](), 0
                 while self._is_due() and fits(num_bytes, due := self._unheard[self._next - self._first]):
-                    found.append(due)
+                    frames.append(due)
                     num_bytes += bundled_bytes(due)
                     self._next += 1
-            yield found
+            yield frames
 
     def _is_due(self) -> bool:
         return 0 <= self._next < self._first + len(self._unheard)
