@@ -65,8 +65,7 @@ def run_host(values: JobValues, given: dict[str, Any], run: Callable[..., Any]) 
         hint = "workers that wait come with --set standby=N"
         problems.append(Problem("--standby", "none beside --hosts", "--standby", hint))
     etcd = noting(problems, lambda: etcd_settings(given["etcd"], given["etcd_plain_http"]))
-    found = noting(problems, lambda: _case(values, given))
-    resolved, case = found or (None, None)
+    resolved, case = noting(problems, lambda: _case(values, given)) or (None, None)
     options = _options(given, etcd)
     problems += problems_of(options, resolved.job if resolved else None, is_own_address)
     if problems or etcd is None or resolved is None or case is None:  # which are problems too

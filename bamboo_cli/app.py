@@ -123,12 +123,12 @@ def load(name: str) -> Any:
     """Returns the command, or group of commands, of this name, with its module imported."""
     place, function = _PLACES.get(name, (name, name))
     module = import_module(f"bamboo_cli.{place}")
-    found = getattr(module, function)
+    command = getattr(module, function)
     loader = typer.Typer(add_completion=False)
-    if isinstance(found, typer.Typer):
-        loader.add_typer(found, name=name, cls=_Group)
+    if isinstance(command, typer.Typer):
+        loader.add_typer(command, name=name, cls=_Group)
     else:
-        loader.command(name, epilog=getattr(module, "EPILOG", None))(found)
+        loader.command(name, epilog=getattr(module, "EPILOG", None))(command)
     return get_group(loader).commands[name]
 
 

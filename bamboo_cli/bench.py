@@ -125,10 +125,10 @@ def _chosen(case: str, cases: Cases) -> Cases:
     """
     from engine.core.errors import NothingMatchedError, nearest
 
-    found = {name: measure for name, measure in cases.items() if name == case or (case in name and case not in cases)}
-    if not found:
+    matches = {name: measure for name, measure in cases.items() if name == case or (case in name and case not in cases)}
+    if not matches:
         raise NothingMatchedError(f"no case {case!r}", nearest(case, cases))
-    return found
+    return matches
 
 
 def _run(benchmark: str, cases: Cases, as_json: bool, results: Path) -> None:

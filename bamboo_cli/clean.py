@@ -45,12 +45,12 @@ def clean(
     from engine.files.run_folder import disk_bytes, point_latest_to_newest
     from engine.harness.run_list import delete, leftovers
 
-    found, busy = leftovers(results, _old_runs(keep, older_than))
+    candidates, busy = leftovers(results, _old_runs(keep, older_than))
     rows = []
-    for each in found:
-        num_bytes = each.num_bytes
-        kept = [] if dry_run else delete(each)
-        rows.append((each, num_bytes - sum(map(disk_bytes, kept)), kept))
+    for leftover in candidates:
+        num_bytes = leftover.num_bytes
+        kept = [] if dry_run else delete(leftover)
+        rows.append((leftover, num_bytes - sum(map(disk_bytes, kept)), kept))
     if not dry_run:
         point_latest_to_newest(results)
     if as_json:
@@ -83,8 +83,8 @@ def _plain(
     results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: list[str], dry_run: bool
 ) -> dict[str, Any]:
     plain = [
-        {"what": each.what, "path": str(each.path), "bytes": num_bytes, "kept": [str(path) for path in kept]}
-        for each, num_bytes, kept in rows
+        {"what": leftover.what, "path": str(leftover.path), "bytes": num_bytes, "kept": [str(path) for path in kept]}
+        for leftover, num_bytes, kept in rows
     ]
     total = sum(num_bytes for _, num_bytes, _ in rows)
     return {"results": str(results), "dry_run": dry_run, "bytes": total, "leftovers": plain, "running": busy}
@@ -95,9 +95,9 @@ def _print(results: Path, rows: list[tuple[Leftover, int, list[Path]]], busy: li
 
     table = [[each.what, str(each.path.relative_to(results)), _mib(num_bytes)] for each, num_bytes, _ in rows]
     print_table(("what", "where", "MiB"), (False, False, True), table)
-    for each, _, kept in rows:
+    for leftover, _, kept in rows:
         if kept:
-            echo(f"{each.path} stays: it is in use again, or has files that bamboo did not write", err=True)
+            echo(f"{leftover.path} stays: it is in use again, or has files that bamboo did not write", err=True)
     total = _mib(sum(num_bytes for _, num_bytes, _ in rows))
     verb = "to delete" if dry_run else "deleted"
     echo(f"{verb}: {total} MiB in {counted(len(rows), 'place')}" if rows else f"nothing to delete in {str(results)!r}")

@@ -44,14 +44,14 @@ def collect(
     from engine.files.host_folders import collect as collected
     from engine.files.host_folders import folders_of
 
-    found = collected(folders_of(results, run, folders or []))
+    summary = collected(folders_of(results, run, folders or []))
     if as_json:
-        echo(json.dumps(found))
+        echo(json.dumps(summary))
         return
-    for each in found["hosts"]:
-        echo(_told(each, found["reference"]))
-    echo(f"together {counted(found['records'], 'record')}, each decision once, in {found['run_dir']!r}")
-    echo(f"next: bamboo report --open {found['run_dir']}")
+    for host in summary["hosts"]:
+        echo(_told(host, summary["reference"]))
+    echo(f"together {counted(summary['records'], 'record')}, each decision once, in {summary['run_dir']!r}")
+    echo(f"next: bamboo report --open {summary['run_dir']}")
 
 
 def _told(host: dict[str, Any], reference: str) -> str:

@@ -39,12 +39,12 @@ def compare(
     table, fields = compared(*loaded), different_fields(*(each.job for each in loaded))
     wrong = {letter: why for letter, each in zip("AB", loaded, strict=True) if (why := judge_run(each)[1])}
     if as_json:
-        found = {"different_fields": fields, "not_passed": wrong, "figures": json.loads(as_text(table, "json"))}
-        echo(json.dumps(found))
+        summary = {"different_fields": fields, "not_passed": wrong, "figures": json.loads(as_text(table, "json"))}
+        echo(json.dumps(summary))
         return
     if fields:
-        told = "; ".join(f"{name} {_text(ours)} and {_text(theirs)}" for name, (ours, theirs) in fields.items())
-        say((f"The jobs differ: {told}.", f"{STRONG} {DOUBTFUL}"))
+        differences = "; ".join(f"{name} {_text(ours)} and {_text(theirs)}" for name, (ours, theirs) in fields.items())
+        say((f"The jobs differ: {differences}.", f"{STRONG} {DOUBTFUL}"))
     for letter, why in wrong.items():
         say((f"{letter}: {why}", f"{STRONG} {BAD}"))
     slower = ", ".join(table[table["verdict"] == "slower"]["figure"])

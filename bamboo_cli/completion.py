@@ -102,7 +102,7 @@ def _files(incomplete: str, suffixes: Sequence[str] = _JOB_FILES) -> list[str]:
     """Returns the files of a kind in the folder of an incomplete path, and its folders with a slash."""
     folder = os.path.dirname(incomplete)
     try:
-        entries = sorted(os.scandir(folder or "."), key=lambda each: each.name)
+        entries = sorted(os.scandir(folder or "."), key=lambda entry: entry.name)
     except OSError:
         return []
     hidden = os.path.basename(incomplete).startswith(".")

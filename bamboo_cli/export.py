@@ -39,9 +39,9 @@ def export(
     """
     from engine.harness.run_list import export_weights
 
-    found = export_weights(where, results, output, partial(echo, err=True))
+    summary = export_weights(where, results, output, partial(echo, err=True))
     if as_json:
-        echo(json.dumps(found))
+        echo(json.dumps(summary))
         return
-    told = f"{counted(found['tensors'], 'tensor')}, {found['bytes'] / _MIB:.1f} MiB"
-    echo(f"{told}, of step {found['step']} of {found['run']} in {found['output']!r}")
+    size = f"{counted(summary['tensors'], 'tensor')}, {summary['bytes'] / _MIB:.1f} MiB"
+    echo(f"{size}, of step {summary['step']} of {summary['run']} in {summary['output']!r}")

@@ -180,15 +180,15 @@ def problems_of_bed(hosts: int, lease_s: int, beside: Mapping[str, object]) -> l
     from engine.core.faults.fault import LEAST_HOSTS, MEMBERS, MOST_HOSTS
     from engine.core.hosts.ends import LEAST_S, MOST_S
 
-    found = []
+    problems = []
     if not LEAST_HOSTS <= hosts <= MOST_HOSTS:
         hint = f"etcd has {MEMBERS} members, each on a host"
-        found.append(Problem("--hosts", f"{LEAST_HOSTS} to {MOST_HOSTS}", str(hosts), hint))
+        problems.append(Problem("--hosts", f"{LEAST_HOSTS} to {MOST_HOSTS}", str(hosts), hint))
     if not LEAST_S <= lease_s <= MOST_S:
-        found.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(lease_s)))
+        problems.append(Problem("--lease", f"{LEAST_S} to {MOST_S} seconds", str(lease_s)))
     hint = "the hosts and their etcd are made for this run"
     asked = {name: value for name, value in beside.items() if value and value != os.environ.get("BAMBOO_ETCD")}
-    return found + [Problem(name, "nothing beside --hosts", str(value), hint) for name, value in asked.items()]
+    return problems + [Problem(name, "nothing beside --hosts", str(value), hint) for name, value in asked.items()]
 
 
 def refuse_job_on_bed(hosts: int, lease_s: int, loaded: LoadedScenario) -> None:

@@ -129,18 +129,18 @@ def inject(
 def _one_of(file: str, scenario: str) -> str:
     """Returns the scenario that is named; raises UserError if none is, or two are."""
     if bool(file) == bool(scenario):
-        found = f"{file} and {scenario}" if file else "none"
-        raise UserError([Problem("inject", "one scenario", found, "such as: bamboo inject kill-middle-stage")])
+        names = f"{file} and {scenario}" if file else "none"
+        raise UserError([Problem("inject", "one scenario", names, "such as: bamboo inject kill-middle-stage")])
     return file or scenario
 
 
 def _own_problems(run: str, dry_run: bool, tee: bool, etcd: str, plain_http: bool) -> list[Problem]:
     """Returns the mistakes in the flags beside the scenario and its job."""
-    found = [] if dry_run or run else problems_of(lambda: etcd_settings(etcd, plain_http))
+    problems = [] if dry_run or run else problems_of(lambda: etcd_settings(etcd, plain_http))
     if run and tee and not dry_run:
         hint = "give --tee to the command that started the job"
-        found.append(Problem("--tee", "a job that this command starts", "--run", hint))
-    return found
+        problems.append(Problem("--tee", "a job that this command starts", "--run", hint))
+    return problems
 
 
 def _run_to_strike(run: str, results: Path) -> RunFolder:
@@ -212,9 +212,9 @@ def _print_plan(loaded: LoadedScenario, as_json: bool) -> None:
     job = loaded.scenario.job
     faults = faults_as_plain(loaded.faults, job)
     if as_json:
-        found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
-        found |= {} if job.has_program else {"not_called": job.schedule}
-        echo(json.dumps(found if job.has_steps else found | {"not_counted": job.data}))
+        facts = {"scenario": loaded.scenario.name, "seed": loaded.seed, "job_from": loaded.job_from, "faults": faults}
+        facts |= {} if job.has_program else {"not_called": job.schedule}
+        echo(json.dumps(facts if job.has_steps else facts | {"not_counted": job.data}))
         return
     echo(f"job: {loaded.job_from}")
     for each in faults:
@@ -246,7 +246,7 @@ def _print_all(loaded: LoadedScenario, cases: Sequence[CaseResult], as_json: boo
     """Prints the summary of all runs; returns the exit code."""
     from engine.harness.case import stall_figures
 
-    worst = min(cases, key=lambda each: (_WORST_FIRST.index(each.verdict_word), not each.exit_code))
+    worst = min(cases, key=lambda case: (_WORST_FIRST.index(case.verdict_word), not case.exit_code))
     stalls = stall_figures(cases)
     if len(cases) > 1:
         passed = sum(each.verdict == "passed" for each in cases)
@@ -254,8 +254,8 @@ def _print_all(loaded: LoadedScenario, cases: Sequence[CaseResult], as_json: boo
         parts += [f"training stalled for {', '.join(f'{name} {each}' for name, each in stalls.items())}"] * bool(stalls)
         echo("; ".join(parts), err=as_json)
     if as_json:
-        found = {"scenario": loaded.scenario.name, "seed": loaded.seed, "verdict": worst.verdict_word}
+        facts = {"scenario": loaded.scenario.name, "seed": loaded.seed, "verdict": worst.verdict_word}
         stalls_ms = {name: round(each.least_ns / 1e6, 3) for name, each in stalls.items()}
-        found |= {"exit_code": int(worst.exit_code), "stall_ms": stalls_ms, "runs": [each.as_dict() for each in cases]}
-        echo(json.dumps(found))
+        facts |= {"exit_code": int(worst.exit_code), "stall_ms": stalls_ms, "runs": [each.as_dict() for each in cases]}
+        echo(json.dumps(facts))
     return int(worst.exit_code)

@@ -67,11 +67,11 @@ def resolve_resumed(text: str, other_bits: bool, results: Any, resolve: Callable
     if not text:  # as of a variable that is not set
         raise UserError([Problem("--resume", "latest, a run, or a folder or URL of checkpoints", "''")])
     folder = Path(results or os.environ.get("BAMBOO_RESULTS") or _RESULTS)
-    found = _found(text, folder)
-    resolved = resolve(kept=found.document)
-    refuse_other_bits(found, resolved.job, other_bits)
-    echo(found.words, err=True)
-    return replace(resolved, origin=replace(found.origin, other_bits=other_bits or found.origin.other_bits))
+    choice = _found(text, folder)
+    resolved = resolve(kept=choice.document)
+    refuse_other_bits(choice, resolved.job, other_bits)
+    echo(choice.words, err=True)
+    return replace(resolved, origin=replace(choice.origin, other_bits=other_bits or choice.origin.other_bits))
 
 
 def _found(text: str, folder: Path) -> CheckpointChoice:
@@ -81,20 +81,20 @@ def _found(text: str, folder: Path) -> CheckpointChoice:
     from engine.runtime.agent.orders import READ_LIMIT_S, answered, heard, told
 
     def read() -> list[Any]:
-        said: list[str] = []
+        lines: list[str] = []
         try:
-            return [said, plain_of(find_checkpoint(text, folder, said.append)), None]
+            return [lines, plain_of(find_checkpoint(text, folder, lines.append)), None]
         except BambooError as error:
-            return [said, None, told(error)]
+            return [lines, None, told(error)]
 
     place = text if os.sep in text else str(folder)
     answered(place, lambda: Path(place.partition("@")[0]).exists() and None)  # soon, on a disk that has not stopped
-    said, found, error = answered(place, read, READ_LIMIT_S)
-    for each in said:
-        echo(each, err=True)
+    messages, plain, error = answered(place, read, READ_LIMIT_S)
+    for message in messages:
+        echo(message, err=True)
     if error is not None:
         raise heard(error)
-    return value_of(found, CheckpointChoice, "the answer")
+    return value_of(plain, CheckpointChoice, "the answer")
 
 
 FLAG_FIELDS = tuple(name for name in FIELD_TYPES if name not in ARGS_FIELDS)

@@ -117,8 +117,8 @@ def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
     problems = [*problems_of_plan(place, plan), *refused_variables(place)]
     endpoints: tuple[str, ...] = ()
     try:
-        found = etcd_settings(plan.etcd, plan.plain_http)
-        endpoints = () if found is None else tuple(str(getattr(each, "host", "localhost")) for each in found.endpoints)
+        etcd = etcd_settings(plan.etcd, plan.plain_http)
+        endpoints = () if etcd is None else tuple(str(getattr(each, "host", "localhost")) for each in etcd.endpoints)
     except UserError as error:
         problems += error.problems
         endpoints = (plan.etcd,)
@@ -131,16 +131,16 @@ def _refuse(place: str, plan: LaunchPlan, hosts: str) -> Job:
         problems += error.problems
     address = plan.trusted.partition("/")[0] or _ANY
     node = plan.names[0] if plan.hosts else "any"
-    given = HostOptions(
+    options = HostOptions(
         "any", ",".join(plan.names) or hosts or "0", node, address, endpoints, plan.workers, plan.trusted
     )
-    for each in problems_of(replace(given, lease_s=plan.lease_s), job, lambda _: True):
-        if each.field == "--address":  # that of the network, which is not one of a host
+    for problem in problems_of(replace(options, lease_s=plan.lease_s), job, lambda _: True):
+        if problem.field == "--address":  # that of the network, which is not one of a host
             problems.append(Problem("--trusted-network", "a network such as 10.0.0.0/8", repr(plan.trusted)))
-        elif each.field == "--trusted-network" and not plan.trusted:
-            problems.append(Problem("--trusted-network", "the network of the hosts", "nothing", each.hint))
+        elif problem.field == "--trusted-network" and not plan.trusted:
+            problems.append(Problem("--trusted-network", "the network of the hosts", "nothing", problem.hint))
         else:
-            problems.append(each)
+            problems.append(problem)
     if problems or job is None:  # which is a problem too
         raise UserError(problems)
     return job

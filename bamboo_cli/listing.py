@@ -93,7 +93,7 @@ def _files(*, matrices: bool) -> list[dict[str, Any]]:
 
     own = sorted(_SCENARIOS.glob(f"*{SUFFIX}")) if _SCENARIOS.resolve() != library().resolve() else []
     rows = []
-    for path in (*sorted(library().glob(f"*{SUFFIX}"), key=lambda each: each.stem), *own):
+    for path in (*sorted(library().glob(f"*{SUFFIX}"), key=lambda file: file.stem), *own):
         about, has_cells = _about(path)
         if has_cells == matrices:
             rows.append({"name": str(path) if path in own else path.stem, "about": about})

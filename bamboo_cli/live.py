@@ -260,32 +260,32 @@ class LivePicture:
         # A small screen cuts off the end, so the table is last. The padding ends the line of the bar.
         return Group(Text(self._line(view)), Padding(bar, 0), table, *([Text(others, style="dim")] if others else []))
 
-    def _has_inherited(self, each: WorkerView) -> bool:
-        return not set(self._recoveries.slots(each.worker)) <= set(each.slots)
+    def _has_inherited(self, worker: WorkerView) -> bool:
+        return not set(self._recoveries.slots(worker.worker)) <= set(worker.slots)
 
-    def _row(self, each: WorkerView, is_recovering: bool) -> tuple[str | Text, ...]:
+    def _row(self, worker: WorkerView, is_recovering: bool) -> tuple[str | Text, ...]:
         first_s, first, _ = self._history[0]
         elapsed_s = self._history[-1][0] - first_s
         # A microbatch counts two computations: forward and backward.
-        rate = (each.progress.num_computed - first.get(each.worker, 0)) / 2 / elapsed_s if elapsed_s > 0 else 0.0
-        style = STATE_STYLES.get(each.state, "")
-        row_style = style if each.state in GONE else ""
+        rate = (worker.progress.num_computed - first.get(worker.worker, 0)) / 2 / elapsed_s if elapsed_s > 0 else 0.0
+        style = STATE_STYLES.get(worker.state, "")
+        row_style = style if worker.state in GONE else ""
         return (
-            Text(str(each.worker), style=row_style),
-            Text(str(each.pid), style=row_style),
-            Text(self._stages(each), style=row_style),
-            Text(each.state, style=style),
-            str(each.progress.step),
-            each.progress.action
-            if each.state in GONE
-            else doing(each.progress.action, is_recovering, self.job.slot_noun),
+            Text(str(worker.worker), style=row_style),
+            Text(str(worker.pid), style=row_style),
+            Text(self._stages(worker), style=row_style),
+            Text(worker.state, style=style),
+            str(worker.progress.step),
+            worker.progress.action
+            if worker.state in GONE
+            else doing(worker.progress.action, is_recovering, self.job.slot_noun),
             f"{rate:.1f}",
         )
 
-    def _stages(self, each: WorkerView) -> str:
+    def _stages(self, worker: WorkerView) -> str:
         """Returns the slots of a worker, or its last slots with their new owners."""
-        heirs = {slot: owner for slot, owner in self._recoveries.owners.items() if owner != each.worker}
-        return slots_text(self._recoveries.slots(each.worker), self.job.pipelines > 1, heirs)
+        heirs = {slot: owner for slot, owner in self._recoveries.owners.items() if owner != worker.worker}
+        return slots_text(self._recoveries.slots(worker.worker), self.job.pipelines > 1, heirs)
 
 
 def untold(lines: Iterable[str], *, err: bool) -> list[str]:

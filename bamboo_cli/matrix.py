@@ -68,24 +68,24 @@ def matrix(
         wanted = "no part beside --format github, which lists every part"
         raise UserError([Problem("--shard", wanted, shard, "--shards N")])
     acting = (offered if form == "text" else readable).trusting(trust_code)
-    found = read_matrix(file, kinds(), settings := [*(settings or ()), *events_setting(events_max)], acting)
+    plan = read_matrix(file, kinds(), settings := [*(settings or ()), *events_setting(events_max)], acting)
     seconds = usual_seconds(_existing(times or ()))
-    chosen = _chosen(found, shard, cell, seconds)
+    chosen = _chosen(plan, shard, cell, seconds)
     if form != "text":
-        tell_untrusted(found.foreign, acting)
+        tell_untrusted(plan.foreign, acting)
         names = [each.cell.name for each in chosen]
         _print_cells(file, names, num_shards if form == "github" else 0, seconds, as_json)
         return
     from engine.harness.matrix_runner import MatrixRun, usual_jobs
     from engine.runtime.process.interrupts import holding
 
-    echo(f"job: {found.job_from}", err=True)
+    echo(f"job: {plan.job_from}", err=True)
     with holding() as interrupts:
-        run = MatrixRun(_folder(results, found.name, resume=resume), tuple(settings), limit, keep)
-        done, shrunk = _run(found, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
-        _write(found, chosen, done, run, junit, page)
+        run = MatrixRun(_folder(results, plan.name, resume=resume), tuple(settings), limit, keep)
+        done, shrunk = _run(plan, chosen, run, jobs or usual_jobs(), seconds, budget if shrink else 0)
+        _write(plan, chosen, done, run, junit, page)
         code = _code(done) if interrupts.first is None else 128 + interrupts.first
-        _print(found, chosen, done, run, shrunk, code, as_json)
+        _print(plan, chosen, done, run, shrunk, code, as_json)
     raise typer.Exit(code)
 
 
@@ -118,23 +118,23 @@ def _existing(paths: Sequence[Path]) -> Sequence[Path]:
     return paths
 
 
-def _chosen(found: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[PlannedCell]:
+def _chosen(plan: Matrix, shard: str, cell: str, seconds: Mapping[str, float]) -> list[PlannedCell]:
     """Returns the cells with `cell` in their names, or the part of them in `shard`."""
     from engine.core.faults.matrix import parse_part, shards
 
-    names = [each.cell.name for each in found.cells if cell in each.cell.name]
+    names = [each.cell.name for each in plan.cells if cell in each.cell.name]
     if not names:
-        hint = nearest(cell, [each.cell.name for each in found.cells])
-        raise NothingMatchedError(f"no cell of {found.name} has {cell!r} in its name", hint)
+        hint = nearest(cell, [each.cell.name for each in plan.cells])
+        raise NothingMatchedError(f"no cell of {plan.name} has {cell!r} in its name", hint)
     if shard:
         part = parse_part(shard)
         names = shards(names, part.count, seconds)[part.index - 1]
     wanted = set(names)
-    return [each for each in found.cells if each.cell.name in wanted]
+    return [each for each in plan.cells if each.cell.name in wanted]
 
 
 def _run(
-    found: Matrix, chosen: Sequence[PlannedCell], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
+    plan: Matrix, chosen: Sequence[PlannedCell], run: MatrixRun, jobs: int, seconds: Mapping[str, float], budget: int
 ) -> tuple[list[CellResult], dict[str, Any] | None]:
     """Returns the results of the chosen cells, also those of earlier runs, and the outcome of shrinking.
 
@@ -153,8 +153,8 @@ def _run(
     left = [each for each in chosen if each.cell.name not in done]
     if done:
         echo(f"{len(done)} cells have passed before, {len(left)} to run", err=True)
-    if found.absent:
-        echo(f"{len(found.absent)} combinations are no cells: there is no such action", err=True)
+    if plan.absent:
+        echo(f"{len(plan.absent)} combinations are no cells: there is no such action", err=True)
     expected_s = estimated(
         [each.cell.name for each in left], {**seconds, **{name: each.seconds for name, each in before.items()}}
     )
@@ -184,7 +184,7 @@ def _tell(number: int, count: int, result: CellResult, left_s: float) -> None:
 
 
 def _write(
-    found: Matrix,
+    plan: Matrix,
     chosen: Sequence[PlannedCell],
     done: Sequence[CellResult],
     run: MatrixRun,
@@ -200,14 +200,14 @@ def _write(
         with storage_errors("make", named.parent):
             named.parent.mkdir(parents=True, exist_ok=True)
     if junit is not None:
-        write_named(junit, junit_xml(found.name, done, missing))
+        write_named(junit, junit_xml(plan.name, done, missing))
     place = page or run.folder / "report.html"
-    (write_named if page else write_atomically)(place, _page(found, done, run, place.parent, len(missing)))
+    (write_named if page else write_atomically)(place, _page(plan, done, run, place.parent, len(missing)))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with open(open_to_append(Path(summary)), "a", encoding="utf-8") as stream:
-            stream.write(step_summary(found.name, done))
+            stream.write(step_summary(plan.name, done))
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in error_commands(str(found.path), done):
+        for line in error_commands(str(plan.path), done):
             echo(line, err=True)  # the runner reads both streams
 
 
@@ -217,7 +217,7 @@ def _not_run(chosen: Sequence[PlannedCell], done: Sequence[CellResult]) -> list[
     return [each.cell.name for each in chosen if each.cell.name not in names]
 
 
-def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Path, num_missing: int) -> str:
+def _page(plan: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Path, num_missing: int) -> str:
     """Returns the page of the matrix, which is to lie in `folder`."""
     from engine.files.host_facts import host_record
     from engine.files.jobs.library import is_shipped
@@ -227,12 +227,12 @@ def _page(found: Matrix, done: Sequence[CellResult], run: MatrixRun, folder: Pat
 
     host = host_record(started_at(run.folder.name))
     # A page is read on other machines: it has no path of this one.
-    near = found.path.relative_to(Path.cwd()) if found.path.is_relative_to(Path.cwd()) else Path(found.path.name)
-    replay = partial(_replay, found, found.path.stem if is_shipped(found.path) else str(near), run)
-    lines = (jobs_line(each.loaded.scenario.job for each in found.cells), host_line(host))
+    near = plan.path.relative_to(Path.cwd()) if plan.path.is_relative_to(Path.cwd()) else Path(plan.path.name)
+    replay = partial(_replay, plan, plan.path.stem if is_shipped(plan.path) else str(near), run)
+    lines = (jobs_line(each.loaded.scenario.job for each in plan.cells), host_line(host))
     facts = MatrixRunFacts(when_text(host), lines, replay, _run_pages(done, run, folder), num_missing)
-    cells = [(each.cell.name, dict(each.cell.labels)) for each in found.cells]
-    return matrix_page(found.name, grid_of(cells, {each.cell: each for each in done}), done, facts)
+    cells = [(each.cell.name, dict(each.cell.labels)) for each in plan.cells]
+    return matrix_page(plan.name, grid_of(cells, {each.cell: each for each in done}), done, facts)
 
 
 def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict[str, str]:
@@ -251,16 +251,16 @@ def _run_pages(done: Sequence[CellResult], run: MatrixRun, folder: Path) -> dict
     return written
 
 
-def _replay(found: Matrix, file: str, run: MatrixRun, cell: str) -> str:
+def _replay(plan: Matrix, file: str, run: MatrixRun, cell: str) -> str:
     """Returns the command that runs a cell again."""
     from engine.files.jobs.job_layers import masked_setting
 
     words = ["bamboo", "matrix", file, "--cell", cell, *flags("--set", map(masked_setting, run.settings))]
-    return shlex.join([*words, *trust_words(found.foreign)])
+    return shlex.join([*words, *trust_words(plan.foreign)])
 
 
 def _print(
-    found: Matrix,
+    plan: Matrix,
     chosen: Sequence[PlannedCell],
     done: Sequence[CellResult],
     run: MatrixRun,
@@ -275,22 +275,22 @@ def _print(
 
     if as_json:
         cells = [asdict(each) for each in done]
-        values = {"matrix": found.name, "exit_code": code, "folder": str(run.folder), "shrunk": shrunk}
+        values = {"matrix": plan.name, "exit_code": code, "folder": str(run.folder), "shrunk": shrunk}
         missing = {"interrupted": code in BY_SIGNAL, "not_run": _not_run(chosen, done)}
         echo(json.dumps(values | missing | {"cells": cells}))
         return
     grid = grid_of([(each.cell.name, dict(each.cell.labels)) for each in chosen], {each.cell: each for each in done})
     say(*((text, LETTER_STYLES.get(letter, "")) for text, letter in grid_parts(grid, width_of())))
-    for each in done:
-        if each.result != "passed":
-            echo(f"{each.verdict}: {each.cell}: {each.text}")
-            echo(f"  again: {_replay(found, str(found.path), run, each.cell)}")
+    for result in done:
+        if result.result != "passed":
+            echo(f"{result.verdict}: {result.cell}: {result.text}")
+            echo(f"  again: {_replay(plan, str(plan.path), run, result.cell)}")
     if shrunk is not None:
         echo(f"shrunk: {shrunk['cell']} in {shrunk['tries']} tries: {shrunk['command']}")
-    told = f"{counts_text(done)}; {sum(each.seconds for each in done):.1f} s of cases"
+    summary = f"{counts_text(done)}; {sum(each.seconds for each in done):.1f} s of cases"
     if code in BY_SIGNAL:
-        told = f"interrupted after {len(done)} of {len(chosen)} cells: {told}"
-    echo(f"{found.name}: {told}")
+        summary = f"interrupted after {len(done)} of {len(chosen)} cells: {summary}"
+    echo(f"{plan.name}: {summary}")
     echo(str(run.folder))
     if code in BY_SIGNAL:
         again = [*masked_words(sys.argv[1:]), *(["--resume"] if "--resume" not in sys.argv else [])]

@@ -164,8 +164,8 @@ def load_run(folder: RunFolder, *, every_action: bool = False, reads_checkpoints
     proof = proof_of(folder, history)
     if reads_checkpoints:
         proof = replace(proof, flaws=(*proof.flaws, *_damaged_checkpoints(folder)))
-    found = load(history, folder.path.name, None if every_action else MOST_ACTIONS, proof)
-    return replace(found, goes_on=goes_on, gaps=(*found.gaps, *_not_merged(folder)))
+    tables = load(history, folder.path.name, None if every_action else MOST_ACTIONS, proof)
+    return replace(tables, goes_on=goes_on, gaps=(*tables.gaps, *_not_merged(folder)))
 
 
 def _not_merged(folder: RunFolder) -> list[str]:

@@ -137,10 +137,10 @@ def scenario_of(kills: Sequence[str], job: Job, *, with_twin: bool, after: int =
         raise UserError([*problems, *problems_of(lambda: kill_scenario(kills, job, expect))])
     scenario = kill_scenario(kills, job, expect)
     if never := [
-        (each, at.step) for each in scenario.faults if isinstance(at := each.trigger, At) and at.step <= after
+        (fault, at.step) for fault in scenario.faults if isinstance(at := fault.trigger, At) and at.step <= after
     ]:
         expected, hint = f"a step above {after}", f"training begins after step {after}"
-        raise UserError(Problem(f"--kill {each.id}", expected, str(step), hint) for each, step in never)
+        raise UserError(Problem(f"--kill {fault.id}", expected, str(step), hint) for fault, step in never)
     return scenario
 
 

@@ -84,8 +84,8 @@ def check(
         for line in marked_lines(program, marked, shutil.get_terminal_size((120, 24)).columns) if marked else ():
             echo(line)
         num_actions = sum(len(actions) for actions in program.values())
-        found = f"{len(violations)} broken rules" if violations else "verified"
-        echo(f"{found}: {num_actions} actions on {len(program)} workers")
+        verdict = f"{len(violations)} broken rules" if violations else "verified"
+        echo(f"{verdict}: {num_actions} actions on {len(program)} workers")
     if violations:
         raise typer.Exit(ExitCode.EXPECTATION_FAILED)
 

@@ -76,17 +76,17 @@ def _show(reader: Reader, *, watch: bool, as_json: bool) -> None:
 
     with nullcontext() if as_json else StatusPicture(watch) as picture:
         while True:
-            found, live, has_launcher = reader.look()
-            phase, found = found.phase, found if has_launcher else without_word(found)
+            run_status, live, has_launcher = reader.look()
+            phase, run_status = run_status.phase, run_status if has_launcher else without_word(run_status)
             if picture is None:
-                echo(json.dumps(finite(asdict(found) | {"live": live})))
+                echo(json.dumps(finite(asdict(run_status) | {"live": live})))
             else:
-                picture.show(found, live)
-            if not (has_launcher and watch and (live or found.phase in UNDER_WAY)):
+                picture.show(run_status, live)
+            if not (has_launcher and watch and (live or run_status.phase in UNDER_WAY)):
                 break
             time.sleep(_EVERY_S)
     if not has_launcher:
-        last = f"last committed step {found.committed}" if found.committed >= 0 else "no step was committed"
+        last = f"last committed step {run_status.committed}" if run_status.committed >= 0 else "no step was committed"
         if phase in (COMPARING, CHECKING):
             last = f"training had ended before ({last}), and the launcher was {phase}"
         _lament(f"{last}{reader.elsewhere}", as_json=as_json)
@@ -106,10 +106,10 @@ def _wait_for_end(results: Path, run: str | None, etcd: str, *, plain_http: bool
     """Prints the outcome of a run as soon as it has one, and exits with its exit code; raises BambooError."""
     from engine.harness.awaited_outcome import awaited_end
 
-    name, found = awaited_end(results, run, etcd_settings(etcd, plain_http))
-    told = {"run": name, "outcome": found.words, "exit_code": found.code}
-    echo(json.dumps(told) if as_json else f"{name}: {found.words}; exit code {found.code}")
-    raise typer.Exit(found.code)
+    name, end = awaited_end(results, run, etcd_settings(etcd, plain_http))
+    summary = {"run": name, "outcome": end.words, "exit_code": end.code}
+    echo(json.dumps(summary) if as_json else f"{name}: {end.words}; exit code {end.code}")
+    raise typer.Exit(end.code)
 
 
 class Reader:
@@ -136,15 +136,15 @@ class Reader:
             self._events = GrowingEvents(folder.events, last_commits=True)
         history = self._events.read_on()
         store, name = history.first(StoreRecord), folder.path.name
-        told = self._from_store(folder.logs, store) if store and not history.training_ended else None
+        store_status = self._from_store(folder.logs, store) if store and not history.training_ended else None
         runs = launcher_runs(history, folder.path)
         history = self._events.read_on()  # a launcher records the end of training before its store stops, then its own
         history.last_action |= StepReader(folder.path).last_actions({})
-        if told is not None and not history.training_ended:
-            return live_status(told, status_of_history(name, history)), True, True
-        found = status_of_history(name, history)
-        is_new = not found.workers and time.time() - folder.path.stat().st_mtime < _START_S
-        return found, False, is_new or history.ended is not None or runs
+        if store_status is not None and not history.training_ended:
+            return live_status(store_status, status_of_history(name, history)), True, True
+        run_status = status_of_history(name, history)
+        is_new = not run_status.workers and time.time() - folder.path.stat().st_mtime < _START_S
+        return run_status, False, is_new or history.ended is not None or runs
 
     @property
     def elsewhere(self) -> str:

@@ -47,70 +47,70 @@ class StatusPicture:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, found: RunStatus, live: bool) -> None:
+    def show(self, status: RunStatus, live: bool) -> None:
         """Shows a status; `live` tells whether it is from the store of the run."""
-        workers = tuple(replace(each, heard_s_ago=None) for each in found.workers)
-        ageless = replace(found, workers=workers, unwritten_s=_LATE_S if _is_late(found) else None)
+        workers = tuple(replace(each, heard_s_ago=None) for each in status.workers)
+        ageless = replace(status, workers=workers, unwritten_s=_LATE_S if _is_late(status) else None)
         if self._live is not None:
-            self._live.update(_picture(found, live), refresh=True)
+            self._live.update(_picture(status, live), refresh=True)
         elif ageless != self._shown:
-            self._console.print(_picture(found, live))
+            self._console.print(_picture(status, live))
         self._shown = ageless
 
 
-def _picture(found: RunStatus, live: bool) -> RenderableType:
-    several = any(pipeline for each in found.workers for pipeline, _ in (*each.now, *each.before))
-    parts: list[RenderableType] = [Text(headline(found, live))]
-    if found.workers:
-        parts.append(_table(found, several))
-    parts += (Text(f"epoch {epoch}: {reason}") for epoch, reason in found.verdicts)
-    parts += map(Text, found.policy)
-    parts += [Text(found.deadly, BAD)] if found.deadly else []
-    parts += map(Text, found.gaps)
-    if found.workers:
-        parts.append(Text(_explanation(found.noun, several), style="dim"))
+def _picture(status: RunStatus, live: bool) -> RenderableType:
+    several = any(pipeline for each in status.workers for pipeline, _ in (*each.now, *each.before))
+    parts: list[RenderableType] = [Text(headline(status, live))]
+    if status.workers:
+        parts.append(_table(status, several))
+    parts += (Text(f"epoch {epoch}: {reason}") for epoch, reason in status.verdicts)
+    parts += map(Text, status.policy)
+    parts += [Text(status.deadly, BAD)] if status.deadly else []
+    parts += map(Text, status.gaps)
+    if status.workers:
+        parts.append(Text(_explanation(status.noun, several), style="dim"))
     return Group(*parts)
 
 
-def _table(found: RunStatus, several: bool) -> RenderableType:
-    rows = [_row(each, found, several) for each in found.workers]
+def _table(status: RunStatus, several: bool) -> RenderableType:
+    rows = [_row(worker, status, several) for worker in status.workers]
     filled = [place for place in range(len(_TITLES)) if any(row[place] for row in rows)]
     return fitted(
-        [_TITLES[place].replace("stages", f"{found.noun}s") for place in filled],
+        [_TITLES[place].replace("stages", f"{status.noun}s") for place in filled],
         [_NUMERIC[place] for place in filled],
         [[row[place] for place in filled] for row in rows],
         width_of(),
     )
 
 
-def headline(found: RunStatus, live: bool) -> str:
+def headline(status: RunStatus, live: bool) -> str:
     """Returns the phase, epoch, step and loss of a run in a line."""
-    steps = f"step {found.committed + 1} of {found.num_steps}" if found.num_steps else "no step yet"
-    if found.data_epoch:
-        steps += f" (epoch {found.data_epoch} of {found.data_epochs} of the data)"
-    loss = "" if found.loss is None else f", loss {found.loss:.4f}"
-    late = f", no word from the launcher for {found.unwritten_s:.1f} s" if _is_late(found) else ""
-    closed = "" if found.injectable else ", takes no faults (--injectable no)"
-    told = f"{found.run_id}: {found.phase}, epoch {found.epoch}, {steps}{loss}{closed}{late}"
-    return told + ("" if live else " (from events)")
+    steps = f"step {status.committed + 1} of {status.num_steps}" if status.num_steps else "no step yet"
+    if status.data_epoch:
+        steps += f" (epoch {status.data_epoch} of {status.data_epochs} of the data)"
+    loss = "" if status.loss is None else f", loss {status.loss:.4f}"
+    late = f", no word from the launcher for {status.unwritten_s:.1f} s" if _is_late(status) else ""
+    closed = "" if status.injectable else ", takes no faults (--injectable no)"
+    line = f"{status.run_id}: {status.phase}, epoch {status.epoch}, {steps}{loss}{closed}{late}"
+    return line + ("" if live else " (from events)")
 
 
-def _is_late(found: RunStatus) -> bool:
-    return found.unwritten_s is not None and found.unwritten_s > _LATE_S
+def _is_late(status: RunStatus) -> bool:
+    return status.unwritten_s is not None and status.unwritten_s > _LATE_S
 
 
-def _row(each: WorkerStatus, found: RunStatus, several: bool) -> tuple[str | Text, ...]:
-    style = STATE_STYLES.get(each.state, "")
-    heirs = {slot: other.worker for other in found.workers for slot in other.now if other is not each}
+def _row(worker: WorkerStatus, status: RunStatus, several: bool) -> tuple[str | Text, ...]:
+    style = STATE_STYLES.get(worker.state, "")
+    heirs = {slot: other.worker for other in status.workers for slot in other.now if other is not worker}
     return (
-        Text(str(each.worker), style),
-        Text(_WORDS.get(each.state, each.state), style),
-        slots_text(each.now, several, {}),
-        slots_text(each.before, several, heirs) if each.before != each.now else "",
-        str(each.step) if each.step >= 0 else "",
-        each.last_action,
-        "" if each.heard_s_ago is None else f"{each.heard_s_ago:.1f}",
-        str(each.pid),
+        Text(str(worker.worker), style),
+        Text(_WORDS.get(worker.state, worker.state), style),
+        slots_text(worker.now, several, {}),
+        slots_text(worker.before, several, heirs) if worker.before != worker.now else "",
+        str(worker.step) if worker.step >= 0 else "",
+        worker.last_action,
+        "" if worker.heard_s_ago is None else f"{worker.heard_s_ago:.1f}",
+        str(worker.pid),
     )
 
 

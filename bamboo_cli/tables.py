@@ -45,9 +45,9 @@ class _SafeConsole(Console):
     """A console whose only escape sequences are its own: styles, and moves of the cursor under a live picture."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        for each in super().render(renderable, options):
-            is_own = each.control is not None or each.text.isprintable()
-            yield each if is_own else Segment(printable(each.text), each.style)
+        for segment in super().render(renderable, options):
+            is_own = segment.control is not None or segment.text.isprintable()
+            yield segment if is_own else Segment(printable(segment.text), segment.style)
 
 
 def console(*, err: bool = False) -> Console:
@@ -78,8 +78,8 @@ def has_colour(*, err: bool = False) -> bool:
 
 def can_redraw(*, err: bool = False) -> bool:
     """Returns whether a picture on stdout, or stderr, can be drawn anew in place."""
-    found = console(err=err)
-    return _stream(err).isatty() and found.is_terminal and not found.is_dumb_terminal
+    terminal = console(err=err)
+    return _stream(err).isatty() and terminal.is_terminal and not terminal.is_dumb_terminal
 
 
 def say(*parts: str | tuple[str, str], err: bool = False) -> None:

@@ -40,10 +40,10 @@ def validate(
 
     Exit with 2 if a file is wrong, with 5 if a name is unknown.
     """
-    found = [_checked(each, seed, as_json) for each in files]
-    code = min((each["exit_code"] for each in found if each["exit_code"]), default=ExitCode.OK)
+    results = [_checked(each, seed, as_json) for each in files]
+    code = min((each["exit_code"] for each in results if each["exit_code"]), default=ExitCode.OK)
     if as_json:
-        echo(json.dumps({"exit_code": int(code), "files": found}))
+        echo(json.dumps({"exit_code": int(code), "files": results}))
     raise typer.Exit(code)
 
 
@@ -81,12 +81,12 @@ def _read(name: str, seed: int | None) -> tuple[str, dict[str, Any]]:
         raise UserError([Problem("", expected, "an empty file", "", document.source, 1, 1)])
     kind = kind_of(document)
     if kind == "matrix":
-        found = read_matrix(str(path), kinds(), offered=readable)
-        cells = [each.cell.name for each in found.cells]
-        text = f"a matrix of {len(cells)} cells; job: {found.job_from}"
-        jobs = [each.loaded.scenario.job for each in found.cells]
-        facts = {"cells": cells, "job_from": found.job_from, "needs_trust": bool(found.foreign)}
-        return text + _not_imported(*jobs) + _needs_trust(found.foreign), facts
+        matrix = read_matrix(str(path), kinds(), offered=readable)
+        cells = [each.cell.name for each in matrix.cells]
+        text = f"a matrix of {len(cells)} cells; job: {matrix.job_from}"
+        jobs = [each.loaded.scenario.job for each in matrix.cells]
+        facts = {"cells": cells, "job_from": matrix.job_from, "needs_trust": bool(matrix.foreign)}
+        return text + _not_imported(*jobs) + _needs_trust(matrix.foreign), facts
     if kind in ("job", "run"):
         job = merge([file_layer(path)], readable).job
         uncounted = f"{counted(job.epochs, 'epoch')} of data that are not counted here"

@@ -22,14 +22,14 @@ def evaluation_words(sets: Sequence[Mapping[str, Any]]) -> list[str]:
     return [_loss(each) + (f" ({', '.join(metrics)})" if (metrics := _metrics(each)) else "") for each in sets]
 
 
-def _loss(found: Mapping[str, Any]) -> str:
-    return f"{found['name']} {found['loss']:.4f}"
+def _loss(evaluation: Mapping[str, Any]) -> str:
+    return f"{evaluation['name']} {evaluation['loss']:.4f}"
 
 
-def _metrics(found: Mapping[str, Any]) -> list[str]:
+def _metrics(evaluation: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4f}"
-        for name, value in found["metrics"].items()
+        for name, value in evaluation["metrics"].items()
     ]
 
 
@@ -73,25 +73,25 @@ def slots_text(slots: Iterable[Slot], several: bool, heirs: Mapping[Slot, int]) 
 
 def awaited(workers: Sequence[WorkerView]) -> str:
     """Returns the workers that training waits for, each with its silence or its action; empty if none stands out."""
-    found = []
-    for each in workers:
-        if each.state == "starting":
-            words = each.doing and f", which {each.doing}"
-            found.append((float(bool(words)), f"worker {each.worker}{words}"))
-        elif each.state in ("running", "slow") and each.silent_s >= _STILL_S:
-            found.append((each.silent_s, f"worker {each.worker}, silent for {each.silent_s:.0f} s"))
-        elif each.state in ("running", "slow") and each.inside_s >= _STILL_S:
-            found.append((each.inside_s, f"worker {each.worker}, in {each.progress.action} for {each.inside_s:.0f} s"))
-    found.sort(key=lambda each: -each[0])
-    more = [f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
-    return "; ".join([text for _, text in found[:_MOST_NAMED]] + more)
+    waits = []
+    for view in workers:
+        if view.state == "starting":
+            words = view.doing and f", which {view.doing}"
+            waits.append((float(bool(words)), f"worker {view.worker}{words}"))
+        elif view.state in ("running", "slow") and view.silent_s >= _STILL_S:
+            waits.append((view.silent_s, f"worker {view.worker}, silent for {view.silent_s:.0f} s"))
+        elif view.state in ("running", "slow") and view.inside_s >= _STILL_S:
+            waits.append((view.inside_s, f"worker {view.worker}, in {view.progress.action} for {view.inside_s:.0f} s"))
+    waits.sort(key=lambda wait: -wait[0])
+    more = [f"{len(waits) - _MOST_NAMED} more"] if len(waits) > _MOST_NAMED else []
+    return "; ".join([text for _, text in waits[:_MOST_NAMED]] + more)
 
 
 def fitting(workers: Sequence[WorkerView], notable: Collection[int], most: int) -> tuple[list[WorkerView], str]:
     """Returns at most `most` workers, the `notable` ones first if there are more, and a line about the others."""
     if len(workers) <= most:
         return list(workers), ""
-    ordered = sorted(workers, key=lambda each: each.worker not in notable)
+    ordered = sorted(workers, key=lambda view: view.worker not in notable)
     shown, others = ordered[: max(0, most - 1)], ordered[max(0, most - 1) :]
     states = sorted({each.state for each in others})
     words = (
