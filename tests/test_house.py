@@ -78,6 +78,7 @@ ROOMS_WITH_NOUNS = (
         "engine.core.job",
         "engine.core.program",
     ),
+    "engine.files.jobs",
     *("engine.models", "engine.models.traced", "engine.report"),
     *("bamboo", "engine", "engine.api", "engine.bench", "engine.files", "engine.observers", "engine.report.pages"),
     *("engine.core.faults", "engine.core.hosts", "engine.core.protocol", "engine.harness"),

@@ -126,7 +126,7 @@ def tell_refused(good: NewestGood, place: str, say: Callable[[str], object]) -> 
     return len(good.refused)
 
 
-def refuse_other_bits(found: CheckpointChoice, job: Job, other_bits: bool) -> None:
+def refuse_other_bits(choice: CheckpointChoice, job: Job, other_bits: bool) -> None:
     """Refuses a job that cannot go on from a checkpoint.
 
     An heir with other bits was allowed its own job and host, its code and its data: only a job with others is refused.
@@ -135,33 +135,33 @@ def refuse_other_bits(found: CheckpointChoice, job: Job, other_bits: bool) -> No
         UserError: fields, facts of the host, code or data files differ that decide bits, with `other_bits` those that
             the tensors fit; or no step is left.
     """
-    manifest = found.manifest
+    manifest = choice.manifest
     problems = []
     if manifest.step >= job.steps - 1:
-        hint = f"all {job.steps} steps are committed in the checkpoint of run {manifest.run} in {found.origin.place}"
+        hint = f"all {job.steps} steps are committed in the checkpoint of run {manifest.run} in {choice.origin.place}"
         problems.append(Problem("steps", f"more than {manifest.step + 1}", str(job.steps), hint))
-    is_granted = found.heir is not None and found.heir.other_bits
-    facts = found.heir.facts if found.heir is not None and is_granted else manifest.facts
-    differences = bit_differences(found.job, facts, job, host_facts(Path.cwd()))
+    is_granted = choice.heir is not None and choice.heir.other_bits
+    facts = choice.heir.facts if choice.heir is not None and is_granted else manifest.facts
+    differences = bit_differences(choice.job, facts, job, host_facts(Path.cwd()))
     if not (other_bits or is_granted):
         differences += _changed("code file", manifest.code_files, lambda: code_files(job))
         differences += _changed("data file", manifest.data_files, lambda: data_files(job))
     refused = (each for each in differences if not other_bits or each.name in OF_TENSORS)
     problems += _as_problems(refused, manifest.run)
-    of_state = _problems_of_state(found, job)
-    known = {each.field for each in of_state}
-    problems = [*(each for each in problems if each.field not in known), *of_state]
+    of_state = _problems_of_state(choice, job)
+    known_fields = {each.field for each in of_state}
+    problems = [*(each for each in problems if each.field not in known_fields), *of_state]
     if problems:
         raise UserError(problems)
 
 
-def _problems_of_state(found: CheckpointChoice, job: Job) -> list[Problem]:
+def _problems_of_state(choice: CheckpointChoice, job: Job) -> list[Problem]:
     """Returns the problems of the job's optimizer with the state in the checkpoint, also with --other-bits."""
-    wrote, args = found.manifest.job.get("optimizer"), found.manifest.job.get("optimizer_args", {})
+    wrote, args = choice.manifest.job.get("optimizer"), choice.manifest.job.get("optimizer_args", {})
     new = [name for name in _STATE_ARGS if job.optimizer_args.get(name) and not args.get(name)]
-    if (wrote == job.optimizer and (job.optimizer in _BEGINS_ANEW or not new)) or not _has_optimizer_state(found):
+    if (wrote == job.optimizer and (job.optimizer in _BEGINS_ANEW or not new)) or not _has_optimizer_state(choice):
         return []
-    place = shlex.quote(f"{found.origin.place}@{found.origin.step}")
+    place = shlex.quote(f"{choice.origin.place}@{choice.origin.step}")
     hint = (
         "the checkpoint lacks its tensors, with --other-bits too; to begin with the weights alone: bamboo export "
         f"{place} --output weights.safetensors, then bamboo run --init weights.safetensors"
@@ -174,27 +174,29 @@ def _problems_of_state(found: CheckpointChoice, job: Job) -> list[Problem]:
     ]
 
 
-def _has_optimizer_state(found: CheckpointChoice) -> bool:
+def _has_optimizer_state(choice: CheckpointChoice) -> bool:
     """Returns whether a part has state of an optimizer; SGD without momentum has none."""
-    folder = checkpoints_at(found.origin.place)
+    folder = checkpoints_at(choice.origin.place)
     return any(
         name.startswith("optimizer/")
-        for each in found.manifest.layers
-        for name in folder.layer(found.manifest, each.layer).tensors
+        for layer in choice.manifest.layers
+        for name in folder.layer(choice.manifest, layer.layer).tensors
     )
 
 
 def _as_problems(differences: Iterable[BitDifference], run: str) -> Iterator[Problem]:
-    for each in differences:
+    for difference in differences:
         hint = "it decides bits: the run would not be the one that was interrupted; --other-bits goes on all the same"
-        if each.name in OF_TENSORS:
+        if difference.name in OF_TENSORS:
             hint = "the tensors of a checkpoint fit no other, with --other-bits neither"
-        yield Problem(each.name, f"{each.before!r} as in the checkpoint of run {run}", repr(each.now), hint)
+        yield Problem(
+            difference.name, f"{difference.before!r} as in the checkpoint of run {run}", repr(difference.now), hint
+        )
 
 
-def _changed(what: str, kept: Iterable[DataFile], found: Callable[[], Iterable[DataFile]]) -> list[BitDifference]:
+def _changed(what: str, kept: Iterable[DataFile], files_now: Callable[[], Iterable[DataFile]]) -> list[BitDifference]:
     before = {name: (size, sha256) for name, size, sha256 in kept}
-    now = {name: (size, sha256) for name, size, sha256 in found()} if before else {}
+    now = {name: (size, sha256) for name, size, sha256 in files_now()} if before else {}
     return [
         BitDifference(f"{what} {name}", _words(before.get(name)), _words(now.get(name)))
         for name in sorted(before.keys() | now.keys())
@@ -202,17 +204,17 @@ def _changed(what: str, kept: Iterable[DataFile], found: Callable[[], Iterable[D
     ]
 
 
-def _words(found: tuple[int, str] | None) -> str:
-    return "no file" if found is None else f"{found[0]} bytes, SHA-256 {found[1][:12]}"
+def _words(facts: tuple[int, str] | None) -> str:
+    return "no file" if facts is None else f"{facts[0]} bytes, SHA-256 {facts[1][:12]}"
 
 
 def resume_command(run: Path, job: Job) -> str:
     """Returns the command that goes on with a run from its newest checkpoint; empty if there is none to read."""
     has_one = False
     for place in places_of(RunFolder(run)):
-        for each in place.names():
+        for name in place.names():
             with contextlib.suppress(BambooError):
-                has_one = has_one or place.folder.manifest(each).run == place.run
+                has_one = has_one or place.folder.manifest(name).run == place.run
     if not has_one:
         return ""
     words = [word for name in secret_arguments(job) for word in ("--set", f"{name}=VALUE")]

@@ -55,8 +55,8 @@ class CheckpointPlace:
 
     def names(self) -> tuple[CheckpointName, ...]:
         """Returns the names of the checkpoints, by step, also of those whose manifests cannot be read."""
-        found = (name for name in self.folder.names() if self.step in (None, name.step))
-        return tuple(name for name in found if not self.run or self._is_of_run(name))
+        names = (name for name in self.folder.names() if self.step in (None, name.step))
+        return tuple(name for name in names if not self.run or self._is_of_run(name))
 
     def _is_of_run(self, name: CheckpointName) -> bool:
         try:
@@ -122,13 +122,13 @@ def place_problems(job: Job) -> list[Problem]:
         problem = credentials_problem(text)
         return [problem] if problem else []
     try:
-        found = next(each for each in (place, *place.parents) if os.path.lexists(each))
-        reason = "" if found.is_dir() else "it is a link to no folder" if found.is_symlink() else "it is no folder"
-        if not reason and not os.access(found, os.W_OK | os.X_OK):
+        base = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        reason = "" if base.is_dir() else "it is a link to no folder" if base.is_symlink() else "it is no folder"
+        if not reason and not os.access(base, os.W_OK | os.X_OK):
             reason = "no permission to write there"
     except (OSError, ValueError) as error:
-        found, reason = place, str(error)
-    return [Problem("checkpoints", expected, repr(str(found)), reason)] if reason else []
+        base, reason = place, str(error)
+    return [Problem("checkpoints", expected, repr(str(base)), reason)] if reason else []
 
 
 def refuse_unwritable(job: Job, in_process: bool = False) -> None:
@@ -214,19 +214,19 @@ def hash_as_given(path: str, before: str) -> str:
 
     What holds no weights, or is a damaged checkpoint, is refused before a run begins.
     """
-    found = weights_hash(path)
-    if before and before != found:
+    sha256 = weights_hash(path)
+    if before and before != sha256:
         hint = "put the weights of that run back, or name others: --init FILE"
-        raise UserError([Problem("init", f"SHA-256 {before} as in that run", f"{found} of {path!r}", hint)])
+        raise UserError([Problem("init", f"SHA-256 {before} as in that run", f"{sha256} of {path!r}", hint)])
     if not path:
-        return found
+        return sha256
     if (place := place_of_step(Path(path))) is not None:
         _refuse_damaged(path, place)
     elif not (files := _files_of(Path(path))) or not all(map(_may_be_weights, files)):
         expected = "weights: FILE.safetensors, a state_dict that torch.save wrote, or a folder of safetensors files"
         hint = "it begins as no file of weights does" if files else "it has no safetensors file"
         raise UserError([Problem("init", expected, repr(path), hint)])
-    return found
+    return sha256
 
 
 def _refuse_damaged(path: str, place: CheckpointPlace) -> None:

@@ -78,14 +78,14 @@ class Form(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Adds the rules on keys to the schema of the fields."""
-        found = handler.resolve_ref_schema(handler(schema))
-        found.pop("description", None)
+        json_schema = handler.resolve_ref_schema(handler(schema))
+        json_schema.pop("description", None)
         if needed := [each.name for each in cls.needed()]:
-            found["required"] = [*found.get("required", ()), *needed]
+            json_schema["required"] = [*json_schema.get("required", ()), *needed]
         for rule, names in (("oneOf", cls.one_of), ("anyOf", cls.any_of)):
             if names:
-                found[rule] = [{"required": [name]} for name in names]
-        return found
+                json_schema[rule] = [{"required": [name]} for name in names]
+        return json_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +170,14 @@ def _form_of(name: str, of: type, /, **other: Any) -> type[Form]:
     """
     hints = get_type_hints(of)
     keys = {}
-    for each in (each for each in fields(of) if each.metadata):
-        unit = next((end for end in _UNITS if each.name.endswith(end)), "")
-        hint = hints[each.name]
+    for attribute in (each for each in fields(of) if each.metadata):
+        unit = next((end for end in _UNITS if attribute.name.endswith(end)), "")
+        hint = hints[attribute.name]
         if get_origin(hint) is UnionType or get_origin(hint) is Union:  # None stands for an absent key
             hint = Union[tuple(part for part in get_args(hint) if part is not type(None))]  # noqa: UP007 - at run time
-        is_needed = each.default is MISSING and each.default_factory is MISSING
-        kind = other.get(each.name) or _UNITS.get(unit) or _TYPES.get(hint, hint)
-        keys[each.name.removesuffix(unit)] = _key(kind, each.metadata["help"], ... if is_needed else None)
+        is_needed = attribute.default is MISSING and attribute.default_factory is MISSING
+        kind = other.get(attribute.name) or _UNITS.get(unit) or _TYPES.get(hint, hint)
+        keys[attribute.name.removesuffix(unit)] = _key(kind, attribute.metadata["help"], ... if is_needed else None)
     return _form(name, **keys)
 
 
@@ -285,9 +285,9 @@ def _parameter(of: Parameter) -> Any:
     """Returns the type of a parameter, whose value is read into the program's units."""
 
     def read(value: object) -> object:
-        if (found := of.read(value)) is None:
+        if (result := of.read(value)) is None:
             raise ValueError
-        return found
+        return result
 
     if of.form == "choice":
         return Annotated[str, _Words(of.choices)]
@@ -358,10 +358,10 @@ class Reading:
     document: Document
     problems: list[Problem] = field(default_factory=list)
 
-    def refuse(self, path: KeyPath, expected: str, found: str = "", hint: str = "", *, key: bool = False) -> None:
+    def refuse(self, path: KeyPath, expected: str, value: str = "", hint: str = "", *, key: bool = False) -> None:
         """Adds a problem with the value at a path, or with its key; raises UserError if there are too many to tell."""
         name = ".".join(str(part) for part in path)
-        self.problems.append(Problem(name, expected, found, hint, self.document.source, *self.place(path, key=key)))
+        self.problems.append(Problem(name, expected, value, hint, self.document.source, *self.place(path, key=key)))
         if len(self.problems) > MOST_PROBLEMS:
             raise in_order(self.problems)
 
@@ -401,7 +401,7 @@ class Reading:
     def _tell(self, form: type[Form], path: KeyPath, error: Any) -> None:
         """Reports an error of pydantic in a part of this form at a path."""
         loc: KeyPath = error["loc"]
-        place, found = (*path, *loc), shown(error["input"])
+        place, value = (*path, *loc), shown(error["input"])
         for part in loc[:-1]:
             form = _inner(form, str(part)) or form
         if error["type"] == "missing":
@@ -413,12 +413,12 @@ class Reading:
             self._tell_unknown(form, place)
         elif error["type"] == "model_type":
             form = _inner(form, str(loc[-1])) or form if loc else form
-            self.refuse(place, f"a mapping with {', '.join(form.model_fields)}", found)
+            self.refuse(place, f"a mapping with {', '.join(form.model_fields)}", value)
         elif error["type"] == "literal_error":
             words = re.findall("'([^']*)'", error["ctx"]["expected"])
-            self.refuse(place, f"one of {', '.join(words)}", found, nearest(str(error["input"]), words))
+            self.refuse(place, f"one of {', '.join(words)}", value, nearest(str(error["input"]), words))
         else:
-            self.refuse(place, error["msg"], found)
+            self.refuse(place, error["msg"], value)
 
     def _tell_unknown(self, form: type[Form], path: KeyPath) -> None:
         name, kind = str(path[-1]), form.kind
@@ -434,9 +434,9 @@ class Reading:
         if not isinstance(value, dict):
             return
         there = {name for name in form.model_fields if name in value or (*path, name) in self.document.key_places}
-        for each in form.needed():
-            if each.name not in there:
-                self.refuse((*path, each.name), each.expected, "nothing", f"{form.__name__} needs it: {each.about}")
+        for key in form.needed():
+            if key.name not in there:
+                self.refuse((*path, key.name), key.expected, "nothing", f"{form.__name__} needs it: {key.about}")
         chosen = [name for name in form.one_of if name in there]
         if form.one_of and len(chosen) != 1:
             self.refuse(path, f"one of {', '.join(form.one_of)}", " and ".join(chosen) or "none of them")
@@ -449,7 +449,7 @@ class Reading:
 
 def in_order(problems: Iterable[Problem]) -> UserError:
     """Returns the error that holds all problems, sorted by file and line."""
-    return UserError(sorted(problems, key=lambda each: (each.source, each.line, each.column)))
+    return UserError(sorted(problems, key=lambda problem: (problem.source, problem.line, problem.column)))
 
 
 def _inner(form: type[Form], name: str) -> type[Form] | None:

@@ -201,8 +201,8 @@ def merge(layers: Sequence[Layer], offered: JobParts = ANYTHING) -> ResolvedJob:
     ]
     # A bad name is replaced by the default in `job`, so its arguments would be checked against the wrong model.
     if not {"model", "data", "optimizer"} & {problem.field for problem in problems}:
-        known = {problem.field for problem in (*problems, *refused)}  # one problem is enough for a value
-        problems += [_at_its_place(each, given) for each in offered.problems(job) if each.field not in known]
+        known_fields = {problem.field for problem in (*problems, *refused)}  # one problem is enough for a value
+        problems += [_at_its_place(each, given) for each in offered.problems(job) if each.field not in known_fields]
     problems += refused
     if problems:
         raise UserError(_in_order([_with_a_field(each, job, offered) for each in problems], layers))
@@ -242,11 +242,11 @@ def _user_file(environment: Mapping[str, str]) -> Path | None:
 
 def _job(given: Iterable[FieldValue]) -> Job:
     values: dict[str, Any] = {}
-    for each in given:
-        if len(each.path) == 1:
-            values[each.name] = each.value
+    for field in given:
+        if len(field.path) == 1:
+            values[field.name] = field.value
         else:
-            values.setdefault(each.path[0], {})[each.path[1]] = each.value
+            values.setdefault(field.path[0], {})[field.path[1]] = field.value
     return Job(**values)
 
 
@@ -264,11 +264,11 @@ def _in_order(problems: Iterable[Problem], layers: Iterable[Layer]) -> list[Prob
         for source in [*(each.source for each in layer.problems), *(each.source for each in layer.given)]:
             rank.setdefault(source, len(rank))
     # A problem between defaults and given values may have no source; it comes first.
-    return sorted(problems, key=lambda each: (rank.get(each.source, -1), each.line, each.column))
+    return sorted(problems, key=lambda problem: (rank.get(problem.source, -1), problem.line, problem.column))
 
 
 def _origins(job: Job, given: Mapping[tuple[str, ...], FieldValue]) -> dict[str, str]:
     origins = {
-        each.name: "default" for each in fields(job) if each.name not in ARGS_FIELDS or not getattr(job, each.name)
+        field.name: "default" for field in fields(job) if field.name not in ARGS_FIELDS or not getattr(job, field.name)
     }
     return origins | {each.name: each.origin for each in given.values()}

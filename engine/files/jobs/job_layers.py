@@ -158,17 +158,17 @@ def kind_of(document: Document) -> FileKind | None:
 
 def other_kind(document: Document, *wanted: FileKind) -> Problem | None:
     """Returns the problem of a document of another kind than the `wanted` ones, with the command that takes it."""
-    found = kind_of(document)
-    if found is None or found in wanted:
+    kind = kind_of(document)
+    if kind is None or kind in wanted:
         return None
-    hint = f"run it with: bamboo {_COMMANDS[found]} {shlex.quote(document.source)}"
-    return Problem("", " or ".join(_NAMES[each] for each in wanted), _NAMES[found], hint, document.source)
+    hint = f"run it with: bamboo {_COMMANDS[kind]} {shlex.quote(document.source)}"
+    return Problem("", " or ".join(_NAMES[each] for each in wanted), _NAMES[kind], hint, document.source)
 
 
 def init_of(record: Document) -> str:
     """Returns the hash of the weights that a run was given, from its record; empty without them."""
-    found: Any = record.value.get("init") if isinstance(record.value, dict) else None
-    return str(found.get("sha256", "")) if isinstance(found, dict) else ""
+    init: Any = record.value.get("init") if isinstance(record.value, dict) else None
+    return str(init.get("sha256", "")) if isinstance(init, dict) else ""
 
 
 def with_its_faults(record: Document) -> str:
@@ -249,8 +249,8 @@ def document_layer(document: Document, foreign: str = "") -> Layer:
             if len(layer.problems) > MOST_PROBLEMS:
                 break
     elif document.value is not None:
-        found = shown(document.value)
-        layer.problems.append(Problem("", "a mapping of fields", found, "", document.source, *document.places[()]))
+        text = shown(document.value)
+        layer.problems.append(Problem("", "a mapping of fields", text, "", document.source, *document.places[()]))
     return layer
 
 
@@ -319,8 +319,8 @@ def masked_setting(setting: str) -> str:
 def masked_words(words: Iterable[str]) -> list[str]:
     """Returns the words of a command line without the values of secret arguments, which follow ``--set``."""
     return [
-        f"--set={masked_setting(each.removeprefix('--set='))}" if each.startswith("--set=") else masked_setting(each)
-        for each in words
+        f"--set={masked_setting(word.removeprefix('--set='))}" if word.startswith("--set=") else masked_setting(word)
+        for word in words
     ]
 
 

@@ -58,9 +58,9 @@ class FieldValue:
         """The path with dots, such as ``model_args.width``."""
         return ".".join(self.path)
 
-    def problem(self, expected: str, found: str, hint: str = "") -> Problem:
+    def problem(self, expected: str, value: str, hint: str = "") -> Problem:
         """Returns a problem at the place of this value."""
-        return Problem(self.name, expected, found, hint, self.source, self.line, self.column)
+        return Problem(self.name, expected, value, hint, self.source, self.line, self.column)
 
 
 def is_known(path: OptionPath) -> bool:

@@ -58,9 +58,9 @@ class Matrix:
     def job_from(self) -> str:
         """The sources of the jobs of the cells, in words, each with the fields that its cells change."""
         changed: dict[str, dict[str, None]] = {}
-        for each in self.cells:
-            source = each.loaded.source
-            fields = changed.setdefault(source.base(each.loaded.scenario.job, "the matrix"), {})
+        for cell in self.cells:
+            source = cell.loaded.source
+            fields = changed.setdefault(source.base(cell.loaded.scenario.job, "the matrix"), {})
             fields.update(dict.fromkeys(source.changed))
         return "; ".join(with_changes(base, fields) for base, fields in changed.items())
 
@@ -175,19 +175,19 @@ def _case_job(of_matrix: Any, own: Any) -> Any:
 def _check_uses(reading: Reading, path: KeyPath, value: Any, axes: Mapping[str, Axis], at: KeyPath) -> None:
     """Refuses an axis of mappings outside of ``with: $axis``, and an axis of single values in it."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            for name in spread_axes(each) if key == SPREAD else ():
+        for key, item in value.items():
+            for name in spread_axes(item) if key == SPREAD else ():
                 if name in axes and not all(isinstance(one, dict) for one in axes[name].values.values()):
                     expected = "an axis whose values are mappings of fields"
                     reading.refuse((*path, *at, key), expected, repr(f"${name}"))
-            scalar = isinstance(each, str) and each.startswith("$") and key != SPREAD
-            if scalar and any(isinstance(one, dict) for one in _values(axes, str(each)[1:])):
-                reading.refuse((*path, *at, key), "an axis whose values are no mappings", repr(each), "use `with`")
+            scalar = isinstance(item, str) and item.startswith("$") and key != SPREAD
+            if scalar and any(isinstance(one, dict) for one in _values(axes, str(item)[1:])):
+                reading.refuse((*path, *at, key), "an axis whose values are no mappings", repr(item), "use `with`")
             if key != SPREAD:
-                _check_uses(reading, path, each, axes, (*at, key))
+                _check_uses(reading, path, item, axes, (*at, key))
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            _check_uses(reading, path, each, axes, (*at, number))
+        for number, item in enumerate(value):
+            _check_uses(reading, path, item, axes, (*at, number))
 
 
 def _values(axes: Mapping[str, Axis], name: str) -> Iterable[Any]:

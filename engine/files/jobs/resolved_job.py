@@ -43,10 +43,10 @@ def explain(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
     """
     job = resolved.job.masked
     rows: list[tuple[str, object, str]] = []
-    for each in fields(Job):
-        value = getattr(job, each.name)
-        values = {f"{each.name}.{key}": value[key] for key in value} if isinstance(value, dict) and value else None
-        for name, part in (values or {each.name: value}).items():
+    for field in fields(Job):
+        value = getattr(job, field.name)
+        values = {f"{field.name}.{key}": value[key] for key in value} if isinstance(value, dict) and value else None
+        for name, part in (values or {field.name: value}).items():
             rows.append((name, part, resolved.origins[name]))
     if resolved.job.backend == "nccl":
         from engine.files.accelerators import nccl_settings

@@ -133,9 +133,9 @@ class ScenarioJobs:
 
     def _beside(self, name: str) -> Path:
         """Returns a path that is relative to the folder of the scenario, in its shortest spelling."""
-        found = self.path.parent / name
-        short = Path(os.path.normpath(found))
-        return short if short.exists() and short.samefile(found) else found  # `link/..` need not be the same folder
+        path = self.path.parent / name
+        short = Path(os.path.normpath(path))
+        return short if short.exists() and short.samefile(path) else path  # `link/..` need not be the same folder
 
 
 def _own_fields(part: Document) -> Layer:
@@ -145,8 +145,8 @@ def _own_fields(part: Document) -> Layer:
     own = {name: value for name, value in part.value.items() if name != FROM}
     layer = document_layer(replace(part, value=own), FOREIGN)
     if FROM in part.value and not isinstance(part.value[FROM], str):
-        found = shown(part.value[FROM])
-        layer.problems.append(Problem(FROM, "the path of a job file", found, "", part.source, *part.places[FROM,]))
+        text = shown(part.value[FROM])
+        layer.problems.append(Problem(FROM, "the path of a job file", text, "", part.source, *part.places[FROM,]))
     return layer
 
 
@@ -259,7 +259,7 @@ def _in_one_list(document: Document) -> tuple[Document, int | None]:
 
     one_list = [*faults, *(_of_today(number, each) for number, each in enumerate(old, start=1))]
     places, key_places = (
-        {moved(path): place for path, place in found.items()} for found in (document.places, document.key_places)
+        {moved(path): place for path, place in table.items()} for table in (document.places, document.key_places)
     )
     others = {name: each for name, each in value.items() if name != _BEFORE}
     return replace(document, value={**others, "faults": one_list}, places=places, key_places=key_places), first
@@ -319,14 +319,15 @@ def _scenario(
     faults = {number: each for number, each in enumerate(listed) if each is not None}
     expect = expect or _expect(values.get("expect", {}))
     whole = len(faults) == len(listed) and all(each.do for each in faults.values())
-    found = PlannedFaults(None if to_attach else job, faults, whole)
-    known = {each.field for each in reading.problems}  # one problem is enough for a value
-    wrong = check_faults(found, expect, kinds, on)
-    reading.problems += [reading.located(each) for each in wrong if each.field not in known]
-    if found.job is not None:
-        told = a_worker(found.job)
+    plan = PlannedFaults(None if to_attach else job, faults, whole)
+    known_fields = {each.field for each in reading.problems}  # one problem is enough for a value
+    wrong = check_faults(plan, expect, kinds, on)
+    reading.problems += [reading.located(each) for each in wrong if each.field not in known_fields]
+    if plan.job is not None:
+        expected = a_worker(plan.job)
         reading.problems[:] = [
-            replace(each, expected=told) if each.expected == A_WORKER else each for each in reading.problems
+            replace(problem, expected=expected) if problem.expected == A_WORKER else problem
+            for problem in reading.problems
         ]
     if reading.problems or job is None:
         return None

@@ -27,15 +27,15 @@ def reference(installed: Distribution | None = None) -> str:
 
     It is the repository and commit, or the archive, from which bamboo was `installed`; else its project's repository.
     """
-    found = installed or distribution("bamboo-train")
-    origin: dict[str, Any] = json.loads(found.read_text("direct_url.json") or "{}")
+    package = installed or distribution("bamboo-train")
+    origin: dict[str, Any] = json.loads(package.read_text("direct_url.json") or "{}")
     url = str(origin.get("url", ""))
     if not url.startswith("file:") and urlsplit(url).password is None:  # a file has no meaning on another machine
         if "vcs_info" in origin:
             return f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
         if "archive_info" in origin:
             return url
-    labelled = [each.partition(", ") for each in found.metadata.get_all("Project-URL") or ()]
+    labelled = [each.partition(", ") for each in package.metadata.get_all("Project-URL") or ()]
     return next((f"git+{url}" for label, _, url in labelled if label.lower() in ("repository", "source")), "")
 
 

@@ -47,12 +47,12 @@ class FileHash(NamedTuple):
 def file_hash(path: str | Path) -> FileHash:
     """Returns the size and the hash of a file; raises OSError if it cannot be read."""
     with open(path, "rb") as file:
-        began_ns, found = time.time_ns(), os.fstat(file.fileno())
-        facts = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        began_ns, status = time.time_ns(), os.fstat(file.fileno())
+        facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         sha256 = _known.get(facts) or hashlib.file_digest(file, "sha256").hexdigest()
-    if began_ns - max(found.st_mtime_ns, found.st_ctime_ns) > _MOMENT_NS:
+    if began_ns - max(status.st_mtime_ns, status.st_ctime_ns) > _MOMENT_NS:
         _known[facts] = sha256
-    return FileHash(found.st_size, sha256)
+    return FileHash(status.st_size, sha256)
 
 
 # The files that a job trains on: their sizes and hashes, so that a resumed job gets the same data.
@@ -76,12 +76,12 @@ def data_files(job: Job) -> tuple[DataFile, ...]:
 
 def _paths(text: str, kept: Set[str]) -> Iterator[str]:
     try:
-        found = os.stat(text).st_mode
+        mode = os.stat(text).st_mode
     except (OSError, ValueError):  # it is no path
         return
-    if stat.S_ISREG(found):
+    if stat.S_ISREG(mode):
         yield text
-    elif stat.S_ISDIR(found):
+    elif stat.S_ISDIR(mode):
         yield from islice(_below(text, kept), _MOST_FILES)
 
 
@@ -118,16 +118,16 @@ _MAYBE = re.compile(r"\bfrom\s+([^\W\d]\w*)(?:[ \t\f.\w]*?\bimport\b)?|\bimport\
 def code_files(job: Job) -> tuple[DataFile, ...]:
     """Returns the Python files of the modules that a job names; each name begins at the folder of the import."""
     named = [top_level(name) for name in own_code(job)]
-    modules, found = list(named), dict[str, DataFile]()
+    modules, files = list(named), dict[str, DataFile]()
     is_here = functools.cache(lambda module: any(_sources(module, anywhere=False)))
     for module in modules:
         for name, path in _sources(module, anywhere=module in named):
             with contextlib.suppress(OSError):
                 size, sha256 = file_hash(path)
-                found[name] = (name, size, sha256)
+                files[name] = (name, size, sha256)
                 if any(each not in modules and is_here(each) for each in _maybe_imported(path, sha256)):
                     modules += (each for each in dict.fromkeys(_imported(path)) if each not in modules)
-    return tuple(found[name] for name in sorted(found))
+    return tuple(files[name] for name in sorted(files))
 
 
 def top_level(factory: str) -> str:
@@ -164,8 +164,8 @@ def _maybe_imported(path: Path, sha256: str) -> frozenset[str]:
         text = ""
         with contextlib.suppress(SyntaxError, ValueError):  # it is no Python
             text = unicodedata.normalize("NFKC", importlib.util.decode_source(path.read_bytes()))
-        found = _MAYBE.findall(text.replace("\\\n", " "))
-        _maybes[sha256] = frozenset(each for one, more in found for each in (one, *re.findall(r"\w+", more)) if each)
+        matches = _MAYBE.findall(text.replace("\\\n", " "))
+        _maybes[sha256] = frozenset(each for one, more in matches for each in (one, *re.findall(r"\w+", more)) if each)
     return _maybes[sha256]
 
 
@@ -209,20 +209,20 @@ def missing_name(field: str, factory: str) -> Problem | None:
 
 def names_in(text: str) -> frozenset[str] | None:
     """Returns every name that the text of a module gives to something, in any scope; None if it may make others."""
-    found: set[str] = set()
+    bindings: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
-                found.add(name)
+                bindings.add(name)
             case ast.Import(names) | ast.ImportFrom(names=names):
-                found |= {(each.asname or each.name).partition(".")[0] for each in names}
+                bindings |= {(each.asname or each.name).partition(".")[0] for each in names}
             case ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
+                bindings.add(name)
             case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
-                found.add(name)
-        if found & {"*", "__getattr__"} or _name_of(node) in _MAKERS:
+                bindings.add(name)
+        if bindings & {"*", "__getattr__"} or _name_of(node) in _MAKERS:
             return None
-    return frozenset(found)
+    return frozenset(bindings)
 
 
 def _name_of(node: ast.AST) -> str:
