@@ -146,7 +146,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
             [
                 "case.yaml:5:17: faults.0.at.step: expected a value that reads only one way, found 'yes'",
                 "case.yaml:5:37: faults.0.do: expected one of kill, stop, terminate, exit, slow, gil, say, gpu-oom, "
-                    "cut, found 'kil' (did you mean 'kill'?)",
+                "cut, found 'kil' (did you mean 'kill'?)",
             ],
         ),
         (
