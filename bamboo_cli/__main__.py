@@ -8,7 +8,7 @@ in the shell.
 import signal
 import sys
 
-from engine.runtime.process.first_answer import tell_and_leave
+from engine.runtime.process.early_sigint import tell_and_leave
 
 _STARTS_PROCESSES = ("run", "inject", "matrix", "bench")
 

@@ -29,7 +29,7 @@ from engine.files.run_folder import RunFolder
 from engine.harness.live_recoveries import GONE, LiveRecoveries
 from engine.harness.screen import Screen
 from engine.runtime.agent.run_state import RunState, RunView, WorkerView
-from engine.runtime.process.first_answer import ANSWER
+from engine.runtime.process.early_sigint import ANSWER
 from engine.runtime.process.interrupts import Interrupts, present
 
 # The output of workers as lines with the number of the worker, read from the logs that the workers write.

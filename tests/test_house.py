@@ -40,7 +40,7 @@ OTHER_WRITES = {
     "engine/files/checkpoint_stores.py": "an object of a store, which has no links",
     "engine/runtime/process/descendants.py": "the name of its own process, in /proc",
     "engine/observers/observers.py": "the share of a process, in /proc",
-    "engine/runtime/process/remove_behind.py": "the name of its own process, in /proc",
+    "engine/runtime/process/cleanup_after_death.py": "the name of its own process, in /proc",
 }
 # path:attribute -> why behaviour is assigned to an object of others. The list may only shrink.
 PLUGGED_IN = {

@@ -272,7 +272,7 @@ def serve(at: OwnHost, elected: ElectedHost, server: ForkServer, interrupts: Int
         stack.callback(workers.close)
         while True:
             with _stream(at, elected, workers) as wire:
-                workers.run(interrupts, partial(_is_alone, wire), _Look(wire, at.registry, elected), refuse)
+                workers.run(interrupts, partial(_is_alone, wire), _ChiefWatch(wire, at.registry, elected), refuse)
                 if (outcome := _end(at, workers)) is not None:
                     workers.end_workers()
                     recorder.write(EndedRecord(outcome=outcome.words.partition(":")[0], exit_code=outcome.code))
@@ -344,7 +344,7 @@ def _is_alone(wire: WireClient) -> bool:
     return wire.peer.ended_ns is not None or wire.peer.silent_ns() >= _STREAM_GONE_NS
 
 
-class _Look:
+class _ChiefWatch:
     """Checks without a stream whether the coordinating host is gone, or the run is over."""
 
     def __init__(self, wire: WireClient, registry: HostRegistry, elected: ElectedHost):

@@ -190,7 +190,7 @@ _LOOK_S = 0.5
 _ENDS_S = 10.0  # from the end of all agents to that of all struck processes
 
 
-class _Blow:
+class _StrikeInProgress:
     """A strike; a thread waits for the ends of the struck processes, so that it sees them when they come."""
 
     def __init__(self, strike: HostStrike, pidfds: Sequence[int]):
@@ -228,8 +228,8 @@ class HostStriker:
         self._waiting = list(faults)
         self._agents, self._etcd, self._say = agents, etcd, say
         self._reached_ns: dict[int, int] = {}  # step -> when it was seen to begin
-        self._blows: list[_Blow] = []
-        self._open: list[_Blow] = []  # those that are not closed
+        self._strikes: list[_StrikeInProgress] = []
+        self._open: list[_StrikeInProgress] = []  # those that are not closed
         self._lost: set[str] = set()
         self._leads: BedHost | None = None
 
@@ -248,7 +248,7 @@ class HostStriker:
     @property
     def strikes(self) -> list[HostStrike]:
         """The strikes so far, in order."""
-        return [each.strike for each in self._blows]
+        return [each.strike for each in self._strikes]
 
     def look(self) -> None:
         """Strikes at each moment that has come."""
@@ -284,8 +284,8 @@ class HostStriker:
         at_ns = time.monotonic_ns()
         self._act(fault, host, pidfds)
         made = HostStrike(fault, chosen, self._agents.committed + 1, at_ns, tuple(sorted(workers)))
-        self._blows.append(_Blow(made, pidfds))
-        self._open.append(self._blows[-1])
+        self._strikes.append(_StrikeInProgress(made, pidfds))
+        self._open.append(self._strikes[-1])
         self._lost |= {chosen} if made.loses_host else set()
         is_chief = ", which coordinates" if chosen == self._agents.coordinates else ""
         self._say(f"step {made.step}: {fault.do} {chosen}{is_chief}")

@@ -13,8 +13,8 @@ from engine.core.protocol.coordinator import step as coordinate
 from engine.core.protocol.coordinator_state import begin as begin_coordinator
 from engine.core.protocol.events import ExitSeen, MemoryShortage, Notice, WorkerWord
 from engine.core.protocol.inputs_outputs import Note, Write
+from engine.core.protocol.rebalancing import LOOK_AGAIN_NS, MemoryLook, look_for_memory
 from engine.core.protocol.state import State
-from engine.core.protocol.wishes import LOOK_AGAIN_NS, MemoryLook, look_for_memory
 from engine.core.protocol.worker_times import WorkerTimes
 from tests.core.membership_cases import running, told
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.protocol.wishes import (
+from engine.core.protocol.rebalancing import (
     HAND_OVER_NS,
     LeaveStrategy,
     departs,

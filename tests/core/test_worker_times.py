@@ -14,8 +14,8 @@ from engine.core.job.memory_model import StageBytes
 from engine.core.ownership import Ownership
 from engine.core.program.ballot import ComputeTimes, SlotVote, VoteMessage
 from engine.core.protocol.assignment import step_time
+from engine.core.protocol.rebalancing import QUIET_STEPS, Rebalancing, wish
 from engine.core.protocol.state import Options, Phase, begin
-from engine.core.protocol.wishes import QUIET_STEPS, Rebalancing, wish
 from engine.core.protocol.worker_times import (
     LEAST_STEPS,
     PaceChange,

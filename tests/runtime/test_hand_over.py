@@ -9,7 +9,7 @@ import pytest
 from engine.core.action import Action
 from engine.core.checks.trajectory import trajectory_hash
 from engine.core.protocol import coordinator
-from engine.core.protocol.wishes import LeaveStrategy
+from engine.core.protocol.rebalancing import LeaveStrategy
 from engine.core.protocol.worker_inputs import NoticeReceived
 from engine.runtime.stage.gradient_log import GradientStreams
 from engine.runtime.worker.executor import Executor

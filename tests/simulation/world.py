@@ -32,9 +32,9 @@ from engine.core.protocol.events import (
     WantedOwners,
     WorkerWord,
 )
+from engine.core.protocol.rebalancing import Rebalancing, wish
 from engine.core.protocol.state import Options, Phase, State
 from engine.core.protocol.state import begin as first_membership
-from engine.core.protocol.wishes import Rebalancing, wish
 from tests.simulation.case import CRAMP, LINK_KINDS, MOVE, SHORT, SHORT_US, Case, Fault, Violation
 from tests.simulation.compiled import NAMES, VALUES, parts_of
 from tests.simulation.coordinator import Coordinator, job_of, taken_over

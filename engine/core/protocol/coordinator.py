@@ -70,10 +70,10 @@ from engine.core.protocol.orders import (
     tell_all,
     tell_waiting_too,
 )
+from engine.core.protocol.rebalancing import LeaveStrategy, departs, has_heirs, until_boundary_ns, way_out
 from engine.core.protocol.state import Phase
 from engine.core.protocol.state import begin as begin_membership
 from engine.core.protocol.verdicts import may_restart, unable_to_leave
-from engine.core.protocol.wishes import LeaveStrategy, departs, has_heirs, until_boundary_ns, way_out
 from engine.core.texts import numbered
 
 # Hearing: the rule for each kind of message of a worker.

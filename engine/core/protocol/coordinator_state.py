@@ -17,9 +17,9 @@ from engine.core.program.ballot import Ballot, Commit
 from engine.core.program.inventory import PlanMessage
 from engine.core.protocol import state as membership_state
 from engine.core.protocol.inputs_outputs import CoordinatorOutput, Note, Place, Write
+from engine.core.protocol.rebalancing import LeaveStrategy
 from engine.core.protocol.state import Options, Phase, State
 from engine.core.protocol.verdicts import NO_MORE, deadly_hosts, deadly_in_words
-from engine.core.protocol.wishes import LeaveStrategy
 from engine.core.units import parse_duration
 
 # The group of a coming epoch, which members and joiners form while training goes on.

@@ -45,8 +45,8 @@ from engine.core.program.inventory import InventoryMessage
 from engine.core.protocol import inputs_outputs, orders
 from engine.core.protocol.events import LeaseExpired, Notice, WorkerWord
 from engine.core.protocol.inputs_outputs import ClockTick, CoordinatorInput, ProcessExit, RunStopping
+from engine.core.protocol.rebalancing import nobody_takes_over
 from engine.core.protocol.state import Phase
-from engine.core.protocol.wishes import nobody_takes_over
 from engine.runtime.agent.checkpoints import Checkpoints
 from engine.runtime.agent.coordinator import Node
 from engine.runtime.agent.injector import Injector

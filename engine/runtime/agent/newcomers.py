@@ -15,8 +15,8 @@ from engine.core.job.job import Job
 from engine.core.message_kinds import ToWorker
 from engine.core.messages import PingMessage, StopMessage
 from engine.core.protocol.events import MemoryShortage, WantedOwners, unwatched_ns
+from engine.core.protocol.rebalancing import MemoryLook, Rebalancing, look_for_memory, wish
 from engine.core.protocol.state import State
-from engine.core.protocol.wishes import MemoryLook, Rebalancing, look_for_memory, wish
 from engine.runtime.agent.run_state import RunState
 from engine.runtime.agent.worker_handles import WorkerHandle, tell_all
 from engine.runtime.process.clock import now_ns

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from urllib.error import HTTPError
 
 from engine.core.hosts.notice_answer import MOST_BYTES, NoticeAnswer, NoticeFrom, answer_of
-from engine.core.protocol.wishes import can_wait_for_joiners
+from engine.core.protocol.rebalancing import can_wait_for_joiners
 from engine.core.texts import numbered
 from engine.runtime.agent.worker_handles import WorkerHandle
 from engine.runtime.process.subprocesses import is_readable, module, start

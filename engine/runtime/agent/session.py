@@ -39,7 +39,7 @@ from engine.core.ownership import Ownership
 from engine.core.protocol.coordinator_state import first_state
 from engine.core.protocol.events import JobRestart, Takeover
 from engine.core.protocol.inputs_outputs import JobResumption
-from engine.core.protocol.wishes import MemoryLook, Rebalancing
+from engine.core.protocol.rebalancing import MemoryLook, Rebalancing
 from engine.core.protocol.worker_times import speeds
 from engine.files.accelerators import GpuLook, refuse_what_this_host_lacks
 from engine.runtime.agent.agent import Agent, AgentTasks

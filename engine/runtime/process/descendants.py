@@ -9,7 +9,7 @@ session of the worker, and its parent.
 
 Rules: the mark is a random number in the environment of the fork server. No other process has it, so a process with the
 mark descends from this launcher. A process is pinned by a pidfd before its mark is read, so no signal goes to another.
-Like `remove_behind.py` this file imports little and is run as a file, because it starts beside every run.
+Like `cleanup_after_death.py` this file imports little and is run as a file, because it starts beside every run.
 """
 
 from __future__ import annotations

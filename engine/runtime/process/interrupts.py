@@ -23,7 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 from engine.core.errors import BambooError, required
-from engine.runtime.process.first_answer import leave, tell
+from engine.runtime.process.early_sigint import leave, tell
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PICTURE_S = 0.15  # a live table has this time to show the answer: written by a handler it would spoil the table

@@ -45,7 +45,7 @@ _LIMITS = {
 }
 _STOP_GRACE_S = 2.0
 _POLL_S = 0.002
-_REMOVER = str(Path(__file__).parents[1] / "process" / "remove_behind.py")
+_REMOVER = str(Path(__file__).parents[1] / "process" / "cleanup_after_death.py")
 _PEER = "http://127.0.0.1:1"  # never called: there is only one member
 _FLAGS = (
     "--name=run",

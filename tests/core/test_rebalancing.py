@@ -6,8 +6,8 @@ from engine.core.job.job import Job
 from engine.core.messages import WaitingMessage
 from engine.core.protocol.events import ExitSeen, Notice, WantedOwners, WorkerWord
 from engine.core.protocol.membership import plan_document
+from engine.core.protocol.rebalancing import Rebalancing, wish
 from engine.core.protocol.state import Options, Phase, State, begin
-from engine.core.protocol.wishes import Rebalancing, wish
 from engine.core.protocol.worker_times import WorkerTimes
 from tests.core.membership_cases import told
 

@@ -1,4 +1,4 @@
-"""``python .../remove_behind.py FD FOLDER`` deletes FOLDER when the last writer of the pipe FD has ended.
+"""``python .../cleanup_after_death.py FD FOLDER`` deletes FOLDER when the last writer of the pipe FD has ended.
 
 The launcher and the store that writes to the folder hold the pipe open. After SIGKILL of the launcher only a process
 that outlives it can delete files; and a launcher that ends by itself waits for no disk.

@@ -1,4 +1,4 @@
-"""Wishes: the wanted owners of an elastic job, when the policy is due to be asked.
+"""Rebalancing: when the policy of an elastic job is asked for other owners; and how a worker leaves.
 
 Rules: the host of the coordinator asks at a tick of the clock: no verdict and no commit must wait for the search. It
 asks at a verdict, too, that takes workers in, while all members count their inventories: so these get their slots with
