@@ -106,7 +106,10 @@ class Commit(NamedTuple):
 
 
 class Ballot(NamedTuple):
-    """The votes for one step by the replicas of one ownership, in one epoch; `open_ballot` makes it."""
+    """The votes for one step by the replicas of one ownership, in one epoch; `open_ballot` makes it.
+
+    The shadows are the wanted ones (`protocol/orders.py`): one that heals in this step votes too.
+    """
 
     epoch: int
     step: int

@@ -1,4 +1,7 @@
-"""The start of a run: the files of its records, its workers, the guard of their transfers, and their first messages."""
+"""The start of a run: the files of its records, its workers, the guard of their transfers, and their first messages.
+
+How long workers may take is decided in `core/protocol/transitions.py`.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from engine.core.errors import LeaseLostError, required
 from engine.core.kv import KV, Condition, Delete, Lease, Put, Txn, absent, equal
 
-LEASE_TTL_S = 15  # of a host and of a role
+LEASE_TTL_S = 15  # of the role on one host; a host of several has `--lease`
 PRIVATE_TTL_S = 86_400  # the same in a private etcd, which ends with its only host: pausing the machine loses no role
 RENEW_EVERY_NS = LEASE_TTL_S * 1_000_000_000 // 5
 
