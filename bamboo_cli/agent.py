@@ -17,7 +17,7 @@ from bamboo_cli import completion
 from bamboo_cli.echo import echo
 from bamboo_cli.host_options import (
     Address,
-    Endpoints,
+    EndpointsOfHosts,
     Hosts,
     HostsWithin,
     InstructionSet,
@@ -202,7 +202,7 @@ def agent(
     no_twin: NoTwin = False,
     grace: Grace = DEFAULT_GRACE,
     injectable: Injectable = YesNo.YES,
-    etcd: Endpoints = "",
+    etcd: EndpointsOfHosts = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
     """Train on several hosts, with one agent on each; or add a worker to a running job and follow that worker.

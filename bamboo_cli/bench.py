@@ -57,7 +57,7 @@ _BENCHMARKS = {
     ),
     "redundancy": (
         "redundancy.redundancy_cases",
-        "Step time and peak memory with lazy and eager redundancy, against no redundancy and theory.",
+        "Step time and peak memory with lazy and eager redundancy, against theory and no redundancy.",
     ),
     "blocks": (
         "recovery.blocks_cases",
@@ -85,7 +85,7 @@ _BENCHMARKS = {
     ),
     "handover": (
         "handover.handover_cases",
-        "Cost of a SIGTERM with enough grace, and of a step with one worker less, against limits and theory.",
+        "Cost of a SIGTERM with enough grace, and of a step with one worker less, against theory and fixed limits.",
     ),
 }
 
@@ -103,7 +103,7 @@ def _register(name: str, function: str, help_text: str) -> None:
     bench.command(name, help=help_text)(command)
 
 
-@bench.command("hosts", help="Worker, agent and host failures on three hosts, against one host and limits.")
+@bench.command("hosts", help="Worker, agent and host failures on three hosts, against one host and fixed limits.")
 def hosts(
     repeats: Repeats = 20,
     quick: Quick = False,

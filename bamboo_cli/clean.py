@@ -28,7 +28,7 @@ def clean(
     *,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", metavar="N", help="Also delete runs and matrices, except the newest N.", min=0),
+        typer.Option("--keep", metavar="N", help="Also delete all but the newest N runs and N matrices.", min=0),
     ] = None,
     older_than: Annotated[
         str, typer.Option("--older-than", metavar="AGE", help="Also delete runs and matrices older than this: 7d, 12h.")

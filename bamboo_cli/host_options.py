@@ -29,6 +29,17 @@ Endpoints = Annotated[
         rich_help_panel="Coordination",
     ),
 ]
+EndpointsOfHosts = Annotated[
+    str,
+    typer.Option(
+        "--etcd",
+        envvar="BAMBOO_ETCD",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="The etcd cluster of all hosts; several hosts need one. TLS and credentials: BAMBOO_ETCD_CA, _CERT, _KEY, "
+        "_USER, _PASSWORD or _PASSWORD_FILE.",
+        rich_help_panel="Coordination",
+    ),
+]
 EndpointsOfRun = Annotated[
     str,
     typer.Option(

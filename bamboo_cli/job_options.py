@@ -39,8 +39,8 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="latest|RUN|DIR[@STEP]",
-        help="Resume RUN, the newest run that has a checkpoint (latest), or a checkpoint folder or URL, at STEP "
-        "(default: the newest good checkpoint). The job comes from the checkpoint. Stages, schedule, "
+        help="Resume from a run (RUN, or latest: the newest with a checkpoint), or from a checkpoint folder or URL. "
+        "STEP: by default the newest good checkpoint. The job comes from the checkpoint. Stages, schedule, "
         "redundancy, workers and the like may change.",
         rich_help_panel=_PANEL,
         show_default=False,

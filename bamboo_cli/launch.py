@@ -12,7 +12,7 @@ import typer
 from bamboo_cli import completion
 from bamboo_cli.echo import echo
 from bamboo_cli.host_options import (
-    Endpoints,
+    EndpointsOfHosts,
     Hosts,
     InstructionSet,
     LeaseSeconds,
@@ -45,7 +45,7 @@ def launch(
     ],
     *,
     hosts: Hosts = "",
-    etcd: Endpoints = "",
+    etcd: EndpointsOfHosts = "",
     etcd_plain_http: PlainHttp = False,
     trusted: TrustedNetwork = "",
     workers: Workers = 0,

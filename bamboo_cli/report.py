@@ -73,10 +73,15 @@ _Runs = Annotated[
 def report(
     runs: _Runs = None,
     *,
-    table: Annotated[Table, typer.Option(help="Table to print.")] = Table.RECOVERY,
+    table: Annotated[Table, typer.Option(metavar="|".join(Table), help="Table to print.")] = Table.RECOVERY,
     form: Annotated[
         Format | None,
-        typer.Option("--format", help="Output format; all but terminal print only the table.", show_default="terminal"),
+        typer.Option(
+            "--format",
+            metavar="|".join(Format),
+            help="Output format; all but the terminal's print only the table.",
+            show_default="terminal",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,

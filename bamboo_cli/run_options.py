@@ -40,8 +40,8 @@ TrustCode = Annotated[
     typer.Option(
         "--trust-code",
         envvar="BAMBOO_TRUST_CODE",
-        help="Allow importing code (package.module:attribute) and writing to output folders named in a scenario or "
-        "matrix, in their job file, in a checkpoint, or in ./bamboo.yaml.",
+        help="Trust the code (package.module:attribute) and output folders named by a scenario, a matrix, their job "
+        "file, a checkpoint, or a ./bamboo.yaml that is not named on the command line.",
     ),
 ]
 
@@ -67,7 +67,7 @@ Kills = Annotated[
     list[str] | None,
     typer.Option(
         "--kill",
-        metavar="STEP:STAGE[:ACTION[:MICROBATCH]]",
+        metavar="STEP:STAGE[:ACTION[:MICROBATCH]][:WHEN][@PIPELINE]",
         help="SIGKILL the worker that owns a stage (with --blocks: a block): 5:2 (step 5, stage 2, before the middle "
         "backward), 5:2:F:3, 5:2:LOG:during, 5:2:B:3:after, 5:2@1 (pipeline 1). Repeatable. The weights are then "
         "compared with those of a fault-free twin.",
@@ -169,8 +169,8 @@ NoticeCommand = Annotated[
     typer.Option(
         "--notice-command",
         metavar="COMMAND",
-        help="Poll this command for notices. If it prints anything and exits 0, that is a notice: for the worker "
-        "numbers printed, otherwise for all workers.",
+        help="Poll this command for preemption notices. Exit 0 with worker numbers: for these workers; with other "
+        "text, except false or none: for all.",
         rich_help_panel=_NOTICES,
     ),
 ]

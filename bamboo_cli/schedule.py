@@ -136,7 +136,7 @@ def compare(
     transfer: Annotated[float, typer.Option(help="Time of a transfer; the sender does not wait for it.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare every schedule on the workers of a job: step length over ideal, bubble, peak stash, transfers.
+    """Compare every schedule on the workers of a job: step length / ideal length, bubble, peak stash, transfers.
 
     With `--transfer`, values arrive that much later, so the table shows how well a schedule hides transfers.
     With `--redundancy eager`, it also shows the time that redundant forwards add to a step.

@@ -106,7 +106,7 @@ def test_a_case_in_which_everything_is_as_expected() -> None:
     ]
     assert found["recovery.phases.detect"].text == "1.0 ms, 100ms at most"
     assert found["trajectory"].text == "identical in 2 of 80 steps"
-    assert found["culprit"].text == "evicted: 1"
+    assert found["culprit"].text == "evicted: worker 1"
     assert verdict(tuple(found.values())) == "passed"
     assert exit_code(tuple(found.values()), SEEN) == ExitCode.OK
 

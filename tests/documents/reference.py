@@ -163,6 +163,7 @@ def _commands(line: str, command: Any) -> Iterator[dict[str, Any]]:
             "help": re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or "")),
             "examples": re.sub(r"^Examples:", "", command.epilog or "").split("  |  ") if command.epilog else [],
             "takes_job": len(own) < len(command.params),
+            "without": " except workers and standby (use `--set`)" if line == "bamboo agent" else "",
             "options": [_option(each) for each in own if not getattr(each, "hidden", False)],
         }
     for name, sub in getattr(command, "commands", {}).items():

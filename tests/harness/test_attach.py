@@ -186,7 +186,7 @@ def test_what_came_of_an_earlier_scenario_is_not_judged_again(run: RunFolder, mo
     done = say(run, "--json")
     (case,) = json.loads(done.stdout)["runs"]
     checks = {each["name"]: (each["result"], each["text"]) for each in case["checks"]}
-    assert checks["culprit"] == ("passed", "evicted: 1")
+    assert checks["culprit"] == ("passed", "evicted: worker 1")
     assert [each["culprits"] for each in case["recoveries"]] == [[1]]
     assert (done.exit_code, case["verdict"]) == (0, "passed")
     assert "not judged: trajectory, leftovers (the job runs on)\n" in done.stderr

@@ -339,7 +339,7 @@ def _culprit(
         gone |= {each.of for each in run.of(ExitRecord) if each.code}
     wrong = [f"worker {worker} was evicted, and should not have been" for worker in sorted(out - struck)]
     wrong += [f"worker {worker} was struck, and no verdict names it" for worker in sorted(must - gone)]
-    named = ", ".join(str(worker) for worker in sorted(out & struck)) or "nobody"
+    named = numbered("worker", sorted(out & struck)) if out & struck else "nobody"
     return _judged("culprit", not wrong, _first(wrong) or f"evicted: {named}")
 
 

@@ -21,7 +21,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 RetainPlace = Literal["device", "cpu"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the first layer of each later stage: 2,4,6"
+PARTITION_FORMS = "uniform, parameters, profile, type:REGEX, or the layers at which stages 1, 2, ... begin: 2,4,6"
 CODE_FIELDS = ("model", "data", "collate", "metrics", "schedule", "optimizer", "lr_schedule", "logger")  # name code
 PLACES = ("results", "checkpoints")  # each can name a place that bamboo writes to
 ACTING = (*CODE_FIELDS, *PLACES)  # fields that reach beyond the job: to other code, to another folder
@@ -47,19 +47,21 @@ class Job:
     )
     load_ahead: int = described(
         1,
-        "microbatches to prefetch, one thread each; ignored unless the source is slow and draws no random numbers; 0 = "
+        "microbatches to prefetch, one thread each; used only if the source is slow and draws no random numbers; 0 = "
         "off",
     )
     stages: int = described(4, "stages of each pipeline (P)")
     blocks: int = described(
         1,
         "blocks per stage; each block has its own owner and shadow, and kills and scenarios name blocks instead of "
-        "stages",
+        "stages; elastic jobs: usually 4",
     )
     elastic: bool = described(
         False, "rebalance slots at step boundaries after a worker is lost or leaves; best with --blocks"
     )
-    standby: int = described(0, "extra workers that start with code and data loaded, and replace workers that die")
+    standby: int = described(
+        0, "extra workers, with code and data loaded, that replace dead ones; makes the job elastic"
+    )
     pipelines: int = described(1, "data-parallel copies of the whole model (D)")
     microbatches: int = described(8, "microbatches per pipeline and step (M)")
     microbatch_size: int = described(4, "samples per microbatch")
@@ -75,7 +77,7 @@ class Job:
     stages_per_worker: int = described(1, "stages of one pipeline on each worker (V)")
     workers: int = described(
         0,
-        "worker processes; 0 = pipelines x stages / stages-per-worker; with fewer, each runs the slots of several",
+        "worker processes; 0 = pipelines x stages / stages-per-worker; if fewer, they share the stages",
     )
     placement: PlacementChoice = described(
         "auto", "which stages share a worker: loop, v (there and back), or auto (the schedule's default)"
@@ -86,8 +88,8 @@ class Job:
     optimizer_args: Args = described(dict, "arguments of the optimizer, such as weight_decay or momentum")
     param_groups: str = described(
         "",
-        "optimizer arguments by parameter name: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr multiplies the "
-        "learning rate",
+        "optimizer arguments by parameter name: 'bias|norm: weight_decay=0; ^head: lr=0.1'; lr is a factor: here a "
+        "tenth of the job's learning rate",
     )
     lr: float = described(2e-3, "peak learning rate")
     lr_schedule: str = described(
@@ -110,8 +112,9 @@ class Job:
     )
     redundancy: Redundancy = described(
         "lazy",
-        "who can take over a stage: none; lazy: a shadow that keeps its weights up to date; eager: a shadow that "
-        "also runs its forwards when idle; reroute: the next pipeline",
+        "who can take over a stage. lazy: a shadow with up-to-date weights; eager: that shadow, which also runs the "
+        "stage's forwards when idle; reroute: the next pipeline; none: nobody, or the next pipeline if there are "
+        "several",
     )
     redundancy_level: int = described(
         1, "shadows per stage with lazy and eager; the job survives this many simultaneous failures"
@@ -122,7 +125,7 @@ class Job:
     fsdp: int = described(
         0, "shard weights and optimizer state over the pipelines, with at most N unsharded stages per worker; 0 = off"
     )
-    activation_checkpoint: int = described(0, "recompute the activations of every N layers; 0 = off")
+    activation_checkpoint: int = described(0, "recompute activations in groups of N layers; 0 = off")
     device: DeviceKind = described(
         "auto",
         "where layers compute: cpu, cuda, or auto (cuda if every worker can have a GPU of its own); changes bits",
@@ -160,8 +163,8 @@ class Job:
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for this long (5x if its thread still uses the CPU, and at least 10x its "
-        "slowest recent action)",
+        "evict a worker stuck in one action for this long, or for 10x its slowest recent action if that is longer; 5x "
+        "as long while it uses the CPU",
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(
