@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, partialmethod
@@ -44,6 +45,7 @@ _OF_TENSORS = (
     *(Tensor.tolist, Tensor.is_pinned, Tensor.pin_memory),
 )
 _MANY = 512
+COPIES = "copies to the host"  # the name of a thread
 
 
 class MixedDevicesError(RuntimeError):
@@ -313,16 +315,26 @@ class _Operations(TorchDispatchMode):
 def fake_gpu(num_gpus: int = 1, *, counts_memory: bool = False) -> Iterator[FakeGpu]:
     """Gives this process GPUs with one memory; threads that start in the block see it, and so does this one.
 
-    The bytes of each worker are counted only with `counts_memory`, as it takes time; else they are 0.
+    The bytes of each worker are counted only with `counts_memory`, as it takes time; else they are 0. The block ends
+    when the threads that copy have opened the double: one that is late would look for a real GPU.
     """
     gpu, run = FakeGpu(counts_memory), threading.Thread.run
+    copying, has_opened = list[threading.Thread](), set[threading.Thread]()
 
     def run_with_modes(thread: threading.Thread) -> None:
         with gpu.modes():
             run(thread)
 
+    start = threading.Thread.start
+
+    def start_noted(thread: threading.Thread) -> None:
+        if thread.name == COPIES:
+            copying.append(thread)
+        start(thread)
+
     def opened(place: torch.device) -> None:
         gpu.streams.enter()
+        has_opened.add(threading.current_thread())
 
     def name_of(place: torch.device) -> str:
         gpu.opened_in.add(threading.current_thread().name)
@@ -330,6 +342,7 @@ def fake_gpu(num_gpus: int = 1, *, counts_memory: bool = False) -> Iterator[Fake
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "run", run_with_modes)
+        patch.setattr(threading.Thread, "start", start_noted)
         patch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         patch.setattr(torch.cuda, "set_device", opened)
         patch.setattr(torch.cuda, "get_device_name", name_of)
@@ -340,3 +353,6 @@ def fake_gpu(num_gpus: int = 1, *, counts_memory: bool = False) -> Iterator[Fake
         patch.setattr(torch.cuda, "default_generators", (gpu.generator,) * num_gpus)
         with gpu.modes():
             yield gpu
+        until_s = time.monotonic() + 10
+        while any(each.is_alive() for each in {*copying} - has_opened) and time.monotonic() < until_s:
+            time.sleep(0.001)

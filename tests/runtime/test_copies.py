@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -227,6 +228,21 @@ def test_on_the_host_nothing_waits_and_nothing_is_copied() -> None:
     HOST_COPIES.make_rooms(lambda: pytest.fail("asked for sizes"))
     HOST_COPIES.settle()
     assert found == [tensors]
+
+
+def test_the_double_outlives_the_begin_of_a_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that looked for its device behind the double found none, and another test failed for it."""
+    begun = list[str]()
+
+    def late(place: torch.device, *others: Any) -> None:
+        time.sleep(0.1)
+        torch.cuda.set_device(place)
+        begun.append("with the double")
+
+    monkeypatch.setattr(copies, "_give_on", late)
+    with fake_gpu():
+        kept = StreamCopies(PLACE)
+    assert kept and begun == ["with the double"]
 
 
 def test_the_steps_of_a_job_wait_for_no_copy_and_make_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
