@@ -57,6 +57,17 @@ class Format(StrEnum):
     PARQUET = "parquet"
 
 
+_Form = Annotated[
+    Format | None,
+    typer.Option(
+        "--format",
+        metavar="|".join(Format),
+        help="Output format; all but the terminal's print only the table.",
+        show_default="terminal",
+    ),
+]
+
+
 Results = Annotated[Path, typer.Option(envvar="BAMBOO_RESULTS", help="Folder that holds the runs.")]
 DEFAULT_RESULTS = Path("results")
 _LONG_BYTES = 8_000_000  # of events: reading more takes longer than a second
@@ -74,15 +85,7 @@ def report(
     runs: _Runs = None,
     *,
     table: Annotated[Table, typer.Option(metavar="|".join(Table), help="Table to print.")] = Table.RECOVERY,
-    form: Annotated[
-        Format | None,
-        typer.Option(
-            "--format",
-            metavar="|".join(Format),
-            help="Output format; all but the terminal's print only the table.",
-            show_default="terminal",
-        ),
-    ] = None,
+    form: _Form = None,
     as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a file.")] = None,
     page: Annotated[

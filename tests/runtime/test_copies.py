@@ -236,8 +236,8 @@ def test_the_double_outlives_the_begin_of_a_thread_that_copies(monkeypatch: pyte
 
     def late(place: torch.device, *others: Any) -> None:
         time.sleep(0.1)
-        torch.cuda.set_device(place)
         begun.append("with the double")
+        torch.cuda.set_device(place)
 
     monkeypatch.setattr(copies, "_give_on", late)
     with fake_gpu():
