@@ -92,8 +92,8 @@ def test_delayed_messages_come_late_whole_and_in_order(pair: Linked, direction: 
 @pytest.mark.parametrize("direction", ["there", "back"])
 def test_a_stall_takes_all_and_delivers_it_after_its_end(pair: Linked, direction: str) -> None:
     one, other = entered(pair)
-    met = disturb(pair, Disturbance("stall", direction, for_ns=250_000_000))
     began_s = time.monotonic()
+    met = disturb(pair, Disturbance("stall", direction, for_ns=250_000_000))
     sender, target, receiver, source = (one, 1, other, 0) if direction == "there" else (other, 0, one, 1)
     post_all(receiver, source)
     send_all(sender, target)
