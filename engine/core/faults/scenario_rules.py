@@ -147,7 +147,7 @@ def _keeps_before_the_end(job: Job) -> bool:
 
 def _why_goes_on(job: Job, faults: Mapping[int, FaultSpec], kinds: Kinds) -> str:
     """Returns why a run surely goes on from a checkpoint by itself; empty if its restarts may be used up."""
-    lost = sum(_most_victims(each) for each in faults.values() if each.do in kinds)
+    lost = sum(_most_victims(each) for each in faults.values() if ends(each.do, kinds))
     if lost > job.restarts or any(not ends(each.do, kinds) and not _is_harmless(each) for each in faults.values()):
         return ""
     return f"{lost} workers are lost at most, and the run goes on by itself {job.restarts} times: set restarts: 0"
