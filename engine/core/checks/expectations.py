@@ -146,10 +146,14 @@ class Observation:
         """Returns the strikes of a fault, one record for each victim."""
         return [strike for strike in self.of(FaultRecord) if strike.fault == fault.id]
 
+    @property
+    def host_strikes(self) -> Sequence[HostStrike]:
+        """The strikes from outside of all hosts."""
+        return self.outside.strikes if self.outside else ()
+
     def host_strike(self, fault: Fault) -> HostStrike | None:
         """Returns the strike of a fault from outside of its host; None without one."""
-        strikes = self.outside.strikes if self.outside else ()
-        return next((strike for strike in strikes if strike.fault.id == fault.id), None)
+        return next((strike for strike in self.host_strikes if strike.fault.id == fault.id), None)
 
     def has_struck(self, fault: Fault) -> bool:
         """Returns whether a fault has struck, be it a worker, a host, or a member of etcd."""
@@ -255,11 +259,7 @@ def _first(texts: Sequence[str]) -> str:
 def _struck(faults: Sequence[Fault], run: Observation) -> Check:
     """Checks that every fault struck all its victims and that its effect was seen."""
     wrong = [why for fault in faults if (why := why_not_struck(fault, run))]
-    hosts = (
-        ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in run.outside.strikes)
-        if run.outside
-        else ""
-    )
+    hosts = ", ".join(f"{each.fault.do} {each.node} in step {each.step}" for each in run.host_strikes)
     text = "; ".join(wrong) or hosts or (f"{len(faults)} faults struck" if len(faults) != 1 else "the fault struck")
     missed = [fault.moment for fault in faults if not run.has_struck(fault)]
     if len(missed) < len(faults) and any(isinstance(moment, At) and moment.is_half for moment in missed):
