@@ -30,7 +30,7 @@ from bamboo_cli.host_options import (
     etcd_settings,
     fixing,
 )
-from bamboo_cli.job_options import JobValues, flag_texts, resolve_options, takes_job_values
+from bamboo_cli.job_options import JobValues, flag_of, flag_texts, resolve_options, takes_job_values
 from bamboo_cli.run_options import (
     DEFAULT_GRACE,
     Grace,
@@ -210,8 +210,8 @@ def agent(
     For several hosts, run the same command on every host.
     """
     of_several = {"JOB": values["job_file"], "--hosts": hosts, "--run": run_id, "--workers": workers}
-    flags = flag_texts({**values, "results": None}) | {"set": ", ".join(values["set"] or ())}
-    of_several |= {f"--{name.replace('_', '-')}": text for name, text in flags.items()}
+    of_several |= {flag_of(name): text for name, text in flag_texts({**values, "results": None}).items()}
+    of_several |= {"--set": ", ".join(values["set"] or ())}
     of_several |= {"--node": node, "--address": address, "--trusted-network": trusted, "--isa": isa, "--etcd": etcd}
     of_several |= {"--kill": kill, "--grace": grace if grace != DEFAULT_GRACE else ""}
     if join and (beside := [name for name, value in of_several.items() if value]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,37 +18,19 @@ if TYPE_CHECKING:
 
 
 # The options for a kept etcd cluster as the coordinator's store; without them a run starts a private one.
-Endpoints = Annotated[
-    str,
-    typer.Option(
-        "--etcd",
-        envvar="BAMBOO_ETCD",
-        metavar="HOST:PORT[,HOST:PORT]",
-        help="Use this etcd cluster instead of a private etcd. TLS and credentials: BAMBOO_ETCD_CA, _CERT, _KEY, "
-        "_USER, _PASSWORD or _PASSWORD_FILE.",
-        rich_help_panel="Coordination",
-    ),
-]
-EndpointsOfHosts = Annotated[
-    str,
-    typer.Option(
-        "--etcd",
-        envvar="BAMBOO_ETCD",
-        metavar="HOST:PORT[,HOST:PORT]",
-        help="The etcd cluster of all hosts; several hosts need one. TLS and credentials: BAMBOO_ETCD_CA, _CERT, _KEY, "
-        "_USER, _PASSWORD or _PASSWORD_FILE.",
-        rich_help_panel="Coordination",
-    ),
-]
+def _endpoints(about: str) -> Any:
+    metavar, panel = "HOST:PORT[,HOST:PORT]", "Coordination"
+    return typer.Option("--etcd", envvar="BAMBOO_ETCD", metavar=metavar, help=about, rich_help_panel=panel)
+
+
+_CREDENTIALS = "TLS and credentials: BAMBOO_ETCD_CA, _CERT, _KEY, _USER, _PASSWORD or _PASSWORD_FILE."
+Endpoints = Annotated[str, _endpoints(f"Use this etcd cluster instead of a private etcd. {_CREDENTIALS}")]
+EndpointsOfHosts = Annotated[str, _endpoints(f"The etcd cluster of all hosts; several hosts need one. {_CREDENTIALS}")]
 EndpointsOfRun = Annotated[
     str,
-    typer.Option(
-        "--etcd",
-        envvar="BAMBOO_ETCD",
-        metavar="HOST:PORT[,HOST:PORT]",
-        help="The etcd cluster of the run. A run folder could name any address, so bamboo connects only to addresses "
-        "given here, or to the private etcd of your own run on this host.",
-        rich_help_panel="Coordination",
+    _endpoints(
+        "The etcd cluster of the run. A run folder could name any address, so bamboo connects only to addresses given "
+        "here, or to the private etcd of your own run on this host."
     ),
 ]
 PlainHttp = Annotated[

@@ -210,6 +210,11 @@ def flag_texts(values: JobValues) -> dict[str, str]:
     return {name: _text(name, values[name]) for name in FLAG_FIELDS if values[name] is not None}
 
 
+def flag_of(name: str) -> str:
+    """Returns the flag of a field; a field that is true by default has one that makes it false."""
+    return f"--{'no-' if _DEFAULTS[name] is True else ''}{name.replace('_', '-')}"
+
+
 def _refuse_a_library_name(path: Path | None) -> None:
     """Raises UserError for the name of a shipped scenario or matrix, which has no file in the current folder."""
     from engine.files.jobs.library import library_names, scenario_names
@@ -245,14 +250,14 @@ def _parameter(name: str, annotation: Any, default: object = None) -> inspect.Pa
 
 
 def _flag(name: str, default: object) -> Any:
-    kind, flag = FIELD_TYPES[name], name.replace("_", "-")
+    kind, flag = FIELD_TYPES[name], flag_of(name)
     help_text = f"{FIELD_HELP[name]} (default {default})" if default != "" else FIELD_HELP[name]
     if kind is bool:  # the flag sets the opposite of the default; --set sets either
         help_text = f"skip {FIELD_HELP[name]}" if default else FIELD_HELP[name]
-        option = typer.Option(f"--no-{flag}" if default else f"--{flag}", help=help_text, rich_help_panel="Job")
+        option = typer.Option(flag, help=help_text, rich_help_panel="Job")
         return Annotated[bool | None, option]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     complete = completion.one_of(choices) if choices else completion.FIELDS.get(name)
     metavar = "|".join(choices) or _METAVARS[kind]
-    option = typer.Option(f"--{flag}", metavar=metavar, help=help_text, rich_help_panel="Job", autocompletion=complete)
+    option = typer.Option(flag, metavar=metavar, help=help_text, rich_help_panel="Job", autocompletion=complete)
     return Annotated[str | None, option]

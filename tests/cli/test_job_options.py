@@ -197,9 +197,11 @@ def test_an_agent_takes_the_flags_of_a_job_and_of_a_scenario() -> None:
 
 
 def test_a_worker_that_is_added_has_no_job_of_its_own() -> None:
-    told = CliRunner().invoke(bamboo, ["agent", "--join", "latest", "--load-ahead", "2", "--set", "seed=7"])
+    told = CliRunner().invoke(
+        bamboo, ["agent", "--join", "latest", "--no-check-pure", "--load-ahead", "2", "--set", "seed=7"]
+    )
     assert isinstance(told.exception, UserError)
-    assert [each.field for each in told.exception.problems] == ["--load-ahead", "--set"]
+    assert [each.field for each in told.exception.problems] == ["--load-ahead", "--no-check-pure", "--set"]
 
 
 def test_wrong_kills_are_told_with_the_other_mistakes(parsed: list[str]) -> None:

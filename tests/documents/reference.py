@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import bamboo
 from bamboo_cli.app import COMMANDS, app, load
+from bamboo_cli.job_options import FLAG_FIELDS
 from engine.codec.records import RECORDS
 from engine.core.history.run_records import StampedRecord
 from engine.core.job import job as jobs
@@ -163,7 +164,7 @@ def _commands(line: str, command: Any) -> Iterator[dict[str, Any]]:
             "help": re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help or "")),
             "examples": re.sub(r"^Examples:", "", command.epilog or "").split("  |  ") if command.epilog else [],
             "takes_job": len(own) < len(command.params),
-            "without": " except workers and standby (use `--set`)" if line == "bamboo agent" else "",
+            "hidden": [each.name for each in own if each.name in FLAG_FIELDS],  # by flags of the command's own
             "options": [_option(each) for each in own if not getattr(each, "hidden", False)],
         }
     for name, sub in getattr(command, "commands", {}).items():
