@@ -66,6 +66,18 @@ def test_the_epoch_stands_beside_the_step(tmp_path: Path, epochs: int, samples: 
         assert drawn(picture, RunView(state, views(job, {})), 100, 30)[0].startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("states", "line"),
+    [({1: "starting"}, "starting: 2 of 3 workers ready; waiting for worker 1"), ({}, "step 0/60")],
+)
+def test_before_the_first_commit_a_line_says_who_is_late_or_how_many_steps_there_are(
+    tmp_path: Path, states: dict[int, str], line: str
+) -> None:
+    job = Job(stages=3, steps=60)
+    with LivePicture(job, tmp_path / "events.jsonl") as picture:
+        assert drawn(picture, RunView(RunState(job), views(job, states)), 100, 30)[0].startswith(line)
+
+
 def views(job: Job, states: dict[int, str], **of_one: Any) -> tuple[WorkerView, ...]:
     """Returns one worker per stage; `states` are those of workers that do not run, `of_one` holds for worker 1."""
     return tuple(

@@ -23,7 +23,7 @@ def test_the_last_words_of_a_worker_come_before_its_end_while_another_process_ho
     process.returncode = 0  # the child reaps it
     told: list[object] = []
     with contextlib.closing(LocalWorkers(spawner)) as workers, contextlib.closing(far):
-        workers.watch(child, near, hear=told.append, end=told.append, see_end=lambda: told.append("seen"))
+        workers.watch(child, near, read=bytes, hear=told.append, end=told.append, see_end=lambda: told.append("seen"))
         for word in (b"first", b"last"):
             far.send_packet(word)
         os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED | os.WNOWAIT)

@@ -199,8 +199,7 @@ class Agent:
                 self.injector.sees(worker, "notice", f"{grace_ns / 1e9:g} s")
                 return
             outputs = self.decide(WorkerWord(now_ns(), worker, message, member.host or self.node.name))
-            has_failed = any(isinstance(output, inputs_outputs.Fail) for output in outputs)
-            if isinstance(message, RaisedMessage) and not has_failed:
+            if isinstance(message, RaisedMessage) and inputs_outputs.Fail not in map(type, outputs):
                 self.injector.sees(worker, "raised", message.exception.error)
 
     def take_own_part(self, member: WorkerHandle, message: Message) -> bool:

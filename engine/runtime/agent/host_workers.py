@@ -359,7 +359,8 @@ class HostWorkers:
         made = LocalProcess(order.process, order.worker, child, link)
         self._processes[order.process] = made
         self._send(ForkedHostMessage(order.process, child.pid))
-        self._workers.watch(child, link, hear=partial(self._hear_worker, made), end=partial(self._see_end, made))
+        hear, end = partial(self._hear_worker, made), partial(self._see_end, made)
+        self._workers.watch(child, link, read=bytes, hear=hear, end=end)
 
     def _hear_worker(self, of: LocalProcess, packet: bytes) -> None:
         of.heard_ns = now_ns()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from engine.codec.messages import decode
 from engine.core.errors import required
@@ -23,6 +23,7 @@ from engine.runtime.process.link import Link, WorkerLink, packet
 from engine.runtime.process.progress_board import ProgressBoard
 from engine.runtime.process.spawner import Spawner, WorkerProcess
 
+_Word = TypeVar("_Word")
 Looks = tuple[dict[int, Sight], tuple[int, ...], dict[int, HostWord]]
 
 
@@ -189,17 +190,17 @@ class LocalWorkers:
         child: Child,
         link: Link,
         *,
-        hear: Callable[[Any], object],
+        read: Callable[[bytes], _Word],
+        hear: Callable[[_Word], object],
         end: Callable[[int], object],
         see_end: Callable[[], object] = lambda: None,
-        read: Callable[[bytes], object] | None = None,
     ) -> None:
         """Tells of the messages of a worker, as `read` returns them, of the sight of its end, and of its end."""
 
         def spoken() -> bool:
             packet = link.receive_packet()
             if packet:
-                hear(read(packet) if read is not None else packet)
+                hear(read(packet))
             else:
                 self.remove(link)
             return bool(packet)
@@ -228,10 +229,10 @@ class LocalWorkers:
             self.watch(
                 member.child,
                 member.link,
+                read=decode,
                 hear=partial(hear, member),
                 end=partial(end, member),
                 see_end=partial(see_end, member),
-                read=decode,
             )
 
     def forget(self, child: Child, link: Link) -> None:
