@@ -205,7 +205,7 @@ def agent(
     etcd: EndpointsOfHosts = "",
     etcd_plain_http: PlainHttp = False,
 ) -> None:
-    """Train on several hosts, with one agent on each; or add a worker to a running job and follow that worker.
+    """Train on several hosts, with one agent on each; or add a worker to a running job.
 
     For several hosts, run the same command on every host.
     """

@@ -27,11 +27,11 @@ from engine.core.texts import printable
 COMMANDS = {
     "run": "Train a model in a pipeline of worker processes.",
     "doctor": "Check this machine: one line per check, with the fix.",
-    "agent": "Train on several hosts, with one agent on each; or add a worker to a running job and follow that worker.",
+    "agent": "Train on several hosts, with one agent on each; or add a worker to a running job.",
     "launch": "Print the files that start a run on several hosts with Slurm, Kubernetes, Ray or ssh.",
     "status": "Show the stage owners, step, heartbeats and verdicts of a run, from its etcd or else from its events.",
     "inject": "Run a scenario (job, faults and fault-free twin), then check its expectations.",
-    "validate": "Check scenario, matrix and job files: valid fields, moments that can come, victims that exist.",
+    "validate": "Check scenario, matrix and job files: valid fields, faults that can strike, victims that exist.",
     "schema": "Print the JSON schema of scenario, matrix or job files.",
     "matrix": "Run every cell of a scenario matrix.",
     "init": "Write a starter job, scenario and matrix; with --ci also a workflow.",
@@ -42,7 +42,7 @@ COMMANDS = {
     "schedule": "Show, check or export the program of a job, or compare schedules.",
     "checkpoint": "List the checkpoints of a run, verify every byte, delete old ones.",
     "list": "List runs, or the names a job or scenario can use.",
-    "clean": "Delete the files that killed runs left behind: stores, temporary files, twins that no run can reuse.",
+    "clean": "Delete the files that killed runs left behind: etcd data, temporary files, twins that no run can reuse.",
     "bench": "Measure bamboo and its peers, interleaved in one run.",
 }
 # Name of a command -> its module and function, where they have other names.

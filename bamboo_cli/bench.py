@@ -65,7 +65,7 @@ _BENCHMARKS = {
     ),
     "buffers": (
         "buffers.buffer_cases",
-        "Step time and peak memory when a shadow keeps a buffer, against no shadow and no buffer.",
+        "Step time and peak memory when a shadow keeps a layer's buffer, against no shadow, and against no buffer.",
     ),
     "checkpoint": (
         "checkpoint.checkpoint_cases",

@@ -37,7 +37,7 @@ def clean(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     results: Results = DEFAULT_RESULTS,
 ) -> None:
-    """Delete the files that killed runs left behind: stores, temporary files, twins that no run can reuse.
+    """Delete the files that killed runs left behind: etcd data, temporary files, twins that no run can reuse.
 
     Runs are deleted only with --keep or --older-than; with both, the newest N stay whatever their age. Running jobs
     and files that bamboo did not write are never touched.

@@ -62,7 +62,7 @@ _Form = Annotated[
     typer.Option(
         "--format",
         metavar="|".join(Format),
-        help="Output format; all but the terminal's print only the table.",
+        help="Output format; every format but `terminal` prints only the table.",
         show_default="terminal",
     ),
 ]

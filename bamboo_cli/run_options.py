@@ -169,8 +169,8 @@ NoticeCommand = Annotated[
     typer.Option(
         "--notice-command",
         metavar="COMMAND",
-        help="Poll this command for preemption notices. Exit 0 with worker numbers: for these workers; with other "
-        "text, except false or none: for all.",
+        help="Poll this command for preemption notices. If it exits with 0 and prints worker numbers, they get notice; "
+        "if it prints any other text, except false or none, all workers do.",
         rich_help_panel=_NOTICES,
     ),
 ]

@@ -58,7 +58,7 @@ def status(
 ) -> None:
     """Show the stage owners, step, heartbeats and verdicts of a run, from its etcd or else from its events.
 
-    Exit with 69 if the launcher is gone and the end of the run was not recorded.
+    Exit with 69 if the process that started the run is gone and the run's end was not recorded.
     """
     from engine.core.errors import Problem, UserError
 

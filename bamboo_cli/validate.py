@@ -36,7 +36,7 @@ def validate(
         int | None, typer.Option("--seed", help="Seed of random choices (default: the job's seed).", min=0)
     ] = None,
 ) -> None:
-    """Check scenario, matrix and job files: valid fields, moments that can come, victims that exist.
+    """Check scenario, matrix and job files: valid fields, faults that can strike, victims that exist.
 
     Exit with 2 if a file is wrong, with 5 if a name is unknown.
     """

@@ -57,7 +57,7 @@ class Job:
         "stages; elastic jobs: usually 4",
     )
     elastic: bool = described(
-        False, "rebalance slots at step boundaries after a worker is lost or leaves; best with --blocks"
+        False, "move stages (with --blocks: blocks) between workers after one is lost or leaves; best with --blocks"
     )
     standby: int = described(
         0, "extra workers, with code and data loaded, that replace dead ones; makes the job elastic"
@@ -113,8 +113,8 @@ class Job:
     redundancy: Redundancy = described(
         "lazy",
         "who can take over a stage. lazy: a shadow with up-to-date weights; eager: that shadow, which also runs the "
-        "stage's forwards when idle; reroute: the next pipeline; none: nobody, or the next pipeline if there are "
-        "several",
+        "stage's forwards when idle; reroute: the next pipeline, and a shadow once no other worker holds the stage; "
+        "none: no shadow, so only the next pipeline if there is one",
     )
     redundancy_level: int = described(
         1, "shadows per stage with lazy and eager; the job survives this many simultaneous failures"
@@ -163,8 +163,8 @@ class Job:
     )
     hang_after: str = described(
         "1s",
-        "evict a worker stuck in one action for this long, or for 10x its slowest recent action if that is longer; 5x "
-        "as long while it uses the CPU",
+        "evict a worker stuck in one action for longer than this and than 10x its slowest recent action; this limit "
+        "is 5x as long while it uses the CPU",
     )
     silent_after: str = described("5s", "evict a worker that is stopped, or has not answered, for this long")
     checkpoint_every: str = described(
